@@ -147,6 +147,20 @@ def test_edits_that_git_could_not_take_back_are_not_made(project):
     assert texts(project)["a.py"] == "import lumen  # new\n"
 
 
+@pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.bad.clean", "filter.bad.process", "core.hooksPath"])
+def test_a_hostile_git_config_runs_nothing(project, setting):
+    program = project / ".git/hostile/post-index-change"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\ntouch executed\n")
+    program.chmod(0o700)
+    git(project, "config", setting, str(program if setting != "core.hooksPath" else program.parent))
+    (project / ".gitattributes").write_text("*.py filter=bad\n")
+    (project / "a.py").touch()  # git compares what it holds with the file
+    assert write(".")[0] == 0
+    assert texts(project)["a.py"].startswith("import lumen")
+    assert not (project / "executed").exists()
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         PAGE.write_text(_page(Path(directory)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import os
 import subprocess
@@ -146,7 +147,7 @@ def files_of(path: Path) -> list[Path]:
         raise ConfigError(f"there is no file or directory {path}.")
     if path.is_file():
         return [path]
-    listed = git(path, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    listed = _tracked(path, "--cached", "--others", "--exclude-standard")
     found: Iterable[Path] = map(path.joinpath, filter(None, listed.split("\0"))) if listed else _walk(path)
     return sorted(
         {each for each in found if _is_ours(each.relative_to(path)) and each.is_file() and not each.is_symlink()}
@@ -166,10 +167,16 @@ def _is_ours(path: Path) -> bool:
     return not hidden and (path.suffix in _SUFFIXES or path.name in _NAMED)
 
 
-def git(directory: Path, *words: str) -> str:
-    """What a command of git's prints in a directory; empty where there is no git, or no repository."""
+def _tracked(directory: Path, *words: str) -> str:
+    """What `git ls-files -z` prints in a directory; empty where there is no git, or no repository.
+
+    A repository may be a stranger's, and its config can name programs. Listing runs no filter of it; monitors of the
+    file system, hooks and transports are turned off.
+    """
+    command = ["git", "--literal-pathspecs", "-c", "core.fsmonitor=", "-c", "core.hooksPath=/dev/null", "ls-files"]
+    settings = {**os.environ, "GIT_ALLOW_PROTOCOL": ""}
     try:
-        done = subprocess.run(["git", *words], cwd=directory, capture_output=True, check=False)
+        done = subprocess.run([*command, "-z", *words], cwd=directory, env=settings, capture_output=True, check=False)
     except OSError:
         return ""
     return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
@@ -179,8 +186,11 @@ def unsaved(files: Iterable[Path]) -> Mapping[Path, str]:
     """The files whose present text git could not give back, with why."""
     found: dict[Path, str] = {}
     for file in files:
-        if not git(file.parent, "ls-files", "-z", "--", file.name):
+        entry, text = _tracked(file.parent, "--stage", "--", file.name).split(), file.read_bytes()
+        if not entry:
             found[file] = "is not in git"
-        elif git(file.parent, "status", "--porcelain", "--", file.name):
+            continue
+        digest = hashlib.new("sha1" if len(entry[1]) == 40 else "sha256", b"blob %d\0" % len(text) + text)
+        if digest.hexdigest() != entry[1]:
             found[file] = "has changes that are not committed"
     return found
