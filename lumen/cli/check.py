@@ -13,46 +13,47 @@ from lumen.check.show import Report, as_json, show
 from lumen.cli import tell
 from lumen.cli.command_line import CLI
 from lumen.cli.optimization import configure_optimizers
+from lumen.cli.parser import Words
 from lumen.cli.users_error import show as show_error
 from lumen.cli.words import Shown
 from lumen.console import stdout
 from lumen.errors import ConfigError, LumenError
 from lumen.trainer.logs import LogSettings, console_log
 
-HELP = """\
-usage: lumen check --config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]
+_MORE = (
+    "Runs forward and backward of a few micro-batches. Takes what `lumen fit` takes, trains nothing and writes "
+    "nothing: an update or two are made in memory and thrown away. Exit code: 0; 1: something is suspicious, with "
+    "--strict; 2: the configuration is wrong, or a step fails. The settings are those of lumen fit --help."
+)
 
-Looks at a configuration before a long run: the first batches, forward and backward of a few micro-batches, the learning
-rates of the whole run, room for its checkpoints, how long it takes. Takes what `lumen fit` takes, trains nothing and
-writes nothing: an update or two are made in memory and thrown away.
 
-  --json       Print JSON.
-  --strict     Exit with 1 if something is suspicious.
-  --samples N  Training and validation samples to compare at most. Default: 1000; 0: none.
-
-Exit code: 0; 1: something is suspicious, with --strict; 2: the configuration is wrong, or a step fails.
-The settings are those of lumen fit --help."""
-_SAMPLES = 1000
+def options() -> Words:
+    """Return the parser of the options that `lumen fit` lacks."""
+    parser = Words("check", "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _MORE)
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument("--strict", action="store_true", help="Exit with 1 if something is suspicious.")
+    parser.add_argument("--samples", type=int, default=1000, metavar="N", help="Training and validation samples to "
+                        "compare at most. Default: 1000; 0: none.")  # fmt: skip
+    return parser
 
 
 def run(words: list[str]) -> int:
     """Look at a training; returns the exit code."""
-    if {"-h", "--help"} & {*words}:
-        print(HELP, file=stdout)
-        return 0
-    asked, words = _own_words(words)
+    asked, words = options().parse_known_args(words)
+    if asked.samples < 0:
+        raise ConfigError(f"--samples: expected a number of at least 0, found {asked.samples}.")
     report = Report()
     try:
         with _quiet(), suppress(Shown):
-            _Look(report, asked["samples"], words)
+            _Look(report, asked.samples, words)
             if not report.title:  # --print_config has shown it
                 return 0
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _failed(report, error, as_text=not asked["json"])
-    code = report.exit_code(strict=asked["strict"])
-    print(as_json(report, code), file=stdout) if asked["json"] else show(report)
+        return _failed(report, error, as_text=not asked.json)
+    code = report.exit_code(strict=asked.strict)
+    print(as_json(report, code), file=stdout) if asked.json else show(report)
     return code
 
 
@@ -77,28 +78,6 @@ def _failed(report: Report, error: BaseException, *, as_text: bool) -> int:
     else:
         show_error(error)
     return 2
-
-
-def _own_words(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """What this command alone takes, and the words of `fit`."""
-    asked: dict[str, Any] = {"json": False, "strict": False, "samples": _SAMPLES}
-    rest: list[str] = []
-    coming = iter(words)
-    for word in coming:
-        name, _, value = word.partition("=")
-        if name in ("--json", "--strict") and not value:
-            asked[name[2:]] = True
-        elif name == "--samples":
-            asked["samples"] = _count(value or next(coming, ""))
-        else:
-            rest.append(word)
-    return asked, rest
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise ConfigError(f"--samples: expected a number of at least 0, found {text or 'nothing'}.")
-    return int(text)
 
 
 @final

@@ -68,9 +68,7 @@ def all_commands(of_files: Any) -> ArgumentParser:
         if name in COMMANDS or name in LOOKS:
             parents.append(parser := OptionParser(prog="lumen", exit_on_error=False))
             Offer().add_to(parser, "fit" if name in LOOKS else name, None)
-        if name == "check":
-            parents.append(_of_check())
-        elif name not in COMMANDS:
+        if name not in COMMANDS:
             parents.append(import_module(f"lumen.cli.{place_of(name)}").options())
         for action in (action for parent in parents for action in parent._actions):
             _offer(action, of_files)
@@ -78,16 +76,6 @@ def all_commands(of_files: Any) -> ArgumentParser:
             name, help=summary, parents=parents, add_help=False, conflict_handler="resolve", allow_abbrev=False
         )
     return root
-
-
-def _of_check() -> ArgumentParser:
-    """The options that `lumen check` has beside those of fit, as its help lists them."""
-    from lumen.cli import check
-
-    parser = ArgumentParser(add_help=False)
-    for name, value, text in re.findall(r"^  (--\w+)( [A-Z])? +(.*)$", check.HELP, re.MULTILINE):
-        parser.add_argument(name, help=text, action="store" if value else "store_true")
-    return parser
 
 
 def _offer(action: Action, of_files: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the commands that read no config have in common: how their words are read, and how sizes are written."""
+"""How the commands beside the four loops read the words that are theirs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import difflib
 from typing import Any, NoReturn, final
 
-from lumen.cli import WITHOUT_CONFIG
+from lumen.cli import LOOKS, WITHOUT_CONFIG
 from lumen.errors import ConfigError
 
 
@@ -23,7 +23,9 @@ class Words(argparse.ArgumentParser):
     def __init__(self, command: str, usage: str, more: str) -> None:
         self._options: list[str] = []
         super().__init__(
-            usage=f"lumen {command} {usage}", description=f"{WITHOUT_CONFIG[command]} {more}", allow_abbrev=False
+            usage=f"lumen {command} {usage}",
+            description=f"{(LOOKS | WITHOUT_CONFIG)[command]} {more}",
+            allow_abbrev=False,
         )
         self._command = command
 

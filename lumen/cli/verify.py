@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import secrets
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lumen.cli import LOOKS
 from lumen.cli.command_line import CLI, Checked
 from lumen.cli.optimization import configure_optimizers
+from lumen.cli.parser import Words
 from lumen.console import stderr, stdout
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
@@ -27,7 +26,7 @@ from lumen.proof.variants import Size
 from lumen.proof.worker import Built
 from lumen.trainer.trainer import Trainer
 
-_USAGE = "lumen verify --config FILE [--KEY VALUE ...] [--steps N] [--compile] [--json] [--against FILE]"
+_USAGE = "--config FILE [--KEY VALUE ...] [--steps N] [--compile] [--json] [--against FILE]"
 _MORE = (
     "All settings are those of `lumen fit`. A few steps are made of each variant that this machine allows, in a "
     "directory that is gone afterwards; runs are left alone. Exit code: 0 all is proven, 1 a promise is not kept, 2 "
@@ -36,15 +35,6 @@ _MORE = (
 _PROMISES = {"P1": "same training", "P2": "exact resume", "P3": "exact evaluation", "P4": "any reader", "": "training"}
 _STYLES = {"proven": "green", "failed": "bold red", "not promised": "yellow", "not shown": "dim"}
 _LEAST_STEPS, _LONGEST = 4, 600
-
-
-@final
-class _Words(argparse.ArgumentParser):
-    """Reads the options of the command; what is wrong with them is a ConfigError."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of ending the process."""
-        raise ConfigError(f"{message}. Usage: {self.usage}")
 
 
 @final
@@ -85,9 +75,9 @@ def make(words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], s
     return _Made(words, change, seed).made
 
 
-def options() -> _Words:
+def options() -> Words:
     """The options of the command."""
-    parser = _Words(usage=_USAGE, description=f"{LOOKS['verify']} {_MORE}", allow_abbrev=False)
+    parser = Words("verify", _USAGE, _MORE)
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="Optimizer steps of a variant. Default: 5.")
     parser.add_argument("--only", metavar="NAMES", help=f"Compare these alone: {', '.join(COMPARISONS)}.")
     parser.add_argument("--compile", action="store_true", help="Compare eager with compiled too.")

@@ -44,9 +44,9 @@ IMPORTS = [
     ("from lightning.pytorch import loggers as pl_loggers\nx = pl_loggers.CSVLogger",
      "import lumen\nx = lumen.CSVLogger"),
     ("from lightning.pytorch.utilities.types import STEP_OUTPUT\nx: STEP_OUTPUT",
-     "from typing import Any\n\nx: Any"),
+     "from typing import Any\nx: Any"),
     ("import os\nimport lightning as L\nfrom lightning.pytorch.utilities.types import STEP_OUTPUT\nx: STEP_OUTPUT",
-     "import os\nfrom typing import Any\nimport lumen\nx: Any"),
+     "import os\nimport lumen\nfrom typing import Any\nx: Any"),
     ("from typing import Any\nimport torch\nfrom lightning.pytorch.utilities.types import STEP_OUTPUT\nx: STEP_OUTPUT",
      "from typing import Any\nimport torch\nx: Any"),
     ("import lightning as L\nx = L.pytorch.utilities.exceptions.MisconfigurationException",
@@ -71,12 +71,6 @@ IMPORTS = [
     ("from lightning.pytorch.tuner import Tuner\nTuner(t).lr_find(m, method='fit', num_training=5)",
      "from lumen import Tuner\nTuner(t).lr_find(m, num_training=5)"),
     ("from lightning.pytorch.strategies import FSDPStrategy, DDPStrategy", "from lumen import FSDP, DDP"),
-    ("import os\nfrom lightning.pytorch.cli import OptimizerCallable\nx: OptimizerCallable",
-     "import os\nfrom collections.abc import Callable, Iterable\nfrom torch.optim import Optimizer\n"
-     "x: Callable[[Iterable], Optimizer]"),
-    ("from typing import Callable\nfrom lightning.pytorch.cli import LRSchedulerCallable as S\nx: S",
-     "from typing import Callable\nfrom torch.optim import Optimizer\n"
-     "from torch.optim.lr_scheduler import LRScheduler\nx: Callable[[Optimizer], LRScheduler]"),
     ("import lightning as L\nprint(L.__version__)", "import lumen\nprint(lumen.__version__)"),
 ]  # fmt: skip
 
@@ -226,6 +220,7 @@ SAID = [
     ("L.Fabric()", "no Fabric"),
     ("from lightning.pytorch.utilities import measure_flops", "FlopCounterMode"),
     ("from lightning.pytorch import *", "one by one"),
+    ("from lightning.pytorch.cli import OptimizerCallable", "Write Callable[[Iterable], Optimizer]"),
     ("self.trainer.fit_loop.restarting = True", "trainer.progress"),
 ]
 
@@ -293,6 +288,24 @@ def test_a_class_is_what_its_base_in_another_file_is(tmp_path):
     )
     texts = {each.path.name: each.after for each in migrate(tmp_path)}
     assert "self.log('a', b)" in texts["net.py"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "after", "said"),
+    [
+        (["{'loss': 1}"], "o['loss']", False),
+        (["{'loss': 1}", "loss"], "o['loss']", True),
+        (["loss"], "o", False),
+        (["self.shared(b)"], "o", False),
+    ],
+)
+def test_outputs_are_read_as_steps_return_them(tmp_path, returned, after, said):
+    step = "class A(L.LightningModule):\n    def training_step(self, b):\n        self.log_dict({})\n        return "
+    hook = "class B(L.Callback):\n    def on_train_batch_end(self, t, m, o, *a):\n        "
+    text = "".join(["import lightning as L\n", *(f"{step}{each}\n" for each in returned), f"{hook}o['loss']\n"])
+    edited, notes = migrated(tmp_path, text)
+    assert edited.endswith(f"        {after}\n")
+    assert any("a loss alone is no dictionary" in note for note in notes) == said
 
 
 def test_a_run_without_a_limit_keeps_lightnings(tmp_path):

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, final, get_args, get_type_hints
 
 import lumen
+from lumen.errors.arguments import says_nothing
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_LOG
 
 
@@ -67,21 +68,10 @@ POSITIONS: Mapping[str, str] = {
     "TensorBoardLogger": "save_dir name version log_graph default_hp_metric prefix sub_dir",
     "Timer": "duration interval verbose",
 }
-_RUN_DIRECTORY = "A record lies in the directory of its run: Trainer(default_root_dir=..., name=...)."
-_NOT_ONE_METRIC = "All that is logged is recorded under its own name."
-#: What to think about where an argument is left out, by the class here; `INSTEAD` of the classes goes first.
-_SENTENCES: Mapping[str, Mapping[str, str]] = {
-    "BatchSizeFinder": {"max_val": "The largest size to try follows from init_val and max_trials."},
-    "CSVLogger": dict.fromkeys(("save_dir", "name", "version", "prefix"), _RUN_DIRECTORY),
-    "DDP": {
-        "ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.",
-        "timeout": "timeout_s is in seconds.",
-    },
-    "OnExceptionCheckpoint": {"filename": "It is called exception-step-N, where it is no checkpoint that is exact."},
-    "TensorBoardLogger": dict.fromkeys(("save_dir", "name", "version", "prefix", "sub_dir"), _RUN_DIRECTORY)
-    | {"default_hp_metric": _NOT_ONE_METRIC, "log_graph": "The graph of the model is not recorded."},
-    "Timer": {"verbose": "How a run ended is always said."},
-    "TorchProfiler": {"filename": "Traces lie in dirpath, by default the run's directory."},
+#: What to think about where an argument of DDP is left out; the other classes say it themselves, as `INSTEAD`.
+_OF_DDP = {
+    "ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.",
+    "timeout": "timeout_s is in seconds.",
 }
 #: Where an argument that is not known changes what is trained: it stays, and so does the error.
 _STAY = {
@@ -92,7 +82,6 @@ _STAY = {
 }  # fmt: skip
 _ALL_STAY = ("FSDP",)
 _NONE_NEEDED = {"cpu_stats", "accelerator", "parallel_devices", "flush_logs_every_n_steps", "process_group_backend"}
-_DEFAULTS = (("enable_autolog_hparams", True), ("leave", True), ("auto_insert_metric_name", True))
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
         "gradient_clip": "gradient_clip_val",
@@ -233,15 +222,14 @@ def change_of(owner: str, name: str, value: Any = UNKNOWN) -> Change:
         return change
     if name in _accepted(owner) or owner == "LambdaCallback":
         return _OUT if value is None and name not in _nullable(owner) else _STAYS
-    said = getattr(getattr(lumen, owner), "INSTEAD", {}).get(name) or _SENTENCES.get(owner, {}).get(name, "")
+    kind = getattr(lumen, owner)
+    said = getattr(kind, "INSTEAD", {}).get(name) or (_OF_DDP.get(name, "") if owner == "DDP" else "")
     use = _USE.fullmatch(said)
     to = _RENAMED.get(owner, {}).get(name) or (use[1] if use is not None and use[1] in _accepted(owner) else None)
     if to is not None:
         again = change_of(owner, to, value)
         return again if again.arguments is not None else Change({to: KEPT}, again.sentence)
-    if _is_off(value) or name in _NONE_NEEDED or (name, value) in _DEFAULTS:
-        return _OUT
-    if said.startswith("Leave it out"):
+    if _is_off(value) or name in _NONE_NEEDED or says_nothing(kind, name, value) or said.startswith("Leave it out"):
         return _OUT
     stays = not said or owner in _ALL_STAY or name in _STAY.get(owner, ())
     what = f"{name} of {owner}" if stays else f"{name} of {owner} is left out"

@@ -92,9 +92,8 @@ class Methods:
             self.look_at_flag(node)
 
     def _rename(self, method: _Function, to: str) -> None:
-        start = self._source.span(method)[0]
-        place = next(token for token in self._source.tokens_from(start) if token.text == method.name)
-        self._source.replace(place.start, place.end, to)
+        start = self._source.text.index(method.name, self._source.span(method)[0])
+        self._source.replace(start, start + len(method.name), to)
 
     def _signature(self, method: _Function, kind: str) -> None:
         arguments = method.args
@@ -132,7 +131,7 @@ class Methods:
         last_kept, last = [*method.args.posonlyargs, *method.args.args][given - 1], method.args.args[-1]
         self._source.replace(self._source.span(last_kept)[1], self._source.span(last)[1], "")
 
-    def look_at_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[str]) -> None:
+    def look_at_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[bool]) -> None:
         """Look at an entry that is read: of a checkpoint, or of what a training step returned."""
         if function is None or not isinstance(node.value, ast.Name) or not isinstance(node.slice, ast.Constant):
             return
@@ -140,17 +139,11 @@ class Methods:
         owner, key = node.value.id, str(node.slice.value)
         if function.name in ("on_save_checkpoint", "on_load_checkpoint") and owner in names and key in INSTEAD_OF_KEYS:
             self._note(node, f"checkpoint[{key!r}] is not there. {INSTEAD_OF_KEYS[key]}")
-        if (
-            function.name == "on_train_batch_end"
-            and owner in names
-            and key == "loss"
-            and steps_return != {"a dictionary"}
-        ):
-            said = "outputs is what training_step returned: a loss alone is no dictionary."
-            if steps_return <= {"no dictionary"}:
+        if function.name == "on_train_batch_end" and owner in names and key == "loss":
+            if True not in steps_return:
                 self._source.replace_node(node, owner)
-            else:
-                self._note(node, said)
+            elif False in steps_return:
+                self._note(node, "outputs is what training_step returned: a loss alone is no dictionary.")
 
 
 def _returns_a_value(method: _Function) -> bool:

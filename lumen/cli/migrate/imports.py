@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import final
 
-from lumen.cli.migrate.names import WRITTEN_OUT, Binding, Names, New, is_module, new_name, short_name
-from lumen.cli.migrate.source import Source
+from lumen.cli.migrate.names import Binding, Names, New, is_module, new_name
+from lumen.cli.migrate.source import COMMENT, Source
 
 _WIDTH = 100  # a longer list of names is written one to a line
 
@@ -46,12 +45,6 @@ class Imports:
         assert binding is not None
         start, end = self._source.span(node)
         new = None if is_module(full) else new_name(full)
-        if short_name(full) in WRITTEN_OUT:
-            self._renamed[binding].append(start)
-            pattern, needed = WRITTEN_OUT[short_name(full)]
-            parts = [New(*name.rpartition(".")[::2]) for name in needed]
-            self._source.replace(start, end, pattern.format(*(self._through_module(binding, part) for part in parts)))
-            return None
         if new is None:
             self._kept[binding].append(start)
             return None if is_module(full) else full
@@ -110,10 +103,6 @@ class Imports:
             written: set[str] = set()
             for run in self._runs(block):
                 lines = self._lines(run, written, left)
-                if block is tree.body:
-                    of_python = [line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names]
-                    self._put_in_front(tree, run[0], of_python)
-                    lines = [line for line in lines if line not in of_python]
                 start, end = self._source.span(run[0])[0], self._source.span(run[-1])[1]
                 if not lines and len(block) > len(run) and self._is_alone(start, end):
                     self._source.replace(self._source.line_start(start), self._source.line_end(end - 1), "")
@@ -122,19 +111,6 @@ class Imports:
                     if text != self._source.text[start:end]:
                         self._source.replace(start, end, text)
         return left
-
-    def _put_in_front(self, tree: ast.Module, before: ast.Import | ast.ImportFrom, lines: list[str]) -> None:
-        """Put imports of Python's own behind others of its own, or in front of all others."""
-        imports = [each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)]
-        imports = [each for each in imports if getattr(each, "module", "") != "__future__"]
-        own = [each for each in imports[: imports.index(before)] if _module(each) in sys.stdlib_module_names]
-        newline = self._source.newline
-        if lines and own:
-            end = self._source.line_end(self._source.span(own[-1])[1] - 1)
-            self._source.replace(end, end, "".join(f"{line}{newline}" for line in lines))
-        elif lines:
-            start = self._source.line_start(self._source.span(imports[0])[0])
-            self._source.replace(start, start, "".join(f"{line}{newline}" for line in lines) + newline)
 
     def _is_alone(self, start: int, end: int) -> bool:
         """Whether nothing else stands on the lines of a piece, but for comments."""
@@ -156,12 +132,13 @@ class Imports:
         if run:
             yield run
 
-    def _belongs_to(self, statement: ast.stmt, before: ast.stmt, block: list[ast.stmt]) -> bool:
+    def _belongs_to(
+        self, statement: ast.Import | ast.ImportFrom, before: ast.Import | ast.ImportFrom, block: list[ast.stmt]
+    ) -> bool:
         """Whether two imports can be one."""
         follows = block[block.index(before) + 1] is statement
         is_mixed = self._is_mixed(statement) or self._is_mixed(before)
-        commented = self._source.has_comment(self._source.span(before)[0], self._source.span(statement)[1])
-        return follows and not is_mixed and not commented
+        return follows and not is_mixed and not self._comments([before, statement])
 
     def _is_ours(self, statement: ast.stmt) -> bool:
         return any(binding.statement is statement for binding in self._names.every)
@@ -232,21 +209,13 @@ class Imports:
         return not uses or not all(map(self._source.is_removed, uses))
 
     def _comments(self, run: list[ast.Import | ast.ImportFrom]) -> list[str]:
-        start, end = self._source.span(run[0])[0], self._source.span(run[-1])[1]
-        within = (token.text for token in self._source.tokens_from(start) if token.start < end)
-        return [text for text in within if text.startswith("#")]
+        return COMMENT.findall(self._source.text[self._source.span(run[0])[0] : self._source.span(run[-1])[1]])
 
     def _from(self, module: str, names: list[str], indent: str) -> str:
         line, newline = f"from {module} import {', '.join(names)}", self._source.newline
         if len(indent) + len(line) <= _WIDTH:
             return line
         return f"from {module} import ({newline}{''.join(f'{indent}    {name},{newline}' for name in names)}{indent})"
-
-
-def _module(statement: ast.Import | ast.ImportFrom) -> str:
-    """The package that an import is of."""
-    name = statement.names[0].name if isinstance(statement, ast.Import) else statement.module or ""
-    return name.split(".")[0] if not getattr(statement, "level", 0) else ""
 
 
 def _order(name: str) -> tuple[int, str]:

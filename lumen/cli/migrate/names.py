@@ -39,18 +39,6 @@ ELSEWHERE: Mapping[str, str] = {
     "TRAIN_DATALOADERS": "typing.Any",
 }
 
-#: Types that have no name of their own here: what is written in their place, with the names that it needs.
-WRITTEN_OUT: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "LRSchedulerCallable": (
-        "{}[[{}], {}]",
-        ("collections.abc.Callable", "torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
-    ),
-    "OptimizerCallable": (
-        "{}[[{}], {}]",
-        ("collections.abc.Callable", "collections.abc.Iterable", "torch.optim.Optimizer"),
-    ),
-}
-
 
 @final
 class New(NamedTuple):
@@ -102,6 +90,8 @@ def instead_of(full: str) -> str:
 _LOGGING = "Write logging.getLogger(__name__): what it is told is shown once, by the first process."
 _FUNCTIONS: Mapping[str, str] = {
     "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
+    "LRSchedulerCallable": "Write Callable[[Optimizer], LRScheduler].",
+    "OptimizerCallable": "Write Callable[[Iterable], Optimizer].",
     "find_shared_parameters": "Write parameters(remove_duplicate=False).",
     "measure_flops": "Use torch.utils.flop_counter.FlopCounterMode, or ThroughputMonitor(measure_flops=True).",
     "rank_zero_deprecation": _LOGGING,

@@ -65,8 +65,10 @@ class Classes:
                 break
         self._defined = {node.name: (node, names) for node, names in found}
         self.groups = {key: owner for file in files for key, owner in _groups(file)}
-        self.steps_return = {_returns(each) for node, names in found if self.kind(node, names) == "task"
-                             for each in node.body if _is_training_step(each)}  # fmt: skip
+        tasks = [node for node, names in found if self.kind(node, names) == "task"]
+        steps = [each for node in tasks for each in node.body if getattr(each, "name", "") == "training_step"]
+        #: Of every training step, True if it returns a dictionary.
+        self.steps_return = {_returns_dictionary(each) for each in steps}
 
     def kind(self, node: ast.ClassDef, names: Names) -> str | None:
         """What a class is: a task, a data module, a callback, a cli, a logger or a trainer; None: something else."""
@@ -111,30 +113,15 @@ def _groups(file: Read) -> Iterator[tuple[str, str]]:
                 yield str(node.args[1].value), new.name
 
 
-def _is_training_step(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name == "training_step"
-
-
-def _returns(step: ast.AST) -> str:
-    """What a step returns: "a dictionary", "no dictionary" or "both"."""
-    found = set()
-    for node in ast.walk(step):
-        if isinstance(node, ast.Return) and node.value is not None:
-            is_plain = isinstance(node.value, ast.Name | ast.BinOp | ast.Constant | ast.Attribute)
-            is_call = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") != "dict"
-            found.add(
-                "a dictionary"
-                if isinstance(node.value, ast.Dict)
-                else "no dictionary"
-                if is_plain or is_call
-                else "both"
-            )
-    made = {target.id for node in ast.walk(step) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-            for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
-    named = {
-        node.value.id for node in ast.walk(step) if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)
-    }
-    return "both" if made & named else found.pop() if len(found) == 1 else "both" if found else "no dictionary"
+def _returns_dictionary(step: ast.AST) -> bool:
+    """Return True if a dictionary that is written in a function is what the function returns, alone or by its name."""
+    returned = [node.value for node in ast.walk(step) if isinstance(node, ast.Return)]
+    names = {node.id for node in returned if isinstance(node, ast.Name)}
+    assigned = [node for node in ast.walk(step) if isinstance(node, ast.Assign)]
+    returned += [each.value for each in assigned if {getattr(target, "id", "") for target in each.targets} & names]
+    return any(
+        isinstance(each, ast.Dict) or getattr(getattr(each, "func", None), "id", "") == "dict" for each in returned
+    )
 
 
 def files_of(path: Path) -> list[Path]:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, final
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
-_OPENING = (tokenize.LPAR, tokenize.LSQB, tokenize.LBRACE)
-_CLOSING = (tokenize.RPAR, tokenize.RSQB, tokenize.RBRACE)
-_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+COMMENT = re.compile(r"#[^\r\n]*")
 
 
 @final
@@ -25,16 +19,6 @@ class Edit(NamedTuple):
     start: int
     end: int
     text: str
-
-
-@final
-class Token(NamedTuple):
-    """A token of Python, by its place in the text."""
-
-    kind: int
-    text: str
-    start: int
-    end: int
 
 
 @final
@@ -85,26 +69,6 @@ class Source:
         """How its lines end."""
         first = self.lines[0] if self.lines else ""
         return first[len(first.rstrip("\r\n")) :] or "\n"
-
-    @cached_property
-    def tokens(self) -> list[Token]:
-        """The tokens of Python in it."""
-        reading = io.StringIO(self.text, newline="").readline
-        return [
-            Token(each.exact_type, each.string, self._starts[each.start[0] - 1] + each.start[1],
-                  self._starts[min(each.end[0], len(self._starts)) - 1] + each.end[1])
-            for each in tokenize.generate_tokens(reading)
-        ]  # fmt: skip
-
-    def tokens_from(self, offset: int) -> Iterator[Token]:
-        """The tokens that begin at a character or after it."""
-        first = bisect_left(self.tokens, offset, key=lambda token: token.start)
-        yield from self.tokens[first:]
-
-    def has_comment(self, start: int, end: int) -> bool:
-        """Whether there is a comment of Python's in a piece."""
-        within = (token for token in self.tokens_from(start) if token.start < end)
-        return any(token.kind == tokenize.COMMENT for token in within)
 
     def replace(self, start: int, end: int, text: str) -> None:
         """Put a text in the place of a piece. An edit of a larger piece takes the place of those within it."""
@@ -168,19 +132,24 @@ class Items:
         self._source = source
         self.is_call = isinstance(node, ast.Call)
         begin = source.span(node.func)[1] if isinstance(node, ast.Call) else source.span(node)[0]
-        tokens = source.tokens_from(begin)
-        self.open = next(token.end for token in tokens if token.kind in _OPENING)
-        given = _given(node)
-        segments, self.close = _segments(tokens, [source.span(value) for _, value in given])
-        self.all = [
-            Item(name, value, first.start, last.end, comma or last.end, self._named(name, first))
-            for (name, value), (first, last, comma) in zip(given, segments, strict=True)
-        ]
+        self.open, self.close = source.text.index("(" if self.is_call else "{", begin) + 1, source.span(node)[1] - 1
+        self.all: list[Item] = []
         self._gone: set[int] = set()
         self._added: list[str] = []
+        given = _of_call(node) if isinstance(node, ast.Call) else _of_dictionary(node)
+        places = pairwise([*(source.span(first)[0] for _, first, _ in given), self.close])
+        at = self.open
+        for (name, first, value), (begin, following) in zip(given, places, strict=True):
+            before = _without_comments(source.text[at:begin])  # with brackets that are around a value
+            start, end = at + len(before) - len(before.lstrip()), max(source.span(first)[1], source.span(value)[1])
+            behind, comma, _ = _without_comments(source.text[end:following]).partition(",")
+            at = end + len(behind + comma) if comma else end + len(behind.rstrip())
+            end = min(end + len(behind.rstrip()), self.close)
+            self.all.append(Item(name, value, start, end, at if comma else end, self._named(name, first)))
 
-    def _named(self, name: str | None, first: Token) -> tuple[int, int]:
-        return (first.start, first.start if name is None else first.end)
+    def _named(self, name: str | None, first: ast.AST) -> tuple[int, int]:
+        start, end = self._source.span(first)
+        return (start, start + len(name)) if self.is_call and name is not None else (start, end)
 
     def rename(self, item: Item, name: str) -> None:
         """Give an argument or entry another name."""
@@ -224,7 +193,7 @@ class Items:
         else:
             before = self.all[run[0] - 1]
             start = before.end if last.comma == last.end else before.comma
-            source.replace(first.start if source.has_comment(start, first.start) else start, last.comma, "")
+            source.replace(first.start if "#" in source.text[start : first.start] else start, last.comma, "")
 
     def _add(self) -> None:
         source, last = self._source, self.all[-1] if self.all else None
@@ -241,36 +210,19 @@ class Items:
             source.replace(last.end, last.end, f", {text}")
 
 
-def _given(node: ast.Call | ast.Dict) -> list[tuple[str | None, ast.expr]]:
-    """Names and values in the order in which they are written."""
-    if isinstance(node, ast.Dict):
-        names = [
-            key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None for key in node.keys
-        ]
-        return [*zip(names, node.values, strict=True)]
-    both: Iterable[tuple[str | None, ast.expr]] = [
-        *((None, value) for value in node.args), *((each.arg, each.value) for each in node.keywords)
-    ]  # fmt: skip
-    return sorted(both, key=lambda each: (each[1].lineno, each[1].col_offset))
+def _of_dictionary(node: ast.Dict) -> list[tuple[str | None, ast.AST, ast.expr]]:
+    """Name, first node and value of each entry, in their order."""
+    names = [key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None for key in node.keys]
+    return [(name, key or value, value) for name, key, value in zip(names, node.keys, node.values, strict=True)]
 
 
-def _segments(
-    tokens: Iterator[Token], values: list[tuple[int, int]]
-) -> tuple[list[tuple[Token, Token, int | None]], int]:
-    """First and last token of what commas divide, up to the bracket that closes it; and where that is."""
-    found: list[tuple[Token, Token, int | None]] = []
-    depth, first, last = 0, None, None
-    for token in tokens:
-        if token.kind in _NO_CODE:
-            continue
-        ends = token.kind == tokenize.COMMA and not any(start < token.start < end for start, end in values)
-        if depth == 0 and (token.kind in _CLOSING or ends):
-            if first is not None and last is not None:
-                found.append((first, last, token.end if ends else None))
-            if not ends:
-                return found, token.start
-            first = last = None
-            continue
-        depth += (token.kind in _OPENING) - (token.kind in _CLOSING)
-        first, last = first or token, token
-    raise AssertionError("a bracket without its end has no syntax tree")
+def _of_call(node: ast.Call) -> list[tuple[str | None, ast.AST, ast.expr]]:
+    """Name, first node and value of each argument, in the order in which they are written."""
+    positional = [(None, value, value) for value in node.args]
+    named = [(each.arg, each, each.value) for each in node.keywords]
+    return sorted([*positional, *named], key=lambda each: (each[2].lineno, each[2].col_offset))
+
+
+def _without_comments(text: str) -> str:
+    """Return what stands between expressions, with blanks in place of comments and of marks that lines are joined."""
+    return COMMENT.sub(lambda comment: " " * len(comment[0]), text).replace("\\", " ")

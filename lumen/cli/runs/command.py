@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -20,9 +20,9 @@ from lumen.cli.runs.records import (
     ABSENT,
     Record,
     choose,
+    comparable,
     differing,
     full_name,
-    names_of,
     read_condition,
     record,
     short_names,
@@ -54,9 +54,7 @@ def print_checkpoints(found: Sequence[ShownRun]) -> None:
             rows.append((*run, *described, state, printable(each.problem or metrics)))
         if shown.error or not shown.committed:
             rows.append((*run, *"-----", printable(shown.problem or shown.error or "no checkpoints")))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
+    print_columns(rows)
 
 
 def show_checkpoints(found: Sequence[ShownRun]) -> None:
@@ -144,28 +142,24 @@ def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Seque
     metrics = {name for record in chosen for name in record["metrics"]}
     settings = dict.fromkeys([*differing(chosen), *(name for name in asked if name not in {*metrics, "name"})])
     settings = {name: None for name in settings if name not in ("status", "step", "epoch")}
-    numbers = dict.fromkeys([*(name for name in asked if name in metrics), *_monitored(chosen)])
+    monitored = [record["monitor"] for record in chosen if record["monitor"] is not None]
+    numbers = dict.fromkeys([*(name for name in asked if name in metrics), *monitored])
     columns = ["name", "status", *settings, "step", *(numbers or sorted(metrics)[:_MOST_METRICS])]
     heads = ["run", "status", *short_names(list(settings)), "step", *columns[len(settings) + 3 :]]
     rows = [[_cell(value_of(record, name)) for name in columns] for record in chosen]
-    if stdout.isatty():
-        _show(heads, rows, statuses=[record["status"] for record in chosen])
-    else:
-        print_columns([[head.upper() for head in heads], *([cell or "-" for cell in row] for row in rows)])
+    _show([head if stdout.isatty() else head.upper() for head in heads], rows)
 
 
-def _monitored(records: Sequence[Record]) -> list[str]:
-    found = (record["monitor"] for record in records)
-    return [name for name in found if name is not None]
-
-
-def _show(heads: Sequence[str], rows: Sequence[Sequence[str]], statuses: Sequence[str]) -> None:
+def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on a terminal, and else a line for each row."""
+    if not stdout.isatty():
+        print_columns([heads, *([cell or "-" for cell in row] for row in rows)])
+        return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for head in heads:
-        table.add_column(head, overflow="fold", justify="left" if head in ("run", "status") else "right")
-    for row, status in zip(rows, statuses, strict=True):
-        name, _, *cells = row
-        table.add_row(Text(name, "bold"), Text(status, STYLES[status]), *cells)
+    for number, head in enumerate(heads):
+        table.add_column(head, overflow="fold", justify="right" if number > 1 else "left")
+    for name, *cells in rows:
+        table.add_row(Text(name, "bold"), *(Text(cell, STYLES.get(cell, "")) for cell in cells))
     Console(file=stdout, markup=False, emoji=False, highlight=False).print(table)
 
 
@@ -206,43 +200,24 @@ def _find(name: str, records: Sequence[Record]) -> Record:
 
 def differences(one: Record, other: Record) -> dict[str, dict[str, tuple[Any, Any]]]:
     """The settings in which two runs differ, None where one has no such, and all last metrics, by name."""
-    changed = [name for name in dict.fromkeys([*one["settings"], *other["settings"]]) if _differs(one, other, name)]
+    names, mine, theirs = dict.fromkeys([*one["settings"], *other["settings"]]), one["settings"], other["settings"]
+    changed = [name for name in names if comparable(mine.get(name, ABSENT)) != comparable(theirs.get(name, ABSENT))]
     metrics = dict.fromkeys([*one["metrics"], *other["metrics"]])
     return {
-        "settings": {name: (one["settings"].get(name), other["settings"].get(name)) for name in changed},
+        "settings": {name: (mine.get(name), theirs.get(name)) for name in changed},
         "metrics": {name: (one["metrics"].get(name), other["metrics"].get(name)) for name in metrics},
     }
-
-
-def _differs(one: Record, other: Record, name: str) -> bool:
-    both = name in names_of(one) and name in names_of(other)
-    return bool(differing([one, other]).count(name)) if both else True
 
 
 def show_differences(one: Record, other: Record) -> None:
     """Print in which settings two runs differ, and what each has come to."""
     found = differences(one, other)
-    facts = {name: (one[name], other[name]) for name in ("status", "step", "epoch")}
-    rows = [["", one["path"], other["path"]]]
-    for pairs, own in ((found["settings"], "settings"), (facts, None), (found["metrics"], "metrics")):
-        rows += [[name, *_both(one, other, name, own, pair)] for name, pair in pairs.items()]
-    if stdout.isatty():
-        table = Table(*rows[0], box=None, pad_edge=False)
-        for row in rows[1:]:
-            table.add_row(*(Text(cell) for cell in row))
-        Console(file=stdout, markup=False, emoji=False, highlight=False).print(table)
-    else:
-        print_columns([["NAME", *rows[0][1:]], *rows[1:]])
+    names = [*found["settings"], "status", "step", "epoch", *found["metrics"]]
+    rows = [[name, *(_cell(value_of(each, name)) for each in (one, other))] for name in names]
+    _show(["NAME", one["path"], other["path"]], rows)
     if not found["settings"]:
         known = one["settings"] and other["settings"]
         print("their settings are the same" if known else "one of them has recorded no settings", file=stdout)
-
-
-def _both(one: Record, other: Record, name: str, own: str | None, pair: tuple[Any, Any]) -> list[str]:
-    if own is None:
-        return [_cell(value) for value in pair]
-    owners: list[Mapping[str, Any]] = [one[own], other[own]]
-    return [_cell(owner[name]) if name in owner else "-" for owner in owners]
 
 
 _MORE = (

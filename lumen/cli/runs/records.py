@@ -52,7 +52,7 @@ class Condition(NamedTuple):
         if found is ABSENT:
             return False
         if self.sign in ("==", "!="):
-            return bool(_comparable(found) == _comparable(self.value)) == (self.sign == "==")
+            return bool(comparable(found) == comparable(self.value)) == (self.sign == "==")
         return _is_number(found) and bool(_ORDERS[self.sign](found, self.value))
 
 
@@ -132,7 +132,7 @@ def differing(records: Sequence[Record]) -> list[str]:
     for record in records:
         for name, value in record["settings"].items():
             kept = values.setdefault(name, [value])
-            if all(_comparable(value) != _comparable(each) for each in kept):
+            if all(comparable(value) != comparable(each) for each in kept):
                 kept.append(value)
     return [name for name, kept in values.items() if len(kept) > 1]
 
@@ -165,7 +165,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _comparable(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """Plain data in which true is not 1, and which can be told apart from any other."""
     return value if _is_number(value) else (type(value), repr(value))
 
