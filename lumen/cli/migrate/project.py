@@ -155,7 +155,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _tracked(directory: Path, *words: str) -> str:
-    """What `git ls-files -z` prints in a directory; empty where there is no git, or no repository.
+    """List the files that git knows in a directory, as `-z` does; empty where there is no git, or no repository.
 
     A repository may be a stranger's, and its config can name programs. Listing runs no filter of it; monitors of the
     file system, hooks and transports are turned off.
