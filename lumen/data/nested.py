@@ -18,6 +18,7 @@ from lumen.internals.tensors import copy_all
 
 _NUMBERS = (torch.Tensor, Real)
 _AHEAD = 2
+_SMALL_BYTES = 1 << 16  # the host does not wait for so small a copy from memory that is not pinned, either
 
 
 def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -93,9 +94,10 @@ def _apart(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, to
 
 @final
 class CopyStream:
-    """Copies batches to a CUDA device on a stream of its own, beside the kernels that the host has queued already.
+    """Copies batches to a CUDA device on a stream of its own, while kernels run that the host has queued already.
 
-    Only copies from pinned memory overlap with computing. Anything but dense CPU tensors moves on the current stream.
+    Only copies from pinned memory overlap with computing. Anything but dense CPU tensors moves on the current stream,
+    and so does a batch of less than `_SMALL_BYTES`: changing streams costs the host more than the copy takes.
     The host runs ahead by `_AHEAD` batches at most: the memory of each is free only once the device has used it.
 
     Args:
@@ -106,19 +108,24 @@ class CopyStream:
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
         self._stream = _copy_stream(device)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._begun: deque[torch.cuda.Event] = deque()  # of each batch under way: all before it is done
 
     def move(self, batch: Any) -> Any:
         """See `move`; the current stream waits for the copies, the host for the batch `_AHEAD` before this one."""
+        if sum(part.nbytes for part in tensors(batch) if _is_copied_apart(part)) < _SMALL_BYTES:
+            return move(batch, self._device, self._dtype)
         current = torch.cuda.current_stream(self._device)
-        self._begun.append(current.record_event())
-        if len(self._begun) > _AHEAD:
-            self._begun.popleft().synchronize()
+        if len(self._begun) < _AHEAD:
+            begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        else:
+            begun = self._begun.popleft()
+            begun.synchronize()
+        begun.record(current)
+        self._begun.append(begun)
 
         def copied(part: Any) -> Any:
-            if not isinstance(part, torch.Tensor) or part.device.type != "cpu":
-                return part
-            if part.layout is not torch.strided or part.is_nested:
+            if not (isinstance(part, torch.Tensor) and _is_copied_apart(part)):
                 return part
             moved = part.to(self._device, non_blocking=True)
             moved.record_stream(current)  # else its memory could be given to the next copy while it is read
@@ -126,8 +133,13 @@ class CopyStream:
 
         with torch.cuda.stream(self._stream):
             batch = convert(batch, copied)
-        current.wait_stream(self._stream)
+            self._copied.record()
+        current.wait_event(self._copied)
         return move(batch, self._device, self._dtype)
+
+
+def _is_copied_apart(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
 
 
 @cache

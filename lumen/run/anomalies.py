@@ -7,7 +7,7 @@ import os
 import re
 import traceback
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +43,7 @@ class NonFiniteCheck:
     def __init__(self, told: Callable[[], str] | None = None) -> None:
         self._told = told
         self._under_way: deque[tuple[_HostScalar, float | None, Place]] = deque()
-        self._free: list[_HostScalar] = []  # as many as were under way at once
+        self._free: dict[torch.dtype, list[_HostScalar]] = defaultdict(list)  # as many as were under way at once
 
     def check(self, loss: torch.Tensor, loss_factor: float | None, where: Callable[[], Place]) -> None:
         """Look at one loss or gradient norm.
@@ -60,7 +60,9 @@ class NonFiniteCheck:
             if not math.isfinite(value := loss.item()):
                 raise _refusal(value, loss_factor, where(), self._told)
             return
-        scalar = self._free.pop() if self._free else _HostScalar()
+        dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
+        free = self._free[dtype]
+        scalar = free.pop() if free else _HostScalar(dtype)
         scalar.send(loss)
         self._under_way.append((scalar, loss_factor, where()))
         while self._under_way and self._under_way[0][0].event.query():  # type: ignore[no-untyped-call]
@@ -78,7 +80,7 @@ class NonFiniteCheck:
 
     def _read_oldest(self) -> None:
         scalar, loss_factor, where = self._under_way.popleft()
-        self._free.append(scalar)
+        self._free[scalar.value.dtype].append(scalar)
         if not math.isfinite(value := scalar.value.item()):
             raise _refusal(value, loss_factor, where, None)
 
@@ -87,14 +89,17 @@ class NonFiniteCheck:
 class _HostScalar:
     """One number on its way from a CUDA device to pinned memory, which both are used again: to make them takes long.
 
+    Args:
+        dtype: float32, or float64 for numbers of that dtype. Any conversion runs on the device, in a kernel.
+
     Attributes:
         event: The number has arrived.
-        value: The number, as float64 in pinned memory.
+        value: The number in pinned memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.value = torch.empty((), dtype=torch.float64, pin_memory=True)
+        self.value = torch.empty((), dtype=dtype, pin_memory=True)
 
     def send(self, number: torch.Tensor) -> None:
         """Copy a number behind what its device does now."""

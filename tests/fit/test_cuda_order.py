@@ -79,13 +79,8 @@ class Stream:
     def __init__(self, device, name):
         self.device, self.name = device, name
 
-    def record_event(self):
-        event = Event(self.device)
-        event.record(self)
-        return event
-
-    def wait_stream(self, other):
-        self.device.log.append(f"wait for {other.name}")
+    def wait_event(self, event):
+        self.device.log.append(f"wait for {event.number}")
 
 
 class Event:
@@ -93,8 +88,8 @@ class Event:
         device.events += 1
         self.device, self.number, self.arrived = device, device.events, False
 
-    def record(self, stream):
-        self.device.log.append(f"event {self.number} on {stream.name}")
+    def record(self, stream=None):
+        self.device.log.append(f"event {self.number}" + (f" on {stream.name}" if stream else ""))
 
     def synchronize(self):
         self.arrived = True
@@ -111,14 +106,21 @@ def device(monkeypatch):
     _copy_stream.cache_clear()
 
 
-def test_batches_are_copied_beside_and_the_host_is_two_of_them_ahead_at_most(device):
-    copies = CopyStream(torch.device("meta"), None)
+def test_the_host_is_two_copied_batches_ahead_at_most(device):
+    copies = CopyStream(torch.device("meta"), None)  # its first event says that the copies are done
     for number in range(1, 5):
         device.log.clear()
-        assert copies.move((torch.ones(2),))[0].is_meta
-        waits = [f"host waits for {number - 2}"] if number > 2 else []
-        on_copies = ["on copies", "kept for current", "wait for copies"]
-        assert device.log == [f"event {number} on current of meta", *waits, *on_copies]
+        assert copies.move((torch.ones(1 << 14),))[0].is_meta
+        begun = 2 + (number - 1) % 2
+        waits = [f"host waits for {begun}"] if number > 2 else []
+        on_copies = ["on copies", "kept for current", "event 1", "wait for 1"]
+        assert device.log == [*waits, f"event {begun} on current of meta", *on_copies]
+
+
+def test_small_batches_change_no_stream(device):
+    copies = CopyStream(torch.device("meta"), None)
+    assert copies.move((torch.ones((1 << 14) - 1), "text"))[0].is_meta
+    assert device.log == []
 
 
 def test_runs_of_a_process_copy_on_one_stream(device):
