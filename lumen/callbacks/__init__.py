@@ -2,13 +2,13 @@
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.defaults import BYSTANDERS, choose_callbacks, joined, listed, savers_of
-from lumen.callbacks.device_stats import DeviceStatsMonitor, LearningRateMonitor
 from lumen.callbacks.early_stopping import EarlyStopping
 from lumen.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from lumen.callbacks.gradient_accumulation import GradientAccumulationScheduler, scheduled
 from lumen.callbacks.lambda_callback import LambdaCallback
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.callbacks.model_summary import ModelSummary
+from lumen.callbacks.monitors import DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor
 from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lumen.callbacks.parameter_average import EMA, SWA
 from lumen.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
@@ -16,7 +16,6 @@ from lumen.callbacks.progress_bar import ProgressBar
 from lumen.callbacks.pruning import ModelPruning
 from lumen.callbacks.reports import RayTrainReportCallback, Report
 from lumen.callbacks.spike_detection import SpikeDetection
-from lumen.callbacks.throughput_monitor import ThroughputMonitor
 from lumen.callbacks.timer import Timer
 
 __all__ = [

@@ -8,14 +8,13 @@ from typing import Any
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import deciding_first
-from lumen.callbacks.device_stats import DeviceStatsMonitor
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.callbacks.model_summary import ModelSummary
+from lumen.callbacks.monitors import DeviceStatsMonitor, ThroughputMonitor
 from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lumen.callbacks.prediction_writer import BasePredictionWriter
 from lumen.callbacks.progress_bar import ProgressBar
 from lumen.callbacks.reports import RayTrainReportCallback, Report
-from lumen.callbacks.throughput_monitor import ThroughputMonitor
 from lumen.errors import ConfigError
 from lumen.errors.arguments import in_words
 

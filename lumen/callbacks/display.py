@@ -17,7 +17,6 @@ from lumen import console as terminal
 if TYPE_CHECKING:  # rich is imported when something is first shown
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live as RichLive
-    from rich.text import Text
 
 _SEPARATOR = " · "
 _WIDEST_BAR = 60
@@ -59,7 +58,7 @@ class Line:
         width, tail = options.max_width, self._tail()
         room = min(width - Text(self.head + tail).cell_len - 1, _WIDEST_BAR)
         if self.fraction is None or room < _NARROWEST_BAR:
-            yield _fitted(self.head + tail, width)
+            yield Text(self.head + tail, no_wrap=True, overflow="ellipsis")
         else:
             yield Text(self.head + " ", end="")
             yield Bar(total=1.0, completed=min(self.fraction, 1.0), width=room)
@@ -67,7 +66,7 @@ class Line:
         wide = width >= _WIDE_TERMINAL  # decided by the width alone, so that lines do not jump as numbers change
         for pieces in ([*self._values(), *self.costs],) if wide else (self._values(), self.costs):
             for text in _wrapped(pieces, width):
-                yield _fitted(text, width)
+                yield Text(text, no_wrap=True, overflow="ellipsis")
 
     def html(self) -> str:
         """The same as HTML: the line of the bar, and below it values and costs, which are never broken inside."""
@@ -265,14 +264,6 @@ def choose_display(interval_s: float, plain_interval_s: float) -> Display:
 
 def _print(line: Line | None) -> None:
     terminal.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
-
-
-def _fitted(text: str, width: int) -> Text:
-    from rich.text import Text
-
-    line = Text(text)
-    line.truncate(width, overflow="ellipsis")
-    return line
 
 
 def _wrapped(pieces: list[str], width: int) -> list[str]:

@@ -17,7 +17,7 @@ from lumen.checkpoint.folder import clean_leftovers, find_unread, newest_committ
 from lumen.checkpoint.places import as_place
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import LacksLightnings, checked
+from lumen.errors.arguments import LacksLightnings, at_least, checked
 from lumen.errors.lightning_names import ATTRIBUTES_OF_CHECKPOINTS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
 from lumen.run.plan import Duration, duration_s
 
@@ -104,15 +104,9 @@ class ModelCheckpoint(Callback, LacksLightnings):
     ) -> None:
         if save_last and keep_last == 0:
             raise ConfigError(f"ModelCheckpoint: save_last={save_last!r} and keep_last=0 contradict each other.")
-        for name, value, least in (
-            ("every_n_train_steps", every_n_train_steps, 0),
-            ("every_n_epochs", every_n_epochs, 0),
-            ("keep_every_n_steps", keep_every_n_steps, 1),
-            ("keep_last", keep_last, -1),
-            ("save_top_k", save_top_k, -1),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"ModelCheckpoint: {name} must be at least {least}, found {value}.")
+        at_least(0, "ModelCheckpoint", every_n_train_steps=every_n_train_steps, every_n_epochs=every_n_epochs)
+        at_least(1, "ModelCheckpoint", keep_every_n_steps=keep_every_n_steps)
+        at_least(-1, "ModelCheckpoint", keep_last=keep_last, save_top_k=save_top_k)
         if monitor is None and save_top_k > 1:
             raise ConfigError(f"ModelCheckpoint: save_top_k={save_top_k} needs a monitor that says which are best.")
         given = (every_n_train_steps, every_n_epochs, train_time_interval) != (None, None, None)

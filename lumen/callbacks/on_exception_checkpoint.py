@@ -16,7 +16,7 @@ from lumen.checkpoint.places import as_place, exists
 from lumen.console import logger as _log
 from lumen.errors import NonFiniteLoss
 from lumen.errors.arguments import checked
-from lumen.run.progress import Progress
+from lumen.run.plan import Progress
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule

@@ -12,7 +12,7 @@ from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_disp
 from lumen.callbacks.early_stopping import BestSoFar, monitored
 from lumen.callbacks.throughput import Throughput, TimeLeft, memory_mb
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import at_least, checked
 from lumen.metrics.step_values import HostCopy
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ class ProgressBar(Callback):
     def __init__(self, refresh_per_second: float = 10.0, plain_every_s: float = 10.0) -> None:
         if not refresh_per_second > 0:
             raise ConfigError(f"ProgressBar: refresh_per_second must be more than 0, found {refresh_per_second}.")
-        if not plain_every_s >= 0:
-            raise ConfigError(f"ProgressBar: plain_every_s must be at least 0, found {plain_every_s}.")
+        at_least(0, "ProgressBar", plain_every_s=plain_every_s)
         self.refresh_per_second = refresh_per_second
         self.plain_every_s = plain_every_s
         self._forget()

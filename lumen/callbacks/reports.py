@@ -12,7 +12,7 @@ from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.checkpoint.listing import ShownRun, list_checkpoints
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked, optional
+from lumen.errors.arguments import at_least, checked, optional
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -97,12 +97,10 @@ class RayTrainReportCallback(Callback):
 
     @checked
     def __init__(self, every_n_train_steps: int = 0, preemption_every_n_steps: int = 100) -> None:
-        for name, value in (
-            ("every_n_train_steps", every_n_train_steps),
-            ("preemption_every_n_steps", preemption_every_n_steps),
-        ):
-            if value < 0:
-                raise ConfigError(f"RayTrainReportCallback: {name} must be at least 0, found {value}.")
+        at_least(
+            0, "RayTrainReportCallback", every_n_train_steps=every_n_train_steps,
+            preemption_every_n_steps=preemption_every_n_steps,
+        )  # fmt: skip
         self.every_n_train_steps = every_n_train_steps
         self.preemption_every_n_steps = preemption_every_n_steps
         self._train: Any = None

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, Subset
 
-from lumen.check.describe import Part, counted, leaves, rows_of
-from lumen.check.show import Report
+from lumen.check.show import Part, Report, counted, leaves, rows_of
 from lumen.check.trial import LOOKED_INTO, Trial
 from lumen.console import size
 from lumen.data.combined import CombinedLoader

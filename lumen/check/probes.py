@@ -29,7 +29,6 @@ class ClassLoss:
 
     Attributes:
         classes: How many there are; 2 for a binary one.
-        is_binary: Its targets are numbers from 0 to 1.
         is_plain: The mean of all targets, none weighed: with equal odds for all classes it is the logarithm of their
             number.
         value: The loss; None: not a single number.
@@ -39,7 +38,6 @@ class ClassLoss:
     """
 
     classes: int
-    is_binary: bool
     is_plain: bool
     value: float | None
     least: int | None = None
@@ -124,15 +122,15 @@ def _look(func: Callable[..., Any], given: dict[str, Any]) -> ClassLoss | None:
     outputs, target = given["input"], given["target"]
     is_mean = given.get("reduction", "mean") == "mean" and given.get("weight") is None
     if func in _BINARY:
-        return ClassLoss(2, True, is_mean and given.get("pos_weight") is None, None)
+        return ClassLoss(2, is_mean and given.get("pos_weight") is None, None)
     classes = outputs.shape[1 if outputs.dim() > 1 else 0]
     if target.is_floating_point():
-        return ClassLoss(classes, False, is_mean, None)
+        return ClassLoss(classes, is_mean, None)
     labels = target.detach()[target.detach() != given.get("ignore_index", -100)]
     if not labels.numel():
         return None
     some = frozenset(labels.flatten()[:4096].tolist())
-    return ClassLoss(classes, False, is_mean, None, int(labels.min()), int(labels.max()), some)
+    return ClassLoss(classes, is_mean, None, int(labels.min()), int(labels.max()), some)
 
 
 @final

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from lumen.callbacks import ModelCheckpoint
 from lumen.check.data import is_map_style, loaders_in
-from lumen.check.describe import counted, duration, every
 from lumen.check.moments import Course, saving_steps, validation_steps
-from lumen.check.show import Report
+from lumen.check.show import Report, counted, duration, every
 from lumen.check.trial import Trial
 from lumen.checkpoint.collect import capture
 from lumen.console import size
@@ -23,7 +22,6 @@ from lumen.data.nested import tensors
 from lumen.run.run import Run
 
 _SLOWER, _WORTH_SAYING_S = 1.5, 0.02
-_SHORT_S = 600.0
 
 
 @final

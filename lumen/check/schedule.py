@@ -6,13 +6,12 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from lumen.check.describe import counted, every
 from lumen.check.moments import Course, saving_steps, strip, validation_steps
-from lumen.check.show import Report
+from lumen.check.show import Report, counted, every
 from lumen.check.trial import Trial
 from lumen.errors import ConfigError
 from lumen.run.run import Run
-from lumen.run.schedule_checks import unfinished
+from lumen.run.scheduler_config import unfinished
 from lumen.task.given import texts_of
 
 _SECTION = "schedule"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from logging.handlers import BufferingHandler
 from typing import Any, final
 
 import torch
 
 from lumen.callbacks import BYSTANDERS, Callback, EarlyStopping, ModelCheckpoint, Timer, savers_of
-from lumen.check.describe import Part, largest, parts_of
 from lumen.check.probes import Probes, Seen
+from lumen.check.show import Part, largest, parts_of
 from lumen.checkpoint import check_savable
 from lumen.console import logger
 from lumen.loop.around_step import unnoticed
@@ -361,7 +363,8 @@ class Trial:
     @contextmanager
     def _heard(self) -> Iterator[None]:
         """The context in which what Lumen warns of is kept, and not shown."""
-        handler = _Keeping(self.said)
+        handler = BufferingHandler(sys.maxsize)
+        handler.setLevel(logging.WARNING)
         logger.addHandler(handler)
         try:
             with warnings.catch_warnings():
@@ -369,18 +372,4 @@ class Trial:
                 yield
         finally:
             logger.removeHandler(handler)
-
-
-@final
-class _Keeping(logging.Handler):
-    """Keeps warnings."""
-
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one, once."""
-        text = record.getMessage()
-        if text not in self._said:
-            self._said.append(text)
+            self.said += dict.fromkeys(record.getMessage() for record in handler.buffer)

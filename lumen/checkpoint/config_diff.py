@@ -18,7 +18,7 @@ from lumen.errors import CheckpointError, DataError
 from lumen.internals.optimizers import set_by_hand
 from lumen.run.plan import Plan, by_epoch
 from lumen.run.run import Run
-from lumen.run.schedule_checks import lengths_of
+from lumen.run.scheduler_config import lengths_of
 
 Setting: TypeAlias = bool | int | float | str | None
 HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # how a step is computed, not which step

@@ -48,7 +48,7 @@ from lumen.internals.garbage import only_young_collected
 from lumen.internals.masking import first_unknown
 from lumen.internals.optimizers import has_stepped
 from lumen.precision import convert_as_saved
-from lumen.run.progress import Progress
+from lumen.run.plan import Progress
 from lumen.run.run import Run
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule

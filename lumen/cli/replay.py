@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from lumen.callbacks import Callback
-from lumen.check.describe import parts_of
+from lumen.check.show import parts_of
 from lumen.checkpoint.reader import Checkpoint
 from lumen.cli.parser import Words
 from lumen.cli.rerun import Rerun, coded

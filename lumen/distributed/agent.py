@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from lumen.distributed.cluster_environment import LOOPBACK
-from lumen.distributed.rendezvous import loopback_store
+from lumen.distributed.process_groups import loopback_store
 from lumen.internals.process_groups import never_restart, watch_workers
 
 _GRACE_S = 300.0  # after a request: for the step in progress and a checkpoint

@@ -1,4 +1,4 @@
-"""Stacks of the processes of a host, for a run of which one process gets no further."""
+"""Stacks of the processes of a host, and ranks in different collectives, for a run of which one gets no further."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache
+from itertools import combinations
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from lumen.distributed.culprit import Place, Worker
-from lumen.distributed.unmatched import Begun
+from lumen.internals.process_groups import group_members, recorded_on_host
 
 GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # nobody's own: faulthandler answers it below Python
 OWN_SIGNAL = GROUP_SIGNAL - 1  # of a process alone, which may be a run in one of a group
@@ -277,3 +278,52 @@ def _has_open(pid: int, file: int) -> bool:
             if os.path.samestat(path.stat(), os.fstat(file)):
                 return True
     return False
+
+
+class Begun(NamedTuple):
+    """The collectives of a process whose main thread waits in one.
+
+    Attributes:
+        newest: Number of the newest collective that the process has begun, by the name of the process group.
+        unfinished: Name of the process group, number, and ranks of each collective that its main thread has begun and
+            that is not done.
+    """
+
+    newest: dict[str, int]
+    unfinished: list[list[Any]]
+
+
+def collectives_begun(thread: int) -> Begun:
+    """Read torch's flight recorder of this process; nothing is found where this torch has none, or records less.
+
+    Args:
+        thread: Identifier of the main thread.
+    """
+    newest, unfinished, members = dict[str, int](), list[list[Any]](), group_members()
+    for entry in json.loads(recorded_on_host() or b"{}").get("entries", []):
+        group, number = str((entry.get("process_group") or [""])[0]), int(entry.get("collective_seq_id", 0))
+        if not entry.get("is_p2p"):
+            newest[group] = max(number, newest.get(group, 0))
+            if entry.get("retired") is False and entry.get("thread_id") == str(thread):
+                unfinished.append([group, number, members.get(group, [])])
+    return Begun(newest, unfinished)
+
+
+def find_unmatched(processes: Mapping[int, Begun]) -> tuple[int, int] | None:
+    """Return two ranks that wait for one another in different collectives; None if it is not certain of any two.
+
+    Args:
+        processes: What each process has begun whose main thread waits in a collective, by rank.
+    """
+    for rank, other in combinations(sorted(processes), 2):
+        if _is_missed_in_all(processes, rank, other) and _is_missed_in_all(processes, other, rank):
+            return rank, other
+    return None
+
+
+def _is_missed_in_all(processes: Mapping[int, Begun], rank: int, other: int) -> bool:
+    """Return True if another rank is to take part in each collective that a rank waits for, and has begun none."""
+    unfinished, newest = processes[rank].unfinished, processes[other].newest
+    return bool(unfinished) and all(
+        other in members and newest.get(group, 0) < number for group, number, members in unfinished
+    )

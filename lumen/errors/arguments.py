@@ -242,15 +242,20 @@ def check_column(name: str, call: str) -> None:
         )
 
 
-def at_least(least: float, **numbers: float | None) -> None:
+def at_least(least: float, who: str = "", /, **numbers: float | None) -> None:
     """Refuse arguments that are less than `least`; None passes.
+
+    Args:
+        least: The smallest number that passes.
+        who: The class whose arguments they are, for the message; "": the trainer or a method.
+        numbers: The arguments, by name.
 
     Raises:
         ConfigError: One of them is less; the message names it.
     """
     for name, number in numbers.items():
-        if number is not None and number < least:
-            raise ConfigError(f"{name}: must be at least {least}, found {number}.")
+        if number is not None and not number >= least:
+            raise ConfigError(f"{f'{who}: {name}' if who else f'{name}:'} must be at least {least}, found {number}.")
 
 
 def more_than_zero(**numbers: float | None) -> None:

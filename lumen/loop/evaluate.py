@@ -27,8 +27,7 @@ from lumen.run.place import note_place
 from lumen.run.run import Run
 from lumen.strategies import sync_buffers
 from lumen.task.hooks import overrides
-from lumen.task.inference import ordinary_afterwards
-from lumen.task.modes import Modes
+from lumen.task.modes import Modes, ordinary_afterwards
 
 T = TypeVar("T")
 Numbered = tuple[Any, T]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 from lumen.console import logger as _log
-from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import at_least, checked
 from lumen.profilers.base import Profiler, as_text, make_table, not_started, show
 
 if TYPE_CHECKING:
@@ -76,10 +75,8 @@ class TorchProfiler(Profiler):
         row_limit: int = 20,
         dirpath: str | Path | None = None,
     ) -> None:
-        lowest = {"wait": (wait, 0), "warmup": (warmup, 1), "active": (active, 1), "repeat": (repeat, 0)}
-        for name, (value, least) in lowest.items():
-            if value < least:
-                raise ConfigError(f"TorchProfiler: {name} must be at least {least}, found {value}.")
+        at_least(0, "TorchProfiler", wait=wait, repeat=repeat)
+        at_least(1, "TorchProfiler", warmup=warmup, active=active)
         self.wait = wait
         self.warmup = warmup
         self.active = active

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 
 from lumen.proof.outcome import OF_MICRO_BATCHES, OF_STEPS, Event, Outcome
-from lumen.proof.pool import Result
+from lumen.proof.worker import Result
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 

@@ -8,8 +8,8 @@ from typing import Literal, final
 
 from lumen.proof.apart import Apart, cause_of_parts, compare, merged
 from lumen.proof.outcome import Event, Outcome
-from lumen.proof.pool import Result
 from lumen.proof.suspects import SETS, Suspect, suspects
+from lumen.proof.worker import Result
 
 OUTSIDE = "randomness outside the keys"
 _KEYED = "Draw from the global generators of torch, numpy or random, which Lumen keys."

@@ -19,8 +19,8 @@ from lumen import __version__
 from lumen.errors import ConfigError
 from lumen.proof.apart import merged
 from lumen.proof.outcome import Event
-from lumen.proof.pool import Result
 from lumen.proof.prove import Proof
+from lumen.proof.worker import Result
 
 FORMAT = 1
 _WITH_TENSORS = ("base", "one")

@@ -11,7 +11,7 @@ import lumen.proof.worker
 import lumen.strategies.ddp
 import lumen.strategies.fsdp  # noqa: F401
 from lumen.internals.compiler import import_compiler
-from lumen.proof.pool import MORE
+from lumen.proof.worker import MORE
 
 import_compiler()
 if file := os.environ.pop(MORE, None):

@@ -18,9 +18,8 @@ import torch
 
 from lumen.proof.apart import FLOAT32, FLOAT64, compare, is_rounding_of_float32, merged, rows_apart, values_apart
 from lumen.proof.causes import Cause, cause_of, cause_of_failure, cause_of_moving, cause_of_values
-from lumen.proof.pool import Pool, Result, libraries
 from lumen.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Size, Variant
-from lumen.proof.worker import PREFIX, Maker
+from lumen.proof.worker import PREFIX, Maker, Pool, Result, libraries
 
 Verdict = Literal["proven", "failed", "not promised", "not shown"]
 FP64 = "fp64"
@@ -151,9 +150,10 @@ class Prover:
                 self._tolerance = FLOAT32
             first = [self._by_hand()] if base.result().outcome.by_hand else []
             jobs = [threads.submit(job) for job in self._jobs(base.result(), one.result(), threads)]
-            return [*first, *(row for job in jobs for row in job.result())]
+            found = [job.result() for job in jobs]
+            return [*first, *(row for rows in found for row in (rows if isinstance(rows, list) else [rows]))]
 
-    def _jobs(self, base: Result, one: Result, threads: ThreadPoolExecutor) -> Iterator[Callable[[], list[Row]]]:
+    def _jobs(self, base: Result, one: Result, threads: ThreadPoolExecutor) -> Iterator[Callable[[], Row | list[Row]]]:
         """What is to be shown, in the order of the promises; each may wait for runs that began before."""
         wanted = self._only
         many: dict[str, Future[Result]] = {
@@ -162,21 +162,21 @@ class Prover:
             if {"processes", "checkpoints"} & wanted
         }
         if "accumulate" in wanted:
-            yield lambda: [self._accumulated(one)]
+            yield partial(self._accumulated, one)
         for name, run in many.items() if "processes" in wanted else ():
             yield partial(self._on_two, one, run, name)
         if self._compiles:
-            yield lambda: [self._compiled(base)]
+            yield partial(self._compiled, base)
         if "validation" in wanted:
-            yield lambda: [self._unmoved(base)]
+            yield partial(self._unmoved, base)
         if "again" in wanted:
-            yield lambda: [self._again(base)]
+            yield partial(self._again, base)
         if "workers" in wanted:
-            yield lambda: [self._with_workers(base)]
+            yield partial(self._with_workers, base)
         for moment in MOMENTS if "kills" in wanted else ():
             yield partial(self._killed, base, moment)
         if "evaluation" in wanted:
-            yield lambda: self._evaluated(one)
+            yield partial(self._evaluated, one)
         for writer, reader in _READERS if "checkpoints" in wanted else ():
             yield partial(self._read, one, many.get(writer), reader)
 
@@ -198,8 +198,8 @@ class Prover:
         )
         return self._told(Row("P1", "two processes", "", None, "not shown", 0.0, cause))
 
-    def _on_two(self, one: Result, run: Future[Result], name: str) -> list[Row]:
-        return [self._judge("P1", f"two processes, {name.upper()}", one, run.result())]
+    def _on_two(self, one: Result, run: Future[Result], name: str) -> Row:
+        return self._judge("P1", f"two processes, {name.upper()}", one, run.result())
 
     def _unmoved(self, base: Result) -> Row:
         """A validation leaves what is trained as it was."""
@@ -233,10 +233,7 @@ class Prover:
             return self._told(Row("P2", what, "bits", None, "not shown", other.seconds, cause))
         return self._judge("P2", what, base, other, tolerance=0.0)
 
-    def _killed(self, base: Result, moment: Moment) -> list[Row]:
-        return [self._after_kill(base, moment)]
-
-    def _after_kill(self, base: Result, moment: Moment) -> Row:
+    def _killed(self, base: Result, moment: Moment) -> Row:
         variant = Variant(f"killed-in-{moment}", exact=True, kill=moment)
         killed = self._run(variant)
         what = f"killed in {'a save' if moment == 'save' else moment}"
@@ -284,10 +281,8 @@ class Prover:
 
     # ------------------------------------------------------------------ one checkpoint, any reader
 
-    def _read(self, one: Result, run: Future[Result] | None, reader: Name) -> list[Row]:
-        return [self._read_by(one, one if run is None else run.result(), reader)]
-
-    def _read_by(self, one: Result, written: Result, reader: Name) -> Row:
+    def _read(self, one: Result, run: Future[Result] | None, reader: Name) -> Row:
+        written = one if run is None else run.result()
         what = f"{_called(written.variant.strategy)}'s, read by {_called(reader)}"
         if written.failure:
             cause = Cause("nothing was written", "", "the run that was to write it failed.")
@@ -307,20 +302,19 @@ class Prover:
                 text = f"the {event.what} {event.name} is another one after it was read."
                 cause = Cause("what was read is not what was written", event.name, text)
                 return self._told(Row("P4", what, "bits", 1.0, "failed", other.seconds, cause))
-        row = self._judge("P4", what, one, other, quiet=True)
-        return self._told(row)
+        return self._judge("P4", what, one, other)
 
     # ------------------------------------------------------------------ judging
 
     def _judge(
         self, promise: str, what: str, reference: Result, other: Result, about: Sequence[str] = (),
-        tolerance: float | None = None, *, quiet: bool = False,
+        tolerance: float | None = None,
     ) -> Row:  # fmt: skip
         tolerance = self._tolerance if tolerance is None else tolerance
         demands = "bits" if tolerance == 0 else f"{tolerance:g}"
         if other.failure:
             row = Row(promise, what, demands, None, "failed", other.seconds, cause_of_failure(other, reference))
-            return row if quiet else self._told(row)
+            return self._told(row)
         ours, theirs = merged(reference), merged(other)
         found = compare(ours, theirs, tolerance, about)
         logged = rows_apart(ours, theirs, tolerance)
@@ -329,7 +323,7 @@ class Prover:
         if found.at is not None or logged.first is not None:
             row.cause = cause_of(reference, other, found, logged.first, exact=tolerance == 0)
             row.verdict = row.cause.verdict
-        return row if quiet else self._told(row)
+        return self._told(row)
 
     def _note_rounded(self, names: Iterable[str]) -> None:
         """Say which logged values were allowed what float32 rounds."""

@@ -15,7 +15,7 @@ from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import TrainingError
 from lumen.metrics.step_values import HostCopy
-from lumen.run.progress import Progress
+from lumen.run.plan import Progress
 from lumen.run.step_context import StepContext
 from lumen.strategies.strategy import SAME, Alike, Strategy
 

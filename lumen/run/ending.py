@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import final
 
 from lumen.distributed.processes import Processes
-from lumen.run.plan import Plan
-from lumen.run.progress import Progress
+from lumen.run.plan import Plan, Progress
 
 _INTERVAL_S = 0.5
 

@@ -7,8 +7,7 @@ from typing import Any, final
 
 from lumen.console import logger as _log
 from lumen.data.adapter import LoaderAdapter
-from lumen.run.plan import EpochLengths, Plan
-from lumen.run.progress import Progress
+from lumen.run.plan import EpochLengths, Plan, Progress
 from lumen.task.data_module import DataModule
 
 

@@ -15,8 +15,7 @@ from lumen.metrics.step_values import PendingStepLog
 from lumen.metrics.torchmetrics_states import Gather, metrics_of, share_metrics
 from lumen.run.agreement_guard import AgreementGuard
 from lumen.run.goodput import Goodput
-from lumen.run.plan import Plan
-from lumen.run.progress import Progress
+from lumen.run.plan import Plan, Progress
 from lumen.run.step_context import StepContext
 from lumen.strategies import Strategy, gather_values
 from lumen.task.hooks import Hooks

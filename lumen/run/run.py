@@ -9,11 +9,9 @@ from lumen.precision import Precision
 from lumen.run.ending import Ending
 from lumen.run.loaders import Loaders
 from lumen.run.optimization import Optimization
-from lumen.run.plan import Plan
-from lumen.run.progress import Progress
+from lumen.run.plan import Plan, Progress
 from lumen.run.records import LogContext, Records
-from lumen.run.step_context import StepContext
-from lumen.run.task_calls import TaskCalls
+from lumen.run.step_context import StepContext, TaskCalls
 from lumen.run.values import LoggedValues
 from lumen.strategies import Strategy
 from lumen.task.data_module import DataModule

@@ -1,27 +1,39 @@
-"""A learning rate schedule of a run: when it moves, and by what."""
+"""Learning rate schedules of a run: when each moves, and by what; those that do not fit the run, before it begins."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     CyclicLR,
+    ExponentialLR,
     LambdaLR,
+    LinearLR,
     MultiplicativeLR,
+    MultiStepLR,
     OneCycleLR,
+    PolynomialLR,
     SequentialLR,
+    StepLR,
 )
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import schedules_in
-from lumen.optim import Warmup
-from lumen.optim.schedules import Schedule
+from lumen.optim import Schedule, Warmup
+from lumen.run.plan import EpochLengths
+
+if TYPE_CHECKING:
+    from lumen.run.run import Run
 
 #: What has a rate for each group that it was built for, and fails where there are more; others move all that there are.
 _BY_GROUP = (CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR, Schedule, Warmup)
@@ -147,3 +159,191 @@ def _kind_of(scheduler: Any) -> str:
     inside = schedules_in(scheduler)[0] if many else [getattr(scheduler, "scheduler", None)]
     kinds = ", ".join(_kind_of(each) for each in inside if each is not None)
     return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
+
+
+_LENGTH = {Schedule: "total_steps", OneCycleLR: "total_steps", CosineAnnealingLR: "T_max",
+           PolynomialLR: "total_iters", LinearLR: "total_iters", ConstantLR: "total_iters"}  # fmt: skip
+_FIRST_CHANGE = {StepLR: "step_size", CyclicLR: "total_size", CosineAnnealingWarmRestarts: "T_0"}
+_NEARLY = 0.9
+_ADVICE = "If that is not meant, change its length or its interval."
+
+
+@final
+class _Horizon(NamedTuple):
+    """How far a run goes; None where only its end will tell."""
+
+    steps: int | None
+    epochs: int | None
+    lengths: EpochLengths | None
+    max_epochs: int | None
+    resumed: bool
+
+
+def check_horizons(run: Run) -> None:
+    """Compare the length of every schedule with how often the run moves it.
+
+    What cannot be meant is an error. What may be meant, such as a trial run of a long schedule, is one warning. Where
+    the length of the run or of the schedule is unknown, nothing is said.
+
+    Raises:
+        ConfigError: A OneCycleLR moves more often than it can; a schedule as long as the run has steps moves once an
+            epoch; or learning rates vanish, step by step, within the first of many epochs.
+    """
+    horizon = _horizon(run)
+    for config in run.optim.schedulers:
+        moves = _moves(config, run.optim.schedulers, horizon)
+        parts = [] if moves is None else _parts(config.scheduler, 0)
+        reasons = (_misfit(part, begin, moves or 0, config, horizon) for part, begin in parts)
+        if reason := next(filter(None, reasons), None):
+            _log.warning("lr_scheduler: %s", reason)
+
+
+def unfinished(run: Run) -> Iterator[tuple[str, int, int]]:
+    """The schedules that fall to an end which the run does not see, though it comes closer than `check_horizons` asks.
+
+    Yields:
+        The scheduler's class, after how many moves it ends, and how many the run makes.
+    """
+    horizon = _horizon(run)
+    for config in run.optim.schedulers:
+        moves = _moves(config, run.optim.schedulers, horizon)
+        for part, begin in [] if moves is None else _parts(config.scheduler, 0):
+            length = _attribute(part, _LENGTH) if _ends_low(part) else None
+            if length is not None and moves is not None and moves < _NEARLY * (begin + length) <= 2 * _NEARLY * moves:
+                yield type(part).__name__, begin + length, moves
+
+
+def may_move_further(schedulers: list[SchedulerConfig]) -> bool:
+    """Return True if no scheduler fails where its run becomes longer."""
+    return not any(isinstance(part, OneCycleLR) for each in schedulers for part, _ in _parts(each.scheduler, 0))
+
+
+def lengths_of(schedulers: list[SchedulerConfig]) -> dict[str, int]:
+    """Return after how many moves each schedule of `lumen.optim` ends: the configuration's, not a checkpoint's."""
+    parts = {f"lengths[{n}]": [*_parts(each.scheduler, 0)] for n, each in enumerate(schedulers)}
+    return {
+        name: begin + part.total_steps
+        for name, found in parts.items()
+        for part, begin in found
+        if isinstance(part, Schedule) and part.total_steps is not None
+    }
+
+
+def _horizon(run: Run) -> _Horizon:
+    plan, lengths = run.plan, run.loaders.epoch_lengths()
+    if lengths is not None and not lengths.of(0):  # then no epoch has steps
+        lengths = None
+    steps, epochs = plan.max_steps, plan.max_epochs
+    if plan.max_time_s is not None or (lengths is None and None not in (steps, epochs)):
+        steps = epochs = None
+    elif lengths is not None:
+        steps = plan.total_steps(lengths)
+        epochs = lengths.whole_epochs(steps)
+    return _Horizon(steps, epochs, lengths, plan.max_epochs, run.checkpoint is not None)
+
+
+def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: _Horizon) -> int | None:
+    """How often a scheduler moves in the run."""
+    count = {"step": horizon.steps, "epoch": horizon.epochs}.get(config.interval)
+    if count is not None and config.warmup is not None:
+        first = next(each for each in schedulers if each.scheduler is config.warmup)
+        waited = config.warmup.steps * first.frequency
+        if first.interval != config.interval:
+            if horizon.lengths is None:
+                return None
+            convert = horizon.lengths.whole_epochs if config.interval == "epoch" else horizon.lengths.until
+            waited = convert(waited)
+        count = max(0, count - waited)
+    return None if count is None else count // config.frequency
+
+
+def _parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
+    """The schedulers that lead to the end of the run, and after how many moves each begins."""
+    if isinstance(scheduler, Warmup):
+        if scheduler.leads:
+            yield from _parts(scheduler.scheduler, begin + scheduler.steps)
+    elif isinstance(scheduler, SequentialLR):
+        parts, milestones = schedules_in(scheduler)
+        for part in parts[-1:]:
+            yield from _parts(part, begin + (milestones or [0])[-1])
+    elif isinstance(scheduler, ChainedScheduler):
+        for part in schedules_in(scheduler)[0]:
+            yield from _parts(part, begin)
+    else:
+        yield scheduler, begin
+
+
+def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, horizon: _Horizon) -> str | None:
+    """Why a schedule does not fit, in a sentence; None if it may."""
+    name, every = type(scheduler).__name__, f"{config.frequency} {config.interval}s"
+    often = f"moves once every {config.interval if config.frequency == 1 else every}, {moves} times in all"
+    if (length := _attribute(scheduler, _LENGTH)) is not None:
+        end = begin + length
+        _refuse_mistakes(scheduler, begin, end, moves, often, config, horizon)
+        if end > 2 * moves and not (begin and isinstance(scheduler, ConstantLR)):
+            return f"{name} ends after {end} moves, but {often}: the run sees only its beginning. {_ADVICE}"
+        if isinstance(scheduler, CosineAnnealingLR) and moves > 1.1 * end:
+            return f"{name} is at its lowest after {end} moves, but {often}: then it rises again. {_ADVICE}"
+        if moves > 2 * end and _ends_low(scheduler):
+            return f"{name} ends after {end} moves, but {often}: it stays at its lowest for the rest. {_ADVICE}"
+        return None
+    if isinstance(scheduler, MultiStepLR):
+        first = min(scheduler.milestones, default=None)
+    else:
+        first = _attribute(scheduler, _FIRST_CHANGE)
+    if first is not None and begin + first > 2 * moves:
+        return f"{name} changes first after {begin + first:.0f} moves, but {often}. {_ADVICE}"
+    if config.interval == "step" and (reason := _too_early(scheduler, begin, moves, horizon)):
+        return f'{name} {often}: {reason}. Set its interval to "epoch" if it counts epochs.'
+    return None
+
+
+def _refuse_mistakes(
+    scheduler: Any, begin: int, end: int, moves: int, often: str, config: SchedulerConfig, horizon: _Horizon
+) -> None:
+    if isinstance(scheduler, OneCycleLR) and moves > end:
+        by_epoch = config.interval == "step" and horizon.epochs is not None and horizon.epochs <= end
+        cure = f"Set its total_steps to {moves - begin}" + (', or its interval to "epoch".' if by_epoch else ".")
+        if horizon.resumed:
+            cure = (
+                "A resumed one keeps its length: end the run there, or use a schedule of lumen.optim, which may grow."
+            )
+        raise ConfigError(f"lr_scheduler: OneCycleLR ends after {end} moves and fails at the next, but {often}. {cure}")
+    meant = horizon.max_epochs is not None and end <= 2 * horizon.max_epochs  # by epochs, for a run cut short
+    if config.interval == "epoch" and end == horizon.steps and end > 2 * moves and _ends_low(scheduler) and not meant:
+        raise ConfigError(
+            f"lr_scheduler: {type(scheduler).__name__} ends after {end} moves, as many as the run has steps, but "
+            f'{often}. Set its interval to "step"; if it does count epochs, set max_epochs too.'
+        )
+
+
+def _too_early(scheduler: Any, begin: int, moves: int, horizon: _Horizon) -> str | None:
+    """What a schedule that is usually given in epochs does too early when it moves every step."""
+    epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.of(0)
+    if isinstance(scheduler, (StepLR, ExponentialLR)) and 0 < scheduler.gamma < 1:
+        size = getattr(scheduler, "step_size", 1)
+        small, nothing = (begin + size * math.ceil(math.log(x) / math.log(scheduler.gamma)) for x in (1e-6, 1e-12))
+        if nothing < per_epoch and epochs >= 10:
+            raise ConfigError(
+                f"lr_scheduler: {type(scheduler).__name__} moves once every step, {per_epoch} times an epoch: after "
+                f"{nothing} moves, in the first of {epochs} epochs, the learning rate is 1e-12 of what it was. "
+                'Set its interval to "epoch".'
+            )
+        return f"after {small} moves the learning rate is 1e-6 of what it was" if 2 * small < moves else None
+    if isinstance(scheduler, MultiStepLR) and 0 < max(scheduler.milestones, default=0) <= epochs:
+        last = begin + max(scheduler.milestones)
+        return f"its last milestone comes after {last} of them" if 10 * last < moves else None
+    if isinstance(scheduler, CosineAnnealingWarmRestarts) and scheduler.T_mult == 1 and epochs >= scheduler.T_0:
+        return f"it restarts {moves // scheduler.T_0} times" if moves > 100 * scheduler.T_0 else None
+    return None
+
+
+def _attribute(scheduler: Any, names: dict[type, str]) -> int | None:
+    """The length of a schedule, by the name it has in its class."""
+    return next((getattr(scheduler, name) for kind, name in names.items() if isinstance(scheduler, kind)), None)
+
+
+def _ends_low(scheduler: Any) -> bool:
+    """Whether its end is that of the training, not that of a warm-up."""
+    rising = isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor
+    return not rising and not isinstance(scheduler, ConstantLR)

@@ -11,9 +11,8 @@ from lumen.run.run import Run
 from lumen.trainer.logs import record
 from lumen.trainer.open_run import checkpoints_of
 from lumen.trainer.prepare import prepare, prepare_training
-from lumen.trainer.restarted import note_steps
 from lumen.trainer.script_record import record_script
-from lumen.trainer.telling import tell_end, tell_setup
+from lumen.trainer.telling import note_steps, tell_end, tell_setup
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer

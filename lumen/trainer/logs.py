@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -150,23 +150,17 @@ def _heard_before(level: int, record: logging.LogRecord) -> bool:
 @contextmanager
 def _listening(settings: LogSettings) -> Iterator[None]:
     """Let loggers say what is to be heard."""
-    before = {logging.getLogger(name): logging.getLogger(name).level for name in settings.named}
     root, level = logging.root, logging.root.level
-    heard_before = partial(_heard_before, level)
     theirs = [handler for handler in root.handlers if not isinstance(handler, _Others)] if settings.root < level else []
-    try:
+    with ExitStack() as closing:
         for name, least in settings.named.items():
-            logging.getLogger(name).setLevel(least)
-        for handler in theirs:
-            handler.addFilter(heard_before)
+            each = logging.getLogger(name)
+            closing.callback(each.setLevel, each.level)
+            each.setLevel(least)
+        closing.enter_context(filtered(theirs, partial(_heard_before, level)))
+        closing.callback(root.setLevel, level)
         root.setLevel(min(level, settings.root))
         yield
-    finally:
-        root.setLevel(level)
-        for handler in theirs:
-            handler.removeFilter(heard_before)
-        for each, own in before.items():
-            each.setLevel(own)
 
 
 @contextmanager
@@ -258,22 +252,20 @@ def apart_from_others(*, has_files: bool) -> Iterator[None]:
     """
     files: list[logging.Handler] = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
     files += [handler for handler in logging.root.handlers if isinstance(handler, _Others) and not handler.is_console]
-    is_heard = _nothing if has_files else _is_no_word_on_how_it_stands
-    for handler in files:
+    with filtered(files, lambda record: not (has_files or hasattr(record, "tells_how_it_stands"))):
+        yield
+
+
+@contextmanager
+def filtered(handlers: list[logging.Handler], is_heard: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """The context in which handlers get only the records that a filter lets through."""
+    for handler in handlers:
         handler.addFilter(is_heard)
     try:
         yield
     finally:
-        for handler in files:
+        for handler in handlers:
             handler.removeFilter(is_heard)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
-
-
-def _is_no_word_on_how_it_stands(record: logging.LogRecord) -> bool:
-    return not hasattr(record, "tells_how_it_stands")
 
 
 @contextmanager

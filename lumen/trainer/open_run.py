@@ -1,9 +1,9 @@
-"""Opening a run for a stage, and closing it whatever happens."""
+"""Opening a run for a stage, closing it whatever happens, and going back to an earlier checkpoint."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -22,14 +22,16 @@ from lumen.callbacks import (
 )
 from lumen.callbacks.checkpoint_names import is_same
 from lumen.checkpoint import Checkpoint, Saves, storage_of
+from lumen.checkpoint.folder import find_checkpoints, newest_valid, read_info, remove_checkpoints
 from lumen.checkpoint.user_state import key_of
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
-from lumen.errors import ConfigError
+from lumen.errors import ConfigError, TrainingError
 from lumen.internals.garbage import collected_every
 from lumen.internals.stop_signals import LEFT
 from lumen.loggers import Logger, with_own_record
+from lumen.loop.around_step import RolledBack
 from lumen.loop.fit import StopRequested
 from lumen.metrics.torchmetrics_states import unshare_metrics
 from lumen.precision import make_precision
@@ -45,16 +47,13 @@ from lumen.task.given import check_task
 from lumen.task.hooks import check_hooks, fitted, misspelt_hooks, overridden_state_dicts
 from lumen.task.task_module import TaskModule
 from lumen.trainer import process_settings
-from lumen.trainer.debugging import debuggable
 from lumen.trainer.join_callbacks import join_callbacks
 from lumen.trainer.logs import apart_from_others, console_log, log_file
-from lumen.trainer.restarted import tell_restart
-from lumen.trainer.roll_back import rolling_back
+from lumen.trainer.process_settings import turn
 from lumen.trainer.run_directory import RunDirectory
 from lumen.trainer.stop_request import interruption, limited, stop_signals
-from lumen.trainer.telling import tell_failure, tell_place, tell_stop
-from lumen.trainer.turns import turn
-from lumen.trainer.watch import watched
+from lumen.trainer.telling import tell_failure, tell_place, tell_restart, tell_stop
+from lumen.trainer.watch import debuggable, watched
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -339,3 +338,51 @@ def _leave(trainer: Trainer, run: Run, directory: Path | None) -> None:
         hook(leaving)
     tell_stop(run, number, directory, checkpoints_of(trainer, directory) if directory is not None else [])
     raise leaving from None
+
+
+@contextmanager
+def rolling_back(run: Run, folders: Sequence[PurePath]) -> Iterator[None]:
+    """The context of a training that may ask to go back: the trainer's origin is then where it is to begin again.
+
+    Args:
+        run: The run in training.
+        folders: Where its checkpoints lie, that with the best one first.
+
+    Raises:
+        StopRequested: The run was asked to leave meanwhile; when it goes on, it will come here again.
+        TrainingError: There is no checkpoint from before what is to be left out.
+    """
+    try:
+        yield
+        return
+    except RolledBack as asked:
+        left_out = asked.left_out
+    run.ending.agree()
+    if run.ending.vote.stop_signal is not None:
+        raise StopRequested
+    trainer, progress = run.trainer, run.progress
+    run.saves.settle()
+    newer = run.processes.on_rank_zero(partial(_newer, folders, left_out[0]))
+    kept = None
+    if trainer.run_directory is not None:
+        kept = newest_valid(folders[0], _log.warning, run.processes, sections=(), beside=folders[1:], without=newer)
+    if kept is None:
+        but = f", only {newer[0].name} and newer ones" if newer else ""
+        raise TrainingError(
+            f"the run is to go back from step {progress.step} to before its micro-batch {left_out[0]}, and there is no "
+            f"checkpoint from then{but}. Let ModelCheckpoint save more often or keep more (every_n_train_steps, "
+            "keep_last), leave out fewer steps before a spike, or look for spikes only once a checkpoint is old enough "
+            "(SpikeDetection: before, warmup)."
+        )
+    run.processes.on_rank_zero(partial(remove_checkpoints, newer))
+    _log.warning(
+        "going back from step %d to %s, to leave out the micro-batches %d to %d of the run",
+        progress.step, kept.path.name, left_out[0], left_out[1] - 1,
+    )  # fmt: skip
+    trainer.origin = trainer.origin.back(trainer.run_directory, [*progress.left_out, left_out])
+
+
+def _newer(folders: Sequence[PurePath], micro_batches: int) -> list[PurePath]:
+    """The checkpoints of more than so many micro-batches."""
+    found = [path for folder in folders for path in find_checkpoints(folder)]
+    return [path for path in found if read_info(path)["micro_batches"] > micro_batches]

@@ -1,16 +1,23 @@
-"""What a script has set, kept beside its run: what `config.yaml` is of a run that a config file began."""
+"""The settings of a script, kept in the run's directory as `config.yaml` keeps those of a config file.
+
+Environment variables stand in for arguments of the trainer that a script leaves out.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import wraps
 from numbers import Integral, Real
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from lumen.console import logger
+from lumen.errors import ConfigError
 from lumen.internals.masking import masked
 from lumen.internals.whole_files import write_private
 from lumen.run.run import Run
@@ -18,6 +25,7 @@ from lumen.task.hyperparameters import HasHyperparameters
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
+
 
 SCRIPT_FILE = "script.yaml"
 _HEAD = "# A record of what a script has set, with classes in place of objects. To repeat the run, run the script.\n"
@@ -71,3 +79,46 @@ def record_script(trainer: Trainer, run: Run) -> None:
 
 def _name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+P = ParamSpec("P")
+S = TypeVar("S")
+_OURS, _LIGHTNINGS = "LUMEN_TRAINER__", "PL_TRAINER_"
+
+
+def defaults_from_environment(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """Let `LUMEN_TRAINER__MAX_STEPS=9` stand for an argument that a trainer is not given; each that does is said.
+
+    Values are read as YAML.
+
+    Raises:
+        ConfigError: By the constructor: a variable names no argument, or is one that Lightning's trainer would read.
+    """
+    names = list(inspect.signature(constructor).parameters)[1:]
+
+    @wraps(constructor)
+    def constructing(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        for variable, text in sorted(os.environ.items()):
+            if variable.startswith(_LIGHTNINGS):
+                ours = f"{_OURS}{variable.removeprefix(_LIGHTNINGS)}"
+                raise ConfigError(f"the environment variable {variable} is not read. Write {ours}, or unset it.")
+            name = variable.removeprefix(_OURS).lower()
+            if not variable.startswith(_OURS) or name in kwargs:
+                continue
+            if name not in names:
+                raise ConfigError(f"the environment variable {variable}: Trainer has no argument {name}. Unset it.")
+            kwargs[name] = _value(variable, text)
+            logger.info("Trainer: %s=%s is that of the environment variable %s", name, text, variable)
+        vars(self)["_given"] = plain(kwargs)
+        constructor(self, *args, **kwargs)
+
+    return constructing
+
+
+def _value(variable: str, text: str) -> Any:
+    import yaml  # which a script without such variables does not wait for
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the environment variable {variable}: {text!r} is no YAML value.") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -19,14 +20,18 @@ import torch
 from lumen.callbacks import EarlyStopping, ModelCheckpoint
 from lumen.callbacks.display import number
 from lumen.callbacks.early_stopping import monitored
+from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.folder import newest_committed, read_info
+from lumen.checkpoint.storage import MANIFEST
 from lumen.console import in_notebook, logger as _log
+from lumen.distributed.restarts import has_lives, step_notes, told_restart
+from lumen.distributed.worker import is_worker, report_steps
 from lumen.errors import LumenError
 from lumen.errors.arguments import did_you_mean
 from lumen.internals.stop_signals import REQUEUE
 from lumen.run.goodput import goodput
 from lumen.run.run import Run
-from lumen.run.schedule_checks import may_move_further
+from lumen.run.scheduler_config import may_move_further
 from lumen.strategies import Strategy
 from lumen.task.given import texts_of
 from lumen.trainer.logs import record
@@ -34,6 +39,7 @@ from lumen.trainer.process_settings import longer_command, resume_command
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
+
 
 _WORTH_TELLING_S = 60.0
 _NEARLY_THE_SAME = 0.85  # val_los and val_loss are; _loss, as in f"{stage}_loss", is not
@@ -221,3 +227,37 @@ def _newest(folders: Iterable[PurePath]) -> PurePath | None:
             saved.sort(key=lambda path: read_info(path)["micro_batches"])
         return saved[-1] if saved else None
     return None
+
+
+def note_steps(run: Run) -> None:
+    """Note where a training begins, and each of its steps, for a launcher that may start it again."""
+    directory = run.trainer.run_directory
+    if has_lives() and directory is not None:
+        progress = run.progress
+        report_steps(lambda: progress.step)
+        note = step_notes(run.processes.rank, directory, progress.step)
+        run.hooks.add("on_step_end", lambda: note(progress.step))
+
+
+def tell_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
+    """Say in one line that the run was started again: why, from where, and what that costs."""
+    if not trainer.is_global_zero:
+        return
+    if trainer.max_restarts and not is_worker():
+        record("max_restarts is that of %s, which started this run: not %d", trainer.processes.started_by,
+               trainer.max_restarts)  # fmt: skip
+    restart = told_restart()
+    if restart is None or trainer.origin.rolled_back is not None:
+        return
+    if restart.directory not in (None, str(trainer.run_directory)):
+        return
+    step = 0 if checkpoint is None else int(checkpoint.state["progress"]["step"])
+    since_s = restart.began_s
+    if checkpoint is not None:
+        with suppress(OSError):  # it is in an object store
+            since_s = max(since_s, Path(checkpoint.path, MANIFEST).stat().st_mtime)
+    lost = max(restart.reached - step, 0)
+    record(
+        "restart %d of %d: %s; going on from step %d; lost: %d step%s, %.1f s",
+        restart.number, restart.most, restart.why, step, lost, "" if lost == 1 else "s", time.time() - since_s,
+    )  # fmt: skip

@@ -32,13 +32,12 @@ from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
-from lumen.trainer.environment_defaults import defaults_from_environment
 from lumen.trainer.fitting import begin_training, end_training
 from lumen.trainer.logs import LogSettings
 from lumen.trainer.open_run import opened
-from lumen.trainer.prepare import evaluate_all
+from lumen.trainer.prepare import Origin, evaluate_all
 from lumen.trainer.run_view import RunView
-from lumen.trainer.start_from import Origin
+from lumen.trainer.script_record import defaults_from_environment
 
 
 @final

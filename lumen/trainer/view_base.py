@@ -14,8 +14,7 @@ from lumen.callbacks import Callback, ModelCheckpoint
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import ATTRIBUTES
 from lumen.loggers import Logger
-from lumen.run.plan import Plan
-from lumen.run.progress import Progress
+from lumen.run.plan import Plan, Progress
 from lumen.run.run import Run
 from lumen.strategies import Strategy
 

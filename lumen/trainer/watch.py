@@ -1,4 +1,4 @@
-"""Watch: says where a process stands that gets no further, and ends a job that hangs."""
+"""Watch: says where a process stands that gets no further, and ends a job that hangs; debuggers of several ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
 from lumen.checkpoint import Saves
 from lumen.console import in_notebook, logger as _log, stderr
 from lumen.distributed.culprit import Place, is_prompt, name_culprits, name_unmatched
-from lumen.distributed.stack_dump import OWN_SIGNAL, look_at, own_stacks
-from lumen.distributed.unmatched import Begun, collectives_begun, find_unmatched
-from lumen.distributed.worker import report
+from lumen.distributed.processes import Processes
+from lumen.distributed.stack_dump import OWN_SIGNAL, Begun, collectives_begun, find_unmatched, look_at, own_stacks
+from lumen.distributed.worker import is_worker, report
 from lumen.errors import HUNG, ProcessStuck
 from lumen.internals.process_groups import recorded_collectives
 from lumen.loop.manual import manual_step
 from lumen.loop.step import train_step
 from lumen.run.run import Run
 from lumen.trainer.logs import record
+
+if TYPE_CHECKING:
+    from pdb import Pdb
+
 
 _SAVES = Saves.settle.__code__.co_filename
 _STEPS = {train_step.__code__, manual_step.__code__}
@@ -270,3 +274,39 @@ def _within(limit_s: float, tell: Callable[[], object]) -> None:
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
     thread.join(limit_s)
+
+
+@contextmanager
+def debuggable(processes: Processes) -> Iterator[None]:
+    """The context of a run in which `breakpoint()` and `pdb.set_trace()` ask in one process.
+
+    Of the workers of Lumen's launcher only rank 0 shows what it writes: the others would take its input away and say
+    nothing, so they go on. Without a terminal, and with another debugger in PYTHONBREAKPOINT, nothing is changed.
+    """
+    if processes.world_size == 1:
+        yield
+        return
+    from pdb import Pdb
+
+    interact, told = Pdb.interaction, False
+    has_terminal = processes.is_global_zero or not is_worker()
+
+    def interaction(debugger: Pdb, *args: Any) -> Any:
+        nonlocal told
+        goes_on = not has_terminal and sys.stdin is not None and sys.stdin.isatty()
+        if goes_on and not told:
+            _log.warning("rank %d goes on where a debugger would ask: rank 0 has the terminal", processes.rank)
+        elif not told:
+            _log.warning(
+                "rank %d is in a debugger: the other ranks wait for it, at most for timeout_s (%g s) of the strategy",
+                processes.rank,
+                processes.timeout_s,
+            )
+        told = True
+        return debugger.set_continue() if goes_on else interact(debugger, *args)
+
+    Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Pdb.interaction = interact  # type: ignore[method-assign]

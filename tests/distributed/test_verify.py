@@ -6,8 +6,8 @@ import pytest
 
 from lumen.proof.apart import FLOAT64, values_apart
 from lumen.proof.causes import cause_of_values
-from lumen.proof.pool import Result
 from lumen.proof.variants import NAME, Variant
+from lumen.proof.worker import Result
 from tests.helpers import proving
 from tests.helpers.proving import Clean, Make, Within, observed, why
 

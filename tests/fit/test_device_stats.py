@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lumen
-from lumen.callbacks import device_stats
+from lumen.callbacks.monitors import _CUDA, _of_cuda
 from lumen.errors import ConfigError
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
@@ -53,6 +53,6 @@ def test_psutil_is_named_where_it_is_needed_and_only_there(tmp_path, monkeypatch
 
 def test_what_is_read_of_torchs_allocator_is_what_torch_says_it_counts():
     """Before CUDA is used nothing is counted; what a device counts is in `tests/system/test_cuda.py`."""
-    kinds = {key.partition(".")[0] for key, _ in device_stats._CUDA.values()}
+    kinds = {key.partition(".")[0] for key, _ in _CUDA.values()}
     assert all(f'"{kind}' in torch.cuda.memory_stats.__doc__ for kind in kinds)
-    assert device_stats._of_cuda(torch.device("cuda")) == dict.fromkeys(device_stats._CUDA, 0.0)
+    assert _of_cuda(torch.device("cuda")) == dict.fromkeys(_CUDA, 0.0)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
-from lumen.callbacks.throughput_monitor import peak_flop_per_s
+from lumen.callbacks.monitors import peak_flop_per_s
 
 pytestmark = pytest.mark.usefixtures("clock")  # time passes in steps, data and validations that sleep
 BATCH = 4

@@ -12,9 +12,8 @@ import lumen
 from lumen.proof.apart import compare, merged, rows_apart
 from lumen.proof.causes import cause_of, cause_of_failure, cause_of_moving  # noqa: F401
 from lumen.proof.outcome import Outcome
-from lumen.proof.pool import Result
 from lumen.proof.variants import Size
-from lumen.proof.worker import Built, observe, told
+from lumen.proof.worker import Built, Result, observe, told
 from tests.helpers.following import Asking
 from tests.helpers.tasks import FEATURES, regression_data
 

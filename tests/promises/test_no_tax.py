@@ -24,10 +24,9 @@ from lumen.loop import fit, micro_batch, step
 from lumen.loop.fit import validation_due
 from lumen.run.ending import Ending
 from lumen.run.optimization import Optimization
-from lumen.run.progress import Progress
+from lumen.run.plan import Progress
 from lumen.run.records import Records
-from lumen.run.step_context import StepContext
-from lumen.run.task_calls import TaskCalls
+from lumen.run.step_context import StepContext, TaskCalls
 from tests.helpers.tasks import Regression, bare_trainer, quiet_trainer
 
 #: What a test counts belongs to the package, wherever it lies: a clone is called lumen too, with all of its .venv.

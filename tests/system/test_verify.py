@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from lumen.cli import main
-from lumen.proof import pool
+from lumen.proof import worker
 from lumen.proof.variants import Variant
 from tests.helpers import ROOT
 from tests.helpers.proving import SIZE, LateOnRankZero, Make
@@ -112,8 +112,8 @@ def test_data_that_follows_the_training_is_tried_with_no_workers_and_told():
 
 
 def test_a_process_that_is_done_leaves_the_others_their_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "_PATIENCE_S", 0.2)
-    runs = pool.Pool(Make(LateOnRankZero), SIZE, tmp_path, 2, pool.libraries())
+    monkeypatch.setattr(worker, "_PATIENCE_S", 0.2)
+    runs = worker.Pool(Make(LateOnRankZero), SIZE, tmp_path, 2, worker.libraries())
     try:
         result = runs.run(Variant("two", 2, "ddp"), "fp64")
     finally:
@@ -123,7 +123,7 @@ def test_a_process_that_is_done_leaves_the_others_their_time(tmp_path, monkeypat
 
 MANY = """
 from pathlib import Path
-from lumen.proof.pool import Pool
+from lumen.proof.worker import Pool
 from lumen.proof.variants import Variant
 from tests.helpers.proving import SIZE, LateOnRankZero, Make
 

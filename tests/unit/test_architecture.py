@@ -470,8 +470,8 @@ def test_interpreters_are_started_in_known_places():
         ("lumen.cli.submit.command", "subprocess.run"),  # the program of an engine; Ray's is Python with -P
         ("lumen.distributed.agent", "LocalElasticAgent"),  # the user's program, as the user started it
         ("lumen.distributed.launch", "os.execv"),  # python_command
-        ("lumen.proof.pool", "context.Process"),  # under safe_path
-        ("lumen.proof.pool", "ensure_running"),  # under safe_path
+        ("lumen.proof.worker", "context.Process"),  # under safe_path
+        ("lumen.proof.worker", "ensure_running"),  # under safe_path
     }
     assert interpreters == {
         "lumen.internals.interpreters",
@@ -482,7 +482,7 @@ def test_interpreters_are_started_in_known_places():
     }
     for module, start in (("lumen.checkpoint.unpickle", "subprocess.run"), ("lumen.distributed.launch", "os.execv")):
         assert "lumen.internals.interpreters.python_command" in names_imported_by(module), start
-    pool = ast.walk(SOURCES["lumen.proof.pool"])
+    pool = ast.walk(SOURCES["lumen.proof.worker"])
     safe = [node for node in pool if isinstance(node, ast.With) and "safe_path()" in map(ast.unparse, contexts(node))]
     inside = {ast.unparse(call.func) for each in safe for call in ast.walk(each) if isinstance(call, ast.Call)}
     assert {"context.Process", "ensure_running"} <= inside

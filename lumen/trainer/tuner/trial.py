@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -24,7 +23,7 @@ from lumen.run.open_loaders import one_source
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
-from lumen.trainer.logs import LogSettings
+from lumen.trainer.logs import LogSettings, filtered
 from lumen.trainer.trainer import Trainer
 
 
@@ -82,7 +81,7 @@ class Trials:
         for name, value in (settings or {}).items():
             set_everywhere([task, data], name, value)
         configure = self._of_run(task) if self._configure is None else partial(self._configure, task)
-        with preserved_generators(), _unheard():
+        with preserved_generators(), filtered([*_log.handlers], lambda record: record.levelno >= logging.ERROR):
             trainer.fit(task, data, configure_optimizers=configure)
 
     def _of_run(self, task: TaskModule) -> Callable[[], Any] | None:
@@ -177,20 +176,3 @@ def _shared(value: Any) -> dict[int, Any]:
     elif isinstance(value, (dict, list, tuple)):
         held = value.values() if isinstance(value, dict) else value
     return {number: each for found in map(_shared, held) for number, each in found.items()}
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """The context of a trial: what it says is no part of a run's log, unless it is an error."""
-
-    def is_error(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    handlers = [*_log.handlers]
-    for handler in handlers:
-        handler.addFilter(is_error)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(is_error)
