@@ -24,44 +24,31 @@ The modules, each using only those before it: `codec`, `storage` (the contract),
 `parts`, `resume_checks`, `restore`; for the command line `listing` and `export`.
 """
 
-from lumen.checkpoint.async_save import Saves
-from lumen.checkpoint.collect import check_savable
-from lumen.checkpoint.config_diff import changed_hyperparameters, compare, configured, modes_of
-from lumen.checkpoint.folder import find_checkpoints, newest_valid
-from lumen.checkpoint.load_weights import load_weights
-from lumen.checkpoint.optimizer_layout import keeps_unknown_state
-from lumen.checkpoint.optimizer_state import groups_of
-from lumen.checkpoint.parts import PARTS, Part, choose_parts
-from lumen.checkpoint.places import as_place, storage_of
-from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.restore import load_datamodule, load_model_and_data, load_run, load_task
-from lumen.checkpoint.weights_source import Weights, as_weights, check_there, find_checkpoint, is_weights
-
-__all__ = [
-    "PARTS",
-    "Checkpoint",
-    "Part",
-    "Saves",
-    "Weights",
-    "as_place",
-    "as_weights",
-    "changed_hyperparameters",
-    "check_savable",
-    "check_there",
-    "choose_parts",
-    "compare",
-    "configured",
-    "find_checkpoint",
-    "find_checkpoints",
-    "groups_of",
-    "is_weights",
-    "keeps_unknown_state",
-    "load_datamodule",
-    "load_model_and_data",
-    "load_run",
-    "load_task",
-    "load_weights",
-    "modes_of",
-    "newest_valid",
-    "storage_of",
-]
+from lumen.checkpoint.async_save import Saves as Saves
+from lumen.checkpoint.collect import check_savable as check_savable
+from lumen.checkpoint.config_diff import (
+    changed_hyperparameters as changed_hyperparameters,
+    compare as compare,
+    configured as configured,
+    modes_of as modes_of,
+)
+from lumen.checkpoint.folder import find_checkpoints as find_checkpoints, newest_valid as newest_valid
+from lumen.checkpoint.load_weights import load_weights as load_weights
+from lumen.checkpoint.optimizer_layout import keeps_unknown_state as keeps_unknown_state
+from lumen.checkpoint.optimizer_state import groups_of as groups_of
+from lumen.checkpoint.parts import PARTS as PARTS, Part as Part, choose_parts as choose_parts
+from lumen.checkpoint.places import as_place as as_place, storage_of as storage_of
+from lumen.checkpoint.reader import Checkpoint as Checkpoint
+from lumen.checkpoint.restore import (
+    load_datamodule as load_datamodule,
+    load_model_and_data as load_model_and_data,
+    load_run as load_run,
+    load_task as load_task,
+)
+from lumen.checkpoint.weights_source import (
+    Weights as Weights,
+    as_weights as as_weights,
+    check_there as check_there,
+    find_checkpoint as find_checkpoint,
+    is_weights as is_weights,
+)

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from lumen.errors import ConfigError
-from lumen.profilers.advanced import AdvancedProfiler
-from lumen.profilers.base import PassThroughProfiler, Profiler
-from lumen.profilers.instrument import profiled
-from lumen.profilers.simple import SimpleProfiler
-from lumen.profilers.torch_profiler import TorchProfiler
-
-__all__ = [
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "SimpleProfiler",
-    "TorchProfiler",
-    "make_profiler",
-    "profiled",
-]
+from lumen.profilers.advanced import AdvancedProfiler as AdvancedProfiler
+from lumen.profilers.base import PassThroughProfiler as PassThroughProfiler, Profiler as Profiler
+from lumen.profilers.instrument import profiled as profiled
+from lumen.profilers.simple import SimpleProfiler as SimpleProfiler
+from lumen.profilers.torch_profiler import TorchProfiler as TorchProfiler
 
 _NAMES: dict[str, type[SimpleProfiler | AdvancedProfiler | TorchProfiler]] = {
     "advanced": AdvancedProfiler,

@@ -1,9 +1,11 @@
 """Strategies: on which devices the task lies, and how its processes communicate."""
 
-from lumen.strategies.factory import make_strategy
-from lumen.strategies.single import SingleDevice
-from lumen.strategies.strategy import Strategy, by_data_rank, check_data_ranks, gather_values, sync_buffers
-
-__all__ = [
-    "SingleDevice", "Strategy", "by_data_rank", "check_data_ranks", "gather_values", "make_strategy", "sync_buffers",
-]  # fmt: skip
+from lumen.strategies.factory import make_strategy as make_strategy
+from lumen.strategies.single import SingleDevice as SingleDevice
+from lumen.strategies.strategy import (
+    Strategy as Strategy,
+    by_data_rank as by_data_rank,
+    check_data_ranks as check_data_ranks,
+    gather_values as gather_values,
+    sync_buffers as sync_buffers,
+)
