@@ -12,8 +12,11 @@ from typing import IO, TYPE_CHECKING, Any, Literal, cast, final
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     console: Console
+
+_WIDE = 200  # columns of a table that goes to a file
 
 
 @final
@@ -126,3 +129,12 @@ def size(count: int) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} TB"
+
+
+def as_text(table: Table) -> str:
+    """Return a table as it is written to files: 200 columns wide, without colours."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=_WIDE, color_system=None, force_terminal=False, force_jupyter=False).print(table)
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())

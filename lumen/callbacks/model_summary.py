@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
-
-_WIDE = 200  # columns of a table that goes to a file
 
 
 class Row(NamedTuple):
@@ -89,14 +86,8 @@ class Summary(list[Row]):
 
     def __str__(self) -> str:
         """The table, and a line of totals."""
-        from rich.console import Console
-
-        file = StringIO()
-        rows = self[1:]
-        if rows:
-            Console(file=file, width=_WIDE, force_jupyter=False, force_terminal=False).print(_table(rows, plain=True))
-        lines = [line.rstrip() for line in file.getvalue().splitlines()]
-        return "\n".join([*lines, _totals(self._model, self[0])])
+        table = terminal.as_text(_table(self[1:], plain=True)) if self[1:] else ""
+        return table + _totals(self._model, self[0])
 
 
 @final
@@ -157,13 +148,11 @@ def _row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:
 
 
 def _print(rows: list[Row]) -> None:
-    from rich.console import Console
-
     console = terminal.console
-    plain = not console.is_terminal
-    (Console(file=console.file, width=_WIDE, force_jupyter=False, force_terminal=False) if plain else console).print(
-        _table(rows, plain=plain), highlight=False
-    )
+    if console.is_terminal:
+        console.print(_table(rows, plain=False), highlight=False)
+    else:
+        print(terminal.as_text(_table(rows, plain=True)), end="", file=console.file, flush=True)
 
 
 def _table(rows: list[Row], *, plain: bool) -> Table:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from lumen.run.run import Run
 
-_WIDE = 200  # columns of a table that goes to a file
 _STAGES = {"validate": "validation", "sanity": "validation", "test": "test", "predict": "predict"}
 
 
@@ -190,7 +188,7 @@ def show(table: Table, directory: Path | None) -> None:
     """Print a table, and append it to `profile.txt` and `run.log` of a run directory."""
     from rich import box
 
-    text, console = as_text(table), terminal.console
+    text, console = terminal.as_text(table), terminal.console
     if console.is_terminal:
         table.box = box.SIMPLE_HEAD
         console.print(table, highlight=False)
@@ -203,15 +201,6 @@ def show_text(text: str, directory: Path | None) -> None:
     """Print a text, and append it to `profile.txt` and `run.log` of a run directory."""
     terminal.console.print(text, end="", markup=False, highlight=False)
     _record(text, directory)
-
-
-def as_text(table: Table) -> str:
-    """A table as it is written to files."""
-    from rich.console import Console
-
-    file = StringIO()
-    Console(file=file, width=_WIDE, color_system=None, force_terminal=False, force_jupyter=False).print(table)
-    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
 def _record(text: str, directory: Path | None) -> None:

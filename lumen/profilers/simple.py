@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
+from lumen.console import as_text
 from lumen.errors.arguments import checked
-from lumen.profilers.base import Profiler, as_text, in_stage, make_table, not_started, show
+from lumen.profilers.base import Profiler, in_stage, make_table, not_started, show
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
-from lumen.console import logger as _log
+from lumen.console import as_text, logger as _log
 from lumen.errors.arguments import at_least, checked
-from lumen.profilers.base import Profiler, as_text, make_table, not_started, show
+from lumen.profilers.base import Profiler, make_table, not_started, show
 
 if TYPE_CHECKING:
     from rich.table import Table
