@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
-from lumen.profilers.base import Profiler, not_started
+from lumen.profilers.base import Profiler, end_part
 
 if TYPE_CHECKING:
     from lumen.run.run import Run
@@ -74,10 +74,7 @@ class AdvancedProfiler(Profiler):
         Raises:
             ConfigError: It is not the part in progress.
         """
-        newest = self._stack[-1][0] if self._stack else None
-        if newest != action_name:
-            raise not_started(self, action_name, newest)
-        self._stack.pop()[1].disable()
+        end_part(self, self._stack, action_name).disable()
         if self._stack:
             _enable(self._stack[-1][1])
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from lumen import console as terminal
 from lumen.errors import ConfigError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from lumen.run.run import Run
 
+T = TypeVar("T")
 _STAGES = {"validate": "validation", "sanity": "validation", "test": "test", "predict": "predict"}
 
 
@@ -154,10 +155,22 @@ class PassThroughProfiler(Profiler):
         return nullcontext()
 
 
-def not_started(profiler: Profiler, name: str, within: str | None) -> ConfigError:
-    """The error for the end of a part that is not the one in progress."""
+def end_part(profiler: Profiler, parts: list[tuple[str, T]], name: str) -> T:
+    """Remove the part in progress from the parts that have begun. Returns what was kept of it.
+
+    Args:
+        profiler: The profiler whose part ends.
+        parts: Name of each part that has begun, and what the profiler keeps of it; the innermost last.
+        name: The part that ends.
+
+    Raises:
+        ConfigError: The part is not the one in progress.
+    """
+    within = parts[-1][0] if parts else None
+    if within == name:
+        return parts.pop()[1]
     found = "nothing is in progress" if within is None else f"{within!r} is in progress"
-    return ConfigError(
+    raise ConfigError(
         f"{type(profiler).__name__}.stop: {name!r} cannot end here, {found}. Start it first, and end what was started "
         "last; `with profiler.profile(...)` does both."
     )

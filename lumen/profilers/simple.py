@@ -13,7 +13,7 @@ import torch
 
 from lumen.console import as_text
 from lumen.errors.arguments import checked
-from lumen.profilers.base import Profiler, in_stage, make_table, not_started, show
+from lumen.profilers.base import Profiler, end_part, in_stage, make_table, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,7 +66,7 @@ class SimpleProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.synchronize = synchronize
         self._rows: dict[str, Row] = {}
-        self._stack: list[Row] = []
+        self._stack: list[tuple[str, Row]] = []
         self._outer = 0  # parts in progress that began before what is measured
         self._steps, self._waits, self._measuring = 0, False, False
         self._switched_at_s = perf_counter()
@@ -86,8 +86,8 @@ class SimpleProfiler(Profiler):
     def start(self, action_name: str) -> None:
         """See `Profiler.start`."""
         self._switch()
-        self._stack.append(self._row(action_name))
-        self._stack[-1].calls += 1
+        self._stack.append((action_name, row := self._row(action_name)))
+        row.calls += 1
 
     def stop(self, action_name: str) -> None:
         """See `Profiler.stop`.
@@ -95,18 +95,15 @@ class SimpleProfiler(Profiler):
         Raises:
             ConfigError: It is not the part in progress.
         """
-        newest = self._stack[-1].name if self._stack else None
-        if newest != action_name:
-            raise not_started(self, action_name, newest)
         self._switch()
-        self._stack.pop()
+        end_part(self, self._stack, action_name)
         self._outer = min(self._outer, len(self._stack))
 
     @contextmanager
     def part(self, name: str, calls: int = 1) -> Iterator[None]:
         """See `Profiler.part`."""
         self.start(name)
-        self._stack[-1].calls += calls - 1
+        self._stack[-1][1].calls += calls - 1
         try:
             yield
         finally:
@@ -140,7 +137,7 @@ class SimpleProfiler(Profiler):
             torch.accelerator.synchronize(self._run.strategy.device)
         now = perf_counter()
         if len(self._stack) > self._outer:
-            self._stack[-1].total_s += now - self._switched_at_s
+            self._stack[-1][1].total_s += now - self._switched_at_s
         elif self._measuring and self._run is not None:
             self._row(in_stage("loop", self._run.stage)).total_s += now - self._switched_at_s
         self._switched_at_s = now

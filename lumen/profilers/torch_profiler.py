@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 
 from lumen.console import as_text, logger as _log
 from lumen.errors.arguments import at_least, checked
-from lumen.profilers.base import Profiler, make_table, not_started, show
+from lumen.profilers.base import Profiler, end_part, make_table, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -101,10 +101,7 @@ class TorchProfiler(Profiler):
         Raises:
             ConfigError: It is not the part in progress.
         """
-        newest = self._stack[-1][0] if self._stack else None
-        if newest != action_name:
-            raise not_started(self, action_name, newest)
-        self._stack.pop()[1].__exit__(None, None, None)
+        end_part(self, self._stack, action_name).__exit__(None, None, None)
 
     def summary(self) -> str:
         """The newest table of operators, which was shown when its cycle was over; "" before."""

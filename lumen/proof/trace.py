@@ -158,16 +158,6 @@ class Trace:
             for each in self.steps
         ]
 
-    @staticmethod
-    def of_plain(record: list[dict[str, Any]]) -> Trace:
-        """The trace that `plain` was made of."""
-        return Trace(
-            [
-                StepTrace(step["step"], step["epoch"], {Key(*key): code for *key, code in step["events"]})
-                for step in record
-            ]
-        )
-
 
 def _copied(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

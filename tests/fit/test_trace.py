@@ -8,7 +8,7 @@ import torch
 
 from lumen.proof.difference import compare, first_difference, record
 from lumen.proof.recorder import Recorder
-from lumen.proof.trace import KINDS, Key, Trace
+from lumen.proof.trace import KINDS, Key
 from tests.helpers.tasks import Regression, weights
 from tests.helpers.tracing import (
     Deep,
@@ -29,8 +29,9 @@ def test_equal_trainings_are_equal_and_the_same_record_comes_back_from_json(tmp_
     assert first_difference(first, second) is None
     assert [step.step for step in first.steps] == [*range(1, 10)]
     assert [step.epoch for step in first.steps] == [0] * 7 + [1] * 2
-    again = Trace.of_plain(json.loads(json.dumps(first.plain())))
-    assert [step.events for step in again.steps] == [step.events for step in first.steps]
+    plain = json.loads(json.dumps(first.plain()))
+    assert [(each["step"], each["epoch"]) for each in plain] == [(step.step, step.epoch) for step in first.steps]
+    assert [{Key(*key): code for *key, code in each["events"]} for each in plain] == [s.events for s in first.steps]
 
 
 @pytest.mark.parametrize(
