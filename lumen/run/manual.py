@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
-from lumen.internals.optimizers import bare_step, has_stepped
+from lumen.internals.optimizers import bare_step, drop_gradients, has_stepped
 from lumen.internals.tensors import multiply
 from lumen.optim import needs_closure
 from lumen.precision import Precision
@@ -98,7 +98,7 @@ class ManualOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of what this optimizer moves."""
-        self.optimizer.zero_grad(set_to_none)
+        drop_gradients(self.optimizer) if set_to_none else self.optimizer.zero_grad(set_to_none=False)
         self.forget()
 
     def forget(self) -> None:
@@ -158,6 +158,7 @@ class ManualOptimization:
         self._task, self._optim = task, optim
         self._hooks, self._precision, self._strategy, self._step = hooks, precision, strategy, step
         self._backward = task.backward if overrides(task, "backward") else torch.Tensor.backward
+        self._kind = strategy.device.type
         self._sums = strategy.processes.world_size > 1 or strategy.shards
         self._factor, self._is_dummy, self._has_weight = 1.0, False, True
         self.has_tried = self._has_moved = self._has_overflowed = False
@@ -208,7 +209,8 @@ class ManualOptimization:
             for hook in self._hooks.on_before_backward:
                 hook(loss)
         part = loss if self._factor == 1.0 else loss * self._factor
-        with self._outside_autocast():
+        casts = torch.is_autocast_enabled(self._kind)  # torch wants autocast to end before a backward
+        with torch.autocast(self._kind, enabled=False) if casts else nullcontext():
             if self._sums or self._precision.handles_overflow:
                 self._add_apart(part, args, options)
             elif args or options or self._backward is not torch.Tensor.backward:
@@ -308,17 +310,19 @@ class ManualOptimization:
         if skips:
             return None
         self._optim.is_updating = True
-        with self._outside_autocast():
+        if torch.is_autocast_enabled(self._kind):
+            with torch.autocast(self._kind, enabled=False):
+                found = update()
+            torch.clear_autocast_cache()  # it holds the parameters in 16 bits as they were
+        else:
             found = update()
         self._optim.is_updating, self._has_moved = False, True
-        of.forget()  # what a closure has left
-        if torch.is_autocast_enabled(self._strategy.device.type):
-            torch.clear_autocast_cache()  # it holds the parameters in 16 bits as they were
+        of.forget()  # a closure may have left gradients
         return found
 
     def _evaluation(self, of: ManualOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as an optimizer has it: in the autocast of the step, and with the mean loss of all processes."""
-        kind = self._strategy.device.type
+        kind = self._kind
         casts, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
         def evaluate() -> Any:
@@ -372,11 +376,6 @@ class ManualOptimization:
                     "optimizer %d of configure_optimizers (%s) was never moved: training_step has not called its step",
                     number, type(each.optimizer).__name__,
                 )  # fmt: skip
-
-    def _outside_autocast(self) -> AbstractContextManager[Any]:
-        """The context of what is not a forward: torch wants autocast to end before."""
-        kind = self._strategy.device.type
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def toggle(self, optimizer: Any) -> None:
         """Freeze what the other optimizers move, and this one does not."""

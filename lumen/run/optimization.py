@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from lumen.internals.optimizers import StepGuard
+from lumen.internals.optimizers import StepGuard, drop_gradients
 from lumen.optim import MultiOptimizer, needs_closure
 from lumen.run.configure_optimizers import check_held, guard
 from lumen.run.gradients import clip_grad_norm, clip_grad_value, scale_gradients
@@ -17,8 +17,6 @@ from lumen.run.scheduler_config import SchedulerConfig
 from lumen.task.hooks import OWN_STEPS, overrides
 from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Teacher
-
-_ZERO_GRAD = Optimizer.zero_grad  # as it is now: somebody may replace it
 
 
 def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
@@ -127,12 +125,7 @@ class Optimization:
         if "optimizer_zero_grad" in self.own:
             self._task.optimizer_zero_grad(epoch, batch_idx, self.optimizer)
             return
-        if getattr(self.optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD:
-            self.optimizer.zero_grad(set_to_none=True)
-            return
-        for group in self.optimizer.param_groups:  # as torch's does, at the cost of this alone
-            for parameter in group["params"]:
-                parameter.grad = None
+        drop_gradients(self.optimizer)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
