@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -122,7 +123,13 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import a public name or a submodule when it is first used, so that `lumen --help` need not wait for torch."""
     if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+        collects = gc.isenabled()
+        gc.disable()  # one full collection among all of torch's objects takes as long as the import
+        try:
+            return getattr(import_module(_HOME[name]), name)
+        finally:
+            if collects:
+                gc.enable()
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'lumen' has no attribute {name!r}")
