@@ -44,6 +44,7 @@ from lumen.checkpoint.restore import (
     load_model_and_data as load_model_and_data,
     load_run as load_run,
     load_task as load_task,
+    malformed_is_damaged as malformed_is_damaged,
 )
 from lumen.checkpoint.weights_source import (
     Weights as Weights,

@@ -72,7 +72,7 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
     """
 
     def load_states() -> None:
-        with _malformed_is_damaged(checkpoint):
+        with malformed_is_damaged(checkpoint, while_loading=True):
             extra = extra_of(run.task, checkpoint)
             if "model" in parts:
                 _load_own_states(run.task, checkpoint, extra)
@@ -88,21 +88,29 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
 
 
 @contextmanager
-def _malformed_is_damaged(checkpoint: Checkpoint) -> Iterator[None]:
-    """The context in which values of a kind that Lumen never writes are one error; what users' code raises stays.
+def malformed_is_damaged(checkpoint: Checkpoint | None, *, while_loading: bool = False) -> Iterator[None]:
+    """The context of a resumed run, in which values of a kind that Lumen never writes end in one error.
+
+    Args:
+        checkpoint: The checkpoint that the run resumes from; None: none, and every error stays.
+        while_loading: Translate errors of all libraries. Else a library may have been given to Lumen by the user.
 
     Raises:
-        CheckpointDamaged: The state of the checkpoint holds such values.
+        CheckpointDamaged: An error that no code of the user takes part in says that a value is of another kind.
     """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         frames = [Frame(each.filename, each.lineno or 0, each.name) for each in extract_tb(error.__traceback__)]
-        if isinstance(error, LumenError) or any(frame.is_users for frame in frames):
+        is_users = any(frame.is_users if while_loading else not frame.is_internal for frame in frames)
+        if isinstance(error, RuntimeError):  # most of them are about devices, memory or other processes
+            is_users |= type(error) is not RuntimeError or not any("/optim/" in frame.file for frame in frames)
+        if checkpoint is None or is_users or isinstance(error, LumenError):
             raise
         raise CheckpointDamaged(
-            f"{checkpoint.path} holds a state that cannot be restored: {type(error).__name__}: {error}. It was "
-            "changed, or another version of Lumen wrote it. Resume from a different checkpoint."
+            f"{checkpoint.path} holds a state from which the run cannot go on: {type(error).__name__}: {error}. The "
+            "state was changed, or another version of Lumen wrote it. Resume from a different checkpoint. If a new run "
+            "fails alike, the checkpoint is not the cause."
         ) from error
 
 
@@ -132,7 +140,7 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
     """
 
     def load() -> None:
-        with _malformed_is_damaged(checkpoint):
+        with malformed_is_damaged(checkpoint, while_loading=True):
             _load_run(run, checkpoint, parts, continue_records)
 
     with only_young_collected():

@@ -235,6 +235,8 @@ class ResumableIterator:
             return False
         if state is not self._stands_at:
             self._stateful.load_state_dict(deepcopy(state["loader"]))
+            if self._exhausted:  # torchdata's loader draws a seed for the end too: now, before the epoch's are keyed
+                self._stateful.state_dict()
         self._stands_at = None
         return True
 

@@ -60,6 +60,14 @@ class Frame:
         installed = self.file.startswith(_libraries()) or f"{os.sep}site-packages{os.sep}" in self.file
         return not (self.is_lumens or installed or self.file.startswith("<"))
 
+    @property
+    def is_internal(self) -> bool:
+        """Return True for code of Lumen, of torch but for its loaders and collectives, and of Python."""
+        if self.file.startswith((_LUMEN, _TORCH)):
+            return not self.file.startswith((_LOADER, _COLLECTIVES))
+        is_pythons = self.file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in self.file
+        return is_pythons or self.file.startswith("<frozen ")
+
 
 @cache
 def _libraries() -> tuple[str, ...]:

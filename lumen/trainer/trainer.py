@@ -15,7 +15,7 @@ from lumen.callbacks import (
     choose_callbacks,
     scheduled,
 )
-from lumen.checkpoint import Part, Weights, as_place
+from lumen.checkpoint import Part, Weights, as_place, malformed_is_damaged
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked, local_path, more_than_zero, refuse_unknown
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_SAVE, NEUTRAL
@@ -296,7 +296,7 @@ class Trainer(RunView):
         origin = None
         while origin is not self.origin:  # it is another one where a run is to begin again from a checkpoint
             origin = self.origin
-            with opened(self, "fit", task, data, val_dataloaders) as run:
+            with opened(self, "fit", task, data, val_dataloaders) as run, malformed_is_damaged(run.checkpoint):
                 begin_training(self, run, configure_optimizers)
                 train(run)
                 end_training(run)

@@ -74,6 +74,17 @@ def test_a_finished_run_started_again_ends_alike(tmp_path, kind):
         assert end_of(trainer, task, called) == ended
 
 
+@pytest.mark.parametrize("is_new", [False, True], ids=["same task", "new task"])
+@pytest.mark.parametrize("kind", ["plain", "average", "mean", "middle of an epoch", "stopped early", "by hand"])
+def test_a_second_fit_of_a_trainer_ends_alike(tmp_path, kind, is_new):
+    trainer, task, called = begin(tmp_path, kind)
+    ended = end_of(trainer, task, called)
+    called.clear()
+    task = Ended(by_hand=kind == "by hand") if is_new else task
+    trainer.fit(task, loader(32, 8), val_dataloaders=loader(16, shuffle=False))
+    assert end_of(trainer, task, called) == ended
+
+
 def test_kills_between_two_last_saves_are_mended(tmp_path):
     def begin_again():
         savers = [lumen.ModelCheckpoint(tmp_path / part, monitor="val_loss") for part in "ab"]

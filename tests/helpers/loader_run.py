@@ -38,15 +38,15 @@ class Pairs(Sampler):
 class Shuffling(IterableDataset):
     """A stream through a shuffle buffer, with noise; `state_dict` says all of it, also which epoch comes next."""
 
-    def __init__(self):
-        self.inputs, self.targets = regression_data(SAMPLES)
-        self.read, self.epoch, self.buffer = 0, 0, []
+    def __init__(self, samples=SAMPLES):
+        self.inputs, self.targets = regression_data(samples)
+        self.samples, self.read, self.epoch, self.buffer = samples, 0, 0, []
 
     def __iter__(self):
         self.epoch += self.read == 0
-        while self.read < SAMPLES or self.buffer:
-            while self.read < SAMPLES and len(self.buffer) < 8:
-                self.buffer.append((self.read * (1 + self.epoch)) % SAMPLES)
+        while self.read < self.samples or self.buffer:
+            while self.read < self.samples and len(self.buffer) < 8:
+                self.buffer.append((self.read * (1 + self.epoch)) % self.samples)
                 self.read += 1
             index = self.buffer.pop(int(torch.randint(len(self.buffer), ())))
             yield self.inputs[index] + 0.1 * torch.randn(FEATURES), self.targets[index], index
@@ -62,14 +62,14 @@ class Shuffling(IterableDataset):
 class Sharded(IterableDataset):
     """A stream that workers share; what it draws depends on its place alone, so its place is all of its state."""
 
-    def __init__(self):
-        self.inputs, self.targets = regression_data(SAMPLES)
+    def __init__(self, samples=SAMPLES):
+        self.inputs, self.targets = regression_data(samples)
         self.place = 0
 
     def __iter__(self):
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        indices = list(range(worker, SAMPLES, workers))
+        indices = list(range(worker, len(self.inputs), workers))
         while self.place < len(indices):
             index = indices[self.place]
             self.place += 1
@@ -87,8 +87,11 @@ class Sharded(IterableDataset):
 class Forgetful(IterableDataset):
     """A stream without a state."""
 
+    def __init__(self, samples=SAMPLES):
+        self.samples = samples
+
     def __iter__(self):
-        yield from Shuffling()
+        yield from Shuffling(self.samples)
 
 
 def weighted(**options):

@@ -1,13 +1,13 @@
 """One run that is killed and started again, again and again, and what must hold after each of its lives."""
 
 import json
-import os
 import signal
 from collections import Counter
 from contextlib import suppress
 
-from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from lumen.checkpoint import Checkpoint, as_place, find_checkpoints, newest_valid, storage_of
 
+BUCKET = "s3://lives"
 MODULE = "tests.promises.resumable_run"
 KILLED = "Signal 9 (SIGKILL)"  # what torchrun says of a rank
 
@@ -22,8 +22,12 @@ class Lives:
     def __init__(self, directory, start, options):
         directory.mkdir(exist_ok=True)
         self.directory, self.start, self.options = directory, start, options
-        self.checkpoints = directory / "run" / "checkpoints"
+        self.checkpoints = self.checkpoints_in(directory)
         self.longest_s = 0.0
+
+    def checkpoints_in(self, directory):
+        """The folder of the checkpoints of a run, which may be in an object store."""
+        return as_place(f"{BUCKET}{directory}") if self.options.get("s3") else directory / "run" / "checkpoints"
 
     def live(self, strike=None, *, start=None, kill=None, fails=False):
         """Go on until the strike, or until what `kill(job)` kills, or to the end.
@@ -71,19 +75,21 @@ class Lives:
     def end(self, expected, *, start=None):
         """Go on to the end, which must be the one of an undisturbed run."""
         assert not self.live(start=start)
-        for kept, wanted in zip(final_state(self.directory), final_state(expected), strict=True):
+        ends = [final_state(each, folder=self.checkpoints_in(each)) for each in (self.directory, expected)]
+        for kept, wanted in zip(*ends, strict=True):
             assert kept == wanted
         ended = [(each / "ended.json").read_text() for each in (self.directory, expected)]
         assert ended[0] == ended[1]  # what the task and the trainer hold
-        assert sorted(os.listdir(self.checkpoints)) == sorted(path.name for path in find_checkpoints(self.checkpoints))
+        found = sorted(path.name for path in find_checkpoints(self.checkpoints))
+        assert sorted(storage_of(self.checkpoints).names(self.checkpoints)) == found
         seen = surviving_samples(self.directory)
         assert seen == surviving_samples(expected)
         return seen
 
 
-def final_state(directory, name="run"):
+def final_state(directory, name="run", folder=None):
     """All tensors of a run's last checkpoint, everything else it holds, and its metrics, in comparable form."""
-    checkpoint = Checkpoint.open(find_checkpoints(directory / name / "checkpoints")[-1])
+    checkpoint = Checkpoint.open(find_checkpoints(folder or directory / name / "checkpoints")[-1])
     tensors = {
         (section, name): checkpoint.tensor(section, name).contiguous().view(-1).tolist()
         for section in ("model", "optimizer", "extra")

@@ -16,11 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanAbsoluteError
 
 import lumen
 from lumen.optim import MultiOptimizer, WholeMatrices
+from tests.helpers.loader_run import Forgetful, Sharded, Shuffling
+from tests.helpers.object_server import environment_of
 from tests.helpers.tasks import FEATURES, Drawing, loader
+from tests.promises.lives import BUCKET
 from tests.promises.strikes import Strike, Striker
 
 SAMPLES = 50
@@ -138,12 +142,30 @@ class ByHand(Noisy):
         return [front, rear], [torch.optim.lr_scheduler.ExponentialLR(each, 0.97) for each in (front, rear)]
 
 
+class Part(Shuffling):
+    """A stream of which each rank reads as much as the others, in its own order."""
+
+    shards_itself = True
+
+    def __init__(self, samples):
+        super().__init__(samples // int(os.environ.get("WORLD_SIZE", "1")))
+
+
+#: Loaders of streams, from a batch size.
+STREAMS = {
+    "buffer": lambda size: DataLoader(Shuffling(SAMPLES), size),
+    "places of workers": lambda size: StatefulDataLoader(Sharded(SAMPLES), size, num_workers=2, drop_last=True),
+    "no state": lambda size: DataLoader(Forgetful(SAMPLES), size),
+    "parts": lambda size: DataLoader(Part(SAMPLES), size, drop_last=True),
+}
+
+
 class Taught(Noisy):
     """The same with a teacher, and Muon for the matrices."""
 
     def __init__(self, striker):
         super().__init__(striker)
-        self.teacher = lumen.Teacher(self.net, 0.8, final_decay=1.0)
+        self.teacher = lumen.Teacher(self.net, 0.8, final_decay=1.0, steps=15)
 
     def training_step(self, batch, batch_idx):
         loss, weight = super().training_step(batch, batch_idx)
@@ -170,19 +192,21 @@ class Thawing(lumen.BaseFinetuning):
 def main(
     strategy="single", devices=1, workers=0, precision="fp32", asynchronous=False, accumulate=3,
     max_epochs=EPOCHS, max_steps=None, spikes=False, rolls_back=False, by_hand=False, thaws=False,
-    averages=False, finds=False, strike=None,
+    averages=False, finds=False, stream=None, s3=None, strike=None,
 ):  # fmt: skip
     torch.set_num_threads(1)
     lumen.seed_everything(7)
+    os.environ |= environment_of(s3) if s3 else {}
     trainer = lumen.Trainer(
         strategy=STRATEGIES[strategy](), devices=devices, accelerator="cpu", max_epochs=max_epochs, max_steps=max_steps,
         accumulate_grad_batches=1 if by_hand else accumulate, precision=precision,
-        gradient_clip_val=None if by_hand else 1.0, seed=7, val_check_interval=0.5,
+        gradient_clip_val=None if by_hand else 1.0, seed=7, val_check_interval=2 if stream else 0.5,
         log_every_n_steps=1, default_root_dir=".", name="run", resume="auto", enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
             lumen.ModelCheckpoint(
-                monitor="val_loss", every_n_train_steps=1, asynchronous=asynchronous, keep_last=8 if rolls_back else 2
+                f"{BUCKET}{Path.cwd()}" if s3 else None, monitor="val_loss", every_n_train_steps=1,
+                asynchronous=asynchronous, keep_last=8 if rolls_back else 2,
             ),
             lumen.EarlyStopping("val_loss", patience=100),
             lumen.LearningRateMonitor(),
@@ -196,19 +220,17 @@ def main(
     )  # fmt: skip
     meant = strike is not None and strike[0] == trainer.global_rank
     striker = Striker("run/checkpoints", Strike(*strike)[1:] if meant else None)
-    striker.watch_the_disk()
+    (striker.watch_the_store if s3 else striker.watch_the_disk)()
     if devices == 1 or "RANK" in os.environ:  # not what becomes the launcher
         Path(f"rank-{trainer.global_rank}-{os.getpid()}").touch()
     if finds:
         trainer.fit(Noisy(striker, fits=4), datamodule=Sized())
         return
-    trainer.fit(
-        (ByHand if by_hand else Taught if averages else Noisy)(striker),
-        DataLoader(
-            Drawing(SAMPLES), 5 if by_hand else 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
-        ),
-        val_dataloaders=loader(20, 5, shuffle=False),
-    )
+    kind, batch_size = ByHand if by_hand else Taught if averages else Noisy, 5 if by_hand else 4
+    data = STREAMS[stream](batch_size) if stream else DataLoader(
+        Drawing(SAMPLES), batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    )  # fmt: skip
+    trainer.fit(kind(striker), data, val_dataloaders=loader(20, 5, shuffle=False))
 
 
 if __name__ == "__main__":

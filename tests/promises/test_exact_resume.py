@@ -11,11 +11,13 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from tests.helpers.jobs import Nursery, is_alive, script, torchrun
-from tests.promises.lives import MODULE, Lives
-from tests.promises.resumable_run import EPOCHS, SAMPLES
+from tests.helpers.object_server import environment_of, object_server
+from tests.promises.lives import BUCKET, MODULE, Lives
+from tests.promises.resumable_run import EPOCHS, SAMPLES, STREAMS
 
 BY_HAND = {"by_hand": True}
 DDP_2 = {"strategy": "ddp", "devices": 2}
@@ -34,6 +36,9 @@ KILLS = {
     "by hand, ddp 2": (BY_HAND | DDP_2, [(1, "train", 5), (0, "operation", 30), (1, "train", 4)]),
     "by hand, fsdp 2": (BY_HAND | FSDP_2, [(0, "operation", 33), (1, "train", 5), (0, "train", 4)]),
     "asynchronous": (LATER, [(0, "train", 9), (0, "operation", 51), (0, "operation", 90)]),
+    # the first in an epoch's first step
+    "workers of a stream": ({"stream": "places of workers"}, [(0, "train", 26), (0, "operation", 60), (0, "train", 5)]),
+    "shuffle buffer": ({"stream": "buffer"}, [(0, "train", 17), (0, "validate", 3), (0, "operation", 60)]),
     "spikes": ({"spikes": True}, [(0, "train", 12), (0, "operation", 60), (0, "validate", 4)]),
     "spikes, ddp 2": (DDP_2 | {"spikes": True}, [(1, "train", 5), (0, "operation", 51), (0, "train", 6)]),
     # one in each search
@@ -61,7 +66,7 @@ KILLS = {
     "fsdp 2, 2 workers": (FSDP_2 | {"workers": 2}, [(1, "validate", 3), (1, "operation", 7), (0, "train", 4)]),
 }
 SLOW = (
-    "by hand, fsdp 2", "bf16", "bf16, 2 workers", "spikes, ddp 2", "rolls back, ddp 2",
+    "workers of a stream", "by hand, fsdp 2", "bf16", "bf16, 2 workers", "spikes, ddp 2", "rolls back, ddp 2",
     "finetuning, SWA, pruning, ddp 2", "EMA, teacher and Muon, ddp 2", "EMA, teacher and Muon, fsdp 2", "ddp 3",
     "fsdp 2, 2 workers",
 )  # fmt: skip
@@ -100,7 +105,7 @@ def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
     for strike in strikes:
         assert lives.live(strike)
     seen = lives.end(undisturbed(**options))
-    if "rolls_back" in options:  # some batches are left out
+    if "rolls_back" in options or "stream" in options:  # some batches are left out
         return
     for epoch in range(EPOCHS if options.get("max_steps") is None else EPOCHS - 1):
         assert seen[epoch] == Counter(range(SAMPLES))
@@ -166,9 +171,9 @@ class Hunter:
         victims: How many kills there were of each kind.
     """
 
-    def __init__(self, directory, nursery, seed):
+    def __init__(self, directory, nursery, seed, s3):
         self.draw = random.Random(seed)
-        self.options = self.draw_options()
+        self.options = self.draw_options() | {"s3": self.draw.choice([None, s3])}
         self.lives = Lives(directory, nursery, self.options)
         self.victims = Counter()
 
@@ -176,7 +181,9 @@ class Hunter:
         options = self.draw.choice([{"strategy": "single", "devices": 1}, DDP_2, DDP_3, FSDP_2])
         by_hand = BY_HAND if options["devices"] < 3 else {}  # of three ranks one would have a batch of one sample
         thaws = {"thaws": options["strategy"] != "fsdp", "max_epochs": 5}  # within the 30 steps of the schedule
-        options = options | self.draw.choice([{}, AVERAGES, by_hand, thaws]) | {"workers": self.draw.choice([0, 2])}
+        stream = self.draw.choice([None, *STREAMS])
+        workers = self.draw.choice([0, 2]) if stream is None else 2 * (stream == "places of workers")
+        options = options | self.draw.choice([{}, AVERAGES, by_hand, thaws]) | {"stream": stream, "workers": workers}
         options |= {"asynchronous": self.draw.choice([False, True])}
         if self.draw.random() < 0.25:  # ends inside an epoch
             options |= {"precision": "bf16", "max_steps": {1: 38, 2: 23, 3: 15}[options["devices"]]}
@@ -195,8 +202,8 @@ class Hunter:
     def strike(self):
         """At one of the events of a rank."""
         occurrences = {"train": 9, "validate": 5, "operation": 150}
-        if list(self.lives.checkpoints.glob("*.tmp-*")):
-            occurrences["cleaning"] = 3
+        if self.options["s3"] or list(self.lives.checkpoints.glob("*.tmp-*")):
+            occurrences["cleaning"] = 30 if self.options["s3"] else 3
         rank, event = self.draw.randrange(self.options["devices"]), self.draw.choice(list(occurrences))
         rank = 0 if event == "cleaning" else rank
         return f"at one {event}", self.lives.live((rank, event, self.draw.randint(1, occurrences[event])))
@@ -255,10 +262,22 @@ def children_of(pid):
     return []
 
 
-def hunted(directory, nursery, seed, kills):
+@pytest.fixture
+def s3(monkeypatch):
+    """The URL of a server with an empty bucket, which this process uses."""
+    with object_server() as url:
+        for name, value in environment_of(url).items():
+            monkeypatch.setenv(name, value)
+        store = fsspec.filesystem("s3", skip_instance_cache=True)
+        store.mkdir(BUCKET)
+        yield url
+        type(store).clear_instance_cache()
+
+
+def hunted(directory, nursery, seed, s3, kills):
     """An undisturbed and an often killed run, drawn by a seed, end alike. Returns who killed it."""
     directory.mkdir()
-    hunter = Hunter(directory / "killed", nursery, seed)
+    hunter = Hunter(directory / "killed", nursery, seed, s3)
     assert not Lives(directory / "undisturbed", nursery, hunter.options).live()
     hunter.kill(kills)
     for number in (1, 2):  # on_train_end, on_fit_end
@@ -271,18 +290,18 @@ def hunted(directory, nursery, seed, kills):
 @pytest.mark.slow
 @pytest.mark.time_limit(900)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.torture)])
-def test_kills_at_random_moments_leave_no_trace(tmp_path, nursery, seed):
-    assert hunted(tmp_path / "run", nursery, seed, kills=10).victims
+def test_kills_at_random_moments_leave_no_trace(tmp_path, nursery, seed, s3):
+    assert hunted(tmp_path / "run", nursery, seed, s3, kills=10).victims
 
 
 @pytest.mark.torture
 @pytest.mark.time_limit(1_000_000)
-def test_hundreds_of_kills_leave_no_trace(tmp_path, nursery):
+def test_hundreds_of_kills_leave_no_trace(tmp_path, nursery, s3):
     wanted = int(os.environ.get("LUMEN_TORTURE_KILLS", "200"))
     first = int(os.environ.get("LUMEN_TORTURE_SEED", "0"))
     victims, kinds, longest_s = Counter(), Counter(), 0.0
     for seed in count(first):
-        hunter = hunted(tmp_path / str(seed), nursery, seed, kills=16)
+        hunter = hunted(tmp_path / str(seed), nursery, seed, s3, kills=16)
         shutil.rmtree(tmp_path / str(seed))
         victims += hunter.victims
         kinds[f"{hunter.options['strategy']} {hunter.options['devices']}"] += hunter.victims.total()

@@ -5,20 +5,24 @@ import copy
 import hashlib
 import io
 import json
+import operator
 import os
 import shutil
 import tempfile
 import time
+from functools import reduce
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
+import lumen
 from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.manifest import text_of
 from lumen.cli import main
-from lumen.errors import LumenError
+from lumen.errors import CheckpointDamaged, LumenError
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 from tests.helpers.workplace import CONFIG, alone
 
@@ -64,6 +68,19 @@ def _places(value):
         yield from _places(value[key])
 
 
+class Scheduled(Regression):
+    """Has schedules of two kinds."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        step = torch.optim.lr_scheduler.LinearLR(optimizer)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [
+            {"scheduler": step, "interval": "step"},
+            {"scheduler": plateau, "monitor": "val_loss"},
+        ]
+
+
 class Inputs:
     """What the targets forge: a run with a checkpoint, made once."""
 
@@ -73,8 +90,15 @@ class Inputs:
         self.checkpoint = self.run / "checkpoints/step-00000004"
 
     def fit(self, root, **options):
-        trainer = quiet_trainer(root, **{"max_steps": 4, "log_level": "CRITICAL"} | options)
-        trainer.fit(Regression(), loader(), val_dataloaders=loader(8))
+        callbacks = [
+            lumen.ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=2),
+            lumen.EarlyStopping("val_loss", patience=50),
+            lumen.EMA(0.9),
+            lumen.SpikeDetection(window=4, warmup=2, rtol=0.5),
+        ]
+        options = {"max_steps": 4, "log_level": "CRITICAL", "val_check_interval": 2, "callbacks": callbacks} | options
+        trainer = quiet_trainer(root, **options)
+        trainer.fit(Scheduled(), loader(), val_dataloaders=loader(8))
         return trainer
 
     def copy(self):
@@ -111,10 +135,54 @@ def forge_checkpoints(inputs, data):
         for section in ("model", "optimizer", "extra"):
             with contextlib.suppress(LumenError):
                 list(opened.tensors(section).values())
-    refusals = Exception if what == "state" else LumenError  # values of other kinds may end in any error
-    with contextlib.suppress(refusals):
-        inputs.fit(run.parent.parent, resume=checkpoint)  # a finished run: it is loaded, ended and saved
+    with contextlib.suppress(LumenError):  # a finished run is loaded, ended and saved; the other one trains, too
+        inputs.fit(run.parent.parent, resume=checkpoint, max_steps=data.draw(st.sampled_from([4, 9])))
     shutil.rmtree(run.parent.parent)
+
+
+#: Values of other kinds that a search has found to end in other errors: keys of the state, and the value.
+FORGED = [
+    ("data/training", -1), ("settings/batch_size", 0), ("optimizer/state/net.0.weight", {"x": 1}),
+    ("optimizer/state/net.0.weight/exp_avg_sq", []), ("optimizer/state/net.0.weight/step", []),
+    ("optimizer/groups/0/betas/$tuple", ["a/b", 0.999]), ("schedulers/1/best", {}),
+    ("callbacks/SpikeDetection{'monitor': 'loss'}/values", [[1]]), ("callbacks/EMA/average/net.0.bias", {}),
+    ("callbacks/ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min'}/scores/step-00000004", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "value"), FORGED, ids=[keys for keys, _ in FORGED])
+def test_values_of_other_kinds_are_damage(inputs, keys, value):
+    """The digests are right; the last ones are used only when the run trains."""
+    manifest = json.loads((inputs.checkpoint / "manifest.json").read_text())
+    del manifest["sha256"], manifest["digest"]
+    state = json.loads((inputs.checkpoint / "state.json").read_text())
+    *way, last = (int(key) if key.isdecimal() else key for key in keys.split("/"))
+    holder = reduce(operator.getitem, way, state)
+    holder[last] = value
+    _replace(manifest, inputs.checkpoint, "state.json", _json(state))
+    (inputs.checkpoint / "manifest.json").write_bytes(text_of(manifest))
+    with pytest.raises(CheckpointDamaged, match="Resume from a different checkpoint"):
+        inputs.fit(inputs.folder / "whole", resume=inputs.checkpoint, max_steps=9)
+
+
+class Failing(Scheduled):
+    """Looks up what is not there, as tasks of users do."""
+
+    def training_step(self, batch):
+        return {}["mine"]
+
+
+def unreadable(samples):
+    """Fail in a data worker; the error has no frame of this function in the run's process."""
+    raise KeyError("not there")
+
+
+def test_errors_of_the_task_stay_in_resumed_runs(inputs):
+    in_worker = loader(num_workers=1, collate_fn=unreadable)
+    for task, data, message in ((Failing(), loader(), "mine"), (Scheduled(), in_worker, "not there")):
+        trainer = quiet_trainer(inputs.folder / "whole", max_steps=9, resume=inputs.checkpoint)
+        with pytest.raises(KeyError, match=message):
+            trainer.fit(task, data, val_dataloaders=loader(8))
 
 
 def _json(value):

@@ -37,32 +37,17 @@ from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, Con
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import FILES, assert_small, small
 from tests.helpers.jobs import Nursery
+from tests.helpers.object_server import environment_of, object_server
 from tests.helpers.tasks import Regression, Saving, loader, quiet_trainer
-
-SERVER = """
-import logging
-from moto.server import ThreadedMotoServer
-logging.getLogger("werkzeug").disabled = True
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(*server.get_host_and_port(), flush=True)
-input()
-"""
 
 
 @pytest.fixture(scope="module")
 def server():
     """What a process needs in its environment to use the store."""
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, stderr=-3, text=True)
-    host, port = process.stdout.readline().split()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing",
-        "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "2",
-    }  # fmt: skip
-    yield environment
-    forget_clients()
-    store.cache_clear()
-    process.communicate("")
+    with object_server() as url:
+        yield environment_of(url)
+        forget_clients()
+        store.cache_clear()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A run of a good quarter of an hour, and the same one disturbed all the time: nothing grows, nothing differs."""
+"""Two runs of some minutes, and the same ones disturbed all the time: nothing grows, nothing differs."""
 
 import os
 import random
@@ -21,25 +21,36 @@ from tests.helpers.jobs import processes_in
 MINUTES, SEED = float(os.environ.get("LUMEN_SOAK_MINUTES", "30")), os.environ.get("LUMEN_TORTURE_SEED", "0")
 SCRIPT = """
 import sys
+from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import lumen
+from tests.helpers.loader_run import Shuffling
 
-steps, minutes = int(sys.argv[1]), float(sys.argv[2])
+steps, minutes, by_hand = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "by hand"
 
 class Task(lumen.TaskModule):
     def __init__(self):
         super().__init__()
+        self.automatic_optimization = not by_hand
         self.net = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 1))
 
     def training_step(self, batch):
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss)
+        if by_hand:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
         return loss
 
     def validation_step(self, batch):
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def on_fit_end(self):
+        values = [each.tolist() for each in self.parameters()]
+        Path(f"ended-{self.global_rank}").write_text(f"{values} {self.trainer.newest_values}")
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -49,6 +60,8 @@ class Shuffled(lumen.DataModule):
         self.data = TensorDataset(torch.randn(2000, 6), torch.randn(2000, 1))
 
     def train_dataloader(self):
+        if by_hand:
+            return DataLoader(Shuffling(2000), 8)
         return DataLoader(self.data, 8, shuffle=True, num_workers=1, persistent_workers=True)
 
     def val_dataloader(self):
@@ -58,15 +71,15 @@ lumen.seed_everything(5)
 limit = {"max_steps": steps} if steps else {"max_steps": 10**9, "max_time": {"minutes": minutes}}
 lumen.Trainer(
     **limit, devices=2, strategy="ddp", accelerator="cpu", name="run", resume="auto", max_restarts=10**6,
-    callbacks=[lumen.ModelCheckpoint(every_n_train_steps=100, keep_last=2)], log_every_n_steps=10, logger="tensorboard",
-    enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[lumen.ModelCheckpoint(every_n_train_steps=100, keep_last=2), *[lumen.EMA(0.99)] * by_hand],
+    log_every_n_steps=10, logger="tensorboard", enable_progress_bar=False, enable_model_summary=False,
 ).fit(Task(), Shuffled())
 """
 
 
-def start(steps, minutes=0.0):
+def start(kind, steps, minutes=0.0):
     with open("output", "ab") as output:
-        words = [sys.executable, "job.py", str(steps), str(minutes)]
+        words = [sys.executable, "job.py", str(steps), str(minutes), kind]
         return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
@@ -88,7 +101,8 @@ def result():
     end = Checkpoint.open(find_checkpoints(Path("runs/run/checkpoints"))[-1])
     parts = [(part, name) for part in ("model", "optimizer") for name in sorted(end.names(part))]
     values = {each: end.tensor(*each).tolist() for each in parts}
-    return end.info["step"], values, Path("runs/run/metrics.csv").read_bytes()
+    ended = [Path(f"ended-{rank}").read_text() for rank in range(2)]
+    return end.info["step"], values, Path("runs/run/metrics.csv").read_bytes(), ended
 
 
 def end_of(job, limit_s):
@@ -101,21 +115,23 @@ def end_of(job, limit_s):
 
 @pytest.mark.torture
 @pytest.mark.time_limit(20_000)
-def test_nothing_grows_and_a_run_that_is_disturbed_for_as_long_differs_in_nothing(for_programs):
+@pytest.mark.parametrize("kind", ["shuffled", "by hand"], ids=["shuffled", "by hand, average, stream"])
+def test_nothing_grows_and_a_run_that_is_disturbed_for_as_long_differs_in_nothing(for_programs, kind):
     Path("job.py").write_text(SCRIPT)
-    grown = undisturbed(0.4 * MINUTES)
+    grown = undisturbed(kind, 0.2 * MINUTES)
     expected = result()
     Path("runs").rename("undisturbed")
     Path("output").unlink()
-    done = disturbed(expected[0])
+    done = disturbed(kind, expected[0])
     assert result() == expected
     said = ", ".join(f"{count} x {name}" for name, count in sorted(done.items()))
-    print(f"\n{expected[0]} steps in {0.4 * MINUTES:.0f} minutes, {grown:+.1f} MB in the last half; {said}: same bits")
+    print(f"\n{kind}: {expected[0]} steps in {0.2 * MINUTES:.0f} minutes")
+    print(f"{grown:+.1f} MB in the last half; {said}: same bits")
 
 
-def undisturbed(minutes):
+def undisturbed(kind, minutes):
     """Train for some minutes, in which what the processes hold does not grow. Returns by how many MB it did."""
-    job, seen = start(0, minutes), {}
+    job, seen = start(kind, 0, minutes), {}
     while job.poll() is None:
         for process in [psutil.Process(job.pid), *ranks_of(job)]:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -133,30 +149,30 @@ def undisturbed(minutes):
     return max(grown)
 
 
-def disturbed(steps):
+def disturbed(kind, steps):
     """Train the same steps; 40 times ranks are killed, asked to stop, or stand still. Returns what was done."""
     draw, done, next_step = random.Random(SEED), Counter(), steps // 40
-    job = start(steps)
+    job = start(kind, steps)
     while job.poll() is None:
         time.sleep(draw.uniform(0.1, 2))
         ranks = ranks_of(job)
         if newest_step() < next_step or not ranks:
             continue
         next_step = newest_step() + steps // 40
-        kind = draw.choice(["kill -9 of a rank", "kill -9 of a data worker", "SIGTERM", "SIGSTOP for 3 s"])
+        how = draw.choice(["kill -9 of a rank", "kill -9 of a data worker", "SIGTERM", "SIGSTOP for 3 s"])
         rank = draw.choice(ranks)
         with suppress(psutil.NoSuchProcess):
-            if kind == "SIGTERM":
+            if how == "SIGTERM":
                 job.send_signal(signal.SIGTERM)
                 assert end_of(job, 120) in (0, 143), Path("output").read_text()[-3000:]
-                job = start(steps)
-            elif kind == "SIGSTOP for 3 s":
+                job = start(kind, steps)
+            elif how == "SIGSTOP for 3 s":
                 rank.suspend()
                 time.sleep(3)
                 rank.resume()
             else:
-                draw.choice([rank] if kind.endswith("rank") else rank.children() or [rank]).kill()
-            done[kind] += 1
+                draw.choice([rank] if how.endswith("rank") else rank.children() or [rank]).kill()
+            done[how] += 1
     assert end_of(job, 60) == 0, Path("output").read_text()[-3000:]
     restarts = len(re.findall(r"restart \d+ of", Path("output").read_text()))
     assert restarts >= done["kill -9 of a rank"] // 2  # one that has trained to its end is not started again
