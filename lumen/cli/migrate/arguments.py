@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from types import NoneType
-from typing import Any, Literal, NamedTuple, final, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, final
 
 import lumen
 from lumen.errors.arguments import says_nothing
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_LOG
-
-
-@final
-class Object(NamedTuple):
-    """An object to be made: its class, by its name in `lumen`, and what it is given."""
-
-    name: str
-    arguments: Mapping[str, Any]
 
 
 @final
@@ -102,6 +93,10 @@ _STEPS = (
     "val_check_interval as an int counts optimizer steps here, across epochs: divide it by accumulate_grad_batches, "
     "and leave check_val_every_n_epoch=None out."
 )
+_UNUSED = (
+    "strategy: write lumen.DDP(find_unused_parameters=True), or in a config {class_path: lumen.DDP, init_args: "
+    "{find_unused_parameters: true}}."
+)
 _TO_DDP = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find_unused_parameters_false")
 
 
@@ -113,7 +108,7 @@ def _flag(on: Mapping[str, Any], off: Mapping[str, Any] | None = None) -> Callab
 def _strategy(value: Any) -> Change:
     name = value.lower() if isinstance(value, str) else ""
     if name in ("ddp_find_unused_parameters_true", "ddp_notebook_find_unused_parameters_true"):
-        return Change({"strategy": Object("DDP", {"find_unused_parameters": True})})
+        return Change(None, _UNUSED)
     if name.startswith(_TO_DDP) or name in ("fsdp_native", "fsdp_cpu_offload"):
         return Change({"strategy": name[: 4 if name.startswith("fsdp") else 3]})
     if name.startswith("deepspeed"):
@@ -221,7 +216,7 @@ def change_of(owner: str, name: str, value: Any = UNKNOWN) -> Change:
     if (rule := _BY_VALUE.get((owner, name))) is not None and (change := rule(value)) is not _STAYS:
         return change
     if name in _accepted(owner) or owner == "LambdaCallback":
-        return _OUT if value is None and name not in _nullable(owner) else _STAYS
+        return _STAYS
     kind = getattr(lumen, owner)
     said = getattr(kind, "INSTEAD", {}).get(name) or (_OF_DDP.get(name, "") if owner == "DDP" else "")
     use = _USE.fullmatch(said)
@@ -262,16 +257,6 @@ def _accepted(owner: str) -> frozenset[str]:
     return frozenset(inspect.signature(getattr(lumen, owner)).parameters)
 
 
-@cache
-def _nullable(owner: str) -> Iterable[str]:
-    """Names of the arguments of a class that may be None."""
-    try:
-        hints = get_type_hints(inspect.unwrap(getattr(lumen, owner).__init__))
-    except NameError:  # types that only type checkers know
-        return _accepted(owner)
-    return {name for name, hint in hints.items() if NoneType in get_args(hint) or hint is Any}
-
-
 def _is_off(value: Any) -> bool:
     return value is None or value is False or (value in (0, -1, "", [], {}) and not isinstance(value, bool))
 
@@ -282,13 +267,7 @@ _PLAIN = re.compile(r"[A-Za-z_][\w.-]*$")
 
 
 def written(value: Any, kind: _Kind) -> str:
-    """Plain data, or an object to be made, as Python or a config has it."""
-    if isinstance(value, Object):
-        if kind == "python":
-            given = ", ".join(f"{key}={written(each, kind)}" for key, each in value.arguments.items())
-            return f"lumen.{value.name}({given})"
-        inner = ", ".join(f"{key}: {written(each, kind)}" for key, each in value.arguments.items())
-        return f"{{class_path: lumen.{value.name}, init_args: {{{inner}}}}}"
+    """Plain data, as Python or a config has it."""
     if isinstance(value, str):
         return value if kind == "yaml" and _PLAIN.match(value) else f'"{value}"'
     return repr(value) if kind == "python" else str(value).lower()

@@ -10,14 +10,11 @@ from lumen.cli.migrate.arguments import (
     KEPT,
     UNKNOWN,
     Change,
-    Object,
     change_of,
     change_of_method,
     positions,
     written,
 )
-from lumen.cli.migrate.imports import Imports
-from lumen.cli.migrate.names import Names, instead_of
 from lumen.cli.migrate.source import Item, Items, Source
 
 _LIMITS = {"max_epochs", "max_steps", "max_time", "max_nb_epochs", "fast_dev_run"}
@@ -30,16 +27,12 @@ class Calls:
 
     Args:
         source: The text of the file.
-        names: Which of its names are Lightning's.
-        imports: Its imports, for what an edit needs.
         note: Is told a line and what has to be thought about there.
         fits: Somewhere in the project a trainer's `fit` is called.
     """
 
-    def __init__(
-        self, source: Source, names: Names, imports: Imports, note: Callable[[int, str], None], *, fits: bool
-    ) -> None:
-        self._source, self._names, self._imports, self._note, self._fits = source, names, imports, note, fits
+    def __init__(self, source: Source, note: Callable[[int, str], None], *, fits: bool) -> None:
+        self._source, self._note, self._fits = source, note, fits
 
     def method(self, node: ast.Call, method: str) -> None:
         """Edit the arguments of a method that the trainer, the tuner or the task has."""
@@ -64,8 +57,7 @@ class Calls:
             name = their_order[number] if positional and number < len(their_order) else item.name
             if name is None:
                 continue
-            needless = name == "plugins" and self._are_needless(item.value)
-            change = Change({}) if needless else change_of(owner, name, _literal(item.value))
+            change = change_of(owner, name, _literal(item.value))
             moved = positional and (shifted or our_order[number : number + 1] != [name])
             self._apply(items, item, change)
             shifted = shifted or change.arguments is not None
@@ -78,13 +70,6 @@ class Calls:
             items.add(f"max_epochs={_ENDLESS}")
         items.finish()
 
-    def _are_needless(self, value: ast.expr) -> bool:
-        """Whether all plugins that the trainer is given are found without them."""
-        several = value.elts if isinstance(value, ast.List) else [value]
-        made = [each.func if isinstance(each, ast.Call) else each for each in several]
-        full = [self._names.of_lightning(each) for each in made]
-        return all(each is not None and instead_of(each).startswith("Leave it out") for each in full)
-
     def _apply(self, items: Items, item: Item, change: Change) -> None:
         if change.sentence:
             self._note(self._source.line_of(item.start), change.sentence)
@@ -95,18 +80,12 @@ class Calls:
         elif [*change.arguments.values()] == [KEPT]:
             items.rename(item, next(iter(change.arguments)))
         else:
-            parts = [f"{items.name_of(key)}{self._value(value, item)}" for key, value in change.arguments.items()]
+            texts = [self._source.of(item.value) if value is KEPT else written(value, "python")
+                     for value in change.arguments.values()]  # fmt: skip
+            parts = [f"{items.name_of(key)}{text}" for key, text in zip(change.arguments, texts, strict=True)]
             before = self._source.text[self._source.line_start(item.start) : item.start]
             between = ", " if before.strip() else f",{self._source.newline}{before}"
             self._source.replace(item.start, item.end, between.join(parts))
-
-    def _value(self, value: Any, item: Item) -> str:
-        if value is KEPT:
-            return self._source.of(item.value)
-        text = written(value, "python")
-        if isinstance(value, Object):
-            text = text.replace(f"lumen.{value.name}", self._imports.local_for(value.name), 1)
-        return text
 
 
 def _literal(node: ast.expr) -> Any:

@@ -8,7 +8,7 @@ import io
 import os
 import re
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -112,16 +112,15 @@ def migrate(path: Path) -> list[Migrated]:
         after, notes = Editor(read, classes, used).edit()
         found.append(Migrated(file, read.text, after, encoding, tuple(notes)))
     is_lightnings = any(read.names.every for read, _ in python.values())
-    groups = classes.groups
-    found += [_other(file, text, encoding, groups, is_lightnings=is_lightnings) for file, text, encoding in rest]
+    found += [_other(file, text, encoding, is_lightnings=is_lightnings) for file, text, encoding in rest]
     return sorted(each for each in found if each.problem or each.notes or each.after != each.before)
 
 
-def _other(file: Path, text: str, encoding: str, groups: Mapping[str, str], *, is_lightnings: bool) -> Migrated:
+def _other(file: Path, text: str, encoding: str, *, is_lightnings: bool) -> Migrated:
     """What becomes of a file that is not in Python."""
     if file.suffix in (".yaml", ".yml") and (is_lightnings or _ANY.search(text)):
         try:
-            after, notes = Config(text, groups).edit()
+            after, notes = Config(text).edit()
         except yaml.YAMLError as error:
             problem = f"it is no YAML: {getattr(error, 'problem', None) or error}." if _ANY.search(text) else None
             return Migrated(file, problem=problem)
@@ -209,12 +208,9 @@ def _report(found: Iterable[Migrated], edited: list[Migrated], path: Path, *, wr
 
 
 def _say(where: str, sentence: str, style: str = "bold") -> None:
-    if not stderr.isatty():
-        print(f"{where}: {sentence}", file=stderr)
-        return
     from rich.text import Text
 
-    console.print(Text.assemble((f"{where}: ", style), sentence))
+    console.print(Text.assemble((f"{where}: ", style), sentence), soft_wrap=True)
 
 
 def _count(number: int, what: str) -> str:

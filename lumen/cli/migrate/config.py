@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, final
 
 import yaml
@@ -15,7 +15,7 @@ from lumen.cli.migrate.python import Note
 from lumen.cli.migrate.source import Source
 from lumen.errors.lightning_names import LIGHTNINGS
 
-_NAMES_A_CLASS, _OF_HYDRA = re.compile("class_path|_target_"), re.compile("_[a-z]+_")
+_OF_HYDRA = re.compile("_[a-z]+_")
 _COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH = "For fit, what it goes on from is trainer.resume: auto, last, best or the path of a run or checkpoint."
 _MONITOR = "lr_schedule"
@@ -27,16 +27,14 @@ class Config:
 
     Args:
         text: What stands in the file.
-        groups: Keys that a command line of the project's adds, with the class of Lumen's that is given what is below.
 
     Raises:
         yaml.YAMLError: It cannot be read.
     """
 
-    def __init__(self, text: str, groups: Mapping[str, str]) -> None:
-        self._source, self._groups = Source(text), groups
+    def __init__(self, text: str) -> None:
+        self._source = Source(text)
         self._notes: dict[Note, None] = {}
-        self._is_of_fit = False
         self._roots = [node for node in yaml.compose_all(text, yaml.SafeLoader) if isinstance(node, yaml.MappingNode)]
 
     def edit(self) -> tuple[str, list[Note]]:
@@ -56,9 +54,6 @@ class Config:
         if isinstance(trainer, yaml.MappingNode):
             self._arguments(trainer, "Trainer")
             self._rest_of_cli(root, keys)
-        for key, owner in self._groups.items():
-            if isinstance(keys.get(key), yaml.MappingNode):
-                self._arguments(keys[key], owner)
         for command in _COMMANDS:
             if isinstance(keys.get(command), yaml.MappingNode):
                 self._look_at_top(keys[command])
@@ -90,34 +85,27 @@ class Config:
 
     def _look_at_class(self, node: yaml.MappingNode) -> None:
         """Look at a class that a config names, and at what it is given."""
-        entries = _entries(node)
-        for key in filter(_NAMES_A_CLASS.fullmatch, entries):
-            named = entries[key]
-            if not isinstance(named, yaml.ScalarNode) or named.value.split(".")[0] not in LIGHTNINGS:
-                continue
-            found = of_lightning(named.value)
-            new = found.name if found is not None else None
-            if new is None:
-                self._note(named, f"{named.value}: {found.instead if found else 'Lumen has none.'}")
-                continue
-            self._replace(named, new)
-            arguments = entries.get("init_args") if key == "class_path" else node
-            if new.startswith("lumen.") and isinstance(arguments, yaml.MappingNode):
-                owner = (node, "init_args") if key == "class_path" else None
-                self._arguments(arguments, short_name(new), owner)
         for key, value in node.value:  # a callback may be named alone, without class_path
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                self._look_at_name(key, each)
+                new = self._rename(each) or ""
+                given = _entries(node).get("init_args")
+                if new.startswith("lumen.") and _OF_HYDRA.fullmatch(str(key.value)):
+                    self._arguments(node, short_name(new))
+                elif new.startswith("lumen.") and key.value == "class_path" and isinstance(given, yaml.MappingNode):
+                    self._arguments(given, short_name(new), (node, "init_args"))
 
-    def _look_at_name(self, key: yaml.Node, node: yaml.Node) -> None:
+    def _rename(self, node: yaml.Node) -> str | None:
+        """Write the name of Lumen's class in place of one of Lightning's; return it if there is one."""
         if not isinstance(node, yaml.ScalarNode) or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", node.value):
-            return
-        if not _NAMES_A_CLASS.fullmatch(str(key.value)) and node.value.split(".")[0] in LIGHTNINGS:
-            found = of_lightning(node.value)
-            if found is not None and found.name is not None:
-                self._replace(node, found.name)
-            else:
-                self._note(node, f"{node.value}: {found.instead if found else 'It is a module of Lightning.'}")
+            return None
+        if node.value.split(".")[0] not in LIGHTNINGS:
+            return None
+        found = of_lightning(node.value)
+        if found is None or found.name is None:
+            self._note(node, f"{node.value}: {found.instead if found else 'It is a module of Lightning.'}")
+            return None
+        self._replace(node, found.name)
+        return found.name
 
     def _arguments(
         self, node: yaml.MappingNode, owner: str, within: tuple[yaml.MappingNode, str] | None = None
@@ -131,7 +119,7 @@ class Config:
             change = change_of(owner, name, _plain(value))
             if change.sentence:
                 self._note(key, change.sentence)
-            if change.arguments is None or (_plain(value) is None and name in _kept_as_null(owner)):
+            if change.arguments is None:
                 continue
             if not change.arguments:
                 gone.add(key.value)
@@ -182,15 +170,6 @@ class Config:
             else:
                 begin = entries[number - 1][1].end_mark.index if number else start
                 self._source.replace(begin, end, "")
-
-
-def _kept_as_null(owner: str) -> tuple[str, ...]:
-    """Arguments of the trainer whose null the command line takes for the default."""
-    from inspect import signature
-
-    from lumen import Trainer
-
-    return tuple(signature(Trainer).parameters) if owner == "Trainer" else ()
 
 
 def _last_scalar(node: yaml.Node) -> yaml.Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import final
 
 import lumen
@@ -16,20 +16,6 @@ from lumen.task.step_arguments import NOT_GIVEN
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-#: Hooks that have another name, and nothing else that is other.
-_RENAMED: Mapping[str, Mapping[str, str]] = {
-    "task": {
-        "configure_sharded_model": "configure_model",
-        "on_hpc_load": "on_load_checkpoint",
-        "on_hpc_save": "on_save_checkpoint",
-        "on_pretrain_routine_end": "on_train_start",
-        "on_pretrain_routine_start": "on_fit_start",
-    },
-    "callback": {
-        "on_pretrain_routine_end": "on_train_start",
-        "on_pretrain_routine_start": "on_fit_start",
-    },
-}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OWN_STATE = (
     "What it returns is not kept: write state_dict and load_state_dict, or put it into the checkpoint, which is a "
@@ -65,18 +51,15 @@ class Methods:
             kind: What it is: "task", "data module", "callback" or "cli".
         """
         methods = {each.name: each for each in owner.body if isinstance(each, _Function)}
-        not_called = {**NOT_IN_CLI} if kind == "cli" else dict(NOT_CALLED.get(kind, {}))
+        not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
         for name, method in methods.items():
-            to = _RENAMED.get(kind, {}).get(name)
-            if name in not_called and to is not None and to not in methods:
-                self._rename(method, to)
-            elif name in not_called:
+            if name in not_called:
                 self._note(method, f"{name} is not called. {not_called[name]}")
             elif kind in ("task", "callback"):
                 self._signature(method, kind)
         for each in owner.body:
-            if isinstance(each, ast.Assign) and kind == "task":
-                self._attribute(each)
+            if isinstance(each, ast.Assign) and kind == "task" and isinstance(each.targets[0], ast.Name):
+                self.look_at_flag(each)
 
     def look_at_flag(self, node: ast.Assign) -> None:
         """Look at what an attribute of the task is set to."""
@@ -86,14 +69,6 @@ class Methods:
                 self._note(node, _BY_HAND)
             if name == "truncated_bptt_steps":
                 self._note(node, NOT_CALLED["task"]["truncated_bptt_steps"])
-
-    def _attribute(self, node: ast.Assign) -> None:
-        if any(isinstance(target, ast.Name) for target in node.targets):
-            self.look_at_flag(node)
-
-    def _rename(self, method: _Function, to: str) -> None:
-        start = self._source.text.index(method.name, self._source.span(method)[0])
-        self._source.replace(start, start + len(method.name), to)
 
     def _signature(self, method: _Function, kind: str) -> None:
         arguments = method.args

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import final
 
-from lumen.cli.migrate.names import Binding, Names, New, is_module, new_name
+from lumen.cli.migrate.names import Binding, Names, New, instead_of, is_module, new_name, short_name
 from lumen.cli.migrate.source import COMMENT, Source
 
-_WIDTH = 100  # a longer list of names is written one to a line
+_UNCLEAR = "{} is something else in a function of this file. Rename one of them, and run this again."
 
 
 @final
@@ -24,8 +24,7 @@ class Imports:
 
     def __init__(self, source: Source, names: Names) -> None:
         self._source, self._names = source, names
-        self._kept: defaultdict[Binding, list[int]] = defaultdict(list)
-        self._renamed: defaultdict[Binding, list[int]] = defaultdict(list)
+        self._kept: set[Binding] = set()
         self._wanted: defaultdict[Binding, list[New]] = defaultdict(list)
         is_free = names.others.get("lumen", "lumen") == "lumen" and (
             "lumen" not in names.bound or "lumen" in names.others
@@ -46,28 +45,12 @@ class Imports:
         start, end = self._source.span(node)
         new = None if is_module(full) else new_name(full)
         if new is None:
-            self._kept[binding].append(start)
+            self._kept.add(binding)
             return None if is_module(full) else full
-        self._renamed[binding].append(start)
         text = self._local(binding) if isinstance(node, ast.Name) else self._through_module(binding, new)
         if text != self._source.text[start:end]:
             self._source.replace(start, end, text)
         return None
-
-    def in_text(self, node: ast.expr) -> str:
-        """What a name inside a text, as of an annotation, is written as; it has a counterpart."""
-        full, binding = self._names.of_lightning(node), self._names.root(node)
-        assert full is not None
-        assert binding is not None
-        new = new_name(full)
-        assert new is not None
-        self._renamed[binding].append(0)
-        return self._local(binding) if isinstance(node, ast.Name) else self._through_module(binding, new)
-
-    def local_for(self, name: str) -> str:
-        """What a public name of Lumen's is written as, for code that an edit adds."""
-        binding = next(iter(self._names.every))
-        return self._through_module(binding, New("lumen", name))
 
     def _through_module(self, binding: Binding, new: New) -> str:
         self._wanted[binding].append(new)
@@ -96,7 +79,7 @@ class Imports:
         """Write the imports anew, when all uses are known.
 
         Returns:
-            Line and full name of what is still imported of Lightning.
+            Line of what is still imported of Lightning, and what has to be thought about there.
         """
         left: list[tuple[int, str]] = []
         for block in _blocks(tree) if self._names.every else ():
@@ -136,15 +119,10 @@ class Imports:
         self, statement: ast.Import | ast.ImportFrom, before: ast.Import | ast.ImportFrom, block: list[ast.stmt]
     ) -> bool:
         """Whether two imports can be one."""
-        follows = block[block.index(before) + 1] is statement
-        is_mixed = self._is_mixed(statement) or self._is_mixed(before)
-        return follows and not is_mixed and not self._comments([before, statement])
+        return block[block.index(before) + 1] is statement and not self._comments([before, statement])
 
     def _is_ours(self, statement: ast.stmt) -> bool:
         return any(binding.statement is statement for binding in self._names.every)
-
-    def _is_mixed(self, statement: ast.stmt) -> bool:
-        return isinstance(statement, ast.Import) and len(statement.names) > 1
 
     def _lines(
         self, run: list[ast.Import | ast.ImportFrom], written: set[str], left: list[tuple[int, str]]
@@ -166,12 +144,13 @@ class Imports:
                     plain.append(_text(alias))
                     continue
                 new, of_module = new_name(binding.full), is_module(binding.full)
-                if new is not None and not of_module:
-                    if self._is_needed(binding):
-                        need(new, self._local(binding))
+                is_unclear = binding.local in self._names.unclear
+                if new is not None and not of_module and not is_unclear:
+                    need(new, self._local(binding))
                     wanted = self._wanted[binding]
-                elif not (self._renamed[binding] and not of_module) and self._is_left(binding, of_module=of_module):
-                    left.append((statement.lineno, binding.full))
+                elif not of_module or is_unclear or binding in self._kept:
+                    said = _UNCLEAR if is_unclear else f"{short_name(binding.full)}: {instead_of(binding.full)}"
+                    left.append((statement.lineno, said.format(binding.local)))
                     if isinstance(statement, ast.Import):
                         plain.append(_text(alias))
                     else:
@@ -184,43 +163,19 @@ class Imports:
                         need(each, each.name if self._is_free(each) else f"_{each.name}")
                     elif "lumen" not in self._names.others:
                         plain.append("lumen" if self._package == "lumen" else f"lumen as {self._package}")
-        mixed = isinstance(run[0], ast.Import) and self._is_mixed(run[0])
-        lines = [f"import {', '.join(dict.fromkeys(plain))}"] if mixed else [f"import {each}" for each in plain]
+        lines = [f"import {each}" for each in plain]
         comments = self._comments(run)
         for module, several in of_modules.items():
             fresh = [each for each in dict.fromkeys(several) if f"{module}.{each}" not in written]
-            fresh = sorted(fresh, key=_order) if len(run) > 1 else fresh
             written.update(f"{module}.{each}" for each in fresh)
             if fresh:
-                lines.append(self._from(module, fresh, self._source.indent(self._source.span(run[0])[0])))
+                lines.append(f"from {module} import {', '.join(fresh)}")
         fresh_lines = [line for line in dict.fromkeys(lines) if line not in written]
         written.update(fresh_lines)
         return [*comments, *fresh_lines]
 
-    def _is_needed(self, binding: Binding) -> bool:
-        """Whether a name that was imported is still used, or never was, as where others import it from here."""
-        uses = self._renamed[binding]
-        return not uses or not all(map(self._source.is_removed, uses))
-
-    def _is_left(self, binding: Binding, *, of_module: bool) -> bool:
-        uses = self._kept[binding]
-        if of_module:
-            return any(not self._source.is_removed(use) for use in uses)
-        return not uses or not all(map(self._source.is_removed, uses))
-
     def _comments(self, run: list[ast.Import | ast.ImportFrom]) -> list[str]:
         return COMMENT.findall(self._source.text[self._source.span(run[0])[0] : self._source.span(run[-1])[1]])
-
-    def _from(self, module: str, names: list[str], indent: str) -> str:
-        line, newline = f"from {module} import {', '.join(names)}", self._source.newline
-        if len(indent) + len(line) <= _WIDTH:
-            return line
-        return f"from {module} import ({newline}{''.join(f'{indent}    {name},{newline}' for name in names)}{indent})"
-
-
-def _order(name: str) -> tuple[int, str]:
-    """Where a name stands in an import, as ruff and isort have it: constants, classes, the rest."""
-    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 
 def _text(alias: ast.alias) -> str:

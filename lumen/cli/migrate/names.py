@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, final
 
 import lumen
@@ -131,11 +131,13 @@ class Names:
         self.bound: set[str] = set()
         for node in ast.walk(tree):
             self._note(node)
-        self._shadowed = dict(_shadows(tree, {*self.bindings})) if self.bindings else {}
-        nodes = ast.walk(tree) if self.bindings else ()
-        stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        functions = (
+            each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        )
+        #: Names of Lightning's that functions give to something else, so that a use of them may mean either.
+        self.unclear = {_stored(node) for function in functions for node in ast.walk(function)} & {*self.bindings}
         #: Names that the file gives to something else too, as where an import fails.
-        self.assigned = {node.id for node in stores if node not in self._shadowed}
+        self.assigned = {_stored(node) for node in ast.walk(tree)} - self.unclear
 
     def _note(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
@@ -171,7 +173,7 @@ class Names:
         if isinstance(node, ast.Attribute):
             owner = self.full(node.value)
             return None if owner is None else f"{owner}.{node.attr}"
-        if not isinstance(node, ast.Name) or node in self._shadowed:
+        if not isinstance(node, ast.Name) or node.id in self.unclear:
             return None
         return self.bindings[node.id].full if node.id in self.bindings else self.others.get(node.id)
 
@@ -184,61 +186,11 @@ class Names:
         """The import by which a name in the file is Lightning's."""
         while isinstance(node, ast.Attribute):
             node = node.value
-        return self.bindings.get(node.id) if isinstance(node, ast.Name) and node not in self._shadowed else None
+        return self.bindings.get(node.id) if isinstance(node, ast.Name) and node.id not in self.unclear else None
 
 
-def _shadows(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.Name, None]]:
-    """The uses of imported names inside functions that bind the same names themselves."""
-
-    def visit(node: ast.AST, hidden: frozenset[str]) -> Iterator[tuple[ast.Name, None]]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            around = [*getattr(node, "decorator_list", []), *_defaults(node), *_annotations(node)]
-            for each in around:
-                yield from visit(each, hidden)
-            inner = hidden | (_bound_in(node) & names)
-            for each in node.body if isinstance(node.body, list) else [node.body]:
-                yield from visit(each, frozenset(inner))
-            return
-        if isinstance(node, ast.Name) and node.id in hidden:
-            yield node, None
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, hidden)
-
-    yield from visit(tree, frozenset())
-
-
-def _defaults(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.expr]:
-    return [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
-
-
-def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.expr]:
-    found = [each.annotation for each in _parameters(node) if each.annotation is not None]
-    returns = getattr(node, "returns", None)
-    return found if returns is None else [*found, returns]
-
-
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
-    several = [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
-    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, *several]
-
-
-def _bound_in(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
-    """Names that a function binds: its parameters and what it assigns, but not what it imports of Lightning."""
-    found = {each.arg for each in _parameters(node)}
-    declared: set[str] = set()
-
-    def visit(inner: ast.AST) -> None:
-        if isinstance(inner, ast.Global | ast.Nonlocal):
-            declared.update(inner.names)
-        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(inner.name)
-            return
-        if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
-            found.add(inner.id)
-        if not isinstance(inner, ast.Lambda):
-            for child in ast.iter_child_nodes(inner):
-                visit(child)
-
-    for each in node.body if isinstance(node.body, list) else [node.body]:
-        visit(each)
-    return found - declared
+def _stored(node: ast.AST) -> str:
+    """Return the name that a node gives to something, or an empty text."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    return node.arg if isinstance(node, ast.arg) else ""

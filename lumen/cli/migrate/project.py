@@ -64,7 +64,6 @@ class Classes:
             if len(self._kinds) == before:
                 break
         self._defined = {node.name: (node, names) for node, names in found}
-        self.groups = {key: owner for file in files for key, owner in _groups(file)}
         tasks = [node for node, names in found if self.kind(node, names) == "task"]
         steps = [each for node in tasks for each in node.body if getattr(each, "name", "") == "training_step"]
         #: Of every training step, True if it returns a dictionary.
@@ -100,17 +99,6 @@ class Classes:
 
 
 _PACKAGES = ("lightning", "lightning_fabric", "pytorch_lightning")
-
-
-def _groups(file: Read) -> Iterator[tuple[str, str]]:
-    """Keys of a config that a command line adds for a class of Lightning's."""
-    for node in ast.walk(file.tree):
-        is_adding = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_lightning_class_args"
-        if is_adding and isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-            full = file.names.of_lightning(node.args[0])
-            new = None if full is None else new_name(full)
-            if new is not None and new.module == "lumen":
-                yield str(node.args[1].value), new.name
 
 
 def _returns_dictionary(step: ast.AST) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, final
 
@@ -50,7 +49,6 @@ _OF_TASKS: Mapping[str, str] = {
 }
 _OF_TRAINERS = ("fit", "validate", "test", "predict", "save_checkpoint")
 _OWN_NAMES = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
-_DOTTED = re.compile(r"[A-Za-z_][\w.]*")
 
 
 @final
@@ -76,9 +74,8 @@ class Editor:
         self._source = Source(read.text)
         self._imports = Imports(self._source, self._names)
         self._methods = Methods(self._source, self._note)
-        self._calls = Calls(self._source, self._names, self._imports, self._note_line, fits="fit" in used)
+        self._calls = Calls(self._source, self._note_line, fits="fit" in used)
         self._notes: dict[Note, None] = {}
-        self._without_counterpart: list[tuple[ast.AST, str]] = []
         self._kinds: list[str | None] = [None]
         self._bases: list[list[str]] = [[]]
         self._functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
@@ -89,11 +86,7 @@ class Editor:
         self._visit(self._read.tree)
         for star in self._names.stars:
             self._note(star, _STAR)
-        for node, sentence in self._without_counterpart:
-            if not self._source.is_removed(self._source.span(node)[0]):
-                self._note(node, sentence)
-        for line, full in self._imports.finish(self._read.tree):
-            said = f"{short_name(full)}: {instead_of(full)}"
+        for line, said in self._imports.finish(self._read.tree):
             if said not in {note.sentence for note in self._notes}:
                 self._note_line(line, said)
         return self._source.edited(), sorted(self._notes)
@@ -163,7 +156,7 @@ class Editor:
 
     def _use(self, node: ast.Name | ast.Attribute) -> None:
         if (full := self._imports.use(node)) is not None:
-            self._without_counterpart.append((node, f"{short_name(full)}: {instead_of(full)}"))
+            self._note(node, f"{short_name(full)}: {instead_of(full)}")
 
     def _of_trainer(self, node: ast.Attribute) -> None:
         to = READ.get(node.attr)
@@ -182,21 +175,22 @@ class Editor:
         self._annotation(node.annotation)
 
     def _annotation(self, node: ast.expr | None) -> None:
-        """Rename what stands in the texts of an annotation."""
+        """Look into the texts of an annotation as at expressions that stand there without quotes."""
         for each in ast.walk(node) if node is not None else ():
-            if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                text = self._source.of(each)
-                if (new := _DOTTED.sub(self._in_text, text)) != text:
-                    self._source.replace_node(each, new)
-
-    def _in_text(self, match: re.Match[str]) -> str:
-        try:
-            node = ast.parse(match[0], mode="eval").body
-        except SyntaxError:
-            return match[0]
-        full = self._names.of_lightning(node)
-        known = full is not None and not is_module(full) and new_name(full) is not None
-        return self._imports.in_text(node) if known else match[0]
+            if not isinstance(each, ast.Constant) or not isinstance(each.value, str) or not each.value:
+                continue
+            before, quoted, _ = self._source.of(each).partition(each.value)
+            try:
+                inner = ast.parse(each.value, mode="eval").body
+            except (SyntaxError, ValueError):  # the latter for a null byte
+                continue
+            for part in ast.walk(inner) if quoted else ():
+                if isinstance(part, ast.expr) and part.end_col_offset is not None:
+                    part.lineno = part.end_lineno = each.lineno
+                    part.col_offset += each.col_offset + len(before)
+                    part.end_col_offset += each.col_offset + len(before)
+            if quoted and "\n" not in quoted:
+                self._visit(inner)
 
     def _see_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str) and "\n" not in node.value:

@@ -78,10 +78,6 @@ class Source:
         """Put a text in the place of a node."""
         self.replace(*self.span(node), text)
 
-    def is_removed(self, offset: int) -> bool:
-        """Whether an edit leaves out the piece that a character is in."""
-        return any(edit.start <= offset < edit.end and not edit.text.strip() for edit in self._edits)
-
     def edited(self) -> str:
         """The text with all edits."""
         parts, at = [], 0
