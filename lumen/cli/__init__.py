@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import os
 import sys
@@ -15,6 +14,7 @@ from lumen import __version__
 from lumen.console import stderr, stdout
 from lumen.distributed import worker
 from lumen.errors import HUNG, ConfigError, LumenError, ProcessStuck
+from lumen.errors.arguments import did_you_mean
 from lumen.internals.garbage import only_young_collected
 
 VERBOSE = "LUMEN_DEBUG"  # what `--verbose` sets, for the processes of the run too
@@ -95,9 +95,8 @@ def _dispatch(args: list[str], *, own: bool) -> int:
         return 0
     known = [*COMMANDS, *LOOKS, *WITHOUT_CONFIG]
     if command not in known:
-        close = difflib.get_close_matches(command, known, n=1)
-        advice = f"Did you mean {close[0]}?" if close else "lumen --help lists them."
-        raise ConfigError(f"lumen has no command {command}. {advice}")
+        hint = did_you_mean(command, known) or " lumen --help lists them."
+        raise ConfigError(f"lumen has no command {command}.{hint}")
     with only_young_collected():
         run = _command(command)
     if own:

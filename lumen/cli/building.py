@@ -102,10 +102,3 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, str | int | float)
-
-
-def as_list(callbacks: Any) -> list[Any]:
-    """Callbacks as a list, of any of the ways in which a trainer takes them."""
-    if isinstance(callbacks, dict):
-        return list(callbacks.values())
-    return callbacks if isinstance(callbacks, list) else [] if callbacks is None else [callbacks]

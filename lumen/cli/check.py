@@ -90,12 +90,11 @@ class _Look(CLI):
         words: Of the command line, without what is this command's own.
     """
 
+    _program = "lumen"
+
     def __init__(self, report: Report, samples: int, words: list[str]) -> None:
         self._report, self._samples = report, samples
         super().__init__(args=["fit", *words])
-
-    def _program(self) -> str:
-        return "lumen"
 
     def _build_and_run(self) -> None:
         config = self._own(self.config)

@@ -15,10 +15,10 @@ from jsonargparse import Namespace, set_loader
 
 from lumen.callbacks import Callback
 from lumen.cli import COMMANDS, tell, without_launchers
-from lumen.cli.building import as_list, build, explained_paths, is_plain, keep_given, take
+from lumen.cli.building import build, explained_paths, is_plain, keep_given, take
 from lumen.cli.class_defaults import without_defaults
 from lumen.cli.config_checks import Check
-from lumen.cli.config_layers import Settings, Tree
+from lumen.cli.config_layers import Settings, Tree, as_list
 from lumen.cli.help import show_help
 from lumen.cli.interpolation import escaped, put_references, resolve
 from lumen.cli.optimization import configure_optimizers
@@ -86,6 +86,7 @@ class CLI:
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_CLI
     _is_for_elsewhere = False  # then what this machine has says nothing
+    _program: str | None = None  # what the command line begins with; None: the script
     subcommands = staticmethod(no_subcommands)
 
     @checked
@@ -161,7 +162,7 @@ class CLI:
         defaults = self.parser.get_defaults().trainer
         for name, value in self._kept.items():
             if name == "callbacks":
-                added += value if isinstance(value, list) else [value]
+                added += as_list(value)
             elif arguments.get(name) == defaults.get(name):
                 arguments[name] = value
         if added:
@@ -174,7 +175,7 @@ class CLI:
         """Take commands and settings from words, or from settings; check all of them."""
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        self._asked = asked = read_words(args, self._program(), run=run)
+        self._asked = asked = read_words(args, self._first_word, run=run)
         self.subcommand = asked.command
         self.parser = self._make_parser()
         settings = Settings(
@@ -225,7 +226,7 @@ class CLI:
         Args:
             schedulers: How many there are in a list; None: one, or none, stands alone.
         """
-        command, program = self.subcommand, self._program()
+        command, program = self.subcommand, self._first_word
         words = [program] if command is None else [program, command]
         variable = "_".join(["LUMEN", *([f"{command.upper()}_"] if command else []), "TRAINER__MAX_STEPS=9"])
         order = f"The command line beats config files, the last one first, then {variable}."
@@ -240,9 +241,9 @@ class CLI:
         parser.set_defaults(self._script)
         return parser
 
-    def _program(self) -> str:
-        """What the command line begins with."""
-        return os.path.basename(sys.argv[0])
+    @property
+    def _first_word(self) -> str:
+        return self._program or os.path.basename(sys.argv[0])
 
     def _fit_command(self) -> str:
         """Return the first words of a command that trains; empty if the script passes the arguments itself."""
@@ -344,8 +345,7 @@ class CLI:
 class LumenCommand(CLI):
     """`lumen fit`, `validate`, `test` and `predict`: any task, any data."""
 
-    def _program(self) -> str:
-        return "lumen"
+    _program = "lumen"
 
     def _fit_command(self) -> str:
         return "lumen fit"
@@ -362,10 +362,7 @@ class Checked(CLI):
         settings: Those of its command.
     """
 
-    _is_for_elsewhere = True
-
-    def _program(self) -> str:
-        return "lumen"
+    _is_for_elsewhere, _program = True, "lumen"
 
     def _build_and_run(self) -> None:
         self.settings = self._own(self.config)

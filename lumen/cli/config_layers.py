@@ -7,7 +7,6 @@ note of who set what.
 
 from __future__ import annotations
 
-import difflib
 import os
 import reprlib
 from collections import deque
@@ -20,7 +19,7 @@ import yaml
 
 from lumen.cli.yaml_text import Refused, load_yaml, read_yaml, what_is_wrong
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
+from lumen.errors.arguments import did_you_mean, local_path
 
 Tree = dict[str, Any]
 Keys = tuple[str, ...]
@@ -228,6 +227,13 @@ def _add(old: Any, new: Added, path: Keys) -> Any:
     return (Added if old is None or isinstance(old, Added) else list)([*before, *items])
 
 
+def as_list(callbacks: Any) -> list[Any]:
+    """Return callbacks as a list, of any of the ways in which settings have them: one, several, named, none."""
+    if isinstance(callbacks, dict) and not is_class(callbacks):
+        callbacks = list(callbacks.values())
+    return [each for each in (callbacks if isinstance(callbacks, list) else [callbacks]) if each is not None]
+
+
 def is_class(value: Any) -> bool:
     """Whether a value is a class with its arguments."""
     return isinstance(value, dict) and ("class_path" in value or "init_args" in value)
@@ -322,5 +328,4 @@ def _near(file: str) -> str:
     """Which config file may be meant by the name of one that is not there."""
     path = local_path(file)
     others = [each.name for each in path.parent.glob("*.y*ml")] if not path.exists() else []
-    close = difflib.get_close_matches(path.name, others, n=1)
-    return f" Did you mean {path.with_name(close[0])}?" if close else ""
+    return did_you_mean(path.name, others, form=lambda name: str(path.with_name(name)))

@@ -5,7 +5,6 @@ What refers to the environment is used as its value and recorded as it is writte
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ import yaml
 from lumen.cli.config_layers import Settings, is_class, merge
 from lumen.cli.yaml_text import load_yaml
 from lumen.errors import ConfigError
+from lumen.errors.arguments import did_you_mean
 from lumen.internals.masking import Reference, is_masked, what_is_missing
 
 _MISSING = "???"
@@ -226,9 +226,8 @@ def _as_written(node: Any, held: list[str] | None = None) -> Any:
 
 def _nothing_there(key: str, tree: dict[str, Any]) -> str:
     """Say so, and which key may have been meant."""
-    close = difflib.get_close_matches(key, _keys(_as_written(tree)), n=1)
-    hint = f"Did you mean {close[0]}?" if close else "Set it: what a class has by default is not seen here."
-    return f"{key} is not set. {hint}"
+    hint = did_you_mean(key, _keys(_as_written(tree))) or " Set it: what a class has by default is not seen here."
+    return f"{key} is not set.{hint}"
 
 
 def _keys(node: Any, above: str = "") -> list[str]:

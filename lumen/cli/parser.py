@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from typing import Any, NoReturn, final
 
 from lumen.cli import LOOKS, WITHOUT_CONFIG
 from lumen.errors import ConfigError
+from lumen.errors.arguments import did_you_mean
 
 
 @final
@@ -43,9 +43,8 @@ class Words(argparse.ArgumentParser):
         """
         for word in (word.partition("=")[0] for word in words if word.startswith("-")):
             if word not in self._options:
-                close = difflib.get_close_matches(word, self._options, n=1)
-                hint = f"Did you mean {close[0]}?" if close else f"lumen {self._command} --help shows all."
-                raise ConfigError(f"lumen {self._command} has no option {word}. {hint}")
+                hint = did_you_mean(word, self._options) or f" lumen {self._command} --help shows all."
+                raise ConfigError(f"lumen {self._command} has no option {word}.{hint}")
         return self.parse_args(words)
 
     def error(self, message: str) -> NoReturn:

@@ -9,13 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
-import yaml
 
 from lumen.callbacks import BYSTANDERS, Callback
 from lumen.cli import tell
 from lumen.cli.command_line import CLI, Checked
+from lumen.cli.config_layers import as_list, read_config
 from lumen.cli.users_error import show
-from lumen.cli.yaml_text import load_yaml
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, LumenError
 from lumen.proof.recorded import RecordedRun
@@ -75,13 +74,7 @@ class Rerun:
 
     def _read(self) -> dict[str, Any]:
         if self._file.parent.is_dir() and (self._file.parent / "environment.json").exists():
-            try:
-                found = load_yaml(self._file.read_text(encoding="utf-8"))
-            except (OSError, yaml.YAMLError) as error:
-                raise ConfigError(f"{self._file} cannot be read: {error}") from error
-            if not isinstance(found, dict):
-                raise ConfigError(f"{self._file} holds no settings, but {type(found).__name__}.")
-            return dict(found)
+            return read_config(str(self._file))
         return dict(
             Checked(args=["fit", "--config", str(self._file)])._recorded()
         )  # with all defaults, as a run has it
@@ -142,7 +135,7 @@ class Rerun:
     def _settings(self, root: Path, checkpoint: PurePath | None) -> dict[str, Any]:
         trainer = dict(self.config.get("trainer") or {})
         processes = 1 if self.run is None else int(self.run.environment.get("processes", 1))
-        trainer["callbacks"] = _without_bystanders(trainer.get("callbacks"))
+        trainer["callbacks"] = [each for each in as_list(trainer.get("callbacks")) if _class_of(each) not in _LEFT_OUT]
         trainer |= _AGAIN | {"default_root_dir": str(root), "resume": None if checkpoint is None else str(checkpoint)}
         if checkpoint is not None:
             trainer["init_from"] = None
@@ -175,18 +168,8 @@ def _class_of(callback: Any) -> str:
     return str(name).rpartition(".")[2]
 
 
-def _listed(callbacks: Any) -> list[Any]:
-    if isinstance(callbacks, dict) and "class_path" not in callbacks:
-        return list(callbacks.values())
-    return callbacks if isinstance(callbacks, list) else [callbacks]
-
-
-def _without_bystanders(callbacks: Any) -> list[Any]:
-    return [each for each in _listed(callbacks) if each is not None and _class_of(each) not in _LEFT_OUT]
-
-
 def _folders(config: dict[str, Any]) -> list[str]:
     """Where the config says that checkpoints are."""
-    given = [each for each in _listed((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
+    given = [each for each in as_list((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
     folders = ((each.get("init_args") or {}).get("dirpath") for each in given if _class_of(each) == "ModelCheckpoint")
     return [str(each) for each in folders if each is not None]

@@ -10,6 +10,7 @@ from jsonargparse import Namespace
 from lumen.callbacks.checkpoint_names import decides
 from lumen.checkpoint import PARTS, as_place, find_checkpoint, is_weights
 from lumen.checkpoint.manifest import STATE
+from lumen.cli.config_layers import as_list
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
 from lumen.random import checked_seed, draw_seed
@@ -38,9 +39,6 @@ def seed_of(config: Namespace, checkpoint: Any, name: str) -> int:
 
 def _dirpaths(callbacks: Any, own: Path) -> list[PurePath]:
     """Where each `ModelCheckpoint` saves, first the one that says which checkpoint is best."""
-    each = (
-        callbacks.values() if isinstance(callbacks, dict) else callbacks if isinstance(callbacks, list) else [callbacks]
-    )
-    savers = [node for node in each if node is not None and node.class_path.endswith(".ModelCheckpoint")]
+    savers = [node for node in as_list(callbacks) if node.class_path.endswith(".ModelCheckpoint")]
     arguments = sorted((node.init_args.as_dict() for node in savers), key=lambda given: not decides(given))
     return [own if given.get("dirpath") is None else as_place(given["dirpath"]) for given in arguments]

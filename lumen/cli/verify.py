@@ -47,14 +47,11 @@ class _Made(CLI):
         seed: Set before anything is built.
     """
 
-    _is_for_elsewhere = True
+    _is_for_elsewhere, _program = True, "lumen"
 
     def __init__(self, words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> None:
         self._change = change
         super().__init__(args=["fit", *words, "--seed_everything", str(seed)])
-
-    def _program(self) -> str:
-        return "lumen"
 
     def _build_and_run(self) -> None:
         config = self._own(self.config)

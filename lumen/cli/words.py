@@ -14,7 +14,7 @@ from lumen.cli import COMMANDS
 from lumen.cli.config_layers import Tree, parse_words
 from lumen.console import stdout
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
+from lumen.errors.arguments import did_you_mean, local_path
 from lumen.errors.lightning_names import NOT_IN_CLI
 
 _LEFT_OUT = {"skip_default": "default", "skip_unset": "unset", "skip_null": "unset"}
@@ -91,8 +91,8 @@ def _check_command(command: Any, program: str) -> None:
         print(head, *lines, more, sep="\n", file=stdout)
         raise Shown
     if command not in COMMANDS:
-        close = difflib.get_close_matches(str(command), COMMANDS, n=1) or [" or ".join(COMMANDS)]
-        raise ConfigError(f"{program} has no command {command}. Did you mean {close[0]}?")
+        hint = did_you_mean(str(command), COMMANDS) or f" Did you mean {' or '.join(COMMANDS)}?"
+        raise ConfigError(f"{program} has no command {command}.{hint}")
 
 
 def _flags(given: list[str]) -> set[str] | None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -176,16 +177,9 @@ def _write(path: Path, text: str, command: list[str], words: Sequence[str], *, o
 def _submit(engine: Engine, path: Path) -> int:
     command = [*engine.program, str(path)]
     print(f"written: {path}; submitting: {shlex.join(command)}", file=stderr)
-    needs = engine.needs
-    if (needs is None and shutil.which(command[0]) is None) or (needs is not None and not _is_there(needs)):
+    if (find_spec(engine.needs) if engine.needs else shutil.which(command[0])) is None:
         raise ConfigError(
-            f"{needs or command[0]} is not installed here. The job is in {path}. Where it is, run: "
+            f"{engine.needs or command[0]} is not installed here. The job is in {path}. Where it is, run: "
             f"{shlex.join(command)}"
         )
     return subprocess.run(command, check=False).returncode
-
-
-def _is_there(package: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(package) is not None
