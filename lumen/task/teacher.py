@@ -17,7 +17,7 @@ from lumen.internals.tensors import copy_all, is_saved, lerp, own_buffers, own_p
 from lumen.task.optimizer_hooks import OptimizerHooks
 
 #: The dictionary that holds a tensor, and its key there: a module may put another tensor in the place of a buffer.
-Place = tuple[Mapping[str, Any], str]
+Place = tuple[dict[str, Any], str]
 
 
 def places_of(module: nn.Module, *, buffers: bool, persistent: bool = False) -> dict[str, Place]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lumen.console import logger as _log
+from lumen.data.nested import fill
 from lumen.loop.fit import sanity_check
 from lumen.run.run import Run
+from lumen.task.teacher import Place, places_of
 from lumen.trainer.logs import record
 from lumen.trainer.open_run import checkpoints_of
 from lumen.trainer.prepare import prepare, prepare_training
@@ -30,8 +34,14 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     """
     checkpoint = prepare(run, given=configure_optimizers)
     prepare_training(run, configure_optimizers or run.task.configure_optimizers, checkpoint)
-    if trainer.origin.rolled_back is not None:
-        run.progress.left_out = trainer.origin.rolled_back[1]
+    origin = trainer.origin
+    if origin.rolled_back is None:
+        saved = places_of(run.task, buffers=True, persistent=True)
+        found = places_of(run.task, buffers=True).items()
+        origin.unsaved = [(place, place[0][place[1]].clone()) for name, place in found if name not in saved]
+    else:
+        run.progress.left_out = origin.rolled_back[1]
+        reset_buffers(origin.unsaved)
     if checkpoint is not None and (reason := run.ending.limit_reached):
         record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
     trainer._started = True
@@ -46,6 +56,15 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         hook()
     if checkpoint is None and run.loaders.evaluation and run.plan.sanity_batches:
         sanity_check(run)
+
+
+def reset_buffers(places: Iterable[tuple[Place, torch.Tensor]]) -> None:
+    """Set buffers to the given values, as a new process would make them."""
+    for (held, key), value in places:
+        if (buffer := held.get(key)) is not None and buffer.shape == value.shape:
+            fill(buffer, value)
+        else:
+            held[key] = value.clone()
 
 
 def end_training(run: Run) -> None:

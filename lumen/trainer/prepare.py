@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import nn
 
 from lumen.checkpoint import (
@@ -50,7 +51,7 @@ from lumen.task.given import check_task
 from lumen.task.hooks import fitted, overrides
 from lumen.task.materialize import DeferredInit
 from lumen.task.task_module import TaskModule
-from lumen.task.teacher import teachers_of
+from lumen.task.teacher import Place, teachers_of
 from lumen.trainer.open_run import checkpoints_of, opened
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Origin:
     Attributes:
         restarted: The run has begun in an earlier attempt of the same launch, and goes on where it was.
         rolled_back: The directory of a run that begins again within `fit`, and all that it leaves out then; else None.
+        unsaved: Buffers with `persistent=False`, and their values when the run began.
 
     Raises:
         ConfigError: Two of the arguments contradict each other.
@@ -79,6 +81,7 @@ class Origin:
         self._parts = choose_parts(resume_parts, self._resume)
         self.restarted = self._has_own = False
         self.rolled_back: tuple[Path, list[list[int]]] | None = None
+        self.unsaved: list[tuple[Place, torch.Tensor]] = []
         self._weights = None if init_from is None else as_weights(init_from)
         if self._weights is not None and self._resume is not None and not self.stays:
             raise ConfigError(
@@ -100,7 +103,7 @@ class Origin:
     def back(self, directory: Path, left_out: list[list[int]]) -> Origin:
         """The origin of a run that begins again in its directory, from a checkpoint, and leaves out steps."""
         origin = Origin(self._resume, None if self._parts == PARTS else self._parts, self._weights)
-        origin.rolled_back = directory, left_out
+        origin.rolled_back, origin.unsaved = (directory, left_out), self.unsaved
         return origin
 
     def anew(self) -> Origin:

@@ -71,6 +71,31 @@ def test_it_goes_back_at_each_spike_so_often_as_it_may(tmp_path):
         fit(tmp_path / "once", data(6, 15), detection(max_rollbacks=1), often())
 
 
+class Unsaved(Regression):
+    """Its loss depends on a buffer that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch):
+        self.steps += 1
+        return super().training_step(batch) * (1 + 0.05 * self.steps)
+
+
+def test_unsaved_buffers_go_back_as_after_a_kill(tmp_path):
+    ends = []
+    for name, callbacks in (("back", [detection(), often()]), ("killed", [])):
+        batches = data(11) if callbacks else data(kept=[*range(8), *range(13, 20)])
+        for steps in [20] if callbacks else [8, 15]:  # a new process builds its task
+            task = Unsaved()
+            options = {"max_steps": steps, "resume": "auto", "callbacks": [*callbacks]}
+            quiet_trainer(tmp_path / name, **options | ({"max_epochs": 1} if callbacks else {})).fit(task, batches)
+        ends.append((weights(task), task.steps))
+    assert ends[0][1] == ends[1][1] == 7
+    assert torch.equal(ends[0][0], ends[1][0])
+
+
 class Thawed(lumen.TaskModule):
     """Dropout, a frozen part with statistics, a schedule: all that a run may hold of state."""
 
