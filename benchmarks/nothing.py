@@ -19,8 +19,6 @@ LOSS = torch.zeros((), requires_grad=True)
 class NoData(Dataset[None]):
     """Samples that cost nothing to read."""
 
-    draws_randomness = False
-
     def __init__(self, length: int):
         self.length = length
 

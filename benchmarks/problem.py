@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import hashlib
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -35,10 +36,12 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 @final
-class FixedSamples(Samples):
-    """One that says what Lumen's users say of data that is only read; nothing to the other systems."""
+class DrawingSamples(Samples):
+    """One that draws, as data do that are augmented, and gives the same samples."""
 
-    draws_randomness = False
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        random.random()
+        return self.inputs[index], self.targets[index]
 
 
 @final
@@ -126,7 +129,7 @@ class Problem:
         case = self.case
         epochs = case.epochs + 1 if case.kind == "evaluate" else 1
         tensors = make_tensors(case.model, case.batch_size * case.epoch * case.ranks * epochs)
-        data: Any = (TensorDataset if case.tensors else FixedSamples if case.declared else Samples)(*tensors)
+        data: Any = (TensorDataset if case.tensors else DrawingSamples if case.draws else Samples)(*tensors)
         options: dict[str, Any] = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
         if case.device == "cuda":
             options["pin_memory"] = True

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ _MASK, _LOW = (1 << 64) - 1, (1 << 32) - 1
 _HAS_MPS = torch.backends.mps.is_available()
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the functions of `random`
+_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # the one behind the functions of numpy
 _seed_torch, _seed_numpy = torch.default_generator.manual_seed, np.random.seed
 _seed_python = super(random.Random, _python).seed  # of an int: what `random.seed` comes to after looking at its type
 
@@ -98,15 +100,83 @@ def seed_generators(key: int) -> None:
     whose algorithms are different ones, by all of it. Costs a few microseconds: `torch.manual_seed` would take up to
     250, because it also visits devices not in use.
     """
+    global _seeded
     _seed_torch(key & _LOW)
     _seed_numpy(key >> 32)
     _seed_python(key)
     _python.gauss_next = None
+    if _memories is not None:
+        in_torch, in_numpy, in_python = _memories
+        _seeded = Seeded(in_torch.raw, in_numpy.raw, in_python.raw, key)
     if _HAS_CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(key)
     elif _HAS_MPS:
         torch.mps.manual_seed(key)
+
+
+class Seeded(NamedTuple):
+    """The state of the global generators after Lumen has seeded them.
+
+    Attributes:
+        torch: What is read of torch's generator on the CPU.
+        numpy: What is read of numpy's.
+        python: What is read of Python's.
+        key: Seed of the generators of devices.
+    """
+
+    torch: bytes
+    numpy: bytes
+    python: bytes
+    key: int
+
+    def is_left(self) -> bool:
+        """Return True if since then no global generator has drawn, and nobody has seeded one."""
+        return _seeded is self and _memories[0].raw == self.torch and self.is_left_but_for_torch()
+
+    def is_left_but_for_torch(self) -> bool:
+        """Return True if only torch's generator on the CPU may have drawn, or been seeded."""
+        return (
+            _memories[1].raw == self.numpy
+            and _memories[2].raw == self.python
+            and np.random.get_bit_generator() is _numpy  # type: ignore[attr-defined]
+            and not _HAS_MPS
+            and not (_HAS_CUDA and torch.cuda.is_initialized() and self._have_devices_moved())  # type: ignore[no-untyped-call]
+        )
+
+    def _have_devices_moved(self) -> bool:
+        unused = struct.pack("=QQ", self.key, 0)  # the seed, and how far it has drawn
+        return any(each.get_state().numpy().tobytes() != unused for each in torch.cuda.default_generators)
+
+
+_seeded = Seeded(b"", b"", b"", 0)
+_memories: Any = None
+
+
+def watch_generators(memories: tuple[Any, Any, Any]) -> None:
+    """From the next seed on, look whether global generators draw, by the memory of torch's, numpy's and Python's."""
+    global _memories
+    _memories = memories
+
+
+def unused_generators(seed: int, domain: Domain, *words: int) -> Seeded:
+    """Set the global generators to a key, but for those that nobody has used since Lumen seeded them.
+
+    Args:
+        seed: See `make_key`, as for the others.
+        domain: What the key is used for.
+        words: Any number of non-negative integers.
+
+    Returns:
+        Their state, from which nothing was drawn yet.
+    """
+    global _seeded
+    if not _seeded.is_left_but_for_torch():
+        seed_generators(make_key(seed, domain, *words))
+    elif _memories[0].raw != _seeded.torch:  # In most steps torch alone draws.
+        _seed_torch(make_key(seed, domain, *words) & _LOW)
+        _seeded = _seeded._replace(torch=_memories[0].raw)
+    return _seeded
 
 
 #: The classes of generators that a user's object may keep.

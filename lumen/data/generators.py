@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from heapq import heappop, heappush
 from itertools import chain, count, islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -41,6 +41,14 @@ _GLOBAL = (torch.default_generator, random.seed.__self__, np.random.rand.__self_
 _MACHINERY = {"lumen", "threading", "_thread", "multiprocessing", "queue", "logging", "weakref", "asyncio"}
 #: Their code reads no generator of the user's.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "lumen"}
+_WRAPPERS = (staticmethod, classmethod, MethodType)
+_CODE = (type, FunctionType, BuiltinFunctionType, type(np.random.get_state.__func__))  # type: ignore[attr-defined]
+#: Code that uses one of these may make numbers of a global generator's state, and leave the state as it was.
+_READERS = {
+    "get_rng_state", "get_rng_state_all", "get_state", "getstate", "clone_state", "graphsafe_get_state", "initial_seed",
+    "fork_rng", "isolate_rng", "default_generator", "get_bit_generator", "mtrand", "fork", "Process", "Pool",
+    "ProcessPoolExecutor",
+}  # fmt: skip
 
 
 @final
@@ -54,6 +62,9 @@ class OwnGenerators:
         roots: The objects, by name.
         by_seed: The seed that the user gave a generator counts too, where it keeps one below 2**64: torch's do, and
             numpy's `Generator`.
+
+    Attributes:
+        may_restore: The data set has code that may draw from the global generators and put their states back.
     """
 
     def __init__(self, roots: dict[str, Any], *, by_seed: bool = False) -> None:
@@ -61,7 +72,7 @@ class OwnGenerators:
         self._words: dict[str, int] = {}  # by place, of when one was first seen there
         self._found: list[tuple[int, Any]] = []
         self._before: list[tuple[Any, Any]] = []  # the states that they had when they were found
-        self._seeded = False
+        self._seeded = self.may_restore = False
         self.look()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,10 +85,15 @@ class OwnGenerators:
         return [generator for _, generator in self._found]
 
     def look(self) -> bool:
-        """Find those that are kept now. Returns whether there are others than before."""
+        """Find those that are kept now. Return True if there are others than before, or `may_restore` has changed."""
         known = {id(generator) for generator, _ in self._before}
+        could_restore, met = self.may_restore, dict[int, Any]()
         self._found = []
-        for place, generator in find_generators(self._roots):
+        for place, generator in walk(self._roots, lambda part: isinstance(part, GENERATORS), _LEAVES):
+            if not isinstance(generator, GENERATORS):
+                if isinstance(generator, FunctionType) and place.startswith("dataset"):
+                    self.may_restore = self.may_restore or _may_restore(generator, met)
+                continue
             new = place not in self._words
             if new:
                 seed = _seed_of(generator) if self._by_seed else 0
@@ -86,7 +102,7 @@ class OwnGenerators:
                 self._found.append((self._words[place], generator))
         others = [generator for _, generator in self._found if id(generator) not in known]
         self._before += [(generator, state_of(generator)) for generator in others]
-        return bool(others)
+        return bool(others) or self.may_restore != could_restore
 
     def _can_be_keyed(self, place: str, generator: Any, *, warn: bool) -> bool:
         try:
@@ -132,13 +148,6 @@ def _seed_of(generator: Any) -> int:
     seed = getattr(getattr(generator, "bit_generator", None), "seed_seq", None)
     entropy = getattr(seed, "entropy", None)
     return entropy if isinstance(entropy, int) and entropy < 1 << 64 else 0  # numpy's own choice has 128 bits
-
-
-def find_generators(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the generators that objects keep, and their places: the same places in every process."""
-    for place, part in walk(roots, lambda part: isinstance(part, GENERATORS), _LEAVES):
-        if isinstance(part, GENERATORS):
-            yield place, part
 
 
 def walk(roots: dict[str, Any], is_end: Callable[[Any], bool], leaves: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
@@ -263,3 +272,44 @@ def _globals_of(code: CodeType, values: dict[str, Any]) -> set[str]:
         names &= {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return names.union(*(_globals_of(each, values) for each in inner))
+
+
+def _may_restore(function: FunctionType, met: dict[int, Any]) -> bool:
+    """Return True if a function uses one of `_READERS`, or a function or class of the user that it names does.
+
+    Args:
+        function: The function to look at.
+        met: What was looked at before, by id.
+    """
+    waiting: list[Any] = [function]
+    while waiting:
+        part = waiting.pop()
+        part = part.fget if isinstance(part, property) else part.__func__ if isinstance(part, _WRAPPERS) else part
+        if id(part) in met or not isinstance(part, _CODE):
+            continue
+        met[id(part)] = part
+        is_users = not _is_installed(part.__module__ or "")
+        if part.__name__ in _READERS:  # The code may call it by another name.
+            return True
+        if isinstance(part, type) and is_users:
+            waiting += vars(part).values()
+        if not isinstance(part, FunctionType) or _is_of(part, _LIBRARIES):
+            continue
+        if (names := _names_of(part.__code__)) & _READERS:
+            return True
+        if is_users:
+            named = [part.__globals__.get(name, sys.modules.get(name)) for name in names]
+            modules = [vars(each) for each in named if type(each) is ModuleType and not _is_installed(each.__name__)]
+            waiting += [*named, *(module[name] for module in modules for name in names & module.keys())]
+    return False
+
+
+def _names_of(code: CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_names_of(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+@cache
+def _is_installed(module: str) -> bool:
+    """Return True for the modules of Python, torch, numpy and Lumen, and those of installed packages."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return module.partition(".")[0] in _LIBRARIES or "-packages" in file

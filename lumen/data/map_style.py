@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from ctypes import c_bool
 from functools import partial
 from itertools import chain, tee
+from multiprocessing.sharedctypes import RawValue
 from typing import Any, final
 
 import torch
@@ -86,6 +88,7 @@ class MapStyleAdapter(LoaderAdapter):
         return self._order.cut()
 
     def _with_workers(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        self._batches.have_drawn = RawValue(c_bool, False)
         sampling: dict[str, Any] = (
             {"batch_sampler": self._sampler} if self._makes_batches else {"sampler": self._sampler, "batch_size": None}
         )
@@ -110,6 +113,8 @@ class MapStyleAdapter(LoaderAdapter):
         if self._rank_slice.processes > 1 and not (self._order.is_known and self._agreed_samples == samples):
             requests, self._agreed_samples = self._agreed(requests), samples
         plan = _assigned(requests, self._rank_slice.assigner(position.first_step), self._parts)
+        self._batches.looks = self._batches.keys_collate
+        self._batches.is_seeded |= self._batches.have_drawn.value  # before workers are started
         if self._loader is not None:
             # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
             self._sampler.plan, plan = tee(plan)
@@ -118,7 +123,6 @@ class MapStyleAdapter(LoaderAdapter):
             self._renew_workers(self._loader)
             with begun(self._loader.num_workers):
                 self._iterator = iter(self._loader)
-        self._batches.looks = self._batches.keys_collate
         load = self._load()
         if self._makes_batches:
             windows = self._follow(plan, load, position.batches)
@@ -156,8 +160,7 @@ class MapStyleAdapter(LoaderAdapter):
         """A function that returns the batches of a pass, one after the other."""
         if (iterator := self._iterator) is not None:
             return lambda request: next(iterator)  # the workers were given the same requests
-        load = self._batches.__getitems__ if self._makes_batches else self._batches.__getitem__
-        pin = self._pin
+        load, pin = self._batches.__getitems__, self._pin
         return load if pin is None else lambda request: pin(load(request))
 
     def _follow(self, plan: AssignedSteps, load: Load, index: int) -> Iterator[AccumulationWindow]:

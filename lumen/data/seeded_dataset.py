@@ -1,9 +1,10 @@
-"""A user's data set whose randomness is seeded for every sample, so it depends on (seed, epoch, sample) alone."""
+"""A user's data set whose randomness depends on (seed, epoch, sample) alone: samples are seeded once one draws."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from ctypes import c_bool
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -13,8 +14,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 from lumen.data.fingerprint import known_length
 from lumen.data.generators import OwnGenerators
 from lumen.errors import DataError
+from lumen.internals.generator_memory import MEMORIES
 from lumen.internals.loaders import collates_as_ever
-from lumen.random import Domain, make_key
+from lumen.random import Domain, make_key, unused_generators, watch_generators
+
+watch_generators(MEMORIES)
 
 
 class BatchRequest(NamedTuple):
@@ -52,12 +56,11 @@ def _arrived(epoch: int, start: int, indices: bytes, by_place: bool) -> BatchReq
 
 
 def can_draw(dataset: Any) -> bool:
-    """Whether a data set may use random numbers; False for tensors, and where it has `draws_randomness = False`."""
-    if type(dataset) is Subset:
-        return can_draw(dataset.dataset)
+    """Return False for tensors, which use no random numbers."""
+    dataset = _under_subsets(dataset)
     if type(dataset) is ConcatDataset:
         return any(can_draw(part) for part in dataset.datasets)
-    return type(dataset) is not TensorDataset and getattr(dataset, "draws_randomness", True)
+    return type(dataset) is not TensorDataset
 
 
 def _fetches_many(dataset: Any) -> bool:
@@ -75,6 +78,10 @@ def _under_subsets(dataset: Any) -> Any:
 class SeededDataset(Dataset[Any]):
     """Makes whole micro-batches, with the generators seeded for each sample and then for the collate function.
 
+    Seeding takes longer than reading most samples, and most data sets draw nothing. So a batch is made without seeds
+    first, from a state of the generators that nobody has drawn from. If the state is left as it was, seeds would have
+    changed nothing. The first batch that draws is made again, seeded, and so are all that follow.
+
     Rows of a `TensorDataset` are taken at once, with the bits that stacking single ones gives.
 
     Args:
@@ -84,33 +91,31 @@ class SeededDataset(Dataset[Any]):
         single: The loader has `batch_size=None`, so every item is one sample.
 
     Attributes:
-        looks: The next batch is the first of a pass, before which generators are to be looked for once more.
+        looks: The next batch is the first of a pass, before which generators are looked for again.
         own: The random generators that the data set and the collate function keep.
+        is_seeded: Samples are seeded, or a batch is.
+        have_drawn: Holds True once samples have drawn; shared with the workers.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, single: bool) -> None:
         self.dataset = dataset
         self.seed = seed
         self.draws = can_draw(dataset)
-        self.collate = collate
-        self.keys_collate = self.draws or collate is not default_collate
+        self.collate, self.single = collate, single
+        self.stacks = collate is default_collate and not single
+        self.keys_collate = self.draws or not self.stacks
         roots = {"dataset": dataset} if self.draws else {}
-        self.own = OwnGenerators(roots | ({"collate_fn": collate} if collate is not default_collate else {}))
-        self.looks = self.keys_collate
+        self.own = OwnGenerators(roots | ({} if collate is default_collate else {"collate_fn": collate}))
         takes_one = single or (self.draws and not _fetches_many(dataset))  # torch asks for single items one by one
         self.fetch_many = None if takes_one else getattr(dataset, "__getitems__", None)
-        self.stacks = collate is default_collate
-        self.has_rows = self.stacks and not single and type(_under_subsets(dataset)) is TensorDataset
+        self.has_rows = self.stacks and type(_under_subsets(dataset)) is TensorDataset
+        self.is_seeded = not self.draws or self.fetch_many is not None  # A seed for each batch costs little.
+        self.have_drawn = c_bool(False)
+        self.looks, self._is_first = self.keys_collate, False
 
     def __getitem__(self, request: BatchRequest) -> Any:
         """The single sample that is asked for, where the loader has `batch_size=None`."""
-        if self.looks:
-            return self._first(self.__getitem__, request)
-        try:
-            return self.collate(self._fetch(request)[0])
-        except (IndexError, StopIteration) as error:
-            self._explain(request, error)
-            raise
+        return self.__getitems__(request)
 
     def __getitems__(self, request: BatchRequest) -> Any:
         """The micro-batch that is asked for.
@@ -119,23 +124,29 @@ class SeededDataset(Dataset[Any]):
             DataError: The data set has become shorter, the sampler asks for what it never had, or fetching raised
                 StopIteration.
         """
-        if self.looks:
-            return self._first(self.__getitems__, request)
         try:
+            if self.looks:
+                return self._first(request)
             if self.has_rows and (rows := take_rows(self.dataset, request.indices)) is not None:
                 return rows
-            samples = self._fetch(request)
-            return (self.stacks and stack(samples)) or self.collate(samples)
+            return self._make(request)
         except (IndexError, StopIteration) as error:
             self._explain(request, error)
             raise
 
-    def _first(self, make: Callable[[BatchRequest], Any], request: BatchRequest) -> Any:
+    def _first(self, request: BatchRequest) -> Any:
         """Make the first batch of a pass; once more, seeded, if loading it created generators."""
-        self.looks = False
-        self.own.look()
-        made = make(request)
-        return make(request) if self.own.look() else made
+        self.looks, self._is_first = False, True
+        self._look()
+        made = self._make(request)
+        self._is_first = False
+        return self._make(request) if self._look() else made
+
+    def _look(self) -> bool:
+        """Look for generators, and for code that may draw unseen. Return True if there is more than before."""
+        has_more = self.own.look()
+        self.is_seeded |= bool(self.own.generators) or self.own.may_restore
+        return has_more
 
     def _explain(self, request: BatchRequest, error: IndexError | StopIteration) -> None:
         if isinstance(error, StopIteration):
@@ -149,30 +160,55 @@ class SeededDataset(Dataset[Any]):
                 "that the data set has when it begins: change it in on_train_epoch_end or on_train_epoch_start."
             ) from error
 
-    def _fetch(self, request: BatchRequest) -> list[Any]:
-        seed_all = self.own.seed_all
+    def _make(self, request: BatchRequest) -> Any:
         indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
+        collate_words = self.seed, Domain.COLLATE, request.epoch, request.start
+        if not self.is_seeded:
+            unused = unused_generators(*collate_words)
+            try:
+                samples = self._take(request, indices, seeded=False)
+                batch = self._collate(samples) if self.stacks else None
+            except Exception:
+                if unused.is_left():
+                    raise
+            else:
+                if unused.is_left():
+                    if self.stacks:
+                        return batch
+                    self.own.seed_all(make_key(*collate_words))
+                    return self._collate(samples)
+            self.is_seeded = self.have_drawn.value = True
+            if self._is_first:
+                self.own.look()
         if self.fetch_many is not None:
             if self.draws:
-                seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, request.start))
+                self.own.seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, request.start))
             samples = self.fetch_many(indices)
         else:
-            samples, rest = [], iter(indices)
-            try:
-                if self.draws:
-                    for place, index in enumerate(rest, request.start):
-                        key = place if request.by_place else index
-                        seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, key))
-                        samples.append(self.dataset[index])
-                else:
-                    samples = [self.dataset[index] for index in rest]
-            except Exception as error:
-                index = indices[len(indices) - operator.length_hint(rest) - 1]
-                error.add_note(f"It was raised for sample {index} of {type(self.dataset).__name__}.")
-                raise
+            samples = self._take(request, indices, seeded=self.draws)
         if self.keys_collate:
-            seed_all(make_key(self.seed, Domain.COLLATE, request.epoch, request.start))
-        return samples  # type: ignore[no-any-return]
+            self.own.seed_all(make_key(*collate_words))
+        return self._collate(samples)
+
+    def _collate(self, samples: list[Any]) -> Any:
+        if self.single:
+            return self.collate(samples[0])
+        return (self.stacks and stack(samples)) or self.collate(samples)
+
+    def _take(self, request: BatchRequest, indices: Sequence[Any], *, seeded: bool) -> list[Any]:
+        dataset, samples, rest = self.dataset, [], iter(indices)
+        try:
+            if not seeded:
+                return [dataset[index] for index in rest]
+            for place, index in enumerate(rest, request.start):
+                key = place if request.by_place else index
+                self.own.seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, key))
+                samples.append(dataset[index])
+            return samples
+        except Exception as error:
+            index = indices[len(indices) - operator.length_hint(rest) - 1]
+            error.add_note(f"It was raised for sample {index} of {type(dataset).__name__}.")
+            raise
 
 
 def early_end(data: Any, where: str) -> DataError:
