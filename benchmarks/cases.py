@@ -34,9 +34,12 @@ class Case:
         about: One line for the reports.
         kind: The function of a system's module that does it; `import` and `help` are commands.
         systems: Which ones can do it.
-        model: `mlp` (16-64-64-4), `gpt` (0.8 M parameters), `gpt-wide` (14 M), `linears` (100 M) or `gpt2` (124 M).
+        model: `mlp` (16-64-64-4), `deep` (300 small linear layers, 600 tensors), `gpt` (0.8 M parameters), `gpt-wide`
+            (14 M), `linears` (100 M) or `gpt2` (124 M).
         tensors: The data are a `TensorDataset`, else a data set that a user would write.
         draws: It draws a random number for each sample, of which nothing is made.
+        stream: The data set is iterable.
+        loaders: Number of loaders that are evaluated, each with a part of the batches.
         epoch: Batches of an epoch.
         epochs: How many are measured, after one that warms up.
         turns: Of an epoch; the systems run in turns.
@@ -48,7 +51,9 @@ class Case:
         full: Progress bar, in a terminal, and TensorBoard.
         metric: The evaluation computes `loss`, the mean loss, or `accuracy`, a torchmetrics object, or nothing.
         precision: `fp32`, `bf16` or `fp16`, the last with a gradient scaler.
+        ema: An exponential moving average of the parameters follows every update, and is left in the model.
         ranks: Processes of DDP.
+        sharded: They train with FSDP2 instead.
         workers: Of the loader.
         lr: The optimizer's learning rate.
         fused: Who uses `AdamW(fused="yes")`; "not by hand": all but the loop by hand that is divided by.
@@ -73,6 +78,8 @@ class Case:
     model: str = "mlp"
     tensors: bool = False
     draws: bool = False
+    stream: bool = False
+    loaders: int = 1
     epoch: int = 250
     epochs: int = 8
     turns: int = 2
@@ -84,7 +91,9 @@ class Case:
     full: bool = False
     metric: Literal["loss", "accuracy"] | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    ema: bool = False
     ranks: int = 1
+    sharded: bool = False
     workers: int = 0
     lr: float = 1e-3
     fused: Literal["no", "yes", "not by hand"] = "no"
@@ -112,7 +121,9 @@ class Case:
         """All that figures depend on, as plain data: what `results.json` keeps with them."""
         fields = asdict(self) | {"also": list(self.also)}
         left_out = ["about", "systems", "goal", "rounds"]
-        usual = {"draws": False, "optimizers": 0, "lr": 1e-3}
+        usual = {
+            "draws": False, "stream": False, "loaders": 1, "ema": False, "sharded": False, "optimizers": 0, "lr": 1e-3,
+        }  # fmt: skip
         left_out += [name for name in usual if fields[name] == usual[name]]
         return {name: fields[name] for name in fields if name not in left_out}
 
@@ -147,14 +158,21 @@ _CASES = [
     Case("clip", "tiny, gradient norm at most 1", clip=1.0, goal=1.03),
     Case("manual", "tiny, by two optimizers that the task moves itself", optimizers=2, goal=1.10,
          systems=("hand", "again", "lumen", "lightning")),
+    Case("stream", "tiny on an iterable data set", stream=True, goal=1.03),
+    Case("ema", "300 linear layers, 600 tensors, an exponential moving average of all of them", model="deep", ema=True,
+         systems=("hand", "again", "lumen"), fused="yes", epoch=40, goal=1.03),
     Case("tiny-fp16", "tiny in fp16 with a gradient scaler", precision="fp16", goal=1.03),
     Case("workers2", "tiny, 2 worker processes (their CPU time counts)", workers=2, goal=1.03),
     Case("evaluation", "the MLP evaluated", goal=1.03, **_EVALUATION),
     Case("evaluation-loss", "and its mean loss", metric="loss", goal=1.03, **_EVALUATION),
     Case("evaluation-metric", "and a torchmetrics accuracy", metric="accuracy", goal=1.03, **_EVALUATION),
+    Case("evaluation-two", "the MLP evaluated on two loaders", loaders=2, goal=1.03, **_EVALUATION,
+         systems=("hand", "again", "lumen")),
     Case("gpt", "GPT, 4 layers of 128, 8 x 64 tokens a step", goal=1.01, **_GPT),
     Case("gpt-bf16", "gpt in bf16", precision="bf16", goal=1.01, **_GPT),
     Case("ddp2-tiny", "tiny in 2 processes, gloo", ranks=2, goal=1.02),
+    Case("fsdp2-tiny", "tiny in 2 processes, FSDP2, gloo", ranks=2, sharded=True, goal=1.10,
+         systems=("hand", "again", "lumen")),
     Case("ddp2-gpt", "gpt in 2 processes, gloo", ranks=2, goal=1.02, **_GPT),
     Case("import", "CPU time of `import torch`, and of the library after it", kind="import", goal="60 ms added"),
     Case("help", "CPU time of `fit --help`; by hand: of `import torch`", kind="help",

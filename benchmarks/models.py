@@ -65,7 +65,8 @@ def make_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name in GPT_SHAPES:
         return GPT(*GPT_SHAPES[name])
-    return perceptron(16, *[2000] * 26, 4) if name == "linears" else perceptron(16, 64, 64, 4)
+    widths = {"linears": [2000] * 26, "deep": [16] * 299}.get(name, [64, 64])
+    return perceptron(16, *widths, 4)
 
 
 def make_tensors(name: str, samples: int) -> tuple[Tensor, Tensor]:

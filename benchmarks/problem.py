@@ -8,18 +8,20 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from benchmarks.cases import Case
 from benchmarks.gaps import Gaps
 from benchmarks.models import make_model, make_tensors
+
+EMA_DECAY = 0.999
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -42,6 +44,17 @@ class DrawingSamples(Samples):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         random.random()
         return self.inputs[index], self.targets[index]
+
+
+@final
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """A data set that is read from its beginning."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor):
+        self.inputs, self.targets = inputs, targets
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.inputs, self.targets, strict=True)
 
 
 @final
@@ -129,7 +142,7 @@ class Problem:
         case = self.case
         epochs = case.epochs + 1 if case.kind == "evaluate" else 1
         tensors = make_tensors(case.model, case.batch_size * case.epoch * case.ranks * epochs)
-        data: Any = (TensorDataset if case.tensors else DrawingSamples if case.draws else Samples)(*tensors)
+        data = self._data(*tensors)
         options: dict[str, Any] = {"num_workers": case.workers, "persistent_workers": case.workers > 0}
         if case.device == "cuda":
             options["pin_memory"] = True
@@ -137,6 +150,18 @@ class Problem:
             batches = list(BatchSampler(SequentialSampler(data), case.batch_size, drop_last=False))
             return DataLoader(data, batch_sampler=batches[int(os.environ["RANK"]) :: case.ranks], **options)
         return DataLoader(data, case.batch_size, shuffle=False, **options)
+
+    def _data(self, inputs: Tensor, targets: Tensor) -> Any:
+        case = self.case
+        kinds = {TensorDataset: case.tensors, DrawingSamples: case.draws, Stream: case.stream, Samples: True}
+        return next(kind for kind, is_wanted in kinds.items() if is_wanted)(inputs, targets)
+
+    def loaders(self) -> list[DataLoader[Any]]:
+        """The loaders of an evaluation: the batches in their order, in equal parts."""
+        case = self.case
+        tensors = make_tensors(case.model, case.batch_size * case.batches)
+        parts = zip(*(tensor.chunk(case.loaders) for tensor in tensors), strict=True)
+        return [DataLoader(self._data(*part), case.batch_size, shuffle=False) for part in parts]
 
     def end_epoch(self) -> None:
         """Read the clocks where no loss is computed: after each epoch."""
@@ -161,7 +186,9 @@ class Problem:
         return [blocked], [blocked + slowed]
 
     def digest(self) -> str:
-        """Of all bits of all parameters."""
+        """Of all bits of all parameters; of shards nothing, since each process has others: the loss depends on all."""
+        if self.case.sharded:
+            return "sharded"
         sha = hashlib.sha256()
         for parameter in self.model.parameters():
             sha.update(parameter.detach().cpu().numpy().tobytes())

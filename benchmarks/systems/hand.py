@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.nothing import LOSS, NoOptimizer, no_backward, no_loader
-from benchmarks.problem import Problem
+from benchmarks.problem import EMA_DECAY, Problem
 
 
 def train(problem: Problem) -> None:
     """Train with the loop that the case needs."""
     case = problem.case
     model = problem.model.to(case.device)
-    optimizer: Any = (problem.optimizers if case.optimizers else problem.optimizer)(model.parameters())
     if case.compiled:
         model = torch.compile(model)
     if case.ranks > 1:
         torch.distributed.init_process_group("gloo")  # its end is the process's: DDP must not outlive it
-        model = DistributedDataParallel(model)
+        model = _sharded(model) if case.sharded else DistributedDataParallel(model)
+    optimizer: Any = (problem.optimizers if case.optimizers else problem.optimizer)(model.parameters())
     model.train()
     batches = _sliced(problem) if problem.system == "hand-sliced" else _batches(problem)
     loop = (
-        _several if case.optimizers else _scaled if case.precision == "fp16" else _autocast if case.precision == "bf16"
+        _averaged if case.ema else _several if case.optimizers
+        else _scaled if case.precision == "fp16" else _autocast if case.precision == "bf16"
         else _accumulated if case.accumulate > 1 else _clipped if case.clip else _plain
     )  # fmt: skip
     loop(problem, model, optimizer, batches)
@@ -38,6 +41,26 @@ def _plain(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer,
         loss = problem.loss(model, batch)
         loss.backward()
         optimizer.step()
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    """Each linear layer is a unit, since the layers are of one class; the rest is another one."""
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def _averaged(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    averages = [parameter.clone() for parameter in parameters]
+    for _, batch in zip(range(problem.steps), batches, strict=False):
+        optimizer.zero_grad()
+        loss = problem.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        torch._foreach_lerp_(averages, parameters, 1 - EMA_DECAY)
+    torch._foreach_copy_(parameters, averages)
 
 
 def _several(problem: Problem, model: nn.Module, optimizers: Any, batches: Iterator[Any]) -> None:
@@ -112,7 +135,8 @@ def _sliced(problem: Problem) -> Iterator[Any]:
 def evaluate(problem: Problem) -> None:
     """Evaluate; the mean loss is over samples, the accuracy a torchmetrics object."""
     model, metric = problem.model, problem.case.metric
-    loader = problem.loader()  # here: tensors made in inference mode are indexed faster than those that users have
+    # The data are made here, since tensors made in inference mode are indexed faster than those that users have.
+    loader = problem.loader() if problem.case.loaders == 1 else chain(*problem.loaders())
     model.eval()
     if metric == "accuracy":
         _evaluate_accuracy(problem, model, loader)

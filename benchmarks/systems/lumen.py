@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.nothing import LOSS, NoOptimizer, no_backward, no_loader, no_seeding
-from benchmarks.problem import Problem
-from lumen import LambdaCallback, ModelCheckpoint, TaskModule, TensorBoardLogger, Trainer
+from benchmarks.problem import EMA_DECAY, Problem
+from lumen import EMA, LambdaCallback, ModelCheckpoint, TaskModule, TensorBoardLogger, Trainer
 
 
 class Task(TaskModule):
@@ -124,6 +124,10 @@ def make_trainer(problem: Problem, **options: Any) -> Trainer:
     }  # fmt: skip
     off = {"logger": False, "enable_progress_bar": False}
     on = {"logger": [TensorBoardLogger()]}
+    if case.sharded:
+        settings["strategy"] = "fsdp"
+    if case.ema:
+        settings["callbacks"] = [EMA(EMA_DECAY)]
     return Trainer(**settings | (on if case.full else off) | options)
 
 
@@ -138,7 +142,8 @@ def evaluate(problem: Problem) -> None:
     """Evaluate."""
     task = {None: Evaluation, "loss": LossEvaluation, "accuracy": AccuracyEvaluation}[problem.case.metric](problem)
     task.load_state_dict(task.state_dict())  # else Lumen warns that nobody has trained it
-    (values,) = make_trainer(problem).validate(task, problem.loader())
+    loaders = problem.loader() if problem.case.loaders == 1 else problem.loaders()
+    values, *_ = make_trainer(problem).validate(task, loaders)
     problem.result = values.get("result")
 
 

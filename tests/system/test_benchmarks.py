@@ -134,8 +134,9 @@ def test_a_gap_is_the_time_between_two_operations_however_they_are_nested():
 
 
 @pytest.mark.slow
-def test_two_processes_take_turns_and_end_alike():
-    case = CASES["ddp2-tiny"]
+@pytest.mark.parametrize("name", ["ddp2-tiny", "fsdp2-tiny"])
+def test_two_processes_take_turns_and_end_alike(name):
+    case = CASES[name]
     found = run_round(case, ["hand", "lumen"], "--small")
     assert refusal(case, "lumen", found) is None
 
