@@ -30,7 +30,7 @@ class Part:
         kind: The dtype of a tensor, else the class.
         shape: The tensor's shape; None: it is no tensor.
         size_bytes: The memory that the tensor takes, in bytes.
-        least: The smallest element that is finite; None: there is none, or it is no tensor of numbers.
+        least: The smallest finite element; None without one, and for tensors of other things than numbers.
         most: The largest one.
         mean: Of the elements that are finite; None but for floating-point numbers.
         std: Their standard deviation; None likewise.
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def cells(self) -> list[str]:
-        """As a row of a table."""
+        """Return the cells of a row of the table."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
         holds = "" if self.least is None or self.most is None else f"{_short(self.least)} .. {_short(self.most)}"
         spread = "" if self.mean is None or self.std is None else f"mean {_short(self.mean)} std {_short(self.std)}"
@@ -94,7 +94,7 @@ def _within(path: str, key: Any) -> str:
 
 
 def largest(batch: Any) -> tuple[str, torch.Tensor] | None:
-    """The tensor of at least two dimensions that has the most elements, the first of those; None: there is none."""
+    """Return the first of the largest tensors with two or more dimensions; None without such a tensor."""
     found = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
     return max(found, key=lambda each: each[1].numel(), default=None)
 

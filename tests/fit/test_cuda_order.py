@@ -106,7 +106,7 @@ def device(monkeypatch):
     _copy_stream.cache_clear()
 
 
-def test_the_host_is_two_copied_batches_ahead_at_most(device):
+def test_the_host_is_two_copied_batches_ahead(device):
     copies = CopyStream(torch.device("meta"), None)  # its first event says that the copies are done
     for number in range(1, 5):
         device.log.clear()

@@ -282,7 +282,7 @@ def test_an_error_of_a_sample_is_raised_once(tmp_path):
     assert (tmp_path / "asked").read_text().split().count("17") == 1
 
 
-def test_a_draw_that_leads_to_an_error_without_seeds_is_made_again(tmp_path):
+def test_draws_that_cause_errors_are_made_again(tmp_path):
     seeded = fitted(tmp_path, Seeing(), DataLoader(Seeded(SAMPLES["from torch"]), 4))
     drawn = {index: number for batch in seeded[0] for index, number in zip(*batch, strict=True)}
 

@@ -116,7 +116,7 @@ def end_of(job, limit_s):
 @pytest.mark.torture
 @pytest.mark.time_limit(20_000)
 @pytest.mark.parametrize("kind", ["shuffled", "by hand"], ids=["shuffled", "by hand, average, stream"])
-def test_nothing_grows_and_a_run_that_is_disturbed_for_as_long_differs_in_nothing(for_programs, kind):
+def test_disturbed_soaks_grow_nothing_and_differ_nowhere(for_programs, kind):
     Path("job.py").write_text(SCRIPT)
     grown = undisturbed(kind, 0.2 * MINUTES)
     expected = result()
