@@ -234,7 +234,10 @@ def stack(samples: list[Any]) -> list[torch.Tensor] | None:
     first = samples[0]
     if type(first) is not tuple or get_worker_info() is not None:  # workers stack into memory that is shared
         return None
-    if not all(type(part) is int or _is_plain(part) for part in first) or not collates_as_ever():
+    for part in first:
+        if type(part) is not int and not _is_plain(part):
+            return None
+    if not collates_as_ever():
         return None
     try:
         columns = list(zip(*samples, strict=True))
@@ -260,8 +263,9 @@ def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
     except TypeError:
         return None
     tensors = dataset.tensors
-    if not all(_is_plain(each) and each.is_cpu and each.is_contiguous() for each in tensors):
-        return None
+    for each in tensors:
+        if not (_is_plain(each) and each.is_cpu and each.is_contiguous()):
+            return None
     if not collates_as_ever():
         return None
     try:

@@ -72,7 +72,7 @@ def calls_per_step(tmp_path, task, **options):
     return calls_per_batch(lambda loader: bare_trainer(tmp_path, max_epochs=1, **options).fit(task, loader))
 
 
-@pytest.mark.parametrize(("names", "most"), [(0, 73), (1, 76), (10, 103)])
+@pytest.mark.parametrize(("names", "most"), [(0, 71), (1, 74), (10, 101)])
 def test_a_step_calls_few_functions_of_lumens_own(tmp_path, names, most):
     assert calls_per_step(tmp_path, Logging(names)) <= most
 
