@@ -18,7 +18,7 @@ _SHOWN = ("cpu_s", "wall_s", "first_s", "peak_mb", "calls")  # a save's seconds 
 
 
 _FEW = {
-    "tiny": "a step of 0.6 ms", "tiny-log1": "with one self.log", "tiny-log10": "with ten of them",
+    "tiny": "a step of 0.4 ms", "tiny-log1": "with one self.log", "tiny-log10": "with ten of them",
     "tiny-full": "with TensorBoard", "evaluation": "an evaluation",
 }  # fmt: skip
 _BARS = {"lumen": "#2f7de1", "lightning": "#a2a8b1"}
