@@ -44,7 +44,7 @@ def _plain(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def _sharded(model: nn.Module) -> nn.Module:
-    """Each linear layer is a unit, since the layers are of one class; the rest is another one."""
+    """Shard each linear layer as a unit, as Lumen does with layers of one class, and the rest with the root."""
     for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
