@@ -1,7 +1,7 @@
 """The memory where the global generators of torch, numpy and `random` store how far they have drawn.
 
 Reading this memory takes 0.1 us, their public methods take 1 to 20, since they copy whole states. On import the memory
-is compared with these copies: where its layout is another one, a generator counts as used.
+is compared with these copies. If its layout differs from the expected one, the generator counts as used.
 """
 
 from __future__ import annotations
