@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from benchmarks.growing_records import seconds
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.cli import main
 
 _WIDTH = 8  # numbers in a parameter

@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from lumen.version import __version__ as __version__
+
 if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends this process
     import_module("lumen.distributed.worker").attach()
 
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
         OnExceptionCheckpoint as OnExceptionCheckpoint,
         PredictionWriter as PredictionWriter,
         ProgressBar as ProgressBar,
-        RayTrainReportCallback as RayTrainReportCallback,
-        Report as Report,
         SpikeDetection as SpikeDetection,
         ThroughputMonitor as ThroughputMonitor,
         Timer as Timer,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from lumen.callbacks.model_summary import summarize as summarize
     from lumen.checkpoint import Weights as Weights
     from lumen.cli.command_line import CLI as CLI
-    from lumen.cli.runs.records import runs as runs
     from lumen.data.combined import CombinedLoader as CombinedLoader
     from lumen.data.nested import move_data_to_device as move_data_to_device
     from lumen.distributed.rank_zero import (
@@ -49,14 +48,12 @@ if TYPE_CHECKING:
         rank_zero_warn as rank_zero_warn,
     )
     from lumen.errors import LumenError as LumenError
-    from lumen.loggers import (
-        AimLogger as AimLogger,
-        CSVLogger as CSVLogger,
-        Logger as Logger,
-        MLFlowLogger as MLFlowLogger,
-        TensorBoardLogger as TensorBoardLogger,
-        WandbLogger as WandbLogger,
-    )
+    from lumen.integrations.aim import AimLogger as AimLogger
+    from lumen.integrations.mlflow import MLFlowLogger as MLFlowLogger
+    from lumen.integrations.ray import RayTrainReportCallback as RayTrainReportCallback
+    from lumen.integrations.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from lumen.integrations.wandb import WandbLogger as WandbLogger
+    from lumen.loggers import CSVLogger as CSVLogger, Logger as Logger
     from lumen.precision import Precision as Precision
     from lumen.profilers import (
         AdvancedProfiler as AdvancedProfiler,
@@ -74,6 +71,8 @@ if TYPE_CHECKING:
     from lumen.task.data_module import DataModule as DataModule
     from lumen.task.task_module import TaskModule as TaskModule
     from lumen.task.teacher import Teacher as Teacher
+    from lumen.tools.report.callback import Report as Report
+    from lumen.tools.runs.records import runs as runs
     from lumen.trainer.trainer import Trainer as Trainer
     from lumen.trainer.tuner import (
         BatchSizeFinder as BatchSizeFinder,
@@ -88,18 +87,22 @@ _HOME = {
         "lumen.callbacks": (
             "BackboneFinetuning BaseFinetuning BasePredictionWriter Callback DeviceStatsMonitor EMA "
             "EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateMonitor ModelCheckpoint "
-            "ModelPruning ModelSummary OnExceptionCheckpoint PredictionWriter ProgressBar RayTrainReportCallback "
-            "Report SWA SpikeDetection ThroughputMonitor Timer"
+            "ModelPruning ModelSummary OnExceptionCheckpoint PredictionWriter ProgressBar SWA "
+            " SpikeDetection ThroughputMonitor Timer"
         ),
         "lumen.callbacks.model_summary": "summarize",
         "lumen.checkpoint": "Weights",
         "lumen.cli.command_line": "CLI",
-        "lumen.cli.runs.records": "runs",
         "lumen.data.combined": "CombinedLoader",
         "lumen.data.nested": "move_data_to_device",
         "lumen.distributed.rank_zero": "rank_zero_debug rank_zero_info rank_zero_only rank_zero_warn",
         "lumen.errors": "LumenError",
-        "lumen.loggers": "AimLogger CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
+        "lumen.integrations.aim": "AimLogger",
+        "lumen.integrations.mlflow": "MLFlowLogger",
+        "lumen.integrations.ray": "RayTrainReportCallback",
+        "lumen.integrations.tensorboard": "TensorBoardLogger",
+        "lumen.integrations.wandb": "WandbLogger",
+        "lumen.loggers": "CSVLogger Logger",
         "lumen.precision": "Precision",
         "lumen.profilers": "AdvancedProfiler PassThroughProfiler Profiler SimpleProfiler TorchProfiler",
         "lumen.random": "isolate_rng seed_everything",
@@ -111,13 +114,14 @@ _HOME = {
         "lumen.task.data_module": "DataModule",
         "lumen.task.task_module": "TaskModule",
         "lumen.task.teacher": "Teacher",
+        "lumen.tools.report.callback": "Report",
+        "lumen.tools.runs.records": "runs",
         "lumen.trainer.trainer": "Trainer",
         "lumen.trainer.tuner": "BatchSizeFinder LearningRateFinder Tuner",
     }.items()
     for name in names.split()
 }
 __all__ = sorted(_HOME)
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

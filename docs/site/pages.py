@@ -26,8 +26,8 @@ ELSEWHERE = {
 }
 REFERENCE = {  # a page, and the modules whose public names stand on it; the page of tools has all others
     "trainer": ("Trainer and task", ("lumen.trainer.", "lumen.task.")),
-    "callbacks": ("Callbacks", ("lumen.callbacks",)),
-    "loggers": ("Loggers and profilers", ("lumen.loggers", "lumen.profilers")),
+    "callbacks": ("Callbacks", ("lumen.callbacks", "lumen.integrations.ray", "lumen.tools.report")),
+    "loggers": ("Loggers and profilers", ("lumen.loggers", "lumen.integrations", "lumen.profilers")),
     "devices": ("Devices and precision", ("lumen.strategies", "lumen.precision")),
     "tools": ("Tools", ("lumen.",)),
 }

@@ -2,7 +2,6 @@
 
 from lumen.callbacks.base import Callback as Callback
 from lumen.callbacks.defaults import (
-    BYSTANDERS as BYSTANDERS,
     choose_callbacks as choose_callbacks,
     joined as joined,
     listed as listed,
@@ -30,6 +29,5 @@ from lumen.callbacks.prediction_writer import (
 )
 from lumen.callbacks.progress_bar import ProgressBar as ProgressBar
 from lumen.callbacks.pruning import ModelPruning as ModelPruning
-from lumen.callbacks.reports import RayTrainReportCallback as RayTrainReportCallback, Report as Report
 from lumen.callbacks.spike_detection import SpikeDetection as SpikeDetection
 from lumen.callbacks.timer import Timer as Timer

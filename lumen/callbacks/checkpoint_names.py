@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from lumen.checkpoint.folder import find_unread, read_info
-from lumen.checkpoint.manifest import is_committed
-from lumen.checkpoint.places import as_local
+from lumen.checkpoint.format.folder import find_unread, read_info
+from lumen.checkpoint.format.manifest import is_committed
+from lumen.checkpoint.format.places import as_local
 from lumen.errors import CheckpointDamaged
 
 if TYPE_CHECKING:

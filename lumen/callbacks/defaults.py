@@ -9,20 +9,8 @@ from typing import Any
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import deciding_first
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
-from lumen.callbacks.model_summary import ModelSummary
-from lumen.callbacks.monitors import DeviceStatsMonitor, ThroughputMonitor
-from lumen.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from lumen.callbacks.prediction_writer import BasePredictionWriter
-from lumen.callbacks.progress_bar import ProgressBar
-from lumen.callbacks.reports import RayTrainReportCallback, Report
 from lumen.errors import ConfigError
 from lumen.errors.arguments import in_words
-
-#: Callbacks that show, save and tell: without them the same is computed.
-BYSTANDERS = (
-    BasePredictionWriter, DeviceStatsMonitor, ModelCheckpoint, ModelSummary, OnExceptionCheckpoint, ProgressBar,
-    RayTrainReportCallback, Report, ThroughputMonitor,
-)  # fmt: skip
 
 
 def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved and under which names (`collect`), and its bytes on disk (all other modules).
+"""Checkpoints: what is saved and under which names, and its bytes on disk.
 
     runs/gpt/checkpoints/
         step-00000200/
@@ -17,39 +17,36 @@ manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled
 
 Each process writes blocks: of sharded tensors what it holds, and some of the tensors that all processes hold alike.
 
-The modules, each using only those before it: `codec`, `storage` (the contract), `local_storage`, `object_store`,
-`places` (the choice between these two), `files`, `manifest`, `safetensors_file`, `reader`, `reshard`,
-`optimizer_layout`, `parameter_ids`, `optimizer_state`, `folder`, `weights_source`, `averaging`, `load_weights`,
-`write_plan`, `writer`, `config_diff`, `state_keys`, `user_state`, `rank_state`, `collect`, `snapshot`, `async_save`,
-`parts`, `resume_checks`, `restore`; for the command line `listing` and `export`.
+`format` has the bytes and storage, `save` collects and writes, `load` finds, reads and resumes. The modules here serve
+both directions: the states of optimizers, of ranks, and of what users keep.
 """
 
-from lumen.checkpoint.async_save import Saves as Saves
-from lumen.checkpoint.collect import check_savable as check_savable
-from lumen.checkpoint.config_diff import (
+from lumen.checkpoint.format.folder import find_checkpoints as find_checkpoints, newest_valid as newest_valid
+from lumen.checkpoint.format.places import as_place as as_place, storage_of as storage_of
+from lumen.checkpoint.format.reader import Checkpoint as Checkpoint
+from lumen.checkpoint.load.config_diff import (
     changed_hyperparameters as changed_hyperparameters,
     compare as compare,
     configured as configured,
     modes_of as modes_of,
 )
-from lumen.checkpoint.folder import find_checkpoints as find_checkpoints, newest_valid as newest_valid
-from lumen.checkpoint.load_weights import load_weights as load_weights
-from lumen.checkpoint.optimizer_layout import keeps_unknown_state as keeps_unknown_state
-from lumen.checkpoint.optimizer_state import groups_of as groups_of
-from lumen.checkpoint.parts import PARTS as PARTS, Part as Part, choose_parts as choose_parts
-from lumen.checkpoint.places import as_place as as_place, storage_of as storage_of
-from lumen.checkpoint.reader import Checkpoint as Checkpoint
-from lumen.checkpoint.restore import (
+from lumen.checkpoint.load.load_weights import load_weights as load_weights
+from lumen.checkpoint.load.parts import PARTS as PARTS, Part as Part, choose_parts as choose_parts
+from lumen.checkpoint.load.restore import (
     load_datamodule as load_datamodule,
     load_model_and_data as load_model_and_data,
     load_run as load_run,
     load_task as load_task,
     malformed_is_damaged as malformed_is_damaged,
 )
-from lumen.checkpoint.weights_source import (
+from lumen.checkpoint.load.weights_source import (
     Weights as Weights,
     as_weights as as_weights,
     check_there as check_there,
     find_checkpoint as find_checkpoint,
     is_weights as is_weights,
 )
+from lumen.checkpoint.optimizer_layout import keeps_unknown_state as keeps_unknown_state
+from lumen.checkpoint.optimizer_state import groups_of as groups_of
+from lumen.checkpoint.save.async_save import Saves as Saves
+from lumen.checkpoint.save.collect import check_savable as check_savable

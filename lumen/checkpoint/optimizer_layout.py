@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lumen.checkpoint.codec import encode
+from lumen.checkpoint.format.codec import encode
 from lumen.errors import CheckpointError
 from lumen.internals.optimizers import attributes_of_all_optimizers, has_state_dict_hooks
 from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lumen.checkpoint.codec import JSON, Tensors, decode, encode
+from lumen.checkpoint.format.codec import JSON, Tensors, decode, encode
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.load.reshard import read_beside, states_of
 from lumen.checkpoint.optimizer_layout import (
     SHARING,
     attributes_of,
@@ -26,8 +28,6 @@ from lumen.checkpoint.optimizer_layout import (
     optimizers_in,
     tensors_in,
 )
-from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.reshard import read_beside, states_of
 from lumen.distributed.dtensor import is_sharded, local_tensor
 from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.internals.optimizers import torchs_state_dict

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lumen.checkpoint.codec import JSON, Tensors, decode, encode
-from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.format.codec import JSON, Tensors, decode, encode
+from lumen.checkpoint.format.reader import Checkpoint
 from lumen.errors import CheckpointMismatch
 from lumen.metrics.step_values import Accumulator
 from lumen.metrics.torchmetrics_states import load_metric_state, merged_state, metric_state, metrics_of, updates_seen

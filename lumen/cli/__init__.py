@@ -10,12 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
-from lumen import __version__
 from lumen.console import stderr, stdout
 from lumen.distributed import worker
 from lumen.errors import HUNG, ConfigError, LumenError, ProcessStuck
 from lumen.errors.arguments import did_you_mean
 from lumen.internals.garbage import only_young_collected
+from lumen.version import __version__
 
 VERBOSE = "LUMEN_DEBUG"  # what `--verbose` sets, for the processes of the run too
 COMMANDS = {
@@ -125,10 +125,12 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from lumen.cli import command_line
 
         return partial(command_line.run, name)
-    run: Callable[[list[str]], int] = import_module(f"lumen.cli.{place_of(name)}").run
+    run: Callable[[list[str]], int] = import_module(place_of(name)).run
     return run
 
 
 def place_of(name: str) -> str:
-    """The module of a command that is none of the four loops, below `lumen.cli`."""
-    return f"{name}.command" if name in ("init", "migrate", "runs", "submit") else name
+    """The module of a command that is none of the four loops."""
+    if name in ("verify", "diff", "replay"):
+        return f"lumen.tools.proof.{name}"
+    return "lumen.tools.completion" if name == "completion" else f"lumen.tools.{name}.command"

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import lumen
 from lumen import __all__ as public
 from lumen.errors import ConfigError
 from lumen.errors.arguments import did_you_mean, local_path
@@ -86,6 +87,9 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
 
 def classes_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
     """The imported classes that are derived from some, as short names may mean them; Lightning's have its full name."""
+    for name, home in lumen._HOME.items():  # what only its name has imported is found by its short name too
+        if home.startswith(("lumen.integrations", "lumen.tools")):
+            getattr(lumen, name)
     found: dict[str, list[type]] = {}
     for kind in dict.fromkeys(chain.from_iterable(map(_derived, bases))):
         if "<locals>" not in kind.__qualname__ and kind.__module__.partition(".")[0] not in LIGHTNINGS:

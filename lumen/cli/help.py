@@ -47,6 +47,7 @@ _OF_FIT = {"optimizer", "lr_scheduler", *(f"trainer.{name}" for name in (
     "max_epochs", "max_steps", "max_time", "global_batch_size", "gradient_clip_val", "val_check_interval",
     "limit_train_batches", "resume",
 ))}  # fmt: skip
+_OF_CALLBACKS = ("lumen.callbacks", "lumen.integrations.ray", "lumen.tools.report")
 _INDENT = 34
 
 
@@ -98,8 +99,8 @@ def _short(parser: OptionParser, width: int) -> Iterator[str]:
         for action in own:
             yield from _line(action.dest, _told(action), width)
     yield from ("", "by name:")
-    callbacks = [name for name, home in lumen._HOME.items() if home == "lumen.callbacks" and name[0].isupper()]
-    named = [name for name in callbacks if name != "Callback" and not name.startswith("Base")]
+    callbacks = [name for name, home in lumen._HOME.items() if home.startswith(_OF_CALLBACKS) and name[0].isupper()]
+    named = sorted(name for name in callbacks if name != "Callback" and not name.startswith("Base"))
     yield from _line("trainer.callbacks", ", ".join(named), width)
     yield from ("", "all others:")
     classes = [f"--{name}.help" for name in ("model", "data", "optimizer", "lr_scheduler") if name in parser.bases]

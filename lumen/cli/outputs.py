@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lumen.callbacks import Callback
-from lumen.checkpoint.safetensors_file import write_safetensors
+from lumen.checkpoint.format.safetensors_file import write_safetensors
 from lumen.cli.interpolation import escaped
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout

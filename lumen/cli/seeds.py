@@ -9,7 +9,7 @@ from jsonargparse import Namespace
 
 from lumen.callbacks.checkpoint_names import decides
 from lumen.checkpoint import PARTS, as_place, find_checkpoint, is_weights
-from lumen.checkpoint.manifest import STATE
+from lumen.checkpoint.format.manifest import STATE
 from lumen.cli.config_layers import as_list
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path

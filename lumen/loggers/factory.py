@@ -15,10 +15,10 @@ LoggerName: TypeAlias = Literal["csv", "tensorboard", "wandb", "mlflow", "aim"]
 
 _NAMES: dict[LoggerName, tuple[str, str]] = {
     "csv": ("lumen.loggers.csv", "CSVLogger"),
-    "tensorboard": ("lumen.loggers.tensorboard", "TensorBoardLogger"),
-    "wandb": ("lumen.loggers.wandb", "WandbLogger"),
-    "mlflow": ("lumen.loggers.mlflow", "MLFlowLogger"),
-    "aim": ("lumen.loggers.aim", "AimLogger"),
+    "tensorboard": ("lumen.integrations.tensorboard", "TensorBoardLogger"),
+    "wandb": ("lumen.integrations.wandb", "WandbLogger"),
+    "mlflow": ("lumen.integrations.mlflow", "MLFlowLogger"),
+    "aim": ("lumen.integrations.aim", "AimLogger"),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from lumen.checkpoint.collect import logger_states
+from lumen.checkpoint.save.collect import logger_states
 from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.nested import move
 from lumen.data.windows import AccumulationWindow, MicroBatch

@@ -7,7 +7,7 @@ what loggers get of the step may come later, where a device still computes it, b
 
 from __future__ import annotations
 
-from lumen.checkpoint.collect import check_additions, check_first_state
+from lumen.checkpoint.save.collect import check_additions, check_first_state
 from lumen.console import logger as _log
 from lumen.data.windows import AccumulationWindow
 from lumen.errors import DataError, TrainingError

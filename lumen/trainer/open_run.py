@@ -22,7 +22,7 @@ from lumen.callbacks import (
 )
 from lumen.callbacks.checkpoint_names import is_same
 from lumen.checkpoint import Checkpoint, Saves, storage_of
-from lumen.checkpoint.folder import find_checkpoints, newest_valid, read_info, remove_checkpoints
+from lumen.checkpoint.format.folder import find_checkpoints, newest_valid, read_info, remove_checkpoints
 from lumen.checkpoint.user_state import key_of
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch

@@ -31,8 +31,8 @@ from lumen.checkpoint import (
     load_weights,
     modes_of,
 )
-from lumen.checkpoint.averaging import averaged
-from lumen.checkpoint.folder import find_newer, newest_committed, set_aside
+from lumen.checkpoint.format.folder import find_newer, newest_committed, set_aside
+from lumen.checkpoint.load.averaging import averaged
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointMismatch, ConfigError

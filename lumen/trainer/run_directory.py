@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from lumen.checkpoint.folder import clean_leftovers
-from lumen.checkpoint.storage import fsync_directory, make_directory
+from lumen.checkpoint.format.folder import clean_leftovers
+from lumen.checkpoint.format.storage import fsync_directory, make_directory
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, RunDirectoryError
 

@@ -21,8 +21,8 @@ from lumen.callbacks import EarlyStopping, ModelCheckpoint
 from lumen.callbacks.display import number
 from lumen.callbacks.early_stopping import monitored
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.folder import newest_committed, read_info
-from lumen.checkpoint.storage import MANIFEST
+from lumen.checkpoint.format.folder import newest_committed, read_info
+from lumen.checkpoint.format.storage import MANIFEST
 from lumen.console import in_notebook, logger as _log
 from lumen.distributed.restarts import has_lives, step_notes, told_restart
 from lumen.distributed.worker import is_worker, report_steps

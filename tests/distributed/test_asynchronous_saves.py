@@ -12,7 +12,7 @@ import torch
 
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
-from lumen.checkpoint.snapshot import Snapshot
+from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.errors import CheckpointError, NonFiniteLoss, ProcessLost
 from tests.helpers.asynchronous_saves import (
     At,
@@ -94,7 +94,7 @@ def save_without_memory_on_one_rank(tmp_path, how):
         if how == "known before":
             fit(tmp_path, saving(asynchronous=None), Large(), strategy="ddp", max_steps=6)
         else:
-            patch.setattr("lumen.checkpoint.storage.Storage.quick_bytes", 0)
+            patch.setattr("lumen.checkpoint.format.storage.Storage.quick_bytes", 0)
             fit(tmp_path, saving(asynchronous=None), strategy="ddp", max_steps=6)
     return disk.is_left_to_a_thread
 

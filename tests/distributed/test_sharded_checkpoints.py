@@ -19,7 +19,7 @@ from torchmetrics import CatMetric
 
 import lumen
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.distributed.dtensor import is_sharded
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, NonFiniteLoss, ProcessLost

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 
-from lumen.proof.apart import FLOAT64, values_apart
-from lumen.proof.causes import cause_of_values
-from lumen.proof.variants import NAME, Variant
-from lumen.proof.worker import Result
+from lumen.tools.proof.apart import FLOAT64, values_apart
+from lumen.tools.proof.causes import cause_of_values
+from lumen.tools.proof.variants import NAME, Variant
+from lumen.tools.proof.worker import Result
 from tests.helpers import proving
 from tests.helpers.proving import Clean, Make, Within, observed, why
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
-from lumen.checkpoint.folder import read_info
-from lumen.checkpoint.snapshot import Snapshot
+from lumen.checkpoint.format.folder import read_info
+from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.errors import CheckpointError, NonFiniteLoss
 from tests.helpers.asynchronous_saves import (
     At,

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import lumen
 from lumen.checkpoint import find_checkpoints
-from lumen.checkpoint.export import export
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
+from lumen.tools.export.weights import export
 from tests.helpers.checkpoints import save
 from tests.helpers.ema import Kept, Normed, fit
 from tests.helpers.tasks import Regression, bare_trainer, loader

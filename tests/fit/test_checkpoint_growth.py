@@ -20,12 +20,12 @@ from torch import nn
 
 import lumen
 from lumen.checkpoint import Checkpoint, as_place, find_checkpoints, object_store
-from lumen.checkpoint.listing import list_checkpoints
-from lumen.checkpoint.manifest import read_manifest
-from lumen.checkpoint.snapshot import Snapshot
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.manifest import read_manifest
+from lumen.checkpoint.save.snapshot import Snapshot
+from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged
+from lumen.tools.runs.listing import list_checkpoints
 from tests.helpers.checkpoints import same, save, tamper, tensor_of
 from tests.helpers.scripted import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer

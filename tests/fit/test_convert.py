@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lumen
-from lumen.checkpoint import unpickle
 from lumen.cli import main
+from lumen.tools.convert import unpickle
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -236,4 +236,4 @@ def test_the_pickle_is_read_by_another_process(monkeypatch):
     torch.save(nn.Linear(1, 1).state_dict(), "plain.pt")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("read here"))
     assert convert("plain.pt", "out.safetensors").keys() == {"weight", "bias"}
-    assert "lumen.checkpoint.unpickle" in sys.modules
+    assert "lumen.tools.convert.unpickle" in sys.modules

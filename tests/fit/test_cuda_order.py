@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import lumen
-from lumen.checkpoint.snapshot import Snapshot, pinned_like
+from lumen.checkpoint.save.snapshot import Snapshot, pinned_like
 from lumen.data.nested import CopyStream, _copy_stream, move
 from lumen.data.rank_checks import lend
 from lumen.data.windows import LoadedBatch
@@ -402,11 +402,11 @@ def test_pinned_memory_is_taken_in_blocks_that_tensors_fill(pinned):
 
 def test_a_snapshots_memory_is_kept_while_it_fits_and_given_back_at_the_end(pinned, monkeypatch):
     given_back = []
-    monkeypatch.setattr("lumen.checkpoint.snapshot.empty_host_cache", lambda: given_back.append(list(alive)))
+    monkeypatch.setattr("lumen.checkpoint.save.snapshot.empty_host_cache", lambda: given_back.append(list(alive)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))
-    monkeypatch.setattr("lumen.checkpoint.snapshot.lies_in_order", lambda tensor: False)
+    monkeypatch.setattr("lumen.checkpoint.save.snapshot.lies_in_order", lambda tensor: False)
     alive = weakref.WeakSet()
     snapshot, tensors = Snapshot(), {"a": torch.ones(600), "b": torch.ones(30, 10)}
     snapshot.reserve({"model": tensors})

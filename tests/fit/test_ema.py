@@ -7,8 +7,8 @@ from torch import nn
 
 import lumen
 from lumen.checkpoint import find_checkpoints
-from lumen.checkpoint.export import export
 from lumen.errors import ConfigError
+from lumen.tools.export.weights import export
 from tests.helpers.by_hand import Gan, pair_loader
 from tests.helpers.ema import Kept, Normed, averaged, fit
 from tests.helpers.tasks import loader, quiet_trainer

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
-from lumen.checkpoint.folder import read_info
+from lumen.checkpoint.format.folder import read_info
 from lumen.errors import CheckpointError, ConfigError, TrainingError
 from tests.helpers.scripted import Scripted, fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer

@@ -13,10 +13,10 @@ import fsspec
 import pytest
 import torch
 
-from lumen.checkpoint.folder import remove_checkpoint
-from lumen.checkpoint.listing import list_checkpoints
-from lumen.checkpoint.places import as_place
+from lumen.checkpoint.format.folder import remove_checkpoint
+from lumen.checkpoint.format.places import as_place
 from lumen.cli import main
+from lumen.tools.runs.listing import list_checkpoints
 from lumen.trainer.run_directory import RunDirectory
 from tests.helpers import runs
 from tests.helpers.checkpoints import FILES, bytes_read, save, small, tamper

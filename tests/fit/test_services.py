@@ -16,7 +16,7 @@ from PIL import Image
 import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError
-from lumen.loggers.wandb_files import wait_for_end
+from lumen.integrations.wandb_files import wait_for_end
 from tests.helpers.loggers import fit
 from tests.helpers.services import (
     At,

@@ -10,7 +10,7 @@ import pytest
 
 import lumen
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.folder import (
+from lumen.checkpoint.format.folder import (
     clean_leftovers,
     find_checkpoints,
     find_unread,
@@ -18,9 +18,9 @@ from lumen.checkpoint.folder import (
     remove_checkpoint,
     set_aside,
 )
-from lumen.checkpoint.manifest import STATE
-from lumen.checkpoint.storage import LocalStorage
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.manifest import STATE
+from lumen.checkpoint.format.storage import LocalStorage
+from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.helpers.checkpoints import FILES, assert_small, small
 from tests.helpers.storage_folder import verify

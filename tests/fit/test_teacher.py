@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounter
 
 import lumen
 from lumen.checkpoint import find_checkpoints
-from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.format.reader import Checkpoint
 from lumen.errors import ConfigError
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 from tests.helpers.teaching import ByHand, Byol, cosine, loop, student

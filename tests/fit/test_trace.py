@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from lumen.proof.difference import compare, first_difference, record
-from lumen.proof.recorder import Recorder
-from lumen.proof.trace import KINDS, Key
+from lumen.tools.proof.difference import compare, first_difference, record
+from lumen.tools.proof.recorder import Recorder
+from lumen.tools.proof.trace import KINDS, Key
 from tests.helpers.tasks import Regression, weights
 from tests.helpers.tracing import (
     Deep,

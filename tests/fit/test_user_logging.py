@@ -11,8 +11,8 @@ import torchmetrics
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
-from lumen.cli.runs.command import run as list_runs
 from lumen.errors import ConfigError
+from lumen.tools.runs.command import run as list_runs
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 from tests.helpers.user_logging import Says, fit_saying, said
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torchmetrics
 
-from lumen.proof.apart import FLOAT64, compare, merged, rows_apart
-from lumen.proof.observer import lines_of
-from lumen.proof.outcome import Outcome
-from lumen.proof.suspects import suspects
-from lumen.proof.variants import NAME, Variant
+from lumen.tools.proof.apart import FLOAT64, compare, merged, rows_apart
+from lumen.tools.proof.observer import lines_of
+from lumen.tools.proof.outcome import Outcome
+from lumen.tools.proof.suspects import suspects
+from lumen.tools.proof.variants import NAME, Variant
 from tests.helpers import proving
 from tests.helpers.proving import Clean, Make, OtherData, Within, observed, why
 

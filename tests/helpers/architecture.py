@@ -8,17 +8,17 @@ import lumen
 ROOT = Path(lumen.__file__).parent
 #: From the ground up. A module imports only from floors below its own; a package is one unit.
 FLOORS = (
-    {"errors", "console"},
+    {"errors", "console", "version"},
     {"internals", "random"},
     {"data", "metrics", "optim", "precision", "distributed", "loggers"},
     {"task"},
     {"strategies"},
     {"run"},
-    {"checkpoint", "report"},
+    {"checkpoint"},
     {"loop", "callbacks", "profilers"},
     {"trainer"},
-    {"proof", "check"},
-    {"cli"},
+    {"cli", "integrations"},
+    {"tools"},
 )
 
 

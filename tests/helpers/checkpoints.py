@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lumen.checkpoint.codec import encode
-from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.safetensors_file import write_safetensors
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.codec import encode
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.format.safetensors_file import write_safetensors
+from lumen.checkpoint.save.writer import write_checkpoint
 
 KNOWN = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),

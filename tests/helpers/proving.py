@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import lumen
-from lumen.proof.apart import compare, merged, rows_apart
-from lumen.proof.causes import cause_of, cause_of_failure, cause_of_moving  # noqa: F401
-from lumen.proof.outcome import Outcome
-from lumen.proof.variants import Size
-from lumen.proof.worker import Built, Result, observe, told
+from lumen.tools.proof.apart import compare, merged, rows_apart
+from lumen.tools.proof.causes import cause_of, cause_of_failure, cause_of_moving  # noqa: F401
+from lumen.tools.proof.outcome import Outcome
+from lumen.tools.proof.variants import Size
+from lumen.tools.proof.worker import Built, Result, observe, told
 from tests.helpers.following import Asking
 from tests.helpers.tasks import FEATURES, regression_data
 

@@ -23,7 +23,7 @@ os.environ.update(OFFLINE)
 
 def of_wandb(directory, values=True):
     """{name: [(step, value), ...]} of all offline parts of a run, in the order in which `wandb sync` sends them."""
-    from lumen.loggers.wandb_files import history
+    from lumen.integrations.wandb_files import history
 
     found, numbers = {}, []
     for path in sorted(Path(directory).glob("wandb/offline-run-*/run-*.wandb")):
@@ -41,7 +41,7 @@ def records_of_wandb(directory):
     """All other records of the newest part, as the library describes them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from lumen.loggers.wandb_files import _records
+    from lumen.integrations.wandb_files import _records
 
     path = sorted(Path(directory).glob("wandb/offline-run-*/run-*.wandb"))[-1]
     return [Record.FromString(each) for each in _records(path.read_bytes())]

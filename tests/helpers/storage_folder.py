@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from lumen.checkpoint.folder import (
+from lumen.checkpoint.format.folder import (
     newest_valid,
     remove_checkpoint,
 )

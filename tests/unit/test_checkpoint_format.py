@@ -16,10 +16,10 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.codec import decode, encode
-from lumen.checkpoint.manifest import FORMAT_VERSION
-from lumen.checkpoint.safetensors_file import is_known
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.codec import decode, encode
+from lumen.checkpoint.format.manifest import FORMAT_VERSION
+from lumen.checkpoint.format.safetensors_file import is_known
+from lumen.checkpoint.save.writer import write_checkpoint
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import DTYPES, SHAPES, same, small, tensor_of
 from tests.helpers.tasks import FEATURES, Regression, Saving, bare_trainer, loader

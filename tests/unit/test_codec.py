@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lumen.checkpoint.codec import decode, encode
+from lumen.checkpoint.format.codec import decode, encode
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.helpers.checkpoints import same
 

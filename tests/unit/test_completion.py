@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lumen.cli import COMMANDS, LOOKS, WITHOUT_CONFIG, main
-from lumen.cli.completion import all_commands
+from lumen.tools.completion import all_commands
 from tests.helpers.shells import completed
 
 

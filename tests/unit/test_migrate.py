@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 import lumen
-from lumen.cli.migrate import arguments, python
-from lumen.cli.migrate.command import migrate
-from lumen.cli.migrate.config import Config
-from lumen.cli.migrate.names import ELSEWHERE, new_name
-from lumen.cli.migrate.source import Items, Source
 from lumen.errors.lightning_names import ATTRIBUTES, RENAMED
+from lumen.tools.migrate import arguments, python
+from lumen.tools.migrate.command import migrate
+from lumen.tools.migrate.config import Config
+from lumen.tools.migrate.names import ELSEWHERE, new_name
+from lumen.tools.migrate.source import Items, Source
 from tests.helpers.migrate import command, write
 
 IMPORTS = [

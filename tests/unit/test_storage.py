@@ -8,9 +8,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lumen.checkpoint import as_place, storage_of
-from lumen.checkpoint.folder import clean_leftovers
-from lumen.checkpoint.places import as_local, exists, is_dir, is_file
-from lumen.checkpoint.storage import Status, Storage
+from lumen.checkpoint.format.folder import clean_leftovers
+from lumen.checkpoint.format.places import as_local, exists, is_dir, is_file
+from lumen.checkpoint.format.storage import Status, Storage
 from tests.helpers.checkpoints import small
 
 OURS = ["manifest.json", "model/00000-00000.safetensors", "state.json"]

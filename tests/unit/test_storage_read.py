@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lumen.checkpoint.folder import find_checkpoints, newest_valid, read_info
-from lumen.checkpoint.reader import Checkpoint
+from lumen.checkpoint.format.folder import find_checkpoints, newest_valid, read_info
+from lumen.checkpoint.format.reader import Checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.helpers.checkpoints import (
     FILES,

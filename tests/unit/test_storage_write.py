@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lumen.checkpoint.folder import read_info
-from lumen.checkpoint.reader import Checkpoint
-from lumen.checkpoint.writer import write_checkpoint
+from lumen.checkpoint.format.folder import read_info
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.errors import CheckpointError, CheckpointMismatch
 from tests.helpers.checkpoints import (
     DTYPES,

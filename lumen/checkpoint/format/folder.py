@@ -1,0 +1,205 @@
+"""A run's folder of checkpoints: which are there, which is the newest good one, and how one leaves."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count, islice
+from pathlib import PurePath
+from typing import Any
+
+from lumen.checkpoint.format.manifest import is_committed, is_unseen, read_head
+from lumen.checkpoint.format.places import is_file, storage_of
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.format.storage import MANIFEST, TEMPORARY, explained, readable
+from lumen.distributed.processes import Processes
+from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone
+
+# -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
+_STEP_NAME = re.compile(r"step-([0-9]+)(?:-(validating|[0-9]+))?")
+SAVED_NAME = re.compile(f"(?:exception-)?{_STEP_NAME.pattern}")
+_OWN_FILE = re.compile(r"(?:state|manifest)\.json|[a-z_]+/[0-9]{5}-[0-9]{5}(?:-[0-9a-f]{8})?\.safetensors", re.ASCII)
+
+
+def read_info(path: PurePath) -> dict[str, Any]:
+    """Return the `info` of a committed checkpoint by reading its manifest alone.
+
+    Raises:
+        CheckpointDamaged: It was never committed, or its manifest was changed.
+        CheckpointError: It has another format version, or this user may not read it.
+    """
+    return read_head(path).info
+
+
+def find_checkpoints(folder: PurePath) -> list[PurePath]:
+    """Return the committed checkpoints of a folder (with a valid manifest; other files are not read), oldest first."""
+    return [path for path in _step_directories(folder) if is_committed(path)]
+
+
+def find_moments(folder: PurePath) -> dict[int, PurePath]:
+    """Return the committed checkpoints of a folder by step, of each step the newest."""
+    return {_age(path.name)[0]: path for path in find_checkpoints(folder)}
+
+
+def newest_committed(folder: PurePath) -> PurePath | None:
+    """Return the newest committed checkpoint of a folder, or None; no manifest of an older one is read."""
+    return next(filter(is_committed, reversed(_step_directories(folder))), None)
+
+
+def find_unread(folder: PurePath, *, known: Collection[PurePath] = (), step: int | None = None) -> list[PurePath]:
+    """Return what has the name and the manifest of a checkpoint in a folder, oldest first; no file is read.
+
+    A manifest of many shards and tensors takes about a second.
+
+    Args:
+        folder: Where the checkpoints are.
+        known: Had a manifest before; of these the names alone are looked for.
+        step: Only what shows a moment of it; default: of all steps.
+    """
+    found = [path for path in _step_directories(folder) if step in (None, _age(path.name)[0])]
+    there = storage_of(folder).with_manifest(folder, [path for path in found if path not in known])
+    return [path for path in found if path in known or path in there]
+
+
+def newest_valid(
+    folder: PurePath,
+    report: Callable[[str], None],
+    processes: Processes | None = None,
+    *,
+    sections: Sequence[str] | None = None,
+    beside: Sequence[PurePath] = (),
+    without: Collection[PurePath] = (),
+) -> Checkpoint | None:
+    """Open the newest checkpoint of a folder whose every byte is right, or return None if there is none.
+
+    Collective: every one of `processes` must call this; they read each byte once together.
+
+    Args:
+        folder: Where the checkpoints are.
+        report: Told of every damaged one: its name, what is wrong with it, and what is used instead.
+        processes: Those that open it together; default: this one alone.
+        sections: Only these are verified and can be read, as in `Checkpoint.open`.
+        beside: Other folders in which the run saves; where one has the same step, the one in `folder` is taken.
+        without: What is not looked at.
+
+    Raises:
+        CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
+    """
+    processes = Processes() if processes is None else processes
+    tried: set[PurePath] = {*without}
+    look = partial(_newest_two, (folder, *beside), tried)  # anew each time: a run that goes on has newer ones
+    while candidates := processes.on_rank_zero(look):
+        tried.add(path := candidates[0])
+        try:
+            return Checkpoint.open(path, sections=sections, processes=processes)
+        except CheckpointGone:
+            continue
+        except CheckpointDamaged as error:
+            instead = f"Trying {candidates[1].name} instead." if candidates[1:] else "There is no older one."
+            report(f"{path.name} is damaged and is not used: {error} {instead}")
+    return None
+
+
+def find_newer(path: PurePath, folders: Iterable[PurePath]) -> list[PurePath]:
+    """Return the committed checkpoints of some folders that show a later moment than one of them does."""
+    newer = [each for folder in folders for each in _step_directories(folder) if _age(each.name) > _age(path.name)]
+    return [each for each in newer if is_committed(each)]
+
+
+def _newest_two(folders: Sequence[PurePath], tried: Collection[PurePath]) -> list[PurePath]:
+    """What is not left over and was not tried, the newest first; of equal steps the first folder's."""
+    found = [path for folder in reversed(folders) for path in _step_directories(folder)]
+    found.sort(key=lambda path: _age(path.name))
+    return [*islice((path for path in reversed(found) if path not in tried and not is_unseen(path)), 2)]
+
+
+def _step_directories(folder: PurePath) -> list[PurePath]:
+    return [folder / name for name in sorted(filter(is_saved_name, _names(folder)), key=_age)]
+
+
+def is_saved_name(name: str) -> bool:
+    """Whether a checkpoint of this name is one to go on from."""
+    return _STEP_NAME.fullmatch(name) is not None
+
+
+def _age(name: str) -> tuple[int, int]:
+    """Steps and, of one step, the order of its moments."""
+    match = _STEP_NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), -1 if match[2] == "validating" else int(match[2] or 0)
+
+
+def _names(folder: PurePath) -> list[str]:
+    with readable(folder), suppress(FileNotFoundError, NotADirectoryError):
+        return storage_of(folder).names(folder)
+    return []
+
+
+def is_ours(path: PurePath) -> bool:
+    """Whether nothing is in a directory but what checkpoints consist of, so that it may be moved or removed."""
+    return all(_OWN_FILE.fullmatch(name) for name in storage_of(path).files(path))
+
+
+def remove_checkpoint(path: PurePath) -> None:
+    """Remove a checkpoint; a kill meanwhile never leaves half of one that readers would see.
+
+    Of one that somebody has moved away and put a link to in its place only the link: the rest is theirs.
+
+    Raises:
+        CheckpointError: It is no checkpoint, or it cannot be removed.
+    """
+    with explained("remove", path):
+        if not is_file(path / MANIFEST):
+            raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it is not removed.")
+        storage_of(path).remove(path)
+
+
+def remove_checkpoints(paths: Iterable[PurePath]) -> None:
+    """Remove several, one after the other; what is damaged or was never one is left alone. See `remove_checkpoint`."""
+    for path in filter(is_committed, paths):
+        remove_checkpoint(path)
+
+
+def refuse_foreign(path: PurePath) -> None:
+    """Refuse to touch what has a checkpoint's place and was never one.
+
+    Raises:
+        CheckpointError: The directory holds something else.
+    """
+    with readable(path):
+        was_one = SAVED_NAME.fullmatch(path.name) and (not is_unseen(path) or is_ours(path))
+    if not was_one:
+        raise CheckpointError(
+            f"{path} is there already and is no checkpoint, so it is left alone. Choose another name."
+        )
+
+
+def set_aside(path: PurePath) -> PurePath:
+    """Rename a damaged checkpoint to `<name>.damaged-<k>`, so that its name is free and its bytes are kept.
+
+    What a killed save left under that name, where none can be renamed, is removed.
+
+    Raises:
+        CheckpointError: It is something else, or it cannot be renamed.
+    """
+    refuse_foreign(path)
+    taken = _names(path.parent)
+    aside = next(path.with_name(name) for k in count(1) if (name := f"{path.name}.damaged-{k}") not in taken)
+    with explained("rename", path):
+        storage_of(path).rename(path, aside)
+    return aside
+
+
+def clean_leftovers(folder: PurePath) -> None:
+    """Remove what killed saves left behind. Only for the holder of the run's lock: a living save looks the same."""
+    storage, names = storage_of(folder), sorted(_names(folder))
+    drafts = storage.unseen(folder, [folder / name for name in names if SAVED_NAME.fullmatch(name)])
+    for leftover in (folder / name for name in names):
+        try:
+            if (TEMPORARY.fullmatch(leftover.name) or leftover in drafts) and is_ours(leftover):
+                storage.remove(leftover)
+        except OSError as error:
+            warnings.warn(f"The leftover {leftover} of a killed save cannot be removed: {error}.", stacklevel=2)

@@ -1,0 +1,361 @@
+"""The manifest lists every file and tensor of a checkpoint; files are hashed when written and checked when read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+
+from lumen.checkpoint.format.codec import JSON, decode, named_dtype
+from lumen.checkpoint.format.places import storage_of
+from lumen.checkpoint.format.storage import MANIFEST, explained, readable
+from lumen.errors import CheckpointDamaged, CheckpointError
+
+_PIECE_BYTES = 4 << 20  # hashed and then written while it is still in the processor's cache
+
+
+@final
+class HashingWriter:
+    """Writes to a file and hashes what it writes."""
+
+    def __init__(self, write: Callable[[memoryview], int]) -> None:
+        self._write = write
+        self._sha256 = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            self._sha256.update(piece)
+            self._bytes += self._write(piece)
+
+    def record(self) -> dict[str, int | str]:
+        """Return what was written so far: its size in `bytes` and its `sha256`."""
+        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+
+
+@contextmanager
+def new_file(path: PurePath) -> Iterator[HashingWriter]:
+    """Create a file, as `Storage.create` promises.
+
+    Raises:
+        CheckpointError: The file exists, or the disk or the store refuses.
+    """
+    with explained("write", path), storage_of(path).create(path) as write:
+        yield HashingWriter(write)
+
+
+def check_file(directory: PurePath, name: str, size: int, sha256: str | None) -> None:
+    """Check that a file is inside a directory and has the size in bytes and, unless None, the checksum given.
+
+    Raises:
+        CheckpointDamaged: It is not, or has another one.
+    """
+    storage, path = storage_of(directory), directory / name
+    storage.check_inside(directory, name)
+    with readable(path):
+        found = storage.look(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if found.size_bytes != size:
+            raise CheckpointDamaged(f"{path} has {found.size_bytes} bytes instead of {size}.")
+        if sha256 is not None:
+            with storage.open(path, whole=True) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                    raise CheckpointDamaged(f"{path} was changed: its checksum is wrong.")
+
+
+def read_json(path: PurePath) -> dict[str, JSON]:
+    """Return the JSON object in a file.
+
+    Raises:
+        CheckpointDamaged: The file is missing or holds anything else.
+    """
+    with readable(path), storage_of(path).open(path) as file:
+        data = file.read()
+    return parse_json(path, data)
+
+
+def parse_json(path: PurePath, data: bytes) -> dict[str, JSON]:
+    """Return the JSON object in bytes that were read from `path`.
+
+    Raises:
+        CheckpointDamaged: The bytes hold anything else.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointDamaged(f"{path} holds no JSON object.")
+    return value
+
+
+FORMAT_VERSION = 4
+_MOST_BYTES = 1 << 30  # ten thousand processes and a million tensors need less
+STATE = "state.json"
+_FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)
+_FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+_IN_HEAD = ("format", "lumen", "info", "files")
+Parsed = TypeVar("Parsed")
+
+
+@final
+class Chunk(NamedTuple):
+    """A block of a tensor that is stored in one file: its offset in each dimension of the tensor, and its shape."""
+
+    file: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@final
+class StoredTensor(NamedTuple):
+    """Dtype and shape of a stored tensor, and its chunks, which cover it exactly."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Head:
+    """A manifest without its tensors.
+
+    Attributes:
+        files: Size in bytes and sha256 of every file, by its path in the checkpoint.
+        info: Plain data that was given as `info` to `write_checkpoint`.
+    """
+
+    files: Mapping[str, tuple[int, str]]
+    info: dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest that was verified and does not contradict itself.
+
+    Attributes:
+        files: Size in bytes and sha256 of every file, by its path in the checkpoint.
+        sections: Dtype, shape and chunks of every tensor, by section and name.
+        contents: Dtype and shape of every entry of a safetensors file, by file and name.
+        aliases: Names of tied tensors of the section "model": alias to stored name.
+        info: Plain data that was given as `info` to `write_checkpoint`.
+    """
+
+    files: Mapping[str, tuple[int, str]]
+    sections: Mapping[str, Mapping[str, StoredTensor]]
+    contents: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
+    aliases: dict[str, str]
+    info: dict[str, Any]
+
+
+def digest(manifest: Mapping[str, JSON]) -> str:
+    """The digest of a manifest's JSON, which its entry "digest" must equal."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def text_of(manifest: Mapping[str, JSON]) -> bytes:
+    """The bytes of a manifest's file: JSON in three lines.
+
+    The first is a checksum of the others, so that they can be verified without being parsed; the second is what a
+    listing shows; the third holds all tensors.
+    """
+    whole = {**manifest, "digest": digest(manifest)}
+    head = json.dumps({key: whole[key] for key in _IN_HEAD}, allow_nan=False)
+    rest = json.dumps({key: value for key, value in whole.items() if key not in _IN_HEAD}, allow_nan=False)
+    lines = f"{head[1:-1]},\n{rest[1:]}".encode()
+    return b'{"sha256": "%b",\n%b' % (hashlib.sha256(lines).hexdigest().encode(), lines)
+
+
+def is_unseen(path: PurePath) -> bool:
+    """Whether a directory has no manifest yet, or no longer, on a storage that cannot rename directories."""
+    return bool(storage_of(path).unseen(path.parent, [path]))
+
+
+def is_committed(directory: PurePath) -> bool:
+    """Whether a directory has an intact manifest, of any format version.
+
+    Raises:
+        CheckpointError: This user may not read the file.
+    """
+    try:
+        _read_text(directory)
+    except CheckpointDamaged:
+        return False
+    return True
+
+
+def read_manifest(directory: PurePath) -> Manifest:
+    """Read and verify the manifest of a checkpoint; no other file is looked at.
+
+    Raises:
+        CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
+        CheckpointError: The manifest has another format version, or this user may not read it.
+    """
+    path, text = directory / MANIFEST, _read_text(directory)
+    return _parsed(path, parse_json(path, text), _parse)
+
+
+def read_head(directory: PurePath) -> Head:
+    """Read and verify a manifest without parsing its tensors.
+
+    Raises:
+        CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
+        CheckpointError: The manifest has another format version, or this user may not read it.
+    """
+    path, text = directory / MANIFEST, _read_text(directory)
+    if first := _FIRST_LINE.match(text):
+        end = text.find(b",\n", first.end())
+        text = b"{%b}" % text[first.end() : end]
+    return _parsed(path, parse_json(path, text), _parse_head)
+
+
+def _read_text(directory: PurePath) -> bytes:
+    """The bytes of an intact manifest."""
+    storage, path = storage_of(directory), directory / MANIFEST
+    with readable(directory):
+        found = storage.look(path)
+    if found is None:
+        raise CheckpointDamaged(f"{directory} is no committed checkpoint: it has no {MANIFEST}.")
+    if found.size_bytes > _MOST_BYTES:
+        raise CheckpointDamaged(
+            f"{path} has {found.size_bytes} bytes and is not read: a manifest has {_MOST_BYTES} at most."
+        )
+    storage.check_inside(directory, MANIFEST)
+    with readable(path), storage.open(path) as file:
+        text = file.read()
+    if first := _FIRST_LINE.match(text):
+        is_right = hashlib.sha256(memoryview(text)[first.end() :]).hexdigest().encode() == first[1]
+    else:  # it was not written as by `text_of`
+        manifest = parse_json(path, text)
+        is_right = manifest.get("digest") == digest(manifest)
+    if not is_right:
+        raise CheckpointDamaged(f"{path} was changed or cut off: its digest is wrong.")
+    return text
+
+
+def _parsed(path: PurePath, manifest: dict[str, JSON], parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
+    """What a manifest of this format holds."""
+    if manifest.get("format") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')!r} (by Lumen {manifest.get('lumen')!r}), but this Lumen reads "
+            f"format {FORMAT_VERSION}. Use the Lumen that wrote it."
+        )
+    try:
+        return parse(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged) as error:
+        raise CheckpointDamaged(f"{path} is malformed: {type(error).__name__}: {error}.") from error
+
+
+def _parse_head(manifest: dict[str, JSON]) -> Head:
+    files = {name: (_count(record["bytes"]), str(record["sha256"])) for name, record in manifest["files"].items()}
+    _check_file_names(files)
+    return Head(files, dict(decode(manifest["info"], {})))
+
+
+def _parse(manifest: dict[str, JSON]) -> Manifest:
+    head = _parse_head(manifest)
+    sections = {
+        section: {name: _parse_spec(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
+        for section, tensors in manifest["sections"].items()
+    }
+    aliases = dict(manifest["aliases"])
+    for alias, name in aliases.items():
+        if name not in sections["model"]:
+            raise ValueError(f"{alias!r} is an alias of {name!r}, which is not there")
+    return Manifest(head.files, sections, _contents(head.files, sections), aliases, head.info)
+
+
+def _count(value: JSON) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"a count was expected, not {value!r}")
+    return value
+
+
+def _check_file_names(files: Mapping[str, Any]) -> None:
+    for name in files:
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"the file name {name!r} is not allowed: it could lie outside the checkpoint")
+    if STATE not in files:
+        raise ValueError(f"{STATE} is not listed")
+
+
+def _parse_spec(where: str, tensor: JSON) -> StoredTensor:
+    shape = tuple(map(_count, tensor["shape"]))
+    chunks = tuple(
+        Chunk(str(file), tuple(map(_count, offsets)), tuple(map(_count, chunk_shape)))
+        for file, offsets, chunk_shape in tensor["chunks"]
+    )
+    _check_cover(where, shape, chunks)
+    return StoredTensor(named_dtype(tensor["dtype"]), shape, chunks)
+
+
+def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
+    """Check that chunks fill a shape exactly: inside it, as many elements as it has, none of them twice."""
+    if len(chunks) == 1 and (chunks[0].offsets, chunks[0].shape) == ((0,) * len(shape), shape):
+        return
+    for chunk in chunks:
+        if any(o + n > size for o, n, size in zip(chunk.offsets, chunk.shape, shape, strict=True)):
+            raise ValueError(f"a chunk of {where} in {chunk.file} exceeds its shape {list(shape)}")
+    covered = sum(math.prod(chunk.shape) for chunk in chunks)
+    if covered != math.prod(shape):
+        raise ValueError(f"the chunks of {where} have {covered} of its {math.prod(shape)} elements")
+    groups = [[chunk for chunk in chunks if math.prod(chunk.shape)]]
+    while groups:
+        group = groups.pop()
+        cuts = (_apart(group, dim) for dim in range(len(shape)))
+        if halves := next((halves for halves in cuts if len(halves) > 1), []):
+            groups += halves
+            continue
+        for one, other in combinations(group, 2):
+            if _overlap(one, other):
+                raise ValueError(f"the chunks of {where} in {one.file} and {other.file} overlap")
+
+
+def _apart(chunks: list[Chunk], dim: int) -> list[list[Chunk]]:
+    """Chunks in groups between which a cut across `dim` goes through the whole tensor."""
+    groups: list[list[Chunk]] = []
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+        if not groups or chunk.offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append(chunk)
+        end = max(end, chunk.offsets[dim] + chunk.shape[dim])
+    return groups
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    return all(
+        o < p + m and p < o + n for o, n, p, m in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    )
+
+
+def _contents(
+    files: Mapping[str, Any], sections: Mapping[str, Mapping[str, StoredTensor]]
+) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    contents: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {file: {} for file in files if file != STATE}
+    for section, specs in sections.items():
+        for name, spec in specs.items():
+            for chunk in spec.chunks:
+                held = contents.get(chunk.file)
+                if held is None or name in held or not chunk.file.startswith(f"{section}/"):
+                    raise ValueError(f"it places {section}/{name} in {chunk.file!r}, where it cannot be")
+                held[name] = spec.dtype, chunk.shape
+    return contents

@@ -1,0 +1,340 @@
+"""Reads a checkpoint, and verifies every byte that it relies on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any, Literal, final
+
+import torch
+
+from lumen.checkpoint.format.codec import JSON
+from lumen.checkpoint.format.manifest import (
+    STATE,
+    Chunk,
+    Manifest,
+    StoredTensor,
+    check_file,
+    is_unseen,
+    read_json,
+    read_manifest,
+)
+from lumen.checkpoint.format.places import exists, storage_of
+from lumen.checkpoint.format.safetensors_file import check_header
+from lumen.checkpoint.format.storage import readable
+from lumen.data.nested import fill
+from lumen.distributed.dtensor import local_block, local_tensor
+from lumen.distributed.processes import Processes
+from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
+from lumen.internals.garbage import only_young_collected
+
+_PIECE_BYTES = 4 << 20  # read at once where only some of every row is kept
+#: Entries of the state of a run, and their kinds in JSON.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("schedulers", "monitors", "ranks"), list),
+    **dict.fromkeys(
+        ("progress", "precision", "configured", "loggers", "metrics", "logged_as", "hyperparameters", "modes", "built",
+         "data_hyperparameters", "extra_state", "settings", "data", "optimizer"), dict),
+    "seed": int,
+}  # fmt: skip
+
+
+@final
+class Checkpoint:
+    """A committed checkpoint, verified when it was opened; each tensor is read when it is asked for.
+
+    Attributes:
+        path: Directory of the checkpoint.
+        info: Plain data that was given as `info` when it was written.
+        state: The JSON that was given as `state`, not yet decoded.
+        aliases: Names of tied tensors of the section "model": alias to stored name.
+        averages: The tensors of the section "model" that are read as the mean of others, each of these as a
+            checkpoint, a section and a name; see `with_averages`.
+    """
+
+    averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]] = MappingProxyType({})
+
+    def __init__(
+        self, path: PurePath, manifest: Manifest, state: dict[str, JSON], begins: Mapping[str, Mapping[str, int]]
+    ) -> None:
+        self.path = path
+        self.info = manifest.info
+        self.state = state
+        self.aliases = manifest.aliases
+        self._sections = manifest.sections
+        self._begins = begins
+        sizes = {name: size for name, (size, _) in manifest.files.items()}
+        self._pieces = partial(storage_of(path).pieces, path, sizes)
+        self._read_into = self._pieces()
+
+    @staticmethod
+    def open(
+        path: PurePath,
+        verify: Literal["checksums", "sizes"] = "checksums",
+        *,
+        sections: Sequence[str] | None = None,
+        processes: Processes | None = None,
+    ) -> Checkpoint:
+        """Verify a checkpoint and open it. Collective: every one of `processes` must call this.
+
+        Args:
+            path: Directory of the checkpoint, the same on every process.
+            verify: "checksums" reads every byte, each on one of the processes; "sizes" checks that every file is there
+                with its size, and its header.
+            sections: The sections to verify, which alone can then be read; the state only if `STATE` is among them.
+                Default: everything.
+            processes: The processes that open it together; default: this one alone.
+
+        Raises:
+            CheckpointDamaged: Something is missing, changed, malformed, or outside the directory; the message names it.
+            CheckpointError: The checkpoint has another format version, or this user may not read it. Any error of one
+                process is the same error on all.
+        """
+        processes = Processes() if processes is None else processes
+        with only_young_collected():
+            return processes.together(partial(_open, path, verify, sections, processes))
+
+    def names(self, section: str) -> list[str]:
+        """Return the names of a section's tensors, in the order they were written."""
+        return list(self._section(section))
+
+    def spec(self, section: str, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Return the dtype and shape of a tensor without reading it."""
+        spec = self._spec(section, name)
+        if averaged := self._averaged(section, name):
+            of, where, stored = averaged[0]
+            return of.spec(where, stored)[0], torch.Size(spec.shape)
+        return spec.dtype, torch.Size(spec.shape)
+
+    def tensor(self, section: str, name: str) -> torch.Tensor:
+        """Read a tensor into new memory of the host.
+
+        Raises:
+            CheckpointMismatch: The checkpoint has no such tensor.
+            CheckpointDamaged: Its file changed since the checkpoint was opened.
+        """
+        shape = self._spec(section, name).shape
+        return self.block(section, name, (0,) * len(shape), shape)
+
+    def block(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Read a block of a tensor into new memory of the host; from the files only the rows that it overlaps.
+
+        Args:
+            section: "model", "optimizer" or "extra".
+            name: Name of the tensor in the section.
+            offsets: Index at which the block begins, in each dimension.
+            shape: Shape of the block, which must lie inside the tensor.
+
+        Raises:
+            CheckpointMismatch: The checkpoint has no such tensor.
+            CheckpointDamaged: Its file changed since the checkpoint was opened.
+        """
+        spec = self._spec(section, name)
+        if averaged := self._averaged(section, name):
+            return _mean(of.block(where, stored, offsets, shape) for of, where, stored in averaged)
+        data = torch.empty(math.prod(shape) * spec.dtype.itemsize, dtype=torch.uint8, device="cpu")
+        self._read(name, spec, offsets, data.reshape(*shape, spec.dtype.itemsize))
+        return data.view(spec.dtype).reshape(tuple(shape))
+
+    def tensors(self, section: str, read: Callable[[str], torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
+        """Return a section as a mapping that reads a tensor each time it is looked up.
+
+        Args:
+            section: "model", "optimizer" or "extra".
+            read: Called with a name, returns its tensor; default: `tensor` of this section.
+        """
+        return _Tensors(self._section(section), partial(self.tensor, section) if read is None else read)
+
+    def copy_into(self, section: str, name: str, destination: torch.Tensor) -> None:
+        """Read a tensor into an existing one, on any device, in place; into a sharded one this process's shard.
+
+        Raises:
+            CheckpointMismatch: The checkpoint has no such tensor; or `destination` has another dtype or shape, since
+                nothing is cast; or it is an expanded tensor, which cannot hold all values.
+            CheckpointDamaged: Its file changed since the checkpoint was opened.
+        """
+        spec, dtype = self._spec(section, name), self.spec(section, name)[0]
+        if destination.dtype != dtype or destination.shape != spec.shape or destination.is_meta:
+            raise CheckpointMismatch(
+                f"{self.path}: {section}/{name} is {dtype} {list(spec.shape)}, but it would be read into "
+                f"{destination.dtype} {list(destination.shape)} on {destination.device}, and nothing is cast. "
+                "Build it as it was when this was saved."
+            )
+        own, (offsets, shape) = local_tensor(destination.detach()), local_block(destination)
+        is_direct = own.device.type == "cpu" and own.is_contiguous() and not (own.is_conj() or own.is_neg())
+        if not is_direct or self._averaged(section, name):
+            values = self.block(section, name, offsets, shape).to(own.device)
+            fill(own, values)
+            if 0 in own.stride() and not torch.allclose(own, values, rtol=0.0, atol=0.0, equal_nan=True):
+                raise CheckpointMismatch(
+                    f"{self.path}: {section}/{name} has different values where the model's, made by expand, has one in "
+                    "memory. Register it with clone()."
+                )
+        else:  # as_strided: a single element counts as contiguous whatever its stride is
+            flat = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
+            self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
+
+    def with_averages(self, averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]]) -> Checkpoint:
+        """This checkpoint, in which tensors of the section "model" are read as the mean of others, of the same shape.
+
+        Sums are in float64, in the order given, and rounded to the dtype of the first, or to float32 if that is
+        narrower; nothing is read yet.
+
+        Args:
+            averages: By name of a tensor of this checkpoint: checkpoints, sections and names of the others.
+        """
+        seen = copy(self)
+        seen.averages = averages
+        return seen
+
+    def free(self) -> None:
+        """Close its files, or free the memory of what was read ahead; everything can still be read."""
+        self._read_into = self._pieces()
+        for each in {id(of): of for averaged in self.averages.values() for of, _, _ in averaged}.values():
+            each.free()
+
+    def _averaged(self, section: str, name: str) -> Sequence[tuple[Checkpoint, str, str]]:
+        return self.averages.get(name, ()) if section == "model" else ()
+
+    def _section(self, section: str) -> Mapping[str, StoredTensor]:
+        if section not in self._sections:
+            raise CheckpointMismatch(f"{self.path} has no section {section!r}, only {sorted(self._sections)}.")
+        return self._sections[section]
+
+    def _spec(self, section: str, name: str) -> StoredTensor:
+        specs = self._section(section)
+        if name not in specs:
+            raise CheckpointMismatch(f"{self.path} has no tensor {name!r} in {section!r} (it has {len(specs)} others).")
+        return specs[name]
+
+    def _read(self, name: str, spec: StoredTensor, offsets: Sequence[int], data: torch.Tensor) -> None:
+        """Read a block of a tensor as bytes, since not every dtype can be copied into a slice.
+
+        Args:
+            name: Name of the tensor, for messages.
+            spec: Dtype, shape and chunks of the tensor.
+            offsets: Index at which the block begins, in each dimension.
+            data: Receives the bytes: uint8, of the block's shape with a last dimension for the bytes of an element.
+        """
+        for chunk in spec.chunks:
+            begins = [max(o, p) for o, p in zip(offsets, chunk.offsets, strict=True)]
+            sizes = zip(offsets, data.shape[:-1], chunk.offsets, chunk.shape, strict=True)
+            ends = [min(o + n, p + m) for o, n, p, m in sizes]
+            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+                there = [slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True)]
+                here = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets, strict=True))
+                self._read_rows(name, chunk, there, data[here])
+
+    def _read_rows(self, name: str, chunk: Chunk, block: Sequence[slice], data: torch.Tensor) -> None:
+        """Read a block of a chunk, by rows of the first dimension, which follow each other in the file."""
+        row_shape = chunk.shape[1:]
+        row_bytes = math.prod(row_shape) * data.shape[-1]
+        rows = block[0] if block else slice(0, 1)
+        begin = self._begins[chunk.file][name] + rows.start * row_bytes
+        if data.is_contiguous() and data.numel() == (rows.stop - rows.start) * row_bytes:
+            self._read_bytes(chunk.file, begin, data)
+            return
+        several = max(1, _PIECE_BYTES // row_bytes)
+        for row in range(0, len(data), several):
+            target = data[row : row + several]
+            piece = torch.empty((len(target), *row_shape, data.shape[-1]), dtype=torch.uint8, device="cpu")
+            self._read_bytes(chunk.file, begin + row * row_bytes, piece)
+            target.copy_(piece[(slice(None), *block[1:])])
+
+    def _read_bytes(self, file: str, begin: int, data: torch.Tensor) -> None:
+        """Fill a contiguous uint8 tensor with the bytes of a file from offset `begin` on."""
+        path, view = self.path / file, data.reshape(-1).numpy().data
+        with _present(self.path), readable(path):
+            count = self._read_into(file, begin, view)
+        if count != len(view):
+            raise CheckpointDamaged(f"{path} became shorter while it was read.")
+
+
+def _open(path: PurePath, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
+    """Check sizes and headers of all files, and the checksums of those that fall to this process."""
+    with _present(path):
+        manifest = read_manifest(path)
+        files = {
+            name: manifest.files[name]
+            for name in manifest.files
+            if sections is None or name.partition("/")[0] in sections
+        }
+        largest_first = sorted(files, key=lambda name: -files[name][0])
+        hashed = set(largest_first[processes.rank :: processes.world_size] if verify == "checksums" else ())
+        for name, (size, sha256) in files.items():
+            check_file(path, name, size, sha256 if name in hashed else None)
+        contents = {file: held for file, held in manifest.contents.items() if file in files}
+        if sections is not None:
+            known = {section: specs for section, specs in manifest.sections.items() if section in sections}
+            manifest = replace(manifest, sections=known)
+        begins = {file: check_header(path / file, held) for file, held in contents.items()}
+        return Checkpoint(path, manifest, _read_state(path) if STATE in files else {}, begins)
+
+
+def _read_state(path: PurePath) -> dict[str, Any]:
+    """Return the JSON of `state.json`; that of a run has every entry of its kind."""
+    state: dict[str, Any] = read_json(path / STATE)
+    if {"progress", "seed"}.isdisjoint(state):  # it was not a run that wrote it
+        return state
+    if wrong := [name for name, kind in _KINDS.items() if type(state.get(name)) is not kind]:
+        raise CheckpointDamaged(f"{path / STATE} is malformed: {', '.join(wrong)}. Resume from a different checkpoint.")
+    return state
+
+
+@contextmanager
+def _present(path: PurePath) -> Iterator[None]:
+    """The context of a read whose error says so if the checkpoint was removed meanwhile.
+
+    Raises:
+        CheckpointGone: The checkpoint was removed.
+    """
+    try:
+        yield
+    except CheckpointDamaged as error:
+        with readable(path):
+            is_gone = is_unseen(path) or not exists(path)
+        if is_gone:
+            raise CheckpointGone(
+                f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the "
+                "newest ones (keep_last of ModelCheckpoint). Read a newer one."
+            ) from error
+        raise
+
+
+def _mean(blocks: Iterator[torch.Tensor]) -> torch.Tensor:
+    """The mean of some blocks, in float32 at least; only one of them is in memory beside the sum."""
+    total = next(blocks)
+    dtype, count = total.dtype, 1
+    for block in blocks:
+        if count == 1:
+            total = total.to(torch.complex128 if dtype.is_complex else torch.float64, copy=True)
+        total += block.double() if dtype.itemsize == 1 else block  # torch adds no float8
+        count += 1
+    return total if count == 1 else total.div_(count).to(torch.float32 if dtype.itemsize < 4 else dtype)
+
+
+@final
+class _Tensors(Mapping[str, torch.Tensor]):
+    def __init__(self, names: Mapping[str, StoredTensor], read: Callable[[str], torch.Tensor]) -> None:
+        self._names = names
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:  # without reading it, as Mapping would
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -1,0 +1,203 @@
+"""Reads and writes one safetensors file, tensor by tensor, and verifies its header."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
+
+import torch
+
+from lumen.checkpoint.format.codec import JSON
+from lumen.checkpoint.format.manifest import new_file, parse_json
+from lumen.checkpoint.format.places import storage_of
+from lumen.checkpoint.format.storage import readable
+from lumen.errors import CheckpointDamaged
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+COPIED_TOGETHER = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch does it for all
+_TOGETHER_BYTES = 1 << 20
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Whether safetensors files can hold a dtype."""
+    return dtype in _DTYPES
+
+
+def widest_first(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names in the order of a file, by falling item size, so that every tensor is aligned."""
+    return [name for name, _ in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)]
+
+
+def write_safetensors(
+    path: PurePath, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor] | None = None
+) -> dict[str, int | str]:
+    """Write one safetensors file, one tensor at a time, and wait until it is on the disk.
+
+    A dtype that safetensors does not know (complex128) is stored as its bytes: U8 with one more dimension.
+
+    Args:
+        path: The file to create.
+        tensors: The tensors by name, on any device.
+        whole: Yields the bytes of each tensor in the order of `widest_first`; default: those of `tensors`.
+
+    Returns:
+        The file's size in `bytes` and its `sha256`.
+
+    Raises:
+        CheckpointError: The file exists, or the disk refuses.
+    """
+    names = widest_first(tensors)
+    header: dict[str, JSON] = {"__metadata__": {"format": "pt"}}  # which some readers insist on
+    end = 0
+    for name in names:
+        header[name] = _entry(tensors[name].dtype, tuple(tensors[name].shape), end)
+        end = header[name]["data_offsets"][1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    value = tensors.__getitem__ if whole is None else whole
+    with new_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for together in _together(tensors, names):
+            file.write(bytes_of(_joined([value(name) for name in together])))
+    return file.record()
+
+
+def _together(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[list[str]]:
+    """Names in batches that are written at once: many small tensors would take most of their time one by one."""
+    group: list[str] = []
+    size = 0
+    kind: torch.dtype | None = None
+    for name in names:
+        tensor = tensors[name]
+        if group and not (tensor.dtype == kind in COPIED_TOGETHER and size + tensor.nbytes <= _TOGETHER_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size, kind = size + tensor.nbytes, tensor.dtype
+    if group:
+        yield group
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor with the elements of several of the same dtype."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(map(flat, tensors)))
+
+
+def check_header(path: PurePath, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
+    """Check that a file holds exactly the tensors that the manifest places there, and not a byte more.
+
+    Args:
+        path: The safetensors file.
+        tensors: Dtype and shape of each tensor in the manifest, by name.
+
+    Returns:
+        Offset in bytes from the start of the file at which each tensor begins, by name.
+
+    Raises:
+        CheckpointDamaged: The file holds something else; the message names the first difference.
+    """
+    header, start, size = _header(path)
+    if odd := sorted(header.keys() ^ tensors.keys()):
+        raise CheckpointDamaged(f"{path} and the manifest disagree: only one of them has the tensor {odd[0]!r}.")
+    begins: dict[str, int] = {}
+    end = 0
+    try:
+        for name in sorted(tensors, key=lambda name: header[name]["data_offsets"]):
+            expected = _entry(*tensors[name], end)
+            if header[name] != expected:
+                raise ValueError(f"the tensor {name!r} is {header[name]} instead of {expected}")
+            begins[name] = start + end
+            end = expected["data_offsets"][1]
+        if start + end != size:
+            raise ValueError(f"{size - start - end} bytes belong to no tensor")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{path} does not hold what it should: {error}.") from error
+    return begins
+
+
+def read_header(path: PurePath) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of any safetensors file, by name; call `check_header` with them before reading.
+
+    Raises:
+        CheckpointDamaged: The file is no safetensors file, or has a dtype that torch lacks.
+    """
+    header, _, _ = _header(path)
+    known = {text: dtype for dtype, text in _DTYPES.items()}
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape = known[entry["dtype"]], tuple(entry["shape"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointDamaged(f"{path} has an entry that cannot be read: {name!r}: {entry!r}.") from error
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise CheckpointDamaged(f"{path} gives {name!r} the shape {shape}.")
+        tensors[name] = dtype, shape
+    return tensors
+
+
+def _header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
+    """The entries of a file's header, the offset at which its data begins, and its size, both in bytes."""
+    with readable(path), storage_of(path).open(path) as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        size = file.seek(0, os.SEEK_END)
+        if start > size:
+            raise CheckpointDamaged(f"{path} is no safetensors file, or ends inside its header.")
+        file.seek(8)
+        header = parse_json(path, file.read(start - 8))
+    header.pop("__metadata__", None)
+    return header, start, size
+
+
+def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, JSON]:
+    """A tensor's entry in the header; `begin` counts from the header's end."""
+    offsets = [begin, begin + math.prod(shape) * dtype.itemsize]
+    if dtype in _DTYPES:
+        return {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
+    return {"dtype": "U8", "shape": [*shape, dtype.itemsize], "data_offsets": offsets}
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes; a view, without a copy, if it is contiguous on the host."""
+    return flat(tensor).view(torch.uint8).numpy().data
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in one dimension; without a copy if it is contiguous on the host.
+
+    Raises:
+        RuntimeError: The tensor's memory was freed.
+    """
+    plain = tensor.detach()
+    if not lies_in_order(plain):
+        plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
+    # not reshape: it does not look for the memory, and a single element counts as contiguous whatever its stride is
+    return plain.as_strided((plain.numel(),), (1,))
+
+
+def lies_in_order(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous on the host, without lazy conjugation or negation."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -1,0 +1,1 @@
+"""What is read: which checkpoint, which of its parts, and into what."""

@@ -1,0 +1,277 @@
+"""Loads saved parameters and buffers into a model, in place and one tensor at a time, by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.format.codec import Tensors
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.load.averaging import averaged
+from lumen.checkpoint.load.weights_source import WEIGHTS, Weights, open_weights, unwrapped
+from lumen.console import logger as _log
+from lumen.data.nested import fill
+from lumen.distributed.dtensor import local_block, local_tensor
+from lumen.distributed.processes import Processes
+from lumen.errors import CheckpointMismatch
+from lumen.errors.arguments import local_path
+from lumen.internals.tensors import call_load_hooks, has_load_hooks, own_parameters, own_persistent_buffers
+
+
+def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
+    """Parameters and persistent buffers of a model by canonical name.
+
+    Returns:
+        The tensors, tied ones once; and for each further name of a tied tensor the name it is stored under.
+    """
+    tensors: Tensors = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**own_parameters(module), **own_persistent_buffers(module)}
+        for name, tensor in own.items():
+            if tensor is None:
+                continue
+            path = f"{prefix}.{name}" if prefix else name
+            stored = first_name.setdefault(id(tensor), path)
+            if stored == path:
+                tensors[path] = tensor.detach()
+            else:
+                aliases[path] = stored
+    return tensors, aliases
+
+
+@torch.no_grad()
+def load_model(
+    model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes | None = None
+) -> None:
+    """Copy a checkpoint's parameters and buffers into a model, in place; sharded ones get this process's shard.
+
+    Collective: every one of `processes` must call this.
+
+    Args:
+        model: The model to fill.
+        checkpoint: The checkpoint to read.
+        strict: Refuse a checkpoint with names that the model lacks, or without names that it has.
+        processes: The processes that hold the model; default: this one alone.
+
+    Raises:
+        CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
+    """
+    weights = Weights(str(checkpoint.path), strict=strict)
+    _fill(model, checkpoint, weights, Processes() if processes is None else processes, cast=False)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> None:
+    """Copy parameters and buffers into a model, in place; floating-point ones are cast to the model's dtypes.
+
+    Beyond the model it needs the memory of one tensor, or of this process's shard of one. Collective: every rank must
+    call this.
+
+    Raises:
+        CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
+        CheckpointError: There are no weights there, they cannot be fetched or are not whole; nothing was changed.
+    """
+    sections = WEIGHTS if weights.average is None else None
+    with open_weights(str(weights.path), processes, sections) as checkpoint:
+        _fill(model, averaged(checkpoint, weights.average, processes), weights, processes, cast=True)
+        _log.info("parameters from %s", checkpoint.path if local_path(weights.path).is_dir() else weights.path)
+
+
+def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool) -> None:
+    """Find the source of every tensor, refuse what does not fit, and only then copy. Collective."""
+    tensors, aliases = model_tensors(model)
+    try:
+        sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
+    except CheckpointMismatch:
+        if not processes.together(lambda: _call_load_hooks(model, checkpoint)):
+            raise
+        tensors, aliases = model_tensors(model)
+        sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
+    processes.together(lambda: _copy(tensors, sources, checkpoint))
+    casts = Counter(
+        f"{dtype} to {tensors[name].dtype}"
+        for name, source in sources.items()
+        if (dtype := checkpoint.spec("model", source)[0]) != tensors[name].dtype
+    )
+    if casts:
+        kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
+        _log.info("%s: cast %s", weights.path, kinds)
+
+
+def _call_load_hooks(model: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Let modules whose own hooks of `load_state_dict` resize their tensors do so; return True if there are any."""
+    hooked = {f"{name}." if name else "": module for name, module in model.named_modules() if has_load_hooks(module)}
+    for prefix, module in hooked.items():
+        device = next((each.device for each in chain(module.buffers(), module.parameters())), None)
+        names = [name for name in checkpoint.names("model") if name.startswith(prefix)]
+        state = {name: checkpoint.tensor("model", name).to(device) for name in names}
+        call_load_hooks(module, state, prefix)
+    return bool(hooked)
+
+
+def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> None:
+    for name, source in sources.items():
+        if checkpoint.spec("model", source)[0] == tensors[name].dtype:
+            checkpoint.copy_into("model", source, tensors[name])
+        else:
+            fill(local_tensor(tensors[name]), checkpoint.block("model", source, *local_block(tensors[name])))
+
+
+def _match(
+    tensors: Tensors, aliases: dict[str, str], checkpoint: Checkpoint, weights: Weights, *, cast: bool
+) -> dict[str, str]:
+    """The stored name of each tensor to fill, by its name in the model.
+
+    Raises:
+        CheckpointMismatch: Names, shapes or dtypes differ; the message says which and what to do.
+    """
+    names = {name: [name] for name in tensors}
+    for alias, name in aliases.items():
+        names[name].append(alias)
+    offered, unused = _renamed(checkpoint, weights, [*tensors, *aliases])
+    found = {name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()}
+    missing = [
+        name
+        for name, own in names.items()
+        if not found[name] and not any(_matches(weights.ignore, each) for each in own)
+    ]
+    used = {source for each in found.values() for source in each}
+    left = {source: name for name, source in reversed(offered.items()) if source not in used}
+    unexpected = sorted(left.values())
+    complaints = [
+        f"{what}: {_some(which)}"
+        for what, which in (
+            ("not in the checkpoint", missing),
+            ("only in the checkpoint", unexpected),
+            ("patterns that match nothing", unused),
+        )
+        if which
+    ]
+    wrong = list(_wrong(checkpoint, tensors, found, cast=cast))
+    if tensors and not used:
+        wrong.append("no name is in both")
+    if wrong and not cast and not complaints and _differ_in_dtype_only(checkpoint, tensors, found):
+        saved_with = checkpoint.state["precision"].get("name", "fp32, bf16 or fp16")
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved by a run with precision: {saved_with}, whose parameters have other dtypes: "
+            f"{'; '.join(wrong[:3])}. Set the same precision."
+        )
+    if wrong or (weights.strict and complaints):
+        raise CheckpointMismatch(
+            f"{weights.path} holds the weights of another model: "
+            + "; ".join([*complaints, *wrong[:8]])
+            + f". {_advice(missing, unexpected, wrong, cast=cast)}"
+        )
+    for complaint in complaints:
+        _log.warning("%s: %s", weights.path, complaint)
+    return {name: each[0] for name, each in found.items() if each}
+
+
+def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Stored names by the names that renaming gives them, and the patterns that matched nothing.
+
+    Args:
+        checkpoint: The checkpoint whose names are renamed, those of tied tensors included.
+        weights: The patterns to rename and to ignore.
+        known: Names of the model's tensors.
+    """
+    offered: dict[str, str] = {}
+    hits = Counter[str]()
+    seen = set(known)
+    stored = [*checkpoint.names("model"), *checkpoint.aliases]
+    plain = _unwrapped(stored, weights, seen)
+    for name in stored:
+        renamed = plain.get(name, name)
+        for pattern, replacement in weights.rename.items():
+            renamed, count = re.subn(pattern, replacement, renamed)
+            hits[pattern] += count
+        seen.add(renamed)
+        if _matches(weights.ignore, renamed):
+            continue
+        if renamed in offered:
+            raise CheckpointMismatch(
+                f"{weights.path}: rename makes {renamed!r} of {offered[renamed]!r} and of {name!r}. "
+                "Make the patterns narrower, or ignore one of the two by a name of its own."
+            )
+        offered[renamed] = checkpoint.aliases.get(name, name)
+    unmatched = [pattern for pattern in weights.ignore if not any(_matches([pattern], name) for name in seen)]
+    return offered, [*(pattern for pattern in weights.rename if not hits[pattern]), *unmatched]
+
+
+def _unwrapped(stored: Iterable[str], weights: Weights, known: set[str]) -> dict[str, str]:
+    """The stored names that only a wrapper's name keeps from being the model's, with the model's name of each."""
+    plain = {name: each for name, each in unwrapped(stored).items() if each != name}
+    if weights.rename or plain.keys() & known or not known & set(plain.values()):
+        return {}
+    example = next(iter(plain.items()))
+    _log.info("%s: removed the names of wrappers (DDP, torch.compile), such as %s -> %s", weights.path, *example)
+    return plain
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]], *, cast: bool) -> Iterator[str]:
+    """What cannot be copied, in words: other shapes or dtypes, or different tensors for one that the model ties."""
+    for name, found in sources.items():
+        tensor = tensors[name]
+        for source in found:
+            dtype, shape = checkpoint.spec("model", source)
+            casts = cast or source in checkpoint.averages  # which may be kept in another dtype
+            castable = casts and dtype.is_floating_point and tensor.is_floating_point() and not tensor.is_meta
+            if shape != tensor.shape or not (dtype == tensor.dtype or castable):
+                yield f"{name}: {tuple(shape)} {dtype} saved, {tuple(tensor.shape)} {tensor.dtype} in the model"
+                break
+        else:
+            for source in found[1:]:
+                one, other = (checkpoint.block("model", each, *local_block(tensor)) for each in (found[0], source))
+                if not torch.equal(one, other):
+                    yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
+
+
+def _differ_in_dtype_only(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]]) -> bool:
+    pairs = [(checkpoint.spec("model", source), tensors[name]) for name, found in sources.items() for source in found]
+    same_shapes = all(shape == tensor.shape for (_, shape), tensor in pairs)
+    return same_shapes and any(dtype != tensor.dtype for (dtype, _), tensor in pairs)
+
+
+def _advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast: bool) -> str:
+    if not cast:
+        lenient = ", or load with strict=False to leave names that differ alone." if not wrong else "."
+        return f"Build the model with the checkpoint's hyperparameters{lenient}"
+    return (
+        f"{_guess(missing, unexpected)}Say with `rename` what the model calls the same tensors, "
+        "and with `ignore` which to leave alone."
+    )
+
+
+def _guess(missing: list[str], unexpected: list[str]) -> str:
+    """The `rename` that would make most names fit, if all differ by a prefix; in words."""
+    tails = {tail: name for name in unexpected for tail in _tails(name)}
+    beginnings = Counter[tuple[str, str]]()
+    for name in missing:
+        if tail := next((tail for tail in _tails(name) if tail in tails), None):
+            beginnings[tails[tail].removesuffix(tail), name.removesuffix(tail)] += 1
+    if not beginnings:
+        return ""
+    (old, new), count = beginnings.most_common(1)[0]
+    return f"rename={json.dumps({'^' + re.escape(old): new})} would fit {count} of them. "
+
+
+def _tails(name: str) -> Iterator[str]:
+    """`a.b.c`, `b.c` and `c` for `a.b.c`."""
+    words = name.split(".")
+    return (".".join(words[start:]) for start in range(len(words)))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

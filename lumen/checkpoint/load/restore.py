@@ -1,0 +1,377 @@
+"""Restores a run from a checkpoint, or chosen parts of it; or builds a task from its hyperparameters and parameters."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import PurePath
+from traceback import extract_tb
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.format.codec import decode
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.load.averaging import averaged
+from lumen.checkpoint.load.config_diff import (
+    HOW_TO_STEP,
+    Setting,
+    changed_hyperparameters,
+    compare_modes,
+    differences,
+    listed,
+    settings,
+)
+from lumen.checkpoint.load.load_weights import load_model
+from lumen.checkpoint.load.parts import Part, without
+from lumen.checkpoint.load.reshard import extra_of
+from lumen.checkpoint.load.weights_source import find_named
+from lumen.checkpoint.optimizer_layout import kind_of, names_as_ids
+from lumen.checkpoint.optimizer_state import (
+    groups_of,
+    load_gradients,
+    load_optimizer_states,
+    load_rest,
+    regroup,
+    tensors_of_no_parameter,
+)
+from lumen.checkpoint.rank_state import load_values
+from lumen.checkpoint.user_state import Additions, hand_back, key_of, load_states
+from lumen.console import logger as _log
+from lumen.distributed.culprit import Frame
+from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, LumenError
+from lumen.internals.garbage import only_young_collected
+from lumen.internals.masking import first_unknown
+from lumen.internals.optimizers import has_stepped
+from lumen.precision import convert_as_saved
+from lumen.run.plan import Progress
+from lumen.run.run import Run
+from lumen.task.data_module import DataModule
+from lumen.task.task_module import TaskModule
+
+Task = TypeVar("Task", bound=TaskModule)
+Data = TypeVar("Data", bound=DataModule)
+Owner = TypeVar("Owner", bound=TaskModule | DataModule)
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
+
+
+def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
+    """Load the model, and give the task, the data module and (in `fit`) the callbacks what they saved.
+
+    Called before the optimizers are built.
+
+    Collective: every rank must call this.
+
+    Raises:
+        CheckpointMismatch: The checkpoint is of another model; nothing was changed.
+    """
+
+    def load_states() -> None:
+        with malformed_is_damaged(checkpoint, while_loading=True):
+            extra = extra_of(run.task, checkpoint)
+            if "model" in parts:
+                _load_own_states(run.task, checkpoint, extra)
+            if "data" in parts and run.loaders.datamodule is not None:
+                run.loaders.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
+            if "progress" in parts and run.stage == "fit":
+                added = decode(checkpoint.state["on_save_checkpoint"], extra)
+                hand_back(run, added, checkpoint.path)
+
+    if "model" in parts:
+        load_model(run.task, checkpoint, processes=run.processes)
+    run.processes.together(load_states)
+
+
+@contextmanager
+def malformed_is_damaged(checkpoint: Checkpoint | None, *, while_loading: bool = False) -> Iterator[None]:
+    """The context of a resumed run, in which values of a kind that Lumen never writes end in one error.
+
+    Args:
+        checkpoint: The checkpoint that the run resumes from; None: none, and every error stays.
+        while_loading: Translate errors of all libraries. Else a library may have been given to Lumen by the user.
+
+    Raises:
+        CheckpointDamaged: An error that no code of the user takes part in says that a value is of another kind.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        frames = [Frame(each.filename, each.lineno or 0, each.name) for each in extract_tb(error.__traceback__)]
+        is_users = any(frame.is_users if while_loading else not frame.is_internal for frame in frames)
+        if isinstance(error, RuntimeError):  # most of them are about devices, memory or other processes
+            is_users |= type(error) is not RuntimeError or not any("/optim/" in frame.file for frame in frames)
+        if checkpoint is None or is_users or isinstance(error, LumenError):
+            raise
+        raise CheckpointDamaged(
+            f"{checkpoint.path} holds a state from which the run cannot go on: {type(error).__name__}: {error}. The "
+            "state was changed, or another version of Lumen wrote it. Resume from a different checkpoint. If a new run "
+            "fails alike, the checkpoint is not the cause."
+        ) from error
+
+
+def _load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
+    """Call modules' `set_extra_state`, and the task's `on_load_checkpoint`."""
+    states = decode(checkpoint.state["extra_state"], extra)
+    for name, module in task.named_modules():
+        if name in states and type(module).set_extra_state is not nn.Module.set_extra_state:
+            module.set_extra_state(states[name])
+    task.on_load_checkpoint(Additions(type(task).__name__, decode(checkpoint.state["task"], extra)))
+
+
+def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
+    """Make a run, with its model loaded and its optimizers built, go on from a checkpoint.
+
+    Collective: every rank must call this.
+
+    Args:
+        run: The run, with its model loaded and its optimizers built.
+        checkpoint: The checkpoint to restore from.
+        parts: The parts to restore; `Trainer` says what each of them is.
+        continue_records: Let the loggers append to the records of the run that wrote the checkpoint.
+
+    Raises:
+        CheckpointMismatch: The optimizer or the schedulers are not of the classes and numbers that were saved.
+        ConfigError: A schedule ends before the step at which the run goes on.
+    """
+
+    def load() -> None:
+        with malformed_is_damaged(checkpoint, while_loading=True):
+            _load_run(run, checkpoint, parts, continue_records)
+
+    with only_young_collected():
+        run.processes.together(load)
+    checkpoint.free()  # the run holds it until its end, for its path
+
+
+def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue_records: bool) -> None:
+    extra = extra_of(run.task, checkpoint)
+    of_run = ("progress", "metrics", "modes", "callbacks", "precision", "configured")
+    needed = (*of_run, "schedulers", "monitors", "loggers")
+    state = {name: decode(checkpoint.state[name], extra) for name in needed}
+    if "progress" in parts:
+        run.progress.become(Progress(**state["progress"]))
+        run.values.newest = state["metrics"]
+        run.values.options = decode(checkpoint.state["logged_as"], extra)
+        compare_modes(run, checkpoint)
+        _load_modes(run.task, state["modes"])
+        load_states(run.trainer.callbacks, state["callbacks"], checkpoint.path)
+    if "optimizer" in parts:
+        run.precision.load_state_dict(state["precision"])
+        if "progress" in parts:
+            regroup(run.task, run.optim.optimizer, checkpoint)
+        _load_optimizer(run, checkpoint)
+    _load_groups(run, checkpoint, parts, state["configured"])
+    if "optimizer" in parts:
+        load_rest(run.task, run.optim.optimizer, checkpoint)
+    if "schedulers" in parts:
+        _load_schedulers(run, checkpoint, state, exact="optimizer" in parts)
+    else:
+        _move_schedulers(run)
+    if "data" in parts:
+        load_values(run, checkpoint)
+        run.records.kept_row = decode(checkpoint.state.get("kept_row"), extra) or run.records.kept_row
+    else:
+        run.progress.leave_epoch()
+    if continue_records:
+        load_states(run.records.loggers, state["loggers"], checkpoint.path)
+        present = set(map(key_of, run.records.loggers))
+        run.records.absent = {key: record for key, record in state["loggers"].items() if key not in present}
+    if changed := changed_hyperparameters(run, checkpoint):
+        _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, listed(changed))
+
+
+def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
+    """Restore which parameters are frozen, and the modes of modules, after the optimizer was built."""
+    frozen, evaluating = set(modes["frozen"]), set(modes["evaluating"])
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, module in task.named_modules():
+        module.training = name not in evaluating
+        if "untracked" in modes and hasattr(module, "track_running_stats"):  # older checkpoints lack the key
+            module.track_running_stats = name not in modes["untracked"]
+
+
+def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
+    saved, optimizer = checkpoint.state["optimizer"], run.optim.optimizer
+    groups = groups_of(run.task, optimizer)
+    if saved["class"] != kind_of(optimizer) or [group["params"] for group in saved["groups"]] != groups:
+        there, here = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved with {saved['class']} over {[len(g['params']) for g in saved['groups']]} "
+            f"parameters per group; this run has {kind_of(optimizer)} over {[len(g) for g in groups]}"
+            f"{_named('there', there - here)}{_named('here', here - there)}. "
+            "Resume with the optimizer and the parameter groups it was saved with, or "
+            f"{without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
+        )
+    _check_parameters(dict(run.task.named_parameters()), checkpoint)
+    load_optimizer_states(run.task, optimizer, checkpoint)
+    if run.optim.manual is not None:
+        run.optim.manual.keep(load_gradients(run.task, checkpoint))
+
+
+def _named(where: str, names: Collection[str]) -> str:
+    return f"; only {where}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter], checkpoint: Checkpoint) -> None:
+    """Refuse optimizer state of parameters that the run does not have, or that have another shape."""
+    wrong = []
+    for name in checkpoint.state["optimizer"]["state"]:
+        dtype, shape = checkpoint.spec("model", name)
+        own = parameters[name]
+        if (own.dtype, own.shape) != (dtype, shape):
+            wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(own.shape)} {own.dtype} in the model")
+    if wrong:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} holds the optimizer's state of other parameters: {'; '.join(wrong[:8])}. "
+            f"Build the model as it was when this was saved, or {without(checkpoint, 'optimizer')}."
+        )
+
+
+def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
+    """Restore the groups' options. Learning rates belong to the schedulers, counters to the optimizer's state."""
+    saved, tensors = checkpoint.state["optimizer"]["groups"], tensors_of_no_parameter(run.task, checkpoint)
+    if not parts & {"optimizer", "schedulers"}:
+        return
+    if len(saved) != len(run.optim.optimizer.param_groups):
+        raise CheckpointMismatch(
+            f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has "
+            f"{len(run.optim.optimizer.param_groups)}. Resume with these groups, or "
+            f"{without(checkpoint, 'optimizer', 'schedulers')}."
+        )
+    parameters = dict(run.task.named_parameters())
+    for number, (group, values) in enumerate(zip(run.optim.optimizer.param_groups, saved, strict=True)):
+        for key in values.keys() - HOW_TO_STEP:
+            value = names_as_ids(decode(values[key], tensors), parameters)
+            moved = settings(f"groups[{number}].{key}", value).items() - configuration.items()
+            if (
+                parts >= {"optimizer", "schedulers"}
+                or ("schedulers" in parts and key in _RATES and key in group)
+                or ("optimizer" in parts and key not in _MOVED_BY_SCHEDULERS and moved)
+            ):
+                group[key] = value
+
+
+def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], *, exact: bool) -> None:
+    """Restore the schedulers, and log where the configuration has settings that the checkpoint's replace."""
+    configuration: dict[str, Setting] = state["configured"]
+    found = [run.optim.configured[f"schedulers[{number}]"] for number in range(len(run.optim.schedulers))]
+    saved = [configuration[f"schedulers[{number}]"] for number in range(len(state["schedulers"]))]
+    if found != saved:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
+            f"Resume with the configuration it was saved with, or {without(checkpoint, 'schedulers')}."
+        )
+    schedulers = run.optim.schedulers
+    for config, scheduler_state, monitor in zip(schedulers, state["schedulers"], state["monitors"], strict=True):
+        config.known, config.unread = monitor
+        config.scheduler.load_state_dict(scheduler_state)
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if run.progress.step and optimizer is not None:
+            has_stepped(optimizer)
+    lengths = {where: value for where, value in configuration.items() if where.startswith("lengths")}
+    for old, new in differences(lengths, run.optim.configured).values():
+        _log.warning(
+            "lr_scheduler: the schedule ends after %s moves in %s, and after %s here. The new length counts from the "
+            "next move on, at which the learning rate jumps.", old, checkpoint.path, new,
+        )  # fmt: skip
+    goes_on = {
+        where: value
+        for where, value in configuration.items()
+        if where not in lengths and (exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATES)
+    }
+    if changed := differences(goes_on, run.optim.configured):
+        _log.warning(
+            "the optimizer or its schedule is configured otherwise than in %s: %s. The checkpoint's values count, so "
+            "that it goes on exactly. For the configured ones, %s",
+            checkpoint.path,
+            listed(changed),
+            without(checkpoint, "schedulers"),
+        )
+    run.optim.configured |= goes_on
+
+
+def _move_schedulers(run: Run) -> None:
+    """Move schedulers just built to the run's step, as if epochs had equal lengths; those with a monitor stay."""
+    progress = run.progress
+    in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # the complete ones
+    ended = [min(step, in_epochs) * progress.epoch // max(in_epochs, 1) for step in range(progress.step + 1)]
+    moving = [config for config in run.optim.schedulers if config.monitor is None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were made long ago
+        try:
+            for step in range(progress.step if moving else 0):
+                for interval, moments in (("step", [step]), ("epoch", range(ended[step], ended[step + 1]))):
+                    for config in moving:
+                        due = sum((moment + 1) % config.frequency == 0 for moment in moments)
+                        for _ in range(due if config.interval == interval else 0):
+                            config.step()
+        except ValueError as error:
+            raise ConfigError(f"lr_scheduler: it does not reach to step {progress.step}: {error}") from error
+        for config in moving:
+            if config.interval == "token" and progress.units:
+                config.move_to(progress.units, counted=True)
+
+
+def load_datamodule(kind: type[Data], path: PurePath, *, overrides: Mapping[str, Any]) -> Data:
+    """Build a data module from a checkpoint's hyperparameters, and give it its state; see `load_from_checkpoint`."""
+    checkpoint = find_named(path)
+    datamodule = _built(kind, checkpoint, "data_hyperparameters", overrides)
+    datamodule.load_state_dict(decode(checkpoint.state["datamodule"], checkpoint.tensors("extra")))
+    return datamodule
+
+
+def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mapping[str, Any]) -> Owner:
+    """An object of a class, built from the hyperparameters of a checkpoint."""
+    saved = decode(checkpoint.state[of], checkpoint.tensors("extra"))
+    kept = {name: value for name, value in _without_those_of_bases(kind, saved).items() if name not in overrides}
+    for name, value in kept.items():  # a checkpoint of a stranger must not read the environment
+        if (unknown := first_unknown(value)) is not None:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} does not hold the hyperparameter {name}, which may be a secret: it has {unknown} "
+                f"in its place. Give the value: load_from_checkpoint(PATH, {name}=...)."
+            )
+    hyperparameters = kept | dict(overrides)
+    try:
+        return kind(**hyperparameters)
+    except TypeError as error:
+        raise CheckpointMismatch(
+            f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
+            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, "
+            "or give the missing arguments to load_from_checkpoint."
+        ) from error
+
+
+def _without_those_of_bases(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters without those that only a base class takes, which the class itself passes to it."""
+    taken = inspect.signature(kind).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return dict(saved)
+    constructors = [vars(base)["__init__"] for base in kind.__mro__[1:] if "__init__" in vars(base)]
+    by_bases = {name for each in constructors for name in inspect.signature(each).parameters}
+    return {name: value for name, value in saved.items() if name in taken or name not in by_bases}
+
+
+def load_task(
+    kind: type[Task],
+    path: PurePath,
+    *,
+    strict: bool | None,
+    average: str | Sequence[str | PurePath] | None,
+    overrides: Mapping[str, Any],
+) -> Task:
+    """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
+    checkpoint = averaged(find_named(path), average)
+    task = _built(kind, checkpoint, "hyperparameters", overrides)
+    task.configure_model()
+    task._is_configured = True
+    convert_as_saved(task, checkpoint.state["precision"])
+    load_model(task, checkpoint, strict=task.strict_loading if strict is None else strict)
+    _load_own_states(task, checkpoint, extra_of(task, checkpoint))
+    return task

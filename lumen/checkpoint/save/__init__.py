@@ -1,0 +1,1 @@
+"""What is saved, who writes it, and when it is committed."""

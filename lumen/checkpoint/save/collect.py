@@ -1,0 +1,308 @@
+"""Collects what a checkpoint holds, under names that are the same for every strategy."""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.format.codec import JSON, Tensors, encode
+from lumen.checkpoint.load.config_diff import data_read, modes_of, trainer_settings
+from lumen.checkpoint.load.load_weights import model_tensors
+from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
+from lumen.checkpoint.rank_state import own_values
+from lumen.checkpoint.save.write_plan import check_same, check_tensors
+from lumen.checkpoint.user_state import added_to_checkpoint, key_of, states_of
+from lumen.console import logger as _log
+from lumen.distributed.dtensor import is_cut, is_sharded
+from lumen.distributed.processes import Processes
+from lumen.errors import LumenError, NonFiniteLoss
+from lumen.run.run import Run
+from lumen.strategies import by_data_rank, sync_buffers
+from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.teacher import is_running_statistic
+
+# ---------------------------------------------------------------------- names
+
+
+def _extra_state(model: nn.Module) -> dict[str, Any]:
+    """The results of modules' `get_extra_state`, by module name."""
+    default = nn.Module.get_extra_state
+    return {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not default
+    }
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def logger_states(run: Run) -> dict[str, Any]:
+    """The states of all loggers; of those too that the run had only before it was resumed."""
+    return run.records.absent | states_of(run.records.loggers)
+
+
+def _of_user(run: Run) -> dict[str, Any]:
+    """What the task, the data module and the callbacks save."""
+    datamodule = run.loaders.datamodule
+    return {
+        "callbacks": {key: state for key, state in states_of(run.trainer.callbacks).items() if state},
+        "datamodule": datamodule.state_dict() if datamodule is not None else {},
+        **added_to_checkpoint(run),
+    }
+
+
+def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
+    """Everything a resumed run needs, except for what each process has gathered by itself.
+
+    Args:
+        run: The run, at the end of a step.
+        complete: Include what the task, the data module and the callbacks save.
+
+    Returns:
+        Tensors by section ("model", "optimizer", "extra"), aliases of tied tensors, and the JSON state.
+
+    Raises:
+        CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
+    """
+    task, datamodule = run.task, run.loaders.datamodule
+    model, aliases = model_tensors(task)
+    optimizer, extra = Tensors(), Tensors()
+    entries: dict[str, Any] = {
+        "seed": run.seed,
+        "progress": dict(vars(run.progress)),
+        "precision": run.precision.state_dict(),
+        "schedulers": [config.scheduler.state_dict() for config in run.optim.schedulers],
+        "monitors": [(config.known, config.unread) for config in run.optim.schedulers],
+        "configured": run.optim.configured,
+        "loggers": logger_states(run) if run.records.before_evaluation is None else run.records.before_evaluation,
+        "metrics": run.values.newest,
+        "logged_as": run.values.options,
+        "kept_row": run.records.kept_row if run.progress.validation_due else None,
+        "hyperparameters": task.recorded_hparams,
+        "data_hyperparameters": datamodule.recorded_hparams if isinstance(datamodule, HasHyperparameters) else {},
+        "extra_state": _extra_state(task),
+        "modes": modes_of(task),
+        "built": run.optim.built,
+        "settings": trainer_settings(run),
+        "data": data_read(run),
+    }
+    if complete:
+        entries |= _of_user(run)
+    state = {name: encode(entry, extra, name) for name, entry in entries.items()}
+    state["optimizer"] = _capture_optimizer(run, optimizer)
+    is_cut_up = any(is_sharded(tensor) for tensor in model.values())
+    state["sharded"] = {"optimizer": _sharded(optimizer), "extra": _sharded(extra)} if is_cut_up else None
+    return {"model": model, "optimizer": optimizer, "extra": extra}, aliases, state
+
+
+def _copied_buffers(task: nn.Module) -> list[str]:
+    """Names of the floating-point buffers that a mean of checkpoints does not average."""
+    buffers = [(name, each) for name, each in task.named_buffers() if each.is_floating_point()]
+    return [name for name, each in buffers if not is_running_statistic(name, each)]
+
+
+def _sharded(tensors: Tensors) -> dict[str, bool]:
+    """Names of DTensors, each with whether it is sharded (True) or only replicated."""
+    return {name: is_cut(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
+
+
+def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
+    captured = capture_optimizer(run.task, run.optim.optimizer, run.optim.built_groups, tensors)
+    if run.optim.manual is not None and (kept := run.optim.manual.kept_gradients()):
+        names = parameter_names(run.task)
+        given = {names[id(parameter)]: gradient for parameter, gradient in kept.items()}
+        captured["gradients"] = {name: encode({"grad": each}, tensors, name) for name, each in given.items()}
+    return captured
+
+
+def check_savable(run: Run) -> None:
+    """Check before any work that what Lumen itself saves can be saved. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something cannot be saved; the message names it.
+    """
+
+    def check() -> None:
+        sections, _, _ = capture(run, complete=False)
+        check_tensors(sections | {"ranks": own_values(run)[1]})
+
+    run.processes.together(check)
+
+
+def check_first_state(run: Run) -> None:
+    """Check that the state which the first update has made can be saved. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something cannot be saved or differs between ranks; the message names it.
+    """
+
+    def check() -> Tensors:
+        tensors = Tensors()
+        _capture_optimizer(run, tensors)
+        check_tensors({"optimizer": tensors})
+        return tensors
+
+    check_same({"optimizer": run.processes.together(check)}, run.processes)
+    run.saves.checks_update = False
+
+
+def check_additions(run: Run) -> None:
+    """Check that what the task, the data module and the callbacks save can be saved.
+
+    Call it when training begins: before, it may not exist. Where it does not exist even then, so that asking for it
+    fails, only a save will tell.
+
+    Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something cannot be saved; the message names its owner and its key.
+    """
+
+    def check() -> None:
+        extra = Tensors()
+        try:
+            said = _of_user(run)
+        except LumenError:
+            raise
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            _log.warning(
+                "what is to be saved cannot be tried before training: %s line %d, in %s: %r. If it comes with training "
+                "that is well; else every save will fail so",
+                at.filename, at.lineno, at.name, error,
+            )  # fmt: skip
+            return
+        for name, entry in said.items():
+            encode(entry, extra, name)
+        check_tensors({"extra": extra})
+
+    run.processes.together(check)
+
+
+@dataclass(frozen=True)
+@final
+class Collected:
+    """The contents of one checkpoint. The run changes none of it afterwards but the values of tensors.
+
+    Attributes:
+        sections: Tensors by section ("model", "optimizer", "extra") and name; the run's own, not copies. In "extra":
+            those that this process is to write.
+        aliases: Names of tied tensors of the section "model": alias to stored name.
+        state: Everything else, as JSON; complete on rank 0.
+        info: Plain data for the manifest, which listings show.
+        trained: Names of the parameters in "model" that the optimizer updates.
+    """
+
+    sections: dict[str, Tensors]
+    aliases: dict[str, str]
+    state: dict[str, JSON]
+    info: dict[str, Any]
+    trained: list[str]
+
+
+def collect(run: Run, info: Mapping[str, Any]) -> Collected:
+    """Collect a run's state, and let its loggers save. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
+        NonFiniteLoss: A loss that was still on its way to the host is not finite.
+        TrainingError: Ranks hold what differs.
+    """
+
+    def own() -> tuple[Any, ...]:
+        run.step.nonfinite.flush()
+        for logger in run.records.loggers:
+            logger.save()
+        return *capture(run), own_values(run)
+
+    processes = run.processes
+    run.records.guard.settle()
+    sync_buffers(run.strategy, run.task)
+    sections, aliases, state, (values, tensors) = processes.together(own)
+    state["ranks"] = by_data_rank(processes.gather_on_zero((run.strategy.data_rank, values)))
+    # callbacks of other ranks may hold something else, or nothing
+    shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
+    sections["extra"] = shared | tensors
+    progress = run.progress
+    counts = {"step": progress.step, "epoch": progress.epoch, "micro_batches": progress.micro_batches}
+    return Collected(
+        sections,
+        aliases,
+        state,
+        info={
+            **counts,
+            "metrics": dict(run.values.newest),
+            "copied": _copied_buffers(run.task),
+            **_evaluated(run),
+            **info,
+        },
+        trained=_trained(run),
+    )
+
+
+def _evaluated(run: Run) -> dict[str, str]:
+    """Where the state holds what validations evaluate in the place of the parameters, for the manifest."""
+    kept = ((key_of(each), getattr(each, "evaluated_state", None)) for each in run.trainer.callbacks)
+    found = [f"callbacks.{key}.{state}" for key, state in kept if state]
+    return {"evaluated": found[-1]} if found else {}
+
+
+def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
+    """The tensors of model and optimizer, nearly all of a checkpoint's bytes; and the names of trained parameters."""
+    optimizer = Tensors()
+    _capture_optimizer(run, optimizer)
+    return {"model": model_tensors(run.task)[0], "optimizer": optimizer}, _trained(run)
+
+
+def _trained(run: Run) -> list[str]:
+    """Names of the parameters that the optimizer updates, the same on all processes."""
+    names = parameter_names(run.task)
+    return [names[id(parameter)] for parameter in run.optim.parameters]
+
+
+def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor], processes: Processes) -> None:
+    """Refuse to save parameters that are NaN or infinite. Collective: every rank must call this.
+
+    Args:
+        collected: The checkpoint's contents, of which `trained` is used.
+        tensors: Tensors of the section "model" that this process writes, by name.
+        processes: The processes that write the checkpoint.
+
+    Raises:
+        NonFiniteLoss: Some parameters are NaN or infinite; the message names them.
+    """
+
+    def broken() -> list[str]:
+        return _not_finite({name: tensors[name] for name in collected.trained if name in tensors})
+
+    def refuse(found: Callable[[], list[list[str]]]) -> None:
+        of_any = set().union(*found())
+        names = [name for name in collected.trained if name in of_any]
+        if names:
+            raise NonFiniteLoss(
+                f"after step {collected.info['step']} {len(names)} parameters are not finite, although its losses are: "
+                f"{', '.join(names[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 "
+                "behind torch.where with detect_anomaly: true, or for a learning rate that is too high."
+            )
+
+    processes.conclude(broken, refuse)
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that hold NaN or infinity, by their minimum and maximum: `isfinite` would need more memory."""
+    alike: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            alike[numbers.dtype, numbers.device][name] = numbers.aminmax()
+    found = [torch.stack([*chain(*ends.values())]).isfinite().view(-1, 2).all(1) for ends in alike.values()]
+    told = torch.cat([each.to(found[0].device) for each in found]).tolist() if found else []  # the host waits once
+    return [name for name, is_finite in zip(chain(*alike.values()), told, strict=True) if not is_finite]

@@ -1,0 +1,129 @@
+"""Copies tensors to host memory while training waits, to be written while it goes on."""
+
+from __future__ import annotations
+
+import heapq
+import mmap
+from collections.abc import Mapping
+from typing import final
+
+import numpy as np
+import torch
+
+from lumen.checkpoint.format.safetensors_file import COPIED_TOGETHER, bytes_of, lies_in_order
+from lumen.internals.memory import empty_host_cache
+from lumen.internals.tensors import copy_all
+
+Key = tuple[str, str]
+_FEW = 1 << 15  # numbers that torch copies by one thread
+_ALIGNED = 64  # bytes, in which each tensor of a block begins
+
+
+@final
+class Snapshot:
+    """Copies of tensors in host memory that is used again for the next copy, since touching new pages is slow.
+
+    CUDA tensors are copied to pinned memory on the device's current stream, so later kernels cannot change them before,
+    and the host does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Key, torch.Tensor] = {}
+        self._copied: list[torch.cuda.Event] = []
+
+    def reserve(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Allocate the memory for copies of tensors like these, and touch all of it."""
+        new = _buffers_for({key: tensor for key, tensor in _flat(sections).items() if key not in self._buffers})
+        for buffer in new.values():
+            np.asarray(bytes_of(buffer))[:: mmap.PAGESIZE] = 0
+        self._buffers |= new
+
+    def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+        """Begin to copy tensors of any device and strides; `wait` ends it. Valid until the next `take`."""
+        tensors = _flat(sections)
+        kept = {key: buffer for key, buffer in self._buffers.items() if key in tensors and _fits(buffer, tensors[key])}
+        self._buffers = kept | _buffers_for({key: tensor for key, tensor in tensors.items() if key not in kept})
+        copies: dict[str, dict[str, torch.Tensor]] = {section: {} for section in sections}
+        small: list[tuple[torch.Tensor, torch.Tensor]] = []
+        devices = set()
+        for (section, name), tensor in tensors.items():
+            copies[section][name] = buffer = self._buffers[section, name]
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+            if _is_small(tensor):
+                small.append((buffer, tensor))
+            else:
+                _copy(tensor, buffer)
+        if small:
+            copy_all(*map(list, zip(*small, strict=True)))
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return copies
+
+    def wait(self) -> None:
+        """Wait until the copies from devices have ended; may be called by any thread."""
+        for event in self._copied:
+            event.synchronize()
+
+    def close(self) -> None:
+        """Free the memory."""
+        pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
+        self._buffers, self._copied = {}, []
+        if pinned:
+            empty_host_cache()
+
+
+def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch.Tensor]:
+    return {(section, name): tensor for section, tensors in sections.items() for name, tensor in tensors.items()}
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is so small that many are best copied in one call, and its memory was not freed."""
+    return (
+        tensor.numel() <= _FEW
+        and tensor.is_cpu
+        and tensor.dtype in COPIED_TOGETHER
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    )
+
+
+def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
+
+
+def _buffers_for(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    pinned = pinned_like({key: tensor for key, tensor in tensors.items() if tensor.is_cuda})
+    return {
+        key: pinned[key] if key in pinned else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for key, tensor in tensors.items()
+    }
+
+
+def pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """Pinned tensors like the given ones, several in one block, since torch rounds each block up to a power of two.
+
+    The largest come first, and smaller ones fill the blocks.
+    """
+    places: dict[Key, tuple[int, int]] = {}
+    sizes: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (bytes that are left, negative; block): the widest first
+    for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        needed = -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        if not rooms or -rooms[0][0] < needed:
+            sizes.append(1 << (needed - 1).bit_length())
+            heapq.heappush(rooms, (-sizes[-1], len(sizes) - 1))
+        free, block = rooms[0]
+        places[key] = block, sizes[block] + free
+        heapq.heapreplace(rooms, (free + needed, block))
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+    return {
+        key: blocks[block][start : start + tensors[key].nbytes].view(tensors[key].dtype).view(tensors[key].shape)
+        for key, (block, start) in places.items()
+    }
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if not lies_in_order(source):
+        target.copy_(source, non_blocking=source.is_cuda)
+    else:  # by one thread, which saturates the memory; torch's wait for each other where all cores are busy
+        np.copyto(np.asarray(bytes_of(target)), np.asarray(bytes_of(source)))

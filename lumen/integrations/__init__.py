@@ -1,0 +1,1 @@
+"""Loggers and callbacks for other packages; nothing of the core imports one."""

@@ -1,0 +1,162 @@
+"""The logger of Aim."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from lumen.errors.arguments import checked, local_path, optional
+from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
+from lumen.integrations.service import Service
+from lumen.loggers.base import Array, as_array, as_bytes, told
+
+
+@final
+class AimLogger(Service):
+    """Records a run in Aim: `aim up --repo runs` shows it.
+
+    Metrics are over the step; what no two runs share has names that begin with `system/`. Hyperparameters are the run's
+    parameters, nested as they are: `lr` of the task is `run["model"]["lr"]`. Images, histograms and texts are
+    sequences. How the run ended is `run["status"]`.
+
+    The hash of the run is in `aim.json` in the run directory; a resumed run continues it; see `Service`. Aim keeps the
+    newest value of a step.
+
+    `experiment` is the `aim.Run`, `name` the experiment's, `version` the hash of the run.
+
+    Args:
+        repo: Where Aim keeps records: a directory, in which it makes `.aim`, or a server, `aim://host:port`. Default:
+            the directory that the run directory lies in.
+        experiment: The experiment that the run belongs to. Default: Aim's, `default`.
+        run_name: Name of the run. Default: that of the run directory.
+        run_hash: A run to go on in, whatever the run directory says.
+        tags: Tags of the run there.
+        prefix: What the names of all values begin with, before a "-".
+
+    Raises:
+        ConfigError: Aim is not installed.
+    """
+
+    title = "Aim"
+    file = "aim.json"
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("train_metric_prefix", "val_metric_prefix", "test_metric_prefix", "context_prefixes", "context_postfixes"),
+            "Leave it out: a value has the name that it is logged by, in no context.",
+        ),
+        "system_tracking_interval": "Leave it out: callbacks=[DeviceStatsMonitor()] logs what the devices do.",
+        "log_system_params": "Leave it out: environment.json in the run directory has them.",
+        "capture_terminal_logs": "Leave it out: run.log in the run directory has them.",
+    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
+
+    @checked
+    def __init__(
+        self,
+        repo: str | Path | None = None,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        run_hash: str | None = None,
+        tags: Sequence[str] = (),
+        prefix: str = "",
+    ) -> None:
+        super().__init__(prefix)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of SQLAlchemy, to Aim
+            self._aim = optional("aim", "AimLogger", "aim")
+        self._repo = repo
+        self._experiment, self._run_name, self._run_hash = experiment, run_name, run_hash
+        self._tags = tags
+        self._run: Any = None
+
+    def connect(self, directory: Path, kept: str | None) -> str:
+        """See `Service.connect`."""
+        run_hash = self._run_hash or kept
+        self._run = self._open(directory, run_hash)
+        if run_hash is None:
+            self._run.name = self._run_name or directory.name
+            for tag in self._tags:
+                self._run.add_tag(tag)
+        self._run["status"] = "running"
+        return str(self._run.hash)
+
+    def abandon(self, kept: str) -> None:
+        """See `Service.abandon`."""
+        assert self.run_directory is not None
+        run = self._open(self.run_directory, kept)
+        run["status"], run.archived = "interrupted", True
+        run.close()
+
+    def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
+        """See `Service.recorded`."""
+        for metric in self._run.metrics():
+            steps, (values, *_) = metric.data.numpy()
+            yield from ((metric.name, *each) for each in zip(steps.tolist(), values.tolist(), strict=True))
+
+    def send(self, values: Mapping[str, float], step: int) -> None:
+        """See `Service.send`."""
+        for name, value in values.items():
+            self._run.track(value, name=name, step=step)
+
+    def send_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `Service.send_hyperparams`."""
+        for name, value in params.items():
+            self._run[name] = _plain(value)
+
+    @told
+    def log_image(self, name: str, image: Array, step: int) -> None:
+        """See `Logger.log_image`."""
+        pixels = as_bytes(name, image)
+        if self.is_open:
+            self.attempt(self._track, self._aim.Image, pixels, name, step)
+
+    @told
+    def log_histogram(self, name: str, values: Array, step: int) -> None:
+        """See `Logger.log_histogram`."""
+        if self.is_open:
+            self.attempt(self._track, self._aim.Distribution, as_array(values).ravel(), name, step)
+
+    @told
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """See `Logger.log_text`."""
+        if self.is_open:
+            self.attempt(self._track, self._aim.Text, text, name, step)
+
+    def _track(self, kind: Any, value: Any, name: str, step: int) -> None:
+        self._run.track(kind(value), name=name, step=step)
+
+    @property
+    def experiment(self) -> Any:
+        """The `aim.Run`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
+        return self.in_fit(self._run)
+
+    @property
+    def name(self) -> str | None:
+        """The experiment's name; None: Aim's default one."""
+        return self._experiment
+
+    def disconnect(self, status: str) -> None:
+        """See `Service.disconnect`."""
+        self._run["status"] = status
+        self._run.close()
+
+    def _open(self, directory: Path, run_hash: str | None) -> Any:
+        place = directory.parent.absolute() if self._repo is None else self._repo
+        if not str(place).startswith("aim://"):
+            place = local_path(place)
+            place.mkdir(parents=True, exist_ok=True)
+        return self._aim.Run(
+            run_hash, repo=str(place), experiment=self._experiment, system_tracking_interval=None,
+            log_system_params=False, capture_terminal_logs=False,
+        )  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """What Aim stores: numbers, texts, lists and dictionaries of them; of all else its text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

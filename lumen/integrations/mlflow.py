@@ -1,0 +1,192 @@
+"""The logger of MLflow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from lumen.errors.arguments import checked, local_path, optional
+from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
+from lumen.integrations.service import UPLOADING, Service
+from lumen.loggers.base import Array, as_bytes, entries, told
+
+_NOT_IN_A_NAME = re.compile(r"[^\w/. -]")
+_LONGEST_NAME, _LONGEST_VALUE, _MOST_AT_ONCE = 250, 6000, 100  # of parameters, by MLflow's rules
+_STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+
+@final
+class MLFlowLogger(Service):
+    """Records a run in MLflow: `mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` shows it.
+
+    Metrics are over the step; what no two runs share has names that begin with `system/`. A character that MLflow does
+    not allow in a name becomes "_"; two names that become one are an error. Hyperparameters are parameters: `lr` of the
+    task is `model/lr`. MLflow never changes one; those that have changed when a run is resumed are tags,
+    `changed/model/lr`. Images and texts are artifacts; histograms have no place.
+
+    The id of the run is in `mlflow.json` in the run directory; a resumed run continues it; see `Service`.
+
+    `experiment` is an `mlflow.tracking.MlflowClient`, `name` the id of the experiment, `version` that of the run.
+
+    Args:
+        experiment_name: The experiment that the run belongs to; it is made if there is none.
+        run_name: Name of the run. Default: that of the run directory.
+        tracking_uri: Where MLflow keeps records: `sqlite:///PATH`, a directory (`file:PATH`) or a server. Default: what
+            the variable MLFLOW_TRACKING_URI says, else the file `mlflow.db` in `save_dir`.
+        tags: Tags of the run there, by name.
+        save_dir: Where `mlflow.db` and `mlartifacts` lie, without a `tracking_uri`. Default: beside the run directory.
+        prefix: What the names of all values begin with, before a "-".
+        artifact_location: Where the artifacts of a new experiment lie. Default: MLflow's, without a `tracking_uri`
+            `mlartifacts` beside `mlflow.db`.
+        run_id: A run to go on in, whatever the run directory says.
+        synchronous: False: values are sent by a thread, which each checkpoint waits for.
+
+    Raises:
+        ConfigError: MLflow is not installed.
+    """
+
+    title = "MLflow"
+    file = "mlflow.json"
+    INSTEAD: ClassVar[Mapping[str, str]] = {"log_model": UPLOADING}
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
+
+    @checked
+    def __init__(
+        self,
+        experiment_name: str = "lumen",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: str | Path | None = None,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool = True,
+    ) -> None:
+        super().__init__(prefix)
+        self._make_client = optional("mlflow.tracking", "MLFlowLogger", "mlflow").MlflowClient
+        self._experiment_name = experiment_name
+        self._run_name = run_name
+        self._tracking_uri = tracking_uri
+        self._tags = tags or {}
+        self._place = None if save_dir is None else local_path(save_dir)
+        self._artifact_location = artifact_location
+        self._run_id = run_id
+        self._is_synchronous = synchronous
+        self._client: Any = None
+        self._experiment_id: str | None = None
+        self._sending: list[Any] = []
+
+    def connect(self, directory: Path, kept: str | None) -> str:
+        """See `Service.connect`."""
+        place = directory.parent.absolute() if self._place is None else self._place.absolute()
+        uri, artifacts = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), self._artifact_location
+        if uri is None:
+            place.mkdir(parents=True, exist_ok=True)
+            uri, artifacts = f"sqlite:///{place / 'mlflow.db'}", artifacts or (place / "mlartifacts").as_uri()
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # tells of every table that it makes
+        self._client, self._sending = self._make_client(tracking_uri=uri), []
+        run_id = self._run_id or kept
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self._experiment_id = str(self._client.get_run(run_id).info.experiment_id)
+            return run_id
+        known = self._client.get_experiment_by_name(self._experiment_name)
+        self._experiment_id = str(
+            self._client.create_experiment(self._experiment_name, artifact_location=artifacts)
+            if known is None
+            else known.experiment_id
+        )
+        run = self._client.create_run(self._experiment_id, run_name=self._run_name or directory.name, tags=self._tags)
+        return str(run.info.run_id)
+
+    def abandon(self, kept: str) -> None:
+        """See `Service.abandon`."""
+        self._client.set_terminated(kept, "KILLED")
+
+    def clean(self, name: str) -> str:
+        """Return the name with `_` in place of characters that MLflow does not allow."""
+        return _name(name)
+
+    def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
+        """See `Service.recorded`."""
+        for name in self._client.get_run(self.version).data.metrics:
+            for metric in self._client.get_metric_history(self.version, name):
+                yield name, metric.step, metric.value
+
+    def send(self, values: Mapping[str, float], step: int) -> None:
+        """See `Service.send`."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(name, value, now_ms, step) for name, value in values.items()]
+        for first in range(0, len(metrics), _MOST_AT_ONCE):
+            some = metrics[first : first + _MOST_AT_ONCE]
+            sending = self._client.log_batch(self.version, metrics=some, synchronous=self._is_synchronous)
+            if sending is not None:
+                self._sending.append(sending)
+
+    def confirm(self) -> None:
+        """See `Service.confirm`."""
+        sending, self._sending = self._sending, []
+        lost = None
+        for each in sending:
+            try:
+                each.wait()
+            except Exception as error:
+                lost = error
+        if lost is not None:  # only now: a row on its way would be sent twice
+            raise lost
+
+    def send_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `Service.send_hyperparams`."""
+        from mlflow.entities import Param
+
+        given = {_name(name)[:_LONGEST_NAME]: str(value)[:_LONGEST_VALUE] for name, value in entries(params, "/")}
+        known = self._client.get_run(self.version).data.params
+        new = [Param(name, value) for name, value in given.items() if name not in known]
+        for first in range(0, len(new), _MOST_AT_ONCE):
+            self._client.log_batch(self.version, params=new[first : first + _MOST_AT_ONCE])
+        for name, value in given.items():
+            if known.get(name, value) != value:
+                self._client.set_tag(self.version, f"changed/{name}", f"{known[name]} → {value}")
+
+    @told
+    def log_image(self, name: str, image: Array, step: int) -> None:
+        """See `Logger.log_image`."""
+        pixels = as_bytes(name, image)
+        if self.is_open:
+            self.attempt(self._log_artifact, "log_image", pixels, f"{name}/{step:08d}.png")
+
+    @told
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """See `Logger.log_text`."""
+        if self.is_open:
+            self.attempt(self._log_artifact, "log_text", text, f"{name}/{step:08d}.md")
+
+    def _log_artifact(self, method: str, content: Any, path: str) -> None:
+        getattr(self._client, method)(self.version, content, _name(path))
+
+    @property
+    def experiment(self) -> Any:
+        """The `MlflowClient`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
+        return self.in_fit(self._client)
+
+    @property
+    def name(self) -> str | None:
+        """The id of the experiment there; None before `fit`, and in all processes but the first."""
+        return self._experiment_id
+
+    def disconnect(self, status: str) -> None:
+        """See `Service.disconnect`."""
+        self._client.set_terminated(self.version, _STATUS.get(status, "FINISHED"))
+
+
+def _name(name: str) -> str:
+    return posixpath.normpath(_NOT_IN_A_NAME.sub("_", name)).lstrip("./") or "_"

@@ -1,0 +1,124 @@
+"""Ray Train: metrics and checkpoints are reported to it while a run trains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from lumen.callbacks.base import Callback
+from lumen.callbacks.model_checkpoint import ModelCheckpoint
+from lumen.errors import ConfigError
+from lumen.errors.arguments import at_least, checked, optional
+
+if TYPE_CHECKING:
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
+
+
+@final
+class RayTrainReportCallback(Callback):
+    """Reports metrics and checkpoints to Ray Train, in a run that is one of its workers.
+
+    A report has all values of `trainer.newest_values`, `epoch` (completed ones) and `step`, and the newest
+    checkpoint that the run has on a disk, if there is one since the report before. Ray copies that from the first
+    worker to its own storage; the run's own stays where it is, and is the one from which the run goes on. A report
+    waits for the save under way.
+
+    Where Ray knows that a node is about to be taken away, the run saves at once, and goes on training until then.
+
+    Args:
+        every_n_train_steps: Report after every n-th optimizer step too, >= 0; 0: only after each epoch and at the end.
+        preemption_every_n_steps: Ask after every n-th step whether a node is about to leave, >= 0, which waits for all
+            workers; 0: never.
+
+    Raises:
+        ConfigError: Ray cannot be imported, or this process is no worker of Ray Train.
+    """
+
+    stops_at_steps = False
+
+    @checked
+    def __init__(self, every_n_train_steps: int = 0, preemption_every_n_steps: int = 100) -> None:
+        at_least(
+            0, "RayTrainReportCallback", every_n_train_steps=every_n_train_steps,
+            preemption_every_n_steps=preemption_every_n_steps,
+        )  # fmt: skip
+        self.every_n_train_steps = every_n_train_steps
+        self.preemption_every_n_steps = preemption_every_n_steps
+        self._train: Any = None
+        self._told = (0, 0)  # epoch and step at the newest report
+        self._checkpoint = ""  # of it; of rank 0
+        self._leaving: Any = None  # what Ray has said of a node that leaves
+        self._saves = False
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Find the worker of Ray that this process is."""
+        if stage != "fit":
+            return
+        self._train = optional("ray.train", "RayTrainReportCallback", "ray")
+        try:
+            workers = self._train.get_context().get_world_size()
+        except RuntimeError as error:
+            raise ConfigError(
+                "RayTrainReportCallback: this process is no worker of Ray Train. Call fit in the function that a "
+                "TorchTrainer runs, or leave the callback out."
+            ) from error
+        if workers != trainer.world_size:
+            raise ConfigError(
+                f"RayTrainReportCallback: Ray Train has {workers} workers, this run {trainer.world_size}. Give the "
+                "Trainer no devices: it finds those of Ray."
+            )
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """What is there has been reported."""
+        resumed = trainer.resumed_from
+        self._told = (trainer.current_epoch, trainer.global_step)
+        self._checkpoint = "" if resumed is None else str(resumed.path)
+        self._leaving, self._saves = None, False
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Report on the boundary before, of which everything is saved now."""
+        epoch, step = self._told
+        every, now = self.every_n_train_steps, trainer.global_step
+        if trainer.current_epoch != epoch or (every and now != step and now % every == 0):
+            self._report(trainer)
+
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Ask Ray whether a node is about to leave."""
+        every = self.preemption_every_n_steps
+        if every and trainer.global_step % every == 0:
+            leaving = self._train.get_preemption_info()
+            self._saves = self._saves or (leaving is not None and leaving != self._leaving)
+            self._leaving = leaving
+        if self._saves:
+            trainer.request_agreement()
+
+    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
+        """Save before it does."""
+        if self._saves and not trainer.fresh_metrics:  # at those, savers compare first
+            self._saves = False
+            for saver in _savers(trainer):
+                saver.save(trainer, at_once=True)
+
+    def on_fit_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Report the end."""
+        if self._told != (trainer.current_epoch, trainer.global_step):
+            self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        """Report. Collective: every rank must call this."""
+        trainer.checkpoints.settle()
+        self._told = trainer.current_epoch, trainer.global_step
+        newest, checkpoint = "", None
+        if trainer.is_global_zero:
+            paths = [saver.last_model_path for saver in _savers(trainer) if isinstance(saver.dirpath, Path)]
+            newest = max(paths, key=lambda path: Path(path).name, default="")
+        if newest and newest != self._checkpoint:
+            self._checkpoint, checkpoint = newest, self._train.Checkpoint.from_directory(os.path.abspath(newest))
+        values = {**trainer.newest_values, "epoch": self._told[0], "step": self._told[1]}
+        self._train.report(values, checkpoint=checkpoint)
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each.dirpath is not None]

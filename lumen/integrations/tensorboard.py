@@ -1,0 +1,160 @@
+"""The TensorBoard logger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from lumen.errors.arguments import checked, optional
+from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
+from lumen.internals.masking import masked
+from lumen.loggers.base import Array, Logger, Nothing, as_array, as_pixels, entries, told
+
+_FIRST_BEYOND_BINS = 1e20  # of TensorBoard's histograms
+
+
+@final
+class TensorBoardLogger(Logger):
+    """Writes event files into `tensorboard` in the run directory: `tensorboard --logdir runs` shows them.
+
+    Metrics are float32 scalars over the step; what no two runs share has names that begin with `system/`. A resumed
+    run cuts the files back to its checkpoint and goes on in a new file, which TensorBoard joins with the others; a
+    server started before with `--load_fast=false` forgets what was cut only when it is started anew.
+
+    `experiment` is a `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
+        "default_hp_metric": "Leave it out: a run's hyperparameters stand beside all its values.",
+        "log_graph": "Leave it out; self.logger.experiment.add_graph(task, batch) records one.",
+        "sub_dir": "Leave it out: the record is in `tensorboard` in the run directory.",
+    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
+
+    @checked
+    def __init__(self) -> None:
+        optional("tensorboard", "TensorBoardLogger", "tensorboard")
+        self._make_writer = import_module("lumen.integrations.tensorboard_events").EventWriter
+        self._directory: Path | None = None
+        self._part = 0
+        self._step = 0
+        self._hyperparameters: dict[str, int | float | str] | None = None
+        self._writer: Any = None
+
+    def open(self, directory: Path, *, resumed: bool) -> None:
+        """See `Logger.open`."""
+        self._directory = directory / "tensorboard"
+        self._step, self._hyperparameters = 0, None
+        # above all that are there, also those about to be removed: names never go back, whatever the clock does
+        self._part = max(
+            (int(path.name.split(".")[3]) + 1 for path in self._files("events.out.tfevents.*.lumen")), default=0
+        )
+        if not resumed:
+            for path in self._files():
+                path.unlink()
+
+    @property
+    def experiment(self) -> Any:
+        """The `SummaryWriter`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
+        if self._directory is None:
+            return Nothing()
+        if self._writer is None:
+            self._writer = self._make_writer(self._directory / f"events.out.tfevents.{self._part:05d}.lumen")
+            self._part += 1
+        return self._writer
+
+    @told
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """See `Logger.log_metrics`."""
+        self._step = step
+        for name, value in metrics.items():
+            self.experiment.add_scalar(name, value, step)
+
+    def log_system(self, values: Mapping[str, float], step: int) -> None:
+        """See `Logger.log_system`."""
+        for name, value in values.items():
+            self.experiment.add_scalar(f"system/{name}", value, step)
+
+    @told
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `Logger.log_hyperparams`; `lr` of the task is `model.lr`. What is no number is recorded as text.
+
+        The dashboard of hyperparameters knows one value of each in a run: those that have changed when a run is
+        resumed are recorded as a text, "hyperparameters".
+        """
+        flat = entries(params, ".")
+        plain = {name: value if type(value) in (int, float) else str(masked(value, name)) for name, value in flat}
+        before, self._hyperparameters = self._hyperparameters, plain
+        if before is None:
+            if plain:
+                self.experiment.add_hyperparameters(plain)
+            return
+        pairs = {name: (str(before.get(name)), str(plain.get(name))) for name in before | plain}
+        changed = [f"* `{name}`: {old} → {new}" for name, (old, new) in pairs.items() if old != new]
+        if changed:
+            self.log_text("hyperparameters", "\n".join(["changed:", "", *changed]), self._step)
+
+    @told
+    def log_image(self, name: str, image: Array, step: int) -> None:
+        """See `Logger.log_image`."""
+        self.experiment.add_image(name, as_pixels(name, image), step)
+
+    @told
+    def log_histogram(self, name: str, values: Array, step: int) -> None:
+        """See `Logger.log_histogram`."""
+        numbers = as_array(values).astype(np.float64)
+        numbers = numbers[np.abs(numbers) < _FIRST_BEYOND_BINS]
+        if numbers.size:
+            self.experiment.add_histogram(name, numbers, step)
+
+    @told
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """See `Logger.log_text`."""
+        self.experiment.add_text(name, text, step)
+
+    def save(self) -> None:
+        """See `Logger.save`."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bytes of each event file, the step they have come to, and the hyperparameters of the run."""
+        files = {self._key(path): path.stat().st_size for path in self._files()}
+        return {"files": files, "step": self._step, "hyperparameters": self._hyperparameters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Cut every file back to its length, remove files that came later, and go on in a new one."""
+        self._close_writer()
+        self._step, self._hyperparameters = state["step"], state["hyperparameters"]
+        for path in self._files():
+            size = state["files"].get(self._key(path))
+            if size is None:
+                path.unlink()
+            elif path.stat().st_size > size:
+                os.truncate(path, size)
+
+    def finalize(self, status: str) -> None:
+        """See `Logger.finalize`."""
+        self._close_writer()
+        self._directory = None
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _files(self, pattern: str = "*tfevents*") -> list[Path]:
+        """The event files; in directories below are those that the writer's `add_scalars` and `add_hparams` made."""
+        return [] if self._directory is None else sorted(self._directory.rglob(pattern))
+
+    def _key(self, path: Path) -> str:
+        assert self._directory is not None
+        return path.relative_to(self._directory).as_posix()

@@ -1,0 +1,224 @@
+"""The logger of Weights & Biases."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from lumen.errors import ConfigError
+from lumen.errors.arguments import checked, local_path, optional
+from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB, NEUTRAL_IN_LOGGERS
+from lumen.integrations.service import UPLOADING, Service
+from lumen.loggers.base import Array, as_array, as_bytes, entries, told
+
+_STEP = "trainer/global_step"
+
+
+@final
+class WandbLogger(Service):
+    """Records a run in Weights & Biases, online or into files that `wandb sync` uploads.
+
+    Every value is over `trainer/global_step`; what no two runs share has names that begin with `system/`.
+    Hyperparameters are the config: `lr` of the task is `model.lr`.
+
+    The id of the run is in `wandb.json` in the run directory; a resumed run goes on in it. Its files are in `wandb`
+    there, a folder for each part of the run. What they have is not recorded again; values that a killed process took
+    with it, up to those of 15 seconds, come from the run's own record. Images, histograms and texts do not.
+
+    `experiment` is a `wandb.Run`, `version` its id. A run that the program has begun by `wandb.init` is used, and left
+    open.
+
+    Args:
+        name: Name of the run. Default: that of the run directory.
+        save_dir: Where its folder `wandb` lies. Default: in the run directory.
+        version: The id of a run to go on in, whatever the run directory says; the same as `id`.
+        offline: Write files only. The variable WANDB_MODE=offline does the same.
+        id: See `version`.
+        project: That the run belongs to. Default: what the variable WANDB_PROJECT says, else "lumen".
+        experiment: A `wandb.Run` to use, which is left open.
+        prefix: What the names of all values begin with, before a "-".
+        entity: The user or team there that the project belongs to.
+        group: Which runs it is shown with.
+        tags: Words that it is found by.
+        notes: A text that the run is shown with.
+        kwargs: More arguments of `wandb.init`, such as `config` and `settings`; in YAML under `dict_kwargs`.
+
+    Raises:
+        ConfigError: Its library is not installed.
+    """
+
+    title = "Weights & Biases"
+    file = "wandb.json"
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "add_file_policy": "Leave it out: checkpoints are not uploaded.",
+        "anonymous": "Leave it out: there are no anonymous runs any more.",
+        "checkpoint_name": "Leave it out: checkpoints are not uploaded.",
+        "log_model": UPLOADING,
+        "resume": "Leave it out: a resumed run goes on in its run; id names another one.",
+    }
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
+    ATTRIBUTES: ClassVar[Mapping[str, str]] = {**Service.ATTRIBUTES, **ATTRIBUTES_OF_WANDB}
+
+    @checked
+    def __init__(
+        self,
+        /,
+        name: str | None = None,
+        save_dir: str | Path | None = None,
+        version: str | None = None,
+        offline: bool = False,
+        id: str | None = None,
+        project: str | None = None,
+        experiment: Any = None,
+        prefix: str = "",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        notes: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(prefix)
+        self._library = optional("wandb", "WandbLogger", "wandb")
+        if None not in (id, version) and id != version:
+            raise ConfigError(f"WandbLogger: id={id!r} and version={version!r} name two runs. Give one of them.")
+        self._name = name
+        self._place = None if save_dir is None else local_path(save_dir)
+        self._given_id = id or version
+        self._mode = "offline" if offline else None
+        self._project = project
+        self._given_run = experiment
+        about = {"entity": entity, "group": group, "tags": tags, "notes": notes}
+        self._options = {name: value for name, value in about.items() if value is not None} | kwargs
+        self._watched: list[tuple[Any, dict[str, Any]]] = []
+        self._run: Any = None
+        self._is_ours = True
+        self._first_row: int | None = None
+
+    def connect(self, directory: Path, kept: str | None) -> str:
+        """See `Service.connect`."""
+        place = (directory if self._place is None else self._place).absolute()  # its service has a place of its own
+        place.mkdir(parents=True, exist_ok=True)
+        self._first_row = None
+        running = self._given_run or self._library.run
+        self._is_ours = running is None
+        if running is None:
+            running = self._library.init(
+                **{
+                    "name": self._name or directory.name,
+                    "project": self._project or os.environ.get("WANDB_PROJECT") or "lumen",
+                    "mode": self._mode,
+                    "dir": str(place),
+                    "id": self._given_id or kept,
+                    "resume": "allow",
+                }
+                | self._options
+            )
+        self._run = running
+        if kept is not None and self._is_ours and running.offline:
+            self._first_row = 1 + max((number for number, _ in self._earlier()), default=-1)
+        running.define_metric(_STEP)
+        running.define_metric("*", step_metric=_STEP, step_sync=True)
+        for module, options in self._watched:
+            running.watch(module, **options)
+        return str(running.id)
+
+    def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
+        """See `Service.recorded`."""
+        for _, row in self._earlier():
+            if isinstance(step := row.pop(_STEP, None), int):
+                yield from ((name, step, value) for name, value in row.items() if not name.startswith("_"))
+
+    def _earlier(self) -> list[tuple[int, dict[str, Any]]]:
+        """The rows of the run that its files have; of earlier parts of one that is online, those that have arrived."""
+        from lumen.integrations.wandb_files import history
+
+        own = Path(self._run.settings.sync_file).absolute()
+        arrived = math.inf if self._run.offline else self._run.starting_step
+        files = sorted(path.absolute() for path in own.parents[1].glob(f"*run-*-{self._run.id}/{own.name}"))
+        return [row for path in files for row in history(path) if path == own or row[0] < arrived]
+
+    def send(self, values: Mapping[str, Any], step: int) -> None:
+        """See `Service.send`."""
+        self._run.log({**values, _STEP: step}, step=self._first_row, commit=True)
+        self._first_row = None  # the library counts on from there
+
+    def send_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `Service.send_hyperparams`."""
+        self._run.config.update(_plain(params), allow_val_change=True)
+
+    @told
+    def log_image(self, name: str, image: Array, step: int) -> None:
+        """See `Logger.log_image`."""
+        pixels = as_bytes(name, image)
+        if self.is_open and self.is_new(self.key(name), step):
+            self.attempt(lambda: self.send({self.key(name): self._library.Image(pixels)}, step))
+
+    @told
+    def log_histogram(self, name: str, values: Array, step: int) -> None:
+        """See `Logger.log_histogram`."""
+        numbers = as_array(values).astype(np.float64)
+        numbers = numbers[np.isfinite(numbers)]
+        if self.is_open and numbers.size and self.is_new(self.key(name), step):
+            self.attempt(lambda: self.send({self.key(name): self._library.Histogram(numbers)}, step))
+
+    @told
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """See `Logger.log_text`; it is a table of one cell, as W&B shows texts."""
+        if self.is_open and self.is_new(self.key(name), step):
+            table = self._library.Table(columns=["text"], data=[[text]])
+            self.attempt(lambda: self.send({self.key(name): table}, step))
+
+    def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+        """Record the histograms of a module's gradients or parameters; may be called before `fit`.
+
+        Args:
+            model: The module, such as the task.
+            log: "gradients", "parameters", "all", or None for neither.
+            log_freq: In how many calls of the module.
+            log_graph: Record its graph too.
+        """
+        options = {"log": log, "log_freq": log_freq, "log_graph": log_graph}
+        self._watched.append((model, options))
+        if self.is_open:
+            self._run.watch(model, **options)
+
+    @property
+    def experiment(self) -> Any:
+        """The `wandb.Run`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
+        return self.in_fit(self._run)
+
+    @property
+    def name(self) -> str | None:
+        """Name of the run there; None before `fit`."""
+        return self._name or (None if self.run_directory is None else self.run_directory.name)
+
+    def disconnect(self, status: str) -> None:
+        """See `Service.disconnect`."""
+        for module, _ in self._watched:
+            self._run.unwatch(module)
+        if not self._is_ours:
+            return
+        if status == "interrupted":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=0 if status == "success" else 1)
+        if self._run.offline:
+            from lumen.integrations.wandb_files import wait_for_end
+
+            wait_for_end(Path(self._run.settings.sync_file))  # a run that goes on at once shall find all of it
+
+
+def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries in which all that JSON has no value for is text."""
+    plain: dict[str, Any] = {}
+    for path, value in entries(params, "\0"):
+        *above, name = path.split("\0")
+        place = plain
+        for each in above:
+            place = place.setdefault(each, {})
+        place[name] = value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return plain

@@ -1,0 +1,134 @@
+"""The command `lumen check`: looks at a configuration before a long run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
+from typing import Any, final
+
+from lumen.cli import tell
+from lumen.cli.command_line import CLI
+from lumen.cli.optimization import configure_optimizers
+from lumen.cli.parser import Words
+from lumen.cli.users_error import show as show_error
+from lumen.cli.words import Shown
+from lumen.console import stdout
+from lumen.errors import ConfigError, LumenError
+from lumen.tools.check.look import look
+from lumen.tools.check.show import Report, as_json, show
+from lumen.trainer.logs import LogSettings, console_log
+
+_MORE = (
+    "Runs forward and backward of a few micro-batches. Takes what `lumen fit` takes, trains nothing and writes "
+    "nothing: an update or two are made in memory and thrown away. Exit code: 0; 1: something is suspicious, with "
+    "--strict; 2: the configuration is wrong, or a step fails. The settings are those of lumen fit --help."
+)
+
+
+def options() -> Words:
+    """Return the parser of the options that `lumen fit` lacks."""
+    parser = Words("check", "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _MORE)
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument("--strict", action="store_true", help="Exit with 1 if something is suspicious.")
+    parser.add_argument("--samples", type=int, default=1000, metavar="N", help="Training and validation samples to "
+                        "compare at most. Default: 1000; 0: none.")  # fmt: skip
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Look at a training; returns the exit code."""
+    asked, words = options().parse_known_args(words)
+    if asked.samples < 0:
+        raise ConfigError(f"--samples: expected a number of at least 0, found {asked.samples}.")
+    report = Report()
+    try:
+        with _quiet(), suppress(Shown):
+            _Look(report, asked.samples, words)
+            if not report.title:  # --print_config has shown it
+                return 0
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _failed(report, error, as_text=not asked.json)
+    code = report.exit_code(strict=asked.strict)
+    print(as_json(report, code), file=stdout) if asked.json else show(report)
+    return code
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The context in which what the user's code prints goes where messages go: the output is the report."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def _failed(report: Report, error: BaseException, *, as_text: bool) -> int:
+    """Show what was found before an error, and the error: of the user's own code with its traceback."""
+    if not isinstance(error, LumenError):
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        report.add("first steps", "wrong", "failed", f"it fails with {said}", "Its traceback is below.")
+    elif not report.all_of("wrong"):
+        report.add("first steps", "wrong", "failed", str(error))
+    if report.title:
+        show(report) if as_text else print(as_json(report, 2), file=stdout)
+    if isinstance(error, LumenError):
+        tell(error)
+    else:
+        show_error(error)
+    return 2
+
+
+@final
+class _Look(CLI):
+    """The command line of `fit`, whose training is looked at.
+
+    Args:
+        report: Where findings go.
+        samples: To compare at most.
+        words: Of the command line, without what is this command's own.
+    """
+
+    _program = "lumen"
+
+    def __init__(self, report: Report, samples: int, words: list[str]) -> None:
+        self._report, self._samples = report, samples
+        super().__init__(args=["fit", *words])
+
+    def _build_and_run(self) -> None:
+        config = self._own(self.config)
+        wanted = self._processes(config.trainer)
+        if wanted.world_size > 1 and not wanted.are_missing:
+            raise ConfigError(
+                "lumen check looks at a run with one process, but torchrun or SLURM has started "
+                f"{wanted.world_size}. Run it without them."
+            )
+        asked = config.trainer.strategy
+        config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy = 1, 1, "auto"
+        with console_log(LogSettings("WARNING"), shown=False):
+            self._build(self._processes(config.trainer))
+            configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
+            self._describe(wanted.world_size, asked)
+            look(
+                self._report, self.trainer, self.model, self.datamodule, configure,
+                processes=wanted.world_size, samples=self._samples,
+            )  # fmt: skip
+
+    def _describe(self, processes: int, strategy: Any) -> None:
+        report, trainer = self._report, self.trainer
+        data = "" if self.datamodule is None else f" on {type(self.datamodule).__name__}"
+        report.title = f"lumen check: {trainer.name or type(self.model).__name__.lower()}"
+        precision = trainer.precision if isinstance(trainer.precision, (str, int)) else type(trainer.precision).__name__
+        report.facts |= {
+            "model": type(self.model).__name__, "device": str(trainer.strategy.device), "precision": str(precision),
+            "seed": trainer.seed, "processes": processes,
+        }  # fmt: skip
+        text = f"{type(self.model).__name__}{data}; seed {trainer.seed}, {trainer.strategy.device}, {precision}"
+        report.add("configuration", "ok", "configuration", text)
+        if processes > 1:
+            name = strategy if isinstance(strategy, str) else strategy.class_path
+            report.add(
+                "configuration", "note", "processes",
+                f"the run has {processes} processes (strategy {name}); one was looked at, without what is between them",
+            )  # fmt: skip

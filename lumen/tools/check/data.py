@@ -1,0 +1,298 @@
+"""What is found of the data: its loaders, their first batches, labels and inputs, and samples in several of them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, Subset
+
+from lumen.console import size
+from lumen.data.combined import CombinedLoader
+from lumen.data.fingerprint import known_length
+from lumen.run.run import Run
+from lumen.task.hooks import overrides
+from lumen.tools.check.show import Part, Report, counted, leaves, rows_of
+from lumen.tools.check.trial import LOOKED_INTO, Trial
+
+_SECTION = "data"
+_FAR, _FLAT = 20.0, 1e-4
+
+
+def look_at_data(report: Report, trial: Trial, run: Run) -> None:
+    """Describe a batch of each loader, and find what is wrong with them."""
+    witness = trial.witness
+    training = loaders_in(run.loaders.sources.get("fit"))
+    _describe(report, "training", training, witness.batch)
+    _look_at_order(report, trial, training)
+    _look_at_division(report, trial, training)
+    validation = loaders_in(run.loaders.sources.get("validate"))
+    for number, (name, loader) in enumerate(validation if run.loaders.evaluation else []):
+        _describe(report, "validation", [(name, loader)], witness.validation.get(number))
+    _look_at_validation(report, trial, run)
+    _look_at_labels(report, trial)
+    _look_at_inputs(report, trial)
+
+
+def loaders_in(given: Any, name: str = "") -> list[tuple[str, Any]]:
+    """The loaders in lists, dictionaries and combinations of such, each with what it is called there."""
+    return list(_loaders(given, name))
+
+
+def _loaders(given: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(given, CombinedLoader):
+        yield from _loaders(given.iterables, name)
+    elif isinstance(given, Mapping):
+        for key, each in given.items():
+            yield from _loaders(each, f"{name}/{key}".lstrip("/"))
+    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        for number, each in enumerate(given):
+            yield from _loaders(each, f"{name}/{number}".lstrip("/"))
+    elif given is not None:
+        yield name, given
+
+
+def is_map_style(loader: Any) -> bool:
+    """Whether it is a standard loader of samples that have numbers."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _describe(report: Report, what: str, loaders: list[tuple[str, Any]], parts: list[Part] | None) -> None:
+    words = "; ".join(f"{name}: {_in_words(loader)}" if name else _in_words(loader) for name, loader in loaders)
+    if parts is None:
+        report.add(_SECTION, "note", f"{what}.batch", f"{what}: {words or 'none'}; no batch of it was looked at")
+        return
+    size_bytes = sum(each.size_bytes for each in parts)
+    text = f"{what}: {words}" + (f"; a batch takes {size(size_bytes)}" if size_bytes else "")
+    report.add(_SECTION, "ok", f"{what}.batch", text, rows=rows_of(parts))
+    report.facts.setdefault("batches", {})[what] = [vars(each) for each in parts]
+    if bad := [each.path for each in parts if each.nan]:
+        report.add(
+            _SECTION, "suspicious", f"{what}.nan", f"{what}: NaN in {', '.join(bad)} of the first batch",
+            "Look at where the data comes from; replace or leave out what is missing there.",
+        )  # fmt: skip
+
+
+def _in_words(loader: Any) -> str:
+    if not isinstance(loader, DataLoader):
+        return type(loader).__name__
+    samples = known_length(loader.dataset)
+    of = "a stream" if samples is None else f"{samples:,} samples"
+    cut = "" if loader.batch_size is None else f" in batches of {loader.batch_size}"
+    workers = f", {counted(loader.num_workers, 'worker')}" if loader.num_workers else ""
+    return f"{of} of {type(loader.dataset).__name__}{cut}{workers}"
+
+
+def _look_at_order(report: Report, trial: Trial, loaders: list[tuple[str, Any]]) -> None:
+    if trial.plan.same_batches:
+        return
+    for name, loader in loaders:
+        if not is_map_style(loader) or type(loader.sampler) is not SequentialSampler:
+            continue
+        if (known_length(loader.dataset) or 0) > (loader.batch_size or 0) > 0:
+            report.add(
+                _SECTION, "suspicious", "training.order",
+                f"training{f' {name}' if name else ''} is not shuffled: its samples come in one order in every epoch",
+                "Write DataLoader(..., shuffle=True), or give a sampler.",
+            )  # fmt: skip
+
+
+def _look_at_division(report: Report, trial: Trial, loaders: list[tuple[str, Any]]) -> None:
+    size, batch_sizes = trial.plan.global_batch_size, {getattr(loader, "batch_size", None) for _, loader in loaders}
+    if size is None or len(batch_sizes) != 1 or not (batch := batch_sizes.pop()):
+        return
+    micro, rest = -(-size // batch), size % batch
+    report.facts["micro_batches_per_step"] = micro
+    if rest:
+        report.add(
+            _SECTION, "suspicious", "global_batch_size.divides",
+            f"global_batch_size {size} is no multiple of batch_size {batch}: the last of the {micro} micro-batches of "
+            f"each step has {counted(rest, 'sample')}",
+            f"Choose a batch_size that divides {size}.",
+        )  # fmt: skip
+    elif micro % trial.processes:
+        report.add(
+            _SECTION, "suspicious", "global_batch_size.processes",
+            f"global_batch_size {size} makes {micro} micro-batches of {batch} for {trial.processes} processes: some "
+            "have nothing to do in the last round of each step",
+            f"Choose a batch_size that makes it a multiple of {trial.processes} micro-batches.",
+        )  # fmt: skip
+
+
+def _look_at_validation(report: Report, trial: Trial, run: Run) -> None:
+    has_step, off = overrides(trial.task, "validation_step"), trial.plan.limits.get("validate") == 0
+    has_loader = run.loaders.datamodule is not None and overrides(run.loaders.datamodule, "val_dataloader")
+    if off or (has_step and run.loaders.evaluation):
+        return
+    if has_step:
+        report.add(
+            _SECTION, "suspicious", "validation.loader",
+            f"{type(trial.task).__name__} has a validation_step, but there is no validation data: it is never called",
+            "Define val_dataloader in the data module or the task, or set limit_val_batches: 0.",
+        )  # fmt: skip
+    elif has_loader:
+        report.add(
+            _SECTION, "suspicious", "validation.step",
+            f"there is validation data, but {type(trial.task).__name__} has no validation_step: it is not used",
+            "Define validation_step(self, batch), or set limit_val_batches: 0.",
+        )  # fmt: skip
+
+
+def _look_at_labels(report: Report, trial: Trial) -> None:
+    seen = [each for each in trial.witness.seen if each.losses]
+    everywhere = [loss for each in (*trial.witness.seen_in_validation, *seen) for loss in each.losses]
+    if bad := next((loss for loss in everywhere if loss.is_out_of_range), None):
+        report.add(
+            _SECTION, "wrong", "labels.range",
+            f"labels go from {bad.least} to {bad.most}, but the output has {bad.classes} classes: 0 to "
+            f"{bad.classes - 1}",
+            "Give the model as many outputs as there are classes, or number the labels from 0; those that are not to "
+            "count are ignore_index.",
+        )  # fmt: skip
+    alone = [each.losses[0] for each in seen if len(each.losses) == 1 and each.losses[0].labels]
+    labels: frozenset[int] = frozenset[int]().union(*(each.labels for each in alone))
+    if len(alone) >= LOOKED_INTO and len(labels) == 1 and alone[0].classes > 1:
+        report.add(
+            _SECTION, "suspicious", "labels.constant",
+            f"all labels of the first {len(alone)} batches are {next(iter(labels))}, of {alone[0].classes} classes",
+            "Look at where labels come from; data that is sorted by class has to be shuffled.",
+        )  # fmt: skip
+
+
+def _look_at_inputs(report: Report, trial: Trial) -> None:
+    firsts = [each.first for each in trial.witness.seen if each.first is not None]
+    if not firsts:
+        return
+    first = firsts[0]
+    report.facts["first_layer"] = first._asdict()
+    if all(each.least == each.most == first.least for each in firsts) and len(firsts) >= LOOKED_INTO:
+        report.add(
+            _SECTION, "suspicious", "inputs.constant",
+            f"the first layer, {first.name}, is given nothing but {first.least:.3g} in {len(firsts)} batches",
+            "Look at what the data set gives, and at what is done to it before this layer.",
+        )  # fmt: skip
+    elif abs(first.mean) > _FAR or first.std > _FAR or 0 < max(first.std, abs(first.mean)) < _FLAT:
+        report.add(
+            _SECTION, "suspicious", "inputs.scale",
+            f"the first layer, {first.name}, is given numbers from {first.least:.3g} to {first.most:.3g}, mean "
+            f"{first.mean:.3g}, standard deviation {first.std:.3g}",
+            "Normalise inputs to about mean 0 and standard deviation 1, in the data set or by a first norm.",
+        )  # fmt: skip
+
+
+_BUDGET_S = 3.0
+_FEW = 0.01
+
+
+def look_for_leaks(report: Report, run: Run, most: int) -> None:
+    """Compare samples of the training with samples of the validation.
+
+    Args:
+        report: Where it is said.
+        run: An opened run, whose loaders are open.
+        most: Samples of each to read at most.
+    """
+    if not run.loaders.evaluation:
+        return
+    pairs = [
+        (training.dataset, validation.dataset)
+        for _, training in loaders_in(run.loaders.sources.get("fit"))
+        for _, validation in loaders_in(run.loaders.sources.get("validate"))
+        if is_map_style(training) and is_map_style(validation)
+    ]
+    if not pairs:
+        report.add("data", "note", "leak", "training and validation were not compared: their samples have no numbers")
+    for training, validation in pairs:
+        _compare(report, training, validation, most)
+
+
+def _compare(report: Report, training: Any, validation: Any, most: int) -> None:
+    if (shared := _same_numbers(training, validation)) is not None:
+        count, of = shared
+        if count:
+            _tell(report, count, of, "by their numbers in the data set")
+        else:
+            report.add("data", "ok", "leak", f"none of {of:,} validation samples is one of the training")
+        return
+    try:
+        _compare_contents(report, training, validation, most)
+    except Exception as error:  # a data set need not like to be read here
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        report.add("data", "note", "leak", f"training and validation could not be compared: {said}")
+
+
+def _same_numbers(training: Any, validation: Any) -> tuple[int, int] | None:
+    """How many samples two parts of one data set share, and of how many; None: they are no such parts."""
+    (base, own), (other_base, others) = _within(training), _within(validation)
+    if base is not other_base:
+        return None
+    return len(own & others), len(others)
+
+
+def _within(dataset: Any) -> tuple[Any, set[int]]:
+    """The data set in which a part lies, and the numbers of its samples there."""
+    indices: Sequence[int] | None = None
+    while isinstance(dataset, Subset):
+        own = [int(each) for each in dataset.indices]
+        indices = own if indices is None else [own[number] for number in indices]
+        dataset = dataset.dataset
+    return dataset, set(range(known_length(dataset) or 0) if indices is None else indices)
+
+
+def _compare_contents(report: Report, training: Dataset[Any], validation: Dataset[Any], most: int) -> None:
+    if _digest(training[0]) != _digest(training[0]):
+        report.add(
+            "data", "note", "leak",
+            "training samples are drawn anew each time, so they were not compared with those of the validation",
+        )  # fmt: skip
+        return
+    own, others = _digests(training, most), _digests(validation, most)
+    if not own or not others:
+        return
+    known = set(own)
+    shared = sum(each in known for each in others)
+    total = known_length(training) or len(own)
+    read = f"{counted(len(others), 'validation sample')} compared with {len(own):,} of {total:,} of the training"
+    report.facts["leak"] = {"validation": len(others), "training": len(own), "shared": shared}
+    if shared > _FEW * len(others) * len(own) / total:
+        _tell(report, shared, len(others), f"by their content; {read}")
+    elif shared:
+        report.add("data", "note", "leak", f"{read}: {shared} equal, as duplicates may be")
+    else:
+        report.add("data", "ok", "leak", f"{read}: none equal")
+
+
+def _tell(report: Report, count: int, of: int, how: str) -> None:
+    report.add(
+        "data", "suspicious", "leak", f"{count:,} of {of:,} validation samples are in the training too ({how})",
+        "Split the data before anything is copied or cut, by what must stay together.",
+    )  # fmt: skip
+
+
+def _digests(dataset: Any, most: int) -> list[bytes]:
+    """Digests of samples from all over a data set, as many as a few seconds allow."""
+    length, began_s, found = known_length(dataset) or 0, time.perf_counter(), list[bytes]()
+    order = np.random.default_rng(0).permutation(length)[:most]
+    for number in order.tolist():
+        if time.perf_counter() - began_s > _BUDGET_S:
+            break
+        found.append(_digest(dataset[number]))
+    return found
+
+
+def _digest(sample: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=12)
+    for path, leaf in leaves(sample):
+        digest.update(path.encode())
+        if isinstance(leaf, torch.Tensor):
+            digest.update(str(leaf.dtype).encode())
+            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray):
+            digest.update(leaf.tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.digest()

@@ -1,0 +1,254 @@
+"""The check itself: a run is begun, looked at, and forgotten."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lumen.callbacks.model_summary import summarize
+from lumen.errors import NonFiniteLoss
+from lumen.run.run import Run
+from lumen.task.task_module import TaskModule
+from lumen.tools.check.data import look_at_data, look_for_leaks
+from lumen.tools.check.saving import look_at_checkpoints, look_at_time
+from lumen.tools.check.schedule import course_of, look_at_monitors, look_at_schedule
+from lumen.tools.check.show import Report
+from lumen.tools.check.trial import Trial
+from lumen.trainer.trainer import Trainer
+
+_MODEL, _STEP = "model", "first steps"
+_NAMES_SHOWN, _MODULES_SHOWN = 6, 8
+_EXPLODES, _CHANCE_FACTOR = 1e3, 2.0
+
+
+def look_at_model(report: Report, trial: Trial, run: Run) -> None:
+    """The size of the model, and what is not trained."""
+    summary = summarize(trial.task)
+    rows = [[row.name, row.type, f"{row.parameters:,}"] for row in summary[1:] if row.parameters]
+    more = [[f"and {len(rows) - _MODULES_SHOWN} more"]] if len(rows) > _MODULES_SHOWN else []
+    total, frozen = summary.total_parameters, summary[0].frozen
+    text = f"{total:,} parameters, {summary.model_size:.3g} MB" + (f"; {frozen:,} of them are frozen" if frozen else "")
+    report.add(_MODEL, "ok", "model.size", text, rows=rows[:_MODULES_SHOWN] + more)
+    report.facts["model"] = {"parameters": total, "frozen": frozen, "mb": summary.model_size}
+    held = {id(each) for group in run.optim.optimizer.param_groups for each in group["params"]}
+    free = [name for name, each in trial.task.named_parameters() if each.requires_grad and id(each) not in held]
+    if free:
+        report.add(
+            _MODEL, "suspicious", "parameters.unheld", f"no optimizer has {_names(free)}: they never change",
+            "Give them to the optimizer, or set requires_grad of them to False.",
+        )  # fmt: skip
+    _hint_at_decay(report, trial, run)
+
+
+def _hint_at_decay(report: Report, trial: Trial, run: Run) -> None:
+    decayed = {
+        id(p) for group in run.optim.optimizer.param_groups if group.get("weight_decay") for p in group["params"]
+    }
+    flat = [
+        name
+        for name, each in trial.task.named_parameters()
+        if id(each) in decayed and each.requires_grad and each.dim() < 2
+    ]
+    if flat:
+        report.add(
+            _MODEL, "note", "weight_decay", f"weight decay is on {len(flat)} norms and biases, such as {flat[0]}",
+            "Often it is left out there: parameter_groups: {no_decay: dimension}.",
+        )  # fmt: skip
+
+
+def look_at_step(report: Report, trial: Trial, run: Run) -> None:
+    """The loss, and the gradients."""
+    _look_at_loss(report, trial)
+    if not trial.task.automatic_optimization:
+        report.add(
+            _STEP, "note", "manual",
+            "training_step optimizes by hand: it has moved the parameters, in memory alone; its gradients and whether "
+            "its loss depends on the input were not looked at",
+        )  # fmt: skip
+        return
+    _look_at_gradients(report, trial)
+    _look_at_dependence(report, trial)
+
+
+def _look_at_loss(report: Report, trial: Trial) -> None:
+    losses = trial.witness.losses
+    if not losses:
+        report.add(_STEP, "note", "loss", "no loss was seen")
+        return
+    first, by_hand = losses[0], not trial.task.automatic_optimization
+    report.facts["loss"] = first if math.isfinite(first) else str(first)
+    if not math.isfinite(first):
+        report.add(
+            _STEP, "wrong", "loss.finite", f"the first loss is {first}",
+            "Look at the data for NaN, at divisions, logarithms and roots; trainer.detect_anomaly names the operation.",
+        )  # fmt: skip
+        return
+    which = "first loss that goes backward" if by_hand else "first loss"
+    chance = _by_chance(trial)
+    if chance is None:
+        report.add(_STEP, "ok", "loss", f"{which}: {first:.4g}, finite")
+        return
+    classes, expected = chance
+    report.facts["loss_by_chance"] = expected
+    said = f"{which}: {first:.4g}; by chance, of {classes} classes, {expected:.4g}"
+    if first > _CHANCE_FACTOR * expected + 0.5 and trial.trainer.resumed_from is None:
+        report.add(
+            _STEP, "suspicious", "loss.by_chance", f"{said}: it is sure of what is wrong",
+            "Look at the scale of the inputs and of the last layer's weights; is softmax missing, or there twice?",
+        )  # fmt: skip
+    else:
+        report.add(_STEP, "ok", "loss", said)
+
+
+def _by_chance(trial: Trial) -> tuple[int, float] | None:
+    """The number of classes and the loss of who knows nothing, where the task's loss is that of one classifier."""
+    seen, losses = trial.witness.seen, trial.witness.losses
+    if not seen or len(seen[0].losses) != 1 or not losses:
+        return None
+    loss = seen[0].losses[0]
+    is_all = loss.value is not None and math.isclose(loss.value, losses[0], rel_tol=1e-3)
+    return (loss.classes, loss.by_chance) if loss.is_plain and is_all and loss.classes > 1 else None
+
+
+def _look_at_gradients(report: Report, trial: Trial) -> None:
+    found = trial.witness.gradients
+    if found is None:
+        report.add(_STEP, "note", "gradients", "no gradients were seen")
+        return
+    report.facts["gradients"] = vars(found)
+    if found.odd:
+        report.add(
+            _STEP, "wrong", "gradients.finite", f"NaN or infinite gradients of {_names(found.odd)}",
+            "Look at divisions, roots of 0 and logarithms; trainer.detect_anomaly names the operation.",
+        )  # fmt: skip
+    elif found.norm is not None:
+        _look_at_norm(report, trial, found.norm)
+    if found.without:
+        report.add(
+            _STEP, "suspicious", "gradients.none", f"no gradient reaches {_names(found.without)}",
+            "If the loss is not to depend on them, set requires_grad of them to False.",
+        )  # fmt: skip
+
+
+def _look_at_norm(report: Report, trial: Trial, norm: float) -> None:
+    clip = trial.plan.clip_norm
+    clipped = f", clipped to {clip:g}" if clip is not None and norm > clip else ""
+    said = f"norm of the gradients: {norm:.4g}{clipped}"
+    if norm == 0.0:
+        report.add(
+            _STEP, "suspicious", "gradients.zero", "all gradients are 0: nothing would be learnt",
+            "Look at what stands between the parameters and the loss: a dead activation, a detach, an argmax.",
+        )  # fmt: skip
+    elif norm > _EXPLODES and not (clipped or trial.plan.clip_value):
+        report.add(
+            _STEP, "suspicious", "gradients.explode", said,
+            "Look at the scale of inputs, targets and first weights; gradient_clip_val bounds the norm.",
+        )  # fmt: skip
+    else:
+        report.add(_STEP, "ok", "gradients", said)
+
+
+def _look_at_dependence(report: Report, trial: Trial) -> None:
+    witness = trial.witness
+    if len(witness.losses) >= 3 and len(set(witness.losses)) == 1 and witness.losses[0] != 0.0:
+        report.add(
+            _STEP, "suspicious", "loss.constant", f"the loss is {witness.losses[0]:.6g} for each of the first "
+            f"{len(witness.losses)} batches: it does not depend on them",
+            "Look at what training_step makes of its batch.",
+        )  # fmt: skip
+    elif witness.twins is not None and witness.twins[0] == witness.twins[1]:
+        report.add(
+            _STEP, "suspicious", "loss.input",
+            f"the loss stays {witness.twins[0]:.6g} when {witness.changed} of the batch is changed: it does not depend "
+            "on it",
+            "Look at what training_step makes of this part, the largest of its batch.",
+        )  # fmt: skip
+    elif witness.twins is None:
+        report.add(_STEP, "note", "loss.input", "whether the loss depends on the input could not be tried")
+
+
+def _names(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+#: No mistake, or said by a look of its own.
+_ONLY_TOLD = (
+    "Lumen did not draw these batches",
+    "the optimizer does not hold",
+)
+
+
+def look(
+    report: Report,
+    trainer: Trainer,
+    task: TaskModule,
+    data: Any,
+    configure: Callable[[], Any] | None = None,
+    *,
+    processes: int = 1,
+    samples: int = 1000,
+) -> None:
+    """Look at a training before it begins. Writes nothing; the task, the data and the trainer are of no use afterwards.
+
+    Args:
+        report: Where findings go, those too that were made before an error.
+        trainer: Of one process, not in a run.
+        task: What is to be trained.
+        data: A data module, a loader or several; None: the task's.
+        configure: Used instead of the task's `configure_optimizers`.
+        processes: How many the run is to have, which are looked at as one.
+        samples: Of training and validation each to compare at most; 0: none.
+
+    Raises:
+        LumenError: `fit` would raise it too.
+        Exception: The user's own code has failed.
+    """
+    trial = Trial(trainer, task, data, processes)
+    try:
+        with trial.opened(configure) as run:
+            try:
+                trial.begin(run, configure)
+            except NonFiniteLoss:
+                if run.step.loss is not None:
+                    trial.witness.losses[:1] = [float(run.step.loss.detach())]
+                _look_at_beginning(report, trial, run, samples)
+                raise
+            except Exception:
+                if trial.witness.batch is not None or trial.witness.validation:
+                    look_at_data(report, trial, run)
+                raise
+            if trial.witness.batch is None:
+                report.add("first steps", "note", "finished", "the run is finished: there is nothing to do")
+                return
+            _look_at_beginning(report, trial, run, samples)
+            _look_ahead(report, trial, run)
+    finally:
+        _repeat_warnings(report, trial)
+
+
+def _look_at_beginning(report: Report, trial: Trial, run: Run, samples: int) -> None:
+    look_at_data(report, trial, run)
+    if samples:
+        look_for_leaks(report, run, samples)
+    look_at_model(report, trial, run)
+    look_at_step(report, trial, run)
+
+
+def _look_ahead(report: Report, trial: Trial, run: Run) -> None:
+    course = course_of(trial, run)
+    look_at_schedule(report, trial, run, course)
+    look_at_monitors(report, trial, run)
+    estimate = look_at_time(report, trial, run, course)
+    look_at_checkpoints(report, trial, run, course, estimate)
+    if trial.finders:
+        report.add(
+            "schedule", "note", "finders", f"{' and '.join(trial.finders)} searches first; that is not done here"
+        )
+
+
+def _repeat_warnings(report: Report, trial: Trial) -> None:
+    for text in trial.said:
+        if not any(each in text for each in _ONLY_TOLD):
+            report.add("what fit warns of", "suspicious", "warning", text)

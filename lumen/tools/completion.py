@@ -1,0 +1,122 @@
+"""`lumen completion`: a script by shtab, made of the parsers of all commands, with which a shell completes `lumen`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from argparse import SUPPRESS, Action, ArgumentParser
+from collections.abc import Iterator
+from importlib import import_module
+from textwrap import shorten
+from typing import Any, Literal, get_args, get_origin
+
+from lumen.cli import COMMANDS, LOOKS, WITHOUT_CONFIG, place_of
+from lumen.cli.parser import Words
+from lumen.console import stdout
+from lumen.errors.arguments import optional
+
+_INSTALL = {
+    "bash": "mkdir -p ~/.local/share/bash-completion/completions && lumen completion bash > "
+    "~/.local/share/bash-completion/completions/lumen    # or source it in ~/.bashrc",
+    "zsh": "lumen completion zsh > DIRECTORY/_lumen    # one of $fpath; or source it in ~/.zshrc, after compinit",
+    "fish": "lumen completion fish > ~/.config/fish/completions/lumen.fish",
+}
+_MORE = "Completed are commands, options, their values, files and directories. Print the script again after an update."
+_NAMED = {
+    "trainer.devices": ("auto",),
+    "trainer.log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "trainer.resume": ("auto",),
+    "print_config": ("skip_default", "skip_unset", "skip_null"),
+    "help": ("all",),
+}
+_FILES = {"config", "ckpt_path", "average", "output", "file", "trainer.init_from", "trainer.resume"}
+_FILES |= {"RUN", "CHECKPOINT_OR_RUN", "DIR", "A", "B", "FILE", "OUTPUT", "FILE_OR_DIR", "PATH"}
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("completion", "bash|zsh|fish", _MORE)
+    parser.add_argument("shell", choices=(*_INSTALL,), help="Who is to complete.")
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Print the script and return 0.
+
+    Raises:
+        ConfigError: There is no such shell, or shtab is not installed.
+    """
+    shell = options().read(words).shell
+    shtab = optional("shtab", "lumen completion", "completion")
+    first, _, rest = shtab.complete(all_commands(shtab.FILE), shell).partition("\n")
+    print(first, f"# to install: {_INSTALL[shell]}", rest, sep="\n", file=stdout)  # zsh reads the first line
+    return 0
+
+
+def all_commands(of_files: Any) -> ArgumentParser:
+    """Return a parser of all commands, whose options have values to choose from.
+
+    Args:
+        of_files: The mark of an option that shtab completes with files.
+    """
+    from lumen.cli.options import Offer, OptionParser
+
+    root = ArgumentParser("lumen", allow_abbrev=False)
+    commands = root.add_subparsers()
+    for name, summary in (COMMANDS | LOOKS | WITHOUT_CONFIG).items():
+        parents: list[ArgumentParser] = []
+        if name in COMMANDS or name in LOOKS:
+            parents.append(parser := OptionParser(prog="lumen", exit_on_error=False))
+            Offer().add_to(parser, "fit" if name in LOOKS else name, None)
+        if name not in COMMANDS:
+            parents.append(import_module(place_of(name)).options())
+        for action in (action for parent in parents for action in parent._actions):
+            _offer(action, of_files)
+        commands.add_parser(
+            name, help=summary, parents=parents, add_help=False, conflict_handler="resolve", allow_abbrev=False
+        )
+    return root
+
+
+def _offer(action: Action, of_files: Any) -> None:
+    """Give an option its values, and one line of help."""
+    hint = getattr(action, "_typehint", action.type)
+    values = [*map(str, action.choices or ()), *_values(action.dest, hint)]
+    if action.dest.endswith(".help"):
+        action.help = SUPPRESS
+    action.choices = [*dict.fromkeys(values)] or None
+    if action.dest in _FILES or action.metavar in _FILES:
+        action.complete = of_files  # type: ignore[attr-defined]
+    if action.help != SUPPRESS:
+        text = re.split(r"\. (?=[A-Z])", " ".join(str(action.help or "").split()))[0]
+        action.help = shorten(text, 80, placeholder=" ...").replace("%", "%%")
+
+
+def _values(key: str, hint: Any) -> Iterator[str]:
+    """The names that an option takes: fixed words, and built-in classes of its type."""
+    from lumen.cli.type_hints import bases_in, hints_in
+    from lumen.precision import PRECISIONS
+    from lumen.strategies.factory import ACCELERATORS, STRATEGIES
+
+    names = {"trainer.accelerator": ACCELERATORS, "trainer.precision": PRECISIONS, "trainer.strategy": STRATEGIES}
+    yield from (*_NAMED.get(key, ()), *names.get(key, ()))
+    for each in hints_in(hint):
+        if get_origin(each) is Literal:
+            yield from map(str, get_args(each))
+        elif each is bool:
+            yield from ("true", "false")
+    if hint is not None and not key.endswith("help"):
+        yield from _classes(tuple(base for base in bases_in(hint) if type.__subclasses__(base)))
+
+
+def _classes(bases: tuple[type, ...]) -> Iterator[str]:
+    """The names of the public classes of Lumen and of torch's optimizers that are derived from some."""
+    import torch
+
+    import lumen
+
+    for place in (lumen, torch.optim, torch.optim.lr_scheduler):
+        for name in getattr(place, "__all__", None) or vars(place):
+            kind = getattr(place, name)
+            if inspect.isclass(kind) and issubclass(kind, bases) and kind not in bases and not inspect.isabstract(kind):
+                yield name

@@ -1,0 +1,71 @@
+"""`lumen convert`: a checkpoint of Lightning's, or what `torch.save` has written, as safetensors."""
+
+from __future__ import annotations
+
+import re
+
+from lumen.cli.parser import Words
+from lumen.cli.yaml_text import dump_yaml
+from lumen.console import size, stderr, stdout
+from lumen.errors import ConfigError
+from lumen.errors.arguments import local_path
+from lumen.tools.convert.unpickle import Converted, Request, convert
+
+_MORE = (
+    "A process of its own reads the pickle with torch's weights_only reader, which runs no code that the file names. "
+    "The names lose what DDP (module.) and torch.compile (_orig_mod.) put before them, unless --module or --rename is "
+    "given. Hyperparameters in Lightning's checkpoints are printed as YAML. trainer.init_from begins with the file."
+)
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("convert", "FILE OUTPUT [--KEY VALUE ...]", _MORE)
+    parser.add_argument("source", metavar="FILE", help="A .ckpt of Lightning's, or a .pt, .pth or .bin.")
+    parser.add_argument("output", metavar="OUTPUT", help="A .safetensors file. It must not exist.")
+    parser.add_argument("--key", metavar="NAME", help="Where in FILE the tensors are. Default: state_dict, or found.")
+    parser.add_argument("--module", metavar="NAME", help="Only this part, such as model, by its names in it.")
+    parser.add_argument(
+        "--rename", metavar="PATTERN=TEXT", action="append", default=[], help="As re.sub has it; may be repeated."
+    )
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Convert, say what was written, and return 0."""
+    given = options().read(words)
+    output = local_path(given.output)
+    request = Request(given.key, given.module, dict(map(_pair, given.rename)))
+    found = convert(local_path(given.source), output, request)
+    _show(str(output), given.source, found)
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    pattern, equals, replacement = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--rename {text}: write PATTERN=TEXT, such as ^model\\.=net.")
+    try:
+        re.sub(pattern, replacement, "")
+    except re.error as error:
+        raise ConfigError(f"--rename {text}: it cannot be used as a regular expression: {error}.") from error
+    return pattern, replacement
+
+
+def _show(output: str, source: str, found: Converted) -> None:
+    kinds = ", ".join(f"{number} {kind}" for kind, number in found.dtypes.items())
+    where = f"{source}, {found.key}" if found.key else source
+    total = sum(found.dtypes.values())
+    print(f"{output}: {total} tensors ({kinds}), {size(found.tensor_bytes)}, from {where}", file=stderr)
+    if found.unwrapped:
+        name, short = found.unwrapped
+        print(f"removed the names of wrappers (DDP, torch.compile), such as {name} -> {short}", file=stderr)
+    if found.left_out:
+        print(f"{', '.join(found.left_out)}: no tensors, and left out", file=stderr)
+    if found.not_plain:
+        print(
+            f"hyperparameters that are no plain data or too large, and not shown: {', '.join(found.not_plain)}",
+            file=stderr,
+        )
+    if found.hyperparameters:
+        print(dump_yaml(found.hyperparameters), end="", file=stdout)

@@ -1,0 +1,326 @@
+"""Reads the tensors of a pickle and writes them as safetensors, in a process that does nothing else.
+
+It is the one module that reads a pickle: by torch's `weights_only` reader, which builds tensors and plain data and
+calls nothing that the file names. The process that asks for it reads its answer as JSON. What it takes is bounded by
+the size of the file: memory, time of the processor, and what it writes. It ends with the process that asks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, final
+
+import torch
+
+from lumen.checkpoint.format.safetensors_file import is_known, write_safetensors
+from lumen.checkpoint.format.storage import temporary_name
+from lumen.checkpoint.load.weights_source import unwrapped
+from lumen.console import size
+from lumen.distributed.worker import end_with_parent
+from lumen.errors import CheckpointError, ConfigError
+from lumen.internals.compiler import WRAPPED
+from lumen.internals.interpreters import python_command
+
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning
+_EXTRA_STATE = "_extra_state"  # the name that torch gives to what a module's `get_extra_state` returns
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)|Unsupported (?:class|type) ([\w.]+)")
+_LEAST_S, _LEAST_BYTES = 60, 2**30  # what the smallest file may take; larger ones more
+_MOST_CHARACTERS, _DEEPEST = 1_000_000, 50  # of hyperparameters, which a pickle of some bytes may repeat without end
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """What to take from a pickle.
+
+    Args:
+        key: Where in it the tensors are; None: they are looked for.
+        module: Take those of this part alone, by their names in it.
+        rename: Patterns and what replaces their matches in names, as `Weights.rename` has them.
+    """
+
+    key: str | None = None
+    module: str | None = None
+    rename: dict[str, str] | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Converted:
+    """What was taken from a pickle.
+
+    Attributes:
+        key: Where in it the tensors were; "" for the whole.
+        dtypes: Number of tensors of each dtype, by its name.
+        tensor_bytes: Bytes of all tensors together.
+        unwrapped: The first name from which a wrapper's was removed, and what became of the name; empty if none was.
+        left_out: Names next to the tensors' that are no tensors.
+        hyperparameters: What Lightning's checkpoints hold of them, as far as it is plain data.
+        not_plain: Names of the hyperparameters that are not, or are too large.
+    """
+
+    key: str
+    dtypes: dict[str, int]
+    tensor_bytes: int
+    unwrapped: list[str]
+    left_out: list[str]
+    hyperparameters: dict[str, Any]
+    not_plain: list[str]
+
+
+def convert(source: Path, output: Path, request: Request) -> Converted:
+    """Write the tensors of a pickle as a safetensors file; another process reads the pickle.
+
+    Args:
+        source: A checkpoint of Lightning's, or a dictionary of tensors that `torch.save` has written.
+        output: A file `*.safetensors`. It must not exist; it is there completely or not at all.
+        request: Which tensors, and how they are to be called.
+
+    Raises:
+        ConfigError: The output exists or cannot be created, or the pickle holds no such tensors.
+        CheckpointError: The pickle cannot be read without running code that it names, or takes too much to read.
+    """
+    if not source.is_file():
+        raise CheckpointError(f"there is no file {source}.")
+    if output.suffix != ".safetensors":
+        raise ConfigError(f"{output}: tensors are written as safetensors. Name a .safetensors file.")
+    if not output.parent.is_dir():
+        raise ConfigError(f"{output}: there is no directory {output.parent}. Create it.")
+    if output.exists():
+        raise ConfigError(f"{output}: it exists, and nothing is overwritten. Choose another name.")
+    temporary = temporary_name(output)
+    words = python_command(__name__, str(source), str(output), json.dumps(asdict(request)), str(temporary))
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    finally:
+        temporary.unlink(missing_ok=True)  # The other process removes it too, unless it was killed.
+    answer = _answer(done.stdout)
+    if "refused" in answer:
+        raise CheckpointError(answer["refused"])
+    if "wrong" in answer:
+        raise ConfigError(answer["wrong"])
+    if not answer:
+        raise CheckpointError(f"{source} could not be read:\n{done.stderr.strip() or f'exit code {done.returncode}'}")
+    return Converted(**answer)
+
+
+def _answer(text: str) -> dict[str, Any]:
+    """What the other process has said, in its last line; nothing if it was killed."""
+    try:
+        found = json.loads(text.splitlines()[-1])
+    except (ValueError, IndexError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# ---------------------------------------------------------------------- in the other process
+
+
+def main(source: str, output: str, request: str, temporary: str) -> None:
+    """Read, write, and say in one line of JSON what was done or what is wrong.
+
+    Args:
+        source: Path of the pickle to read.
+        output: Path of the safetensors file to create.
+        request: A `Request` as JSON.
+        temporary: A free name in the same directory; no file has it when this returns or is ended by SIGTERM.
+    """
+    try:
+        content = _read(Path(source))
+        answer = asdict(_write(content, Path(source), Path(temporary), Request(**json.loads(request))))
+        Path(output).hardlink_to(temporary)
+    except FileExistsError:
+        answer = {"wrong": f"{output}: it exists, and nothing is overwritten. Choose another name."}
+    except CheckpointError as error:
+        answer = {"refused": str(error)}
+    except ConfigError as error:
+        answer = {"wrong": str(error)}
+    except (MemoryError, RuntimeError) as error:  # RuntimeError is what torch raises where memory is short.
+        answer = {
+            "refused": f"{source} cannot be converted: {str(error).partition(chr(10))[0] or type(error).__name__}"
+        }
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    print(json.dumps(answer))
+
+
+def bound(source: Path) -> None:
+    """Bound the memory and the time of this process by the size of a file, and end with the process that asks."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` runs
+    end_with_parent()
+    answer = select.poll()
+    answer.register(sys.stdout, 0)
+    if answer.poll(0):  # It has ended before, and nobody reads the answer.
+        sys.exit(128 + signal.SIGTERM)
+    torch.set_num_threads(1)  # Each thread reserves memory that it does not use.
+    seconds = _LEAST_S + source.stat().st_size // (10 * 2**20)
+    signal.signal(signal.SIGXCPU, partial(_refuse, source, seconds))
+    _limit(resource.RLIMIT_CPU, seconds, seconds + 10)
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + 2 * _most_bytes(source)  # what is read, and copies of tensors
+        _limit(resource.RLIMIT_AS, most, most)
+
+
+def _limit(kind: int, soft: int, hard: int) -> None:
+    present = resource.getrlimit(kind)[1]
+    hard = hard if present == resource.RLIM_INFINITY else min(hard, present)
+    resource.setrlimit(kind, (min(soft, hard), hard))
+
+
+def _refuse(source: Path, seconds: int, number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # It comes each second until the hard limit.
+    raise CheckpointError(
+        f"{source} takes more than {seconds} s of the processor to read, too much for its size. Where it is trusted, "
+        "save its tensors alone: torch.save(model.state_dict(), FILE)."
+    )
+
+
+def _most_bytes(source: Path) -> int:
+    """Return how many bytes of tensors are written: tensors share memory in a pickle, and not in safetensors."""
+    return 4 * source.stat().st_size + _LEAST_BYTES
+
+
+def _read(source: Path) -> Any:
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
+    except CheckpointError:  # of `_refuse`
+        raise
+    except Exception as error:
+        said = str(error)
+        if found := _REFUSED.search(said):
+            raise CheckpointError(
+                f"{source} asks for {found[1] or found[2]}, to make an object of its own, but no code that a file "
+                "names is run. Where it is trusted, save its tensors alone: torch.save(model.state_dict(), FILE)."
+            ) from error
+        why = (said.splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{source} cannot be read as torch.save writes files: {why}") from error
+
+
+def _write(content: Any, source: Path, output: Path, request: Request) -> Converted:
+    key, found = _tensors(content, source, request.key)
+    short = {name: name for name, value in found.items() if isinstance(value, torch.Tensor)}
+    if not (request.module or request.rename):  # Both are written for the names that the file has.
+        short = unwrapped(short)
+    names = {name: _renamed(each, request) for name, each in short.items()}
+    tensors = {new: found[name].detach() for name, new in names.items() if new is not None}
+    if not tensors:
+        parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
+        raise ConfigError(f"--module {request.module}: no tensor of {source} belongs to it. Its parts are {parts}.")
+    if len(tensors) < sum(new is not None for new in names.values()):
+        twice = [new for new, count in Counter(names.values()).items() if count > 1 and new is not None]
+        raise ConfigError(f"--rename: several tensors would be called {twice[0]}.")
+    for name, tensor in tensors.items():
+        if not is_known(tensor.dtype) or tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
+            kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}"
+            raise ConfigError(f"{source}: {name} is a {kind}, which safetensors files do not have. Leave it out.")
+    if (total := sum(tensor.nbytes for tensor in tensors.values())) > _most_bytes(source):
+        widest = max(tensors, key=lambda name: tensors[name].nbytes)
+        raise CheckpointError(
+            f"{source} has {size(source.stat().st_size)}, but its tensors have {size(total)} where none shares memory, "
+            f"{widest} {size(tensors[widest].nbytes)}. At most {size(_most_bytes(source))} are written. Leave tensors "
+            "out by --module, or save them without those that are expanded or repeated."
+        )
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_safetensors(output, tensors)
+    plain, not_plain = _hyperparameters(content)
+    return Converted(
+        key,
+        dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())),
+        total,
+        next(([name, each] for name, each in short.items() if each != name), []),
+        [name for name in found if name not in names],
+        plain,
+        not_plain,
+    )
+
+
+def _tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[str, Any]]:
+    """The dictionary of tensors in a pickle, and where it is."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{source} holds a {type(content).__name__}, expected a dictionary of tensors.")
+    inside = {
+        name: value
+        for name, value in content.items()
+        if isinstance(value, Mapping) and _holds_tensors(value) and not str(name).endswith(_EXTRA_STATE)
+    }
+    if key is not None:
+        if key not in inside:
+            raise ConfigError(f"--key {key}: there are no tensors. {_there(inside)}")
+        return key, inside[key]
+    if not inside and _holds_tensors(content):
+        return "", content
+    if "state_dict" in inside or len(inside) == 1:
+        key = "state_dict" if "state_dict" in inside else next(iter(inside))
+        return key, inside[key]
+    raise ConfigError(f"{source}: which tensors are meant is not clear. {_there(inside)}")
+
+
+def _holds_tensors(value: Mapping[Any, Any]) -> bool:
+    return all(isinstance(name, str) for name in value) and any(
+        isinstance(each, torch.Tensor) for each in value.values()
+    )
+
+
+def _there(inside: Mapping[str, Any]) -> str:
+    return f"Give --key, one of {', '.join(inside)}." if inside else "It holds no dictionary of names and tensors."
+
+
+def _renamed(name: str, request: Request) -> str | None:
+    """What a tensor is to be called; None: it is not asked for."""
+    prefix = f"{request.module}." if request.module else ""
+    name = name.replace(f"{WRAPPED}.", "")
+    if not name.startswith(prefix):
+        return None
+    name = name.removeprefix(prefix)
+    for pattern, replacement in (request.rename or {}).items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _hyperparameters(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Those that JSON can say, and the names of the others."""
+    parts = {key: content[key] for key in _HYPERPARAMETERS if content.get(key)}
+    others = [key for key, part in parts.items() if not isinstance(part, Mapping)]
+    found = {name: value for key, part in parts.items() if key not in others for name, value in part.items()}
+    plain, left = {}, _MOST_CHARACTERS
+    for name, value in found.items():
+        try:
+            left = _left(value, left)
+            plain[str(name)] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError):
+            others.append(str(name))
+    return plain, others
+
+
+def _left(value: Any, left: int, depth: int = 0) -> int:
+    """Return how many characters are left after a value, of which a pickle may hold one part many times.
+
+    Raises:
+        ValueError: It takes more, or is nested too deeply.
+    """
+    left -= len(value) if isinstance(value, str) else 1
+    if left < 0 or depth > _DEEPEST:
+        raise ValueError
+    inside = [*value, *value.values()] if isinstance(value, Mapping) else value
+    for each in inside if isinstance(inside, list | tuple) else ():
+        left = _left(each, left, depth + 1)
+    return left
+
+
+if __name__ == "__main__":
+    bound(Path(sys.argv[1]))
+    main(*sys.argv[1:])

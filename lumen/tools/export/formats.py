@@ -1,0 +1,281 @@
+"""What `lumen export` writes beside safetensors: a program of torch.export, ONNX, or a directory for `from_pretrained`.
+
+All of these need the model itself, not its tensors alone: it is built as the run's config says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lumen.checkpoint.format.storage import temporary_name
+from lumen.cli.command_line import CLI
+from lumen.cli.words import config_of_run
+from lumen.data.nested import convert, move, tensors
+from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.task.data_module import DataModule
+from lumen.task.hooks import overrides
+from lumen.task.task_module import TaskModule
+
+_ON_ONE_CPU = (
+    "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.accelerator=cpu", "--trainer.strategy=auto",
+    "--trainer.precision=fp32", "--trainer.sync_batchnorm=false", "--trainer.logger=false", "--trainer.callbacks=null",
+    "--trainer.init_from=null",
+)  # fmt: skip
+_LOADERS = {"validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader",
+            "fit": "train_dataloader"}  # fmt: skip
+_CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5}  # other kinds of numbers: 1e-2
+
+
+@final
+class Call(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@final
+class Model(NamedTuple):
+    """A task with the weights to export.
+
+    Attributes:
+        task: The task as a whole, in eval mode.
+        part: Its module that is exported.
+        data: What the run was trained on, or None.
+        dtype: What the floating-point numbers of the part are to be written as; None: as they are.
+    """
+
+    task: TaskModule
+    part: nn.Module
+    data: DataModule | None
+    dtype: torch.dtype | None
+
+    def call(self) -> Call:
+        """What the part is called with: of `example_input_array`, or of a batch of the data."""
+        example = getattr(self.task, "example_input_array", None)
+        call = _as_call(self.task, self._batch() if example is None else example)
+        return call if self.part is self.task else _seen_by(self.part, self.task, call)
+
+    def _batch(self) -> Any:
+        for owner in (self.data, self.task):
+            for stage, name in _LOADERS.items():
+                if owner is not None and overrides(owner, name):
+                    owner.prepare_data()
+                    owner.setup(stage)
+                    loader = getattr(owner, name)()
+                    return next(iter(loader[0] if isinstance(loader, list | tuple) else loader))
+        raise ConfigError(
+            f"--format: it is not known what {type(self.task).__name__} is called with. Set example_input_array in the "
+            "task, as self.example_input_array = torch.zeros(1, 3)."
+        )
+
+
+_SUFFIXES = {"torch-export": ".pt2", "onnx": ".onnx", "huggingface": ""}
+
+
+def check_format(kind: str, output: Path) -> None:
+    """Find out before the work whether an output can be written.
+
+    Raises:
+        ConfigError: It exists, it is called otherwise, or packages are missing.
+    """
+    if output.suffix != _SUFFIXES[kind] and (_SUFFIXES[kind] or output.suffix in (".safetensors", ".pt2", ".onnx")):
+        expected = f"a {_SUFFIXES[kind]} file" if _SUFFIXES[kind] else "a directory"
+        raise ConfigError(f"--output {output}: --format {kind} writes {expected}. Name one.")
+    if os.path.lexists(output):
+        raise ConfigError(f"--output {output}: it exists, and nothing is overwritten. Choose another name.")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no directory {output.parent}. Create it.")
+    needed = {"onnx": ("onnx", "onnxscript"), "huggingface": ("transformers",)}.get(kind, ())
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise ConfigError(f"--format {kind}: it needs {' and '.join(missing)}. pip install {' '.join(missing)}")
+
+
+def write_format(kind: str, source: str, output: Path, module: str | None, weights: Callable[[Path], Any]) -> str:
+    """Build the model, fill it with weights, and write it.
+
+    Args:
+        kind: torch-export, onnx or huggingface.
+        source: The checkpoint or run, whose config says how the model is built.
+        output: The file or directory to write; it is there completely or not at all.
+        module: Name of the part of the task to write; None: the task.
+        weights: Writes the tensors of that part into a safetensors file.
+
+    Returns:
+        What was checked, in words.
+
+    Raises:
+        ConfigError: The run has no config, or the model cannot be written so.
+        CheckpointMismatch: The model that the config describes has other tensors.
+    """
+    temporary = temporary_name(output)
+    temporary.mkdir()
+    try:
+        weights(temporary / "weights.safetensors")
+        model = _filled(source, module, load_file(temporary / "weights.safetensors"))
+        written = temporary / output.name
+        with torch.no_grad():
+            call = model.call() if kind in _CALLED else Call((), {})
+            model.part.to(model.dtype)
+            checked = _WRITERS[kind](model, Call(*move(tuple(call), torch.device("cpu"), model.dtype)), written)
+        check_format(kind, output)  # somebody else may have been there meanwhile
+        os.rename(written, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return checked
+
+
+def _filled(source: str, module: str | None, saved: dict[str, torch.Tensor]) -> Model:
+    files = config_of_run(source)
+    if not files:
+        raise ConfigError(
+            f"--format: {source} is no run with a config.yaml, which would say how its model is built. Give such a "
+            "run, or build the model in Python, by load_from_checkpoint, and write it there."
+        )
+    made = CLI(args=["--config", *files, *_ON_ONE_CPU], run=False, save_config_callback=None)
+    task = made.model.eval()
+    task.configure_model()
+    part = task if module is None else task.get_submodule(module)
+    try:
+        missing, unexpected = part.load_state_dict(saved, strict=False)
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"{files[0]} describes another model than {source} holds: {error}") from error
+    missing = [name for name in missing if not name.endswith("_extra_state")]
+    if missing or unexpected:
+        raise CheckpointMismatch(
+            f"{files[0]} describes another model than {source} holds: "
+            f"only one of them has {', '.join([*missing, *unexpected][:3])}."
+        )
+    floating = {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()}
+    return Model(task, part, made.datamodule, floating.pop() if len(floating) == 1 else None)
+
+
+def _as_call(module: nn.Module, batch: Any) -> Call:
+    """A batch as the arguments of `forward`, which may take its first parts alone, or some of its names."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if isinstance(batch, dict):
+        known = {each.name for each in parameters if each.kind is not each.VAR_POSITIONAL}
+        named = {name: value for name, value in batch.items() if name in known}
+        return Call((), named) if named else Call((batch,), {})
+    if not isinstance(batch, list | tuple):
+        return Call((batch,), {})
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return Call(tuple(batch), {})
+    needed = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    return Call(tuple(batch[: max(1, len(needed))]), {})
+
+
+def _seen_by(part: nn.Module, task: nn.Module, call: Call) -> Call:
+    """What a part is called with where the task is called so."""
+    calls: list[Call] = []
+    handle = part.register_forward_pre_hook(lambda _, args, kwargs: calls.append(Call(args, kwargs)), with_kwargs=True)
+    with handle, torch.no_grad():
+        task(*call.args, **call.kwargs)
+    if not calls:
+        raise ConfigError("--module: forward of the task does not call it, so that what it takes is not known.")
+    return calls[0]
+
+
+# ---------------------------------------------------------------------- formats
+
+
+def _write_program(model: Model, call: Call, output: Path) -> str:
+    program = torch.export.export(model.part, call.args, call.kwargs, dynamic_shapes=_any_batch(model.part, call))
+    torch.export.save(program, output)
+    return _compared(model.part(*call.args, **call.kwargs), program.module()(*call.args, **call.kwargs))
+
+
+def _write_onnx(model: Model, call: Call, output: Path) -> str:
+    shapes = _any_batch(model.part, call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
+        program = torch.onnx.export(
+            model.part, call.args, kwargs=call.kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False
+        )
+    assert program is not None  # with dynamo it is always returned
+    program.save(str(output), external_data=False)
+    if find_spec("onnxruntime") is None:
+        return "not checked, for onnxruntime is not installed"
+    return _compared(model.part(*call.args, **call.kwargs), program(*call.args, **call.kwargs))
+
+
+def _any_batch(part: nn.Module, call: Call) -> dict[str, Any]:
+    """The shapes of arguments, of which the first dimension is that of the batch and may change."""
+    given = inspect.signature(part.forward).bind(*call.args, **call.kwargs).arguments
+
+    def shape(value: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.ndim else None
+
+    return {name: convert(value, shape) for name, value in given.items()}
+
+
+def _compared(ours: Any, theirs: Any) -> str:
+    """How far the numbers of what was written are from the model's.
+
+    Raises:
+        ConfigError: The numbers are not those of the model.
+    """
+    pairs = list(zip(tensors(ours), tensors(theirs), strict=True))
+    furthest = max((float((one - two).abs().max()) for one, two in pairs if one.numel()), default=0.0)
+    for one, two in pairs:
+        close = _CLOSE.get(one.dtype, 1e-2)
+        if one.shape != two.shape or not torch.allclose(one, two.to(one.dtype), rtol=close, atol=close, equal_nan=True):
+            raise ConfigError(f"--format: what would be written gives other numbers, {furthest:.3g} from the model's.")
+    return f"checked, its numbers are at most {furthest:.3g} from the model's"
+
+
+def _write_pretrained(model: Model, _: Call, output: Path) -> str:
+    kind = import_module("transformers").PreTrainedModel
+    found = {name: each for name, each in model.part.named_modules() if isinstance(each, kind)}
+    inside = {
+        name for name in found for above in found if name != above and (not above or name.startswith(f"{above}."))
+    }
+    outermost = [name for name in found if name not in inside]
+    if len(outermost) != 1:
+        there = f"has {', '.join(outermost)}. Choose one by --module" if found else "has none"
+        raise ConfigError(f"--format huggingface: it writes one model of transformers, and the task {there}.")
+    chosen: Any = _merged(model.part, found[outermost[0]])
+    chosen.save_pretrained(output)
+    for owner in (model.task, model.data):
+        for value in vars(owner).values() if owner is not None else ():
+            if isinstance(value, import_module("transformers").PreTrainedTokenizerBase):
+                value.save_pretrained(output)
+    read = type(chosen).from_pretrained(output, dtype=chosen.dtype).state_dict()
+    if not all(torch.equal(value, read[name]) for name, value in chosen.state_dict().items()):
+        raise ConfigError("--format huggingface: from_pretrained would read other numbers.")
+    return f"checked, {type(chosen).__name__}.from_pretrained reads the same bits"
+
+
+def _merged(part: nn.Module, chosen: nn.Module) -> nn.Module:
+    """Return a model of transformers with the adapter of peft that it has, if it has one, merged into its weights."""
+    wraps = getattr(sys.modules.get("peft"), "PeftModel", ())
+    for each in part.modules():
+        if isinstance(each, wraps) and chosen in each.modules():
+            if not hasattr(each, "merge_and_unload"):
+                raise ConfigError(
+                    "--format huggingface: this adapter of peft cannot be merged into its model. Write the adapter "
+                    "alone, by its save_pretrained."
+                )
+            return each.merge_and_unload()  # type: ignore[no-any-return]
+    return chosen
+
+
+_CALLED = ("torch-export", "onnx")  # they follow what is computed
+_WRITERS: dict[str, Callable[[Model, Call, Path], str]] = {
+    "torch-export": _write_program,
+    "onnx": _write_onnx,
+    "huggingface": _write_pretrained,
+}

@@ -1,0 +1,310 @@
+"""Exports weights as plain safetensors with the names of `state_dict`, in one file or as model hubs have them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Literal, final
+
+import torch
+
+from lumen.checkpoint.format.folder import newest_valid
+from lumen.checkpoint.format.manifest import STATE, new_file
+from lumen.checkpoint.format.places import as_place, exists, is_dir
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.format.safetensors_file import is_known, write_safetensors
+from lumen.checkpoint.format.storage import MANIFEST, explained, fsync_directory, readable, temporary_name
+from lumen.checkpoint.load.averaging import averaged, is_mean
+from lumen.checkpoint.load.weights_source import (
+    INDEX,
+    PICKLES,
+    SINGLE,
+    WEIGHTS,
+    find_checkpoint,
+    find_named,
+    is_weights,
+    open_weights,
+    refuse_pickle,
+)
+from lumen.console import logger as _log
+from lumen.distributed.processes import Processes
+from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch, ConfigError
+
+_ONE_FILE = ".safetensors"
+_FILES = re.compile(rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(INDEX)}")
+_PACKED = torch.float4_e2m1fn_x2  # two numbers in a byte, which torch does not cast
+
+
+@final
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written.
+
+    Attributes:
+        source: Path of the checkpoint or weights that were exported.
+        files: Names of the safetensors files.
+        dtypes: Number of tensors of each dtype.
+        tensor_bytes: Bytes of all tensors together.
+        tied: Name of each tied tensor with that of the tensor it equals; each has its own bytes in the files.
+        averaged: Number of tensors that are averages.
+    """
+
+    source: str
+    files: list[str]
+    dtypes: Mapping[torch.dtype, int]
+    tensor_bytes: int
+    tied: Mapping[str, str]
+    averaged: int
+
+
+def export(
+    source: str,
+    output: Path,
+    *,
+    which: Literal["last", "best"] = "last",
+    module: str | None = None,
+    average: str | Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+) -> Exported:
+    """Write the parameters and buffers of a checkpoint, for `safetensors.torch.load_file` and `load_state_dict`.
+
+    Beyond the process it takes the memory of one tensor and, if that is cast, of the cast one. A tied tensor is
+    written under each of its names: safetensors files cannot share bytes, and a plain module asks for all names.
+
+    Args:
+        source: A checkpoint or run, or weights as `Weights.path` has them.
+        output: A file `*.safetensors`, or a directory as model hubs have them. It must not exist; it is there
+            completely or not at all.
+        which: For a run: "last", its newest valid checkpoint, or "best".
+        module: Export only the tensors of this submodule of the task, by their names in it.
+        average: What to write in place of the parameters; see `averaged`.
+        dtype: Cast floating-point tensors to it; default: as saved.
+        max_shard_bytes: Most bytes of tensors in one file of a directory; a larger tensor gets a file of its own.
+
+    Raises:
+        ConfigError: The output exists or cannot be created, or there is no such module or average.
+        CheckpointError: There is no such checkpoint, or the disk refuses.
+        CheckpointDamaged: Its bytes are not those that were saved; nothing was written.
+    """
+    _check_output(output, max_shard_bytes)
+    with (
+        _beside(output) as temporary,
+        _opened(source, which, (*WEIGHTS, STATE) if average is None or is_mean(average) else None) as checkpoint,
+    ):
+        _report_extra_state(checkpoint, module)
+        read = averaged(checkpoint, average)
+        stored = _stored(read, module)
+        tensors = {name: _described(read, of, dtype) for name, of in stored.items()}
+
+        def value(name: str) -> torch.Tensor:
+            return _cast(name, read.tensor("model", stored[name]), tensors[name].dtype)
+
+        files = _write(temporary, output, tensors, value, max_shard_bytes)
+        first: dict[str, str] = {}
+        tied = {name: first[of] for name, of in stored.items() if first.setdefault(of, name) != name}
+        return Exported(
+            str(checkpoint.path) if checkpoint.state else source,
+            files,
+            Counter(tensor.dtype for tensor in tensors.values()),
+            sum(tensor.nbytes for tensor in tensors.values()),
+            tied,
+            sum(of in read.averages for of in stored.values()),
+        )
+
+
+# ---------------------------------------------------------------------- from where
+
+
+@contextmanager
+def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterator[Checkpoint]:
+    """The checkpoint or weights to export, verified; tensors of these sections (None: all) can be read."""
+    refuse_pickle(source)
+    path = as_place(source)
+    with readable(path):
+        is_files = is_weights(source)
+        is_checkpoint = not is_files and (exists(path / MANIFEST) or (exists(path / STATE) and is_dir(path / "model")))
+        is_run = is_dir(path) and not is_checkpoint and not is_files
+        folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
+    if which == "best" and not is_run:
+        raise ConfigError(f"--which best: {source} is no run. Give the directory of one.")
+    if is_checkpoint:
+        yield _opened_checkpoint(path, sections)
+    elif is_run:
+        checkpoint = find_checkpoint("best", folder) if which == "best" else find_named(path)
+        assert checkpoint is not None  # only "auto" may find none
+        yield checkpoint
+    elif sections is None:
+        raise ConfigError(f"--average: {source} is no checkpoint of Lumen. Averages are found in these only.")
+    else:
+        with open_weights(source, Processes()) as weights:
+            yield weights
+
+
+def _opened_checkpoint(path: PurePath, sections: tuple[str, ...] | None) -> Checkpoint:
+    try:
+        return Checkpoint.open(path, sections=sections)
+    except CheckpointDamaged as error:
+        good = newest_valid(path.parent, lambda _: None)
+        instead = f"{good.path} is whole." if good else "No other one beside it is whole."
+        what = "" if isinstance(error, CheckpointGone) else f"{path} is damaged, and nothing was written: "
+        raise CheckpointDamaged(f"{what}{error} {instead}") from error
+
+
+def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
+    prefix = "" if module is None else f"{module}."
+    found = [name for name in checkpoint.state.get("extra_state", ()) if f"{name}.".startswith(prefix)]
+    if found:
+        _log.warning(
+            "%s: what get_extra_state returned is no tensor and is left out: load_state_dict will need strict=False",
+            ", ".join(name or "the task" for name in sorted(found)),
+        )
+
+
+def _stored(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
+    """Stored name of each tensor to write, by the name it is to have."""
+    stored = {name: name for name in checkpoint.names("model")} | checkpoint.aliases
+    prefix = "" if module is None else f"{module}."
+    chosen = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
+    if module is not None and not chosen:
+        modules = sorted({name.partition(".")[0] for name in stored if "." in name})
+        raise ConfigError(
+            f"--module {module}: no tensor of {checkpoint.path} belongs to it. Its modules are {', '.join(modules)}."
+        )
+    return chosen
+
+
+# ---------------------------------------------------------------------- to where
+
+
+def _check_output(output: Path, max_shard_bytes: int | None) -> None:
+    """Refuse an output that cannot be written, before the work."""
+    if output.suffix in PICKLES:
+        raise ConfigError(f"--output {output}: export writes no pickles. Name a .safetensors file or a directory.")
+    if max_shard_bytes is not None and output.suffix == _ONE_FILE:
+        raise ConfigError(f"--output {output}: --max_shard_size may make several files. Name a directory.")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no directory {output.parent}. Create it.")
+    if os.path.lexists(output):
+        raise ConfigError(f"--output {output}: it exists, and nothing is overwritten. Choose another name.")
+
+
+@contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """A temporary directory beside the output; it is locked, so that others can tell it from a left-over."""
+    _remove_left_overs(output)
+    temporary = temporary_name(output)
+    try:
+        temporary.mkdir()
+        descriptor = os.open(temporary, os.O_DIRECTORY)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.rmdir()
+        raise ConfigError(
+            f"--output {output}: {output.parent} cannot be written: {error.strerror}. Choose another directory."
+        ) from error
+    try:
+        with suppress(OSError):  # a file system without locks: then left-overs stay
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_left_overs(output: Path) -> None:
+    """Remove temporary directories of exports that were killed; anything that may be something else stays."""
+    left_over = re.compile(rf"{re.escape(output.name)}\.tmp-[0-9a-f]{{8}}")
+    with suppress(OSError):
+        for path in [path for path in output.parent.iterdir() if left_over.fullmatch(path.name)]:
+            with suppress(OSError):
+                _remove_left_over(path, output.name)
+
+
+def _remove_left_over(path: Path, name: str) -> None:
+    descriptor = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it is being written
+        files = [*path.iterdir()]
+        known = (file.name == name or _FILES.fullmatch(file.name) for file in files)
+        if files and all(known) and all(file.is_file() and not file.is_symlink() for file in files):
+            for file in files:
+                file.unlink()
+            path.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+def _write(
+    temporary: Path,
+    output: Path,
+    tensors: Mapping[str, torch.Tensor],
+    value: Callable[[str], torch.Tensor],
+    max_shard_bytes: int | None,
+) -> list[str]:
+    """Write all files in a temporary directory, and rename them. Returns the names of the safetensors files."""
+    groups = _groups(tensors, math.inf if max_shard_bytes is None else max_shard_bytes)
+    files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        files = [output.name if output.suffix == _ONE_FILE else SINGLE]
+    for file, group in zip(files, groups, strict=True):
+        write_safetensors(temporary / file, group, value)
+    if len(groups) > 1:
+        placed = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": placed}
+        with new_file(temporary / INDEX) as writer:
+            writer.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+    with explained("write", output):
+        fsync_directory(temporary)
+        _check_output(output, max_shard_bytes)  # somebody else may have been there meanwhile
+        os.rename(temporary / files[0] if output.suffix == _ONE_FILE else temporary, output)
+        fsync_directory(output.parent)
+    return files
+
+
+def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each file, in order."""
+    groups: list[dict[str, torch.Tensor]] = [{}]
+    left = max_bytes
+    for name, tensor in tensors.items():
+        if groups[-1] and tensor.nbytes > left:
+            groups.append({})
+            left = max_bytes
+        groups[-1][name] = tensor
+        left -= tensor.nbytes
+    return groups
+
+
+def _described(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    """A meta tensor of the dtype and shape that will be written."""
+    saved, shape = checkpoint.spec("model", name)
+    castable = saved.is_floating_point and saved != _PACKED
+    written = dtype if dtype is not None and castable else saved
+    if not is_known(written):
+        raise CheckpointMismatch(
+            f"{checkpoint.path}: {name} is {written}, which safetensors files do not have"
+            + (". Give a --dtype." if castable else ". Leave it out with --module.")
+        )
+    return torch.empty(shape, dtype=written, device="meta")
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast a tensor; logs values that the new dtype cannot hold."""
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if cast.numel() and not torch.stack(cast.aminmax()).isfinite().all():
+        exact = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch knows little of float8
+        lost = int((exact.isfinite() & ~cast.isfinite()).sum())
+        if lost:
+            _log.warning("%s: %d numbers are too large for %s and became infinite", name, lost, dtype)
+    return cast

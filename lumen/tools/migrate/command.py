@@ -1,0 +1,217 @@
+"""The command `lumen migrate`: reads a project, shows its edits or makes them, and lists what needs a thought."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import os
+import re
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, final
+
+import yaml
+
+from lumen.cli.parser import Words
+from lumen.console import console, stderr, stdout
+from lumen.errors import ConfigError
+from lumen.errors.lightning_names import LIGHTNINGS
+from lumen.tools.migrate.config import Config
+from lumen.tools.migrate.names import Names
+from lumen.tools.migrate.project import Classes, Read, files_of, unsaved
+from lumen.tools.migrate.python import Editor, Note, names_used
+
+_MORE = (
+    "Prints the edits as a diff, which `git apply` takes, and on stderr what has to be thought about, with file and "
+    "line. No code of the project is run. Exit code: 0; 1 if a file could not be read, and the others were; 2 if "
+    "nothing was done: a wrong command line, or edits that git could not take back."
+)
+_ANY = re.compile(rf"\b({'|'.join(sorted(LIGHTNINGS, reverse=True))})\b")
+_REQUIRED = re.compile(r"(?<![\w/.-])(pytorch[-_]lightning|lightning)(?=$|[\s\"'\[<>=~!;,:])")
+_SAID_OF_NOTEBOOKS = "a notebook is not edited. Write what it imports and gives to the trainer by hand, as in the diff."
+_SAID_OF_PACKAGES = "put lumen in the place of Lightning."
+_COLOURS = {"+": "green", "-": "red", "@": "cyan"}
+
+
+@final
+class Migrated(NamedTuple):
+    """What becomes of one file.
+
+    Attributes:
+        path: Where it is.
+        before: The text that it has.
+        after: Its text with all edits.
+        encoding: How its text is written as bytes.
+        notes: What has to be thought about.
+        problem: Why it could not be read, or None.
+    """
+
+    path: Path
+    before: str = ""
+    after: str = ""
+    encoding: str = "utf-8"
+    notes: tuple[Note, ...] = ()
+    problem: str | None = None
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("migrate", "PATH [--write]", _MORE)
+    parser.add_argument("path", metavar="PATH", help="A project's directory, or one file.")
+    parser.add_argument("--write", action="store_true", help="Make the edits. Git must be able to take them back.")
+    parser.add_argument("--force", action="store_true", help="Make them where git could not take them back, too.")
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Show or make the edits; returns the exit code."""
+    given = options().read(words)
+    path = Path(os.path.expanduser(given.path))
+    found = migrate(path)
+    edited = [each for each in found if each.after != each.before]
+    if given.write:
+        _write(edited, force=given.force)
+    else:
+        for each in edited:
+            _print_diff(_diff(each, _shown(each.path, path)))
+    _report(found, edited, path, written=given.write)
+    return int(any(each.problem for each in found))
+
+
+def migrate(path: Path) -> list[Migrated]:
+    """What becomes of the files of a project, of those that have anything to do with Lightning.
+
+    Args:
+        path: Its directory, or one file.
+
+    Raises:
+        ConfigError: There is nothing at the path.
+    """
+    python: dict[Path, tuple[Read, str]] = {}
+    found: list[Migrated] = []
+    rest: list[tuple[Path, str, str]] = []
+    for file in files_of(path):
+        try:
+            text, encoding = _read(file)
+            if file.suffix in (".py", ".pyi"):
+                tree = ast.parse(text)
+                python[file] = (Read(text, tree, Names(tree)), encoding)
+            else:
+                rest.append((file, text, encoding))
+        except RecursionError:
+            found.append(Migrated(file, problem="it is nested too deeply."))
+        except SyntaxError as error:
+            found.append(Migrated(file, problem=f"line {error.lineno or 1}: it is no Python: {error.msg}."))
+        except (OSError, UnicodeError, ValueError) as error:
+            found.append(Migrated(file, problem=f"it cannot be read: {error}."))
+    classes = Classes(read for read, _ in python.values())
+    used = frozenset(word for read, _ in python.values() for word in names_used(read.tree))
+    for file, (read, encoding) in python.items():
+        after, notes = Editor(read, classes, used).edit()
+        found.append(Migrated(file, read.text, after, encoding, tuple(notes)))
+    is_lightnings = any(read.names.every for read, _ in python.values())
+    found += [_other(file, text, encoding, is_lightnings=is_lightnings) for file, text, encoding in rest]
+    return sorted(each for each in found if each.problem or each.notes or each.after != each.before)
+
+
+def _other(file: Path, text: str, encoding: str, *, is_lightnings: bool) -> Migrated:
+    """What becomes of a file that is not in Python."""
+    if file.suffix in (".yaml", ".yml") and (is_lightnings or _ANY.search(text)):
+        try:
+            after, notes = Config(text).edit()
+        except yaml.YAMLError as error:
+            problem = f"it is no YAML: {getattr(error, 'problem', None) or error}." if _ANY.search(text) else None
+            return Migrated(file, problem=problem)
+        if notes or after != text or not _REQUIRED.search(text):
+            return Migrated(file, text, after, encoding, tuple(notes))
+    if file.suffix == ".ipynb":
+        return Migrated(file, notes=(Note(1, _SAID_OF_NOTEBOOKS),) if _ANY.search(text) else ())
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if _REQUIRED.search(line.split("#")[0])]
+    return Migrated(file, text, text, encoding, tuple(Note(number, _SAID_OF_PACKAGES) for number in lines))
+
+
+def _read(file: Path) -> tuple[str, str]:
+    """The text of a file, its line ends as they are, and its encoding."""
+    content, encoding = file.read_bytes(), "utf-8"
+    if file.suffix in (".py", ".pyi"):
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+    elif content.startswith(b"\xef\xbb\xbf"):
+        encoding = "utf-8-sig"
+    return content.decode(encoding), encoding
+
+
+def _write(edited: Iterable[Migrated], *, force: bool) -> None:
+    """Make the edits.
+
+    Raises:
+        ConfigError: Git could not take them back.
+    """
+    edited = list(edited)
+    lost = {} if force else unsaved(each.path for each in edited)
+    if lost:
+        said = "\n".join(f"  {file} {why}" for file, why in lost.items())
+        raise ConfigError(
+            f"nothing was written, since git could not take the edits back:\n{said}\nCommit first, or give --force."
+        )
+    for each in edited:
+        each.path.write_bytes(each.after.encode(each.encoding))
+
+
+def _shown(file: Path, path: Path) -> str:
+    """A file as messages and diffs name it: from the working directory, or else from the project's."""
+    relative = os.path.relpath(file)
+    inside = not relative.startswith("..")
+    return Path(relative if inside else os.path.relpath(file, path if path.is_dir() else path.parent)).as_posix()
+
+
+def _diff(each: Migrated, name: str) -> Iterator[str]:
+    """The lines of a unified diff, as git reads it."""
+    before, after = (io.StringIO(text, newline="\n").readlines() for text in (each.before, each.after))
+    for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _print_diff(lines: Iterable[str]) -> None:
+    if not stdout.isatty():
+        for line in lines:
+            print(line, end="", file=stdout)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    terminal = Console(file=stdout, soft_wrap=True, emoji=False)
+    for line in lines:
+        heading = line.startswith(("---", "+++"))
+        terminal.print(Text(line, "bold" if heading else _COLOURS.get(line[0], "")), end="")
+
+
+def _report(found: Iterable[Migrated], edited: list[Migrated], path: Path, *, written: bool) -> None:
+    """Say on stderr what has to be thought about, and what was done."""
+    found = list(found)
+    notes = [(f"{_shown(each.path, path)}:{note.line}", note.sentence) for each in found for note in each.notes]
+    problems = [(_shown(each.path, path), each.problem) for each in found if each.problem]
+    if stdout.isatty() and stderr.isatty() and edited and not written:
+        print(file=stderr)
+    if notes:
+        print("To think about:", file=stderr)
+    for where, sentence in notes:
+        _say(where, sentence)
+    for where, problem in problems:
+        _say(where, f"not edited: {problem}", style="bold red")
+    lines = sum(line.startswith(("+", "-")) and not line.startswith(("+++", "---"))
+                for each in edited for line in _diff(each, ""))  # fmt: skip
+    what = f"{_count(len(edited), 'file')}, {_count(lines, 'line')} of the diff" if edited else "nothing to edit"
+    end = "written" if written and edited else "`--write` makes these edits" if edited else ""
+    print(f"{'; '.join(filter(None, [what, end]))}; {_count(len(notes), 'place')} to think about", file=stderr)
+
+
+def _say(where: str, sentence: str, style: str = "bold") -> None:
+    from rich.text import Text
+
+    console.print(Text.assemble((f"{where}: ", style), sentence), soft_wrap=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,205 @@
+"""The edits of one config in YAML, as LightningCLI or Hydra read it, and what in it has to be thought about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, final
+
+import yaml
+
+from lumen.cli.find_class import of_lightning
+from lumen.errors.lightning_names import LIGHTNINGS
+from lumen.tools.migrate.arguments import KEPT, UNKNOWN, change_of, written
+from lumen.tools.migrate.names import short_name
+from lumen.tools.migrate.python import Note
+from lumen.tools.migrate.source import Source
+
+_OF_HYDRA = re.compile("_[a-z]+_")
+_COMMANDS = ("fit", "validate", "test", "predict")
+_CKPT_PATH = "For fit, what it goes on from is trainer.resume: auto, last, best or the path of a run or checkpoint."
+_MONITOR = "lr_schedule"
+
+
+@final
+class Config:
+    """Goes through one config.
+
+    Args:
+        text: What stands in the file.
+
+    Raises:
+        yaml.YAMLError: It cannot be read.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._source = Source(text)
+        self._notes: dict[Note, None] = {}
+        self._roots = [node for node in yaml.compose_all(text, yaml.SafeLoader) if isinstance(node, yaml.MappingNode)]
+
+    def edit(self) -> tuple[str, list[Note]]:
+        """The text with all edits, and what has to be thought about."""
+        for root in self._roots:
+            self._look_at_top(root)
+            for node in _nodes(root):
+                self._look_at_class(node)
+        return self._source.edited(), sorted(self._notes)
+
+    def _note(self, node: yaml.Node, sentence: str) -> None:
+        self._notes[Note(node.start_mark.line + 1, sentence)] = None
+
+    def _look_at_top(self, root: yaml.MappingNode) -> None:
+        keys = {key.value: value for key, value in root.value if isinstance(key, yaml.ScalarNode)}
+        trainer = keys.get("trainer")
+        if isinstance(trainer, yaml.MappingNode):
+            self._arguments(trainer, "Trainer")
+            self._rest_of_cli(root, keys)
+        for command in _COMMANDS:
+            if isinstance(keys.get(command), yaml.MappingNode):
+                self._look_at_top(keys[command])
+
+    def _rest_of_cli(self, root: yaml.MappingNode, keys: dict[str, yaml.Node]) -> None:
+        """Settings beside those of the trainer."""
+        gone = {"weights_only"} & {*keys}
+        path = keys.get("ckpt_path")
+        if path is not None and _plain(path) is None:
+            gone.add("ckpt_path")
+        elif path is not None:
+            self._note(path, f"ckpt_path: {_CKPT_PATH}")
+        self._remove(root, gone)
+        schedule = keys.get("lr_scheduler")
+        given = _entries(schedule).get("init_args") if isinstance(schedule, yaml.MappingNode) else None
+        monitor = _entries(given).get("monitor") if isinstance(given, yaml.MappingNode) else None
+        if monitor is not None and isinstance(given, yaml.MappingNode) and isinstance(schedule, yaml.MappingNode):
+            self._remove(given, {"monitor"}, owner=(schedule, "init_args"))
+            column = " " * root.start_mark.column
+            at = self._end_of(schedule)
+            text = f"{column}{_MONITOR}: {{monitor: {self._text(monitor)}}}{self._source.newline}"
+            before = "" if self._source.text[:at].endswith(("\n", "\r")) or at == 0 else self._source.newline
+            self._source.replace(at, at, before + text)
+
+    def _end_of(self, node: yaml.Node) -> int:
+        """Where the line behind the last one of a value begins."""
+        last = _last_scalar(node)
+        return self._source.line_end(max(last.start_mark.index, last.end_mark.index - 1))
+
+    def _look_at_class(self, node: yaml.MappingNode) -> None:
+        """Look at a class that a config names, and at what it is given."""
+        for key, value in node.value:  # a callback may be named alone, without class_path
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                new = self._rename(each) or ""
+                given = _entries(node).get("init_args")
+                if new.startswith("lumen.") and _OF_HYDRA.fullmatch(str(key.value)):
+                    self._arguments(node, short_name(new))
+                elif new.startswith("lumen.") and key.value == "class_path" and isinstance(given, yaml.MappingNode):
+                    self._arguments(given, short_name(new), (node, "init_args"))
+
+    def _rename(self, node: yaml.Node) -> str | None:
+        """Write the name of Lumen's class in place of one of Lightning's; return it if there is one."""
+        if not isinstance(node, yaml.ScalarNode) or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", node.value):
+            return None
+        if node.value.split(".")[0] not in LIGHTNINGS:
+            return None
+        found = of_lightning(node.value)
+        if found is None or found.name is None:
+            self._note(node, f"{node.value}: {found.instead if found else 'It is a module of Lightning.'}")
+            return None
+        self._replace(node, found.name)
+        return found.name
+
+    def _arguments(
+        self, node: yaml.MappingNode, owner: str, within: tuple[yaml.MappingNode, str] | None = None
+    ) -> None:
+        """Edit what a class is given."""
+        gone = set()
+        for key, value in node.value:
+            name = key.value.removesuffix("+")
+            if name == "class_path" or _OF_HYDRA.fullmatch(name):
+                continue
+            change = change_of(owner, name, _plain(value))
+            if change.sentence:
+                self._note(key, change.sentence)
+            if change.arguments is None:
+                continue
+            if not change.arguments:
+                gone.add(key.value)
+                continue
+            self._put(node, key, value, change.arguments)
+        self._remove(node, gone, owner=within)
+
+    def _put(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
+        """Put entries in the place of one."""
+        between = ", " if node.flow_style else f"{self._source.newline}{' ' * key.start_mark.column}"
+        if len(new) == 1 and next(iter(new.values())) is KEPT:
+            self._source.replace(key.start_mark.index, key.end_mark.index, next(iter(new)))
+            return
+        texts = [
+            f"{name}: {self._text(value) if each is KEPT else written(each, 'yaml')}" for name, each in new.items()
+        ]
+        self._source.replace(key.start_mark.index, value.end_mark.index, between.join(texts))
+
+    def _text(self, node: yaml.Node) -> str:
+        return self._source.text[node.start_mark.index : node.end_mark.index]
+
+    def _replace(self, node: yaml.ScalarNode, text: str) -> None:
+        quote = node.style if node.style in ("'", '"') else ""
+        self._source.replace(node.start_mark.index, node.end_mark.index, f"{quote}{text}{quote}")
+
+    def _remove(
+        self, node: yaml.MappingNode, names: set[str], owner: tuple[yaml.MappingNode, str] | None = None
+    ) -> None:
+        """Take entries out; a mapping that would be empty goes with its own key, where there is one."""
+        entries = node.value
+        if names and owner is not None and all(key.value in names for key, _ in entries):
+            self._remove(owner[0], {owner[1]})
+            return
+        for number, (key, value) in enumerate(entries):
+            if key.value not in names:
+                continue
+            start, end = key.start_mark.index, value.end_mark.index
+            if not node.flow_style:
+                first = self._source.line_start(start)
+                is_behind_dash = self._source.text[first:start].strip() == "-"
+                following = entries[number + 1][0].start_mark.index if number + 1 < len(entries) else None
+                if is_behind_dash and following is not None:
+                    self._source.replace(start, following, "")
+                else:
+                    self._source.replace(first, self._end_of(value), "")
+            elif number + 1 < len(entries):
+                self._source.replace(start, entries[number + 1][0].start_mark.index, "")
+            else:
+                begin = entries[number - 1][1].end_mark.index if number else start
+                self._source.replace(begin, end, "")
+
+
+def _last_scalar(node: yaml.Node) -> yaml.Node:
+    """What ends a value: the end of a block is where the next one begins."""
+    while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node
+
+
+def _entries(node: yaml.Node | None) -> dict[str, yaml.Node]:
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return {key.value: value for key, value in pairs if isinstance(key, yaml.ScalarNode)}
+
+
+def _nodes(node: yaml.Node, seen: frozenset[int] = frozenset()) -> Iterator[yaml.MappingNode]:
+    """Every mapping, once."""
+    if id(node) in seen:
+        return
+    if isinstance(node, yaml.MappingNode):
+        yield node
+    children = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+    for child in children if isinstance(node, yaml.CollectionNode) else ():
+        yield from _nodes(child, seen | {id(node)})
+
+
+def _plain(node: yaml.Node) -> Any:
+    """A value as plain data; what is interpolated is not known."""
+    try:
+        value = yaml.safe_load(yaml.serialize(node))
+    except (yaml.YAMLError, ValueError, TypeError):
+        return UNKNOWN
+    return UNKNOWN if isinstance(value, str) and "${" in value else value

@@ -1,0 +1,290 @@
+"""The edits of one file in Python, and what in it has to be thought about."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, final
+
+import lumen
+from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNINGS
+from lumen.tools.migrate.arguments import METHODS
+from lumen.tools.migrate.calls import Calls
+from lumen.tools.migrate.hooks import Methods
+from lumen.tools.migrate.imports import Imports
+from lumen.tools.migrate.names import instead_of, is_module, new_name, short_name
+from lumen.tools.migrate.project import Classes, Read
+from lumen.tools.migrate.source import Source
+
+_CKPT = (
+    "A checkpoint is a directory, without a suffix. The weights of a .ckpt of Lightning's: lumen convert FILE "
+    "OUT.safetensors, and Trainer(init_from=OUT.safetensors)."
+)
+_LOGS = "The directory of a run is default_root_dir/name, by default runs/NAME; metrics.csv is in it."
+_EXPERIMENT = (
+    "The first logger that is given to the trainer is self.logger: give it lumen.TensorBoardLogger() for a writer of "
+    "TensorBoard's; without one the experiment is None."
+)
+_ARGPARSE = "There is no argparse for the trainer. Use lumen.CLI, which has an option for each of its arguments."
+_OF_ARGPARSE = ("from_argparse_args", "add_argparse_args", "parse_argparser", "match_env_arguments")
+_STAR = "Import the names of Lightning that are used, one by one: * does not say which."
+#: Attributes of Lightning's trainer that are the same here under another name; of others `ATTRIBUTES` tells.
+READ: Mapping[str, str] = {
+    "gpus": "num_devices",
+    "lightning_optimizers": "optimizers",
+    "num_gpus": "num_devices",
+    "num_processes": "num_devices",
+    "resume_from_checkpoint": "ckpt_path",
+    "total_batch_idx": "progress.micro_batches",
+    "training_type_plugin": "strategy",
+}
+_OF_TASKS: Mapping[str, str] = {
+    "dtype": "Read next(self.parameters()).dtype.",
+    "fabric": "Lumen has no Fabric.",
+    "on_gpu": 'Read self.device.type == "cuda".',
+    "to_onnx": "Write lumen export RUN --format onnx --output FILE.onnx, or call torch.onnx.export.",
+    "to_torchscript": "Write lumen export RUN --format torch-export --output FILE.pt2.",
+    "to_tensorrt": "Write lumen export RUN --format torch-export --output FILE.pt2.",
+    "use_amp": "Read self.trainer.precision.",
+}
+_OF_TRAINERS = ("fit", "validate", "test", "predict", "save_checkpoint")
+_OWN_NAMES = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
+
+
+@final
+class Note(NamedTuple):
+    """What has to be thought about, and in which line."""
+
+    line: int
+    sentence: str
+
+
+@final
+class Editor:
+    """Goes through one file.
+
+    Args:
+        read: The file, as it was read.
+        classes: The classes of the whole project.
+        used: Names that the project uses, anywhere.
+    """
+
+    def __init__(self, read: Read, classes: Classes, used: frozenset[str]) -> None:
+        self._read, self._names, self._classes, self._used = read, read.names, classes, used
+        self._source = Source(read.text)
+        self._imports = Imports(self._source, self._names)
+        self._methods = Methods(self._source, self._note)
+        self._calls = Calls(self._source, self._note_line, fits="fit" in used)
+        self._notes: dict[Note, None] = {}
+        self._kinds: list[str | None] = [None]
+        self._bases: list[list[str]] = [[]]
+        self._functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+        self._trainers, self._unpacked = self._look_for_trainers()
+
+    def edit(self) -> tuple[str, list[Note]]:
+        """The text with all edits, and what has to be thought about."""
+        self._visit(self._read.tree)
+        for star in self._names.stars:
+            self._note(star, _STAR)
+        for line, said in self._imports.finish(self._read.tree):
+            if said not in {note.sentence for note in self._notes}:
+                self._note_line(line, said)
+        return self._source.edited(), sorted(self._notes)
+
+    def _note(self, node: ast.AST, sentence: str) -> None:
+        self._note_line(self._source.line_of(self._source.span(node)[0]), sentence)
+
+    def _note_line(self, line: int, sentence: str) -> None:
+        self._notes[Note(line, sentence)] = None
+
+    def _visit(self, node: ast.AST) -> None:
+        """Look at a node, and at those in it unless that has been done."""
+        see: Callable[[ast.AST], bool | None] | None = getattr(self, f"_see_{type(node).__name__}", None)
+        if see is None or not see(node):
+            for child in ast.iter_child_nodes(node):
+                self._visit(child)
+
+    def _look_for_trainers(self) -> tuple[set[str], set[ast.AST]]:
+        """Names of variables that hold trainers, and dictionaries that are unpacked into their arguments."""
+        trainers, unpacked = {"trainer"}, set()
+        assigned = [node for node in ast.walk(self._read.tree) if isinstance(node, ast.Assign)]
+        for node in ast.walk(self._read.tree):
+            if isinstance(node, ast.Call) and self._owner(self._full(node.func)) == "Trainer":
+                given = [each.value for each in node.keywords if each.arg is None]
+                unpacked |= {each.id for each in given if isinstance(each, ast.Name)}
+                held = [target for each in assigned if each.value is node for target in each.targets]
+                trainers |= {each.id for each in held if isinstance(each, ast.Name)}
+        return trainers, {
+            each.value for each in assigned if {getattr(target, "id", None) for target in each.targets} & unpacked
+        }
+
+    def _full(self, function: ast.expr) -> str | None:
+        """The full name of Lightning's class whose constructor a call is one of."""
+        return self._names.of_lightning(function) or self._classes.constructed(getattr(function, "id", ""))
+
+    def _owner(self, full: str | None) -> str | None:
+        """The public class of Lumen's that stands for a class of Lightning's."""
+        new = new_name(full) if full is not None and not is_module(full) else None
+        return new.name if new is not None and new.module == "lumen" and new.name[:1].isupper() else None
+
+    def _is_trainer(self, node: ast.expr) -> bool:
+        is_variable = isinstance(node, ast.Name) and node.id in self._trainers
+        return is_variable or (isinstance(node, ast.Attribute) and node.attr == "trainer")
+
+    # ------------------------------------------------------------------ names
+
+    def _see_Name(self, node: ast.Name) -> None:
+        if self._names.root(node) is not None and isinstance(node.ctx, ast.Load):
+            self._use(node)
+
+    def _see_Attribute(self, node: ast.Attribute) -> bool:
+        full, owner = self._names.of_lightning(node), self._names.of_lightning(node.value)
+        if full is not None and owner is not None and is_module(owner):
+            self._use(node)
+            return True
+        if full is not None and node.attr in _OF_ARGPARSE:
+            self._note(node, _ARGPARSE)
+        if self._is_trainer(node.value) and node.attr in ATTRIBUTES and not hasattr(lumen.Trainer, node.attr):
+            self._of_trainer(node)
+        is_logger = getattr(node.value, "attr", "") == "logger"
+        if node.attr == "experiment" and is_logger and "TensorBoardLogger" not in self._used:
+            self._note(node, _EXPERIMENT)
+        of_task = self._kinds[-1] == "task" and getattr(node.value, "id", "") == "self" and node.attr in _OF_TASKS
+        if of_task and (node.attr.startswith("to_") or not hasattr(lumen.TaskModule, node.attr)):
+            self._note(node, f"self.{node.attr}: {_OF_TASKS[node.attr]}")
+        return False
+
+    def _use(self, node: ast.Name | ast.Attribute) -> None:
+        if (full := self._imports.use(node)) is not None:
+            self._note(node, f"{short_name(full)}: {instead_of(full)}")
+
+    def _of_trainer(self, node: ast.Attribute) -> None:
+        to = READ.get(node.attr)
+        if to is not None and isinstance(node.ctx, ast.Load):
+            end = self._source.span(node)[1]
+            self._source.replace(end - len(node.attr), end, to)
+        else:
+            self._note(node, f"trainer.{node.attr}: {ATTRIBUTES[node.attr]}")
+
+    # ------------------------------------------------------------------ annotations, texts
+
+    def _see_arg(self, node: ast.arg) -> None:
+        self._annotation(node.annotation)
+
+    def _see_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._annotation(node.annotation)
+
+    def _annotation(self, node: ast.expr | None) -> None:
+        """Look into the texts of an annotation as at expressions that stand there without quotes."""
+        for each in ast.walk(node) if node is not None else ():
+            if not isinstance(each, ast.Constant) or not isinstance(each.value, str) or not each.value:
+                continue
+            before, quoted, _ = self._source.of(each).partition(each.value)
+            try:
+                inner = ast.parse(each.value, mode="eval").body
+            except (SyntaxError, ValueError):  # the latter for a null byte
+                continue
+            for part in ast.walk(inner) if quoted else ():
+                if isinstance(part, ast.expr) and part.end_col_offset is not None:
+                    part.lineno = part.end_lineno = each.lineno
+                    part.col_offset += each.col_offset + len(before)
+                    part.end_col_offset += each.col_offset + len(before)
+            if quoted and "\n" not in quoted:
+                self._visit(inner)
+
+    def _see_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and "\n" not in node.value:
+            if node.value.endswith(".ckpt"):
+                self._note(node, _CKPT)
+            if "lightning_logs" in node.value:
+                self._note(node, _LOGS)
+
+    def _see_Expr(self, node: ast.Expr) -> bool:
+        return isinstance(node.value, ast.Constant)  # a docstring is nobody's setting
+
+    # ------------------------------------------------------------------ classes, functions
+
+    def _see_ClassDef(self, node: ast.ClassDef) -> bool:
+        kind = self._classes.kind(node, self._names)
+        if kind in ("task", "data module", "callback", "cli"):
+            self._methods.look_at(node, kind)
+        self._kinds.append(kind)
+        self._bases.append([name for base in node.bases if (name := self._names.of_lightning(base)) is not None])
+        for child in ast.iter_child_nodes(node):
+            self._visit(child)
+        self._kinds.pop()
+        self._bases.pop()
+        return True
+
+    def _see_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+        self._annotation(node.returns)
+        self._functions.append(node)
+        for child in ast.iter_child_nodes(node):
+            self._visit(child)
+        self._functions.pop()
+        return True
+
+    _see_AsyncFunctionDef = _see_FunctionDef
+
+    def _see_Assign(self, node: ast.Assign) -> None:
+        if self._kinds[-1] == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
+            self._methods.look_at_flag(node)
+        if node.value in self._unpacked and isinstance(node.value, ast.Call | ast.Dict):
+            self._calls.constructor(node.value, "Trainer", "Trainer")
+
+    def _see_Subscript(self, node: ast.Subscript) -> None:
+        function = self._functions[-1] if self._functions else None
+        self._methods.look_at_key(node, function, self._classes.steps_return)
+
+    # ------------------------------------------------------------------ calls
+
+    def _see_Call(self, node: ast.Call) -> None:
+        full = self._full(node.func)
+        if (owner := self._owner(full)) is not None and full is not None:
+            self._calls.constructor(node, short_name(full), owner)
+        elif _is_super_init(node):
+            for base in self._bases[-1]:
+                owner = self._owner(base)
+                if owner is not None and f"lumen.{owner}" not in _OWN_NAMES:
+                    self._calls.constructor(node, short_name(base), owner)
+        elif isinstance(node.func, ast.Attribute) and self._is_method(node.func):
+            self._calls.method(node, node.func.attr)
+        if getattr(node.func, "attr", getattr(node.func, "id", "")) == "getLogger":
+            self._logger_name(node)
+
+    def _is_method(self, function: ast.Attribute) -> bool:
+        """Whether a call is one of the task's, the trainer's or the tuner's."""
+        if function.attr in _OF_TRAINERS:
+            return self._is_trainer(function.value)
+        if function.attr in ("log", "log_dict"):
+            is_ours = self._kinds[-1] in ("task", "callback")
+            return is_ours and getattr(function.value, "id", "") in ("self", *self._task_names())
+        return function.attr in METHODS
+
+    def _task_names(self) -> tuple[str, ...]:
+        """What a hook of a callback calls the task."""
+        arguments = self._functions[-1].args.args if self._functions else []
+        return tuple(each.arg for each in arguments[2:3]) if self._kinds[-1] == "callback" else ()
+
+    def _logger_name(self, node: ast.Call) -> None:
+        for value in node.args[:1]:
+            name = value.value if isinstance(value, ast.Constant) else None
+            if isinstance(name, str) and name.split(".")[0] in LIGHTNINGS:
+                self._source.replace_node(value, '"lumen"')
+
+
+def _is_super_init(node: ast.Call) -> bool:
+    function = node.func
+    of_super = isinstance(function, ast.Attribute) and function.attr == "__init__" and function.value
+    return isinstance(of_super, ast.Call) and getattr(of_super.func, "id", "") == "super"
+
+
+def names_used(tree: ast.Module) -> Iterator[str]:
+    """The names that a file uses, also as attributes and in imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield short_name(node.name)

@@ -1,0 +1,342 @@
+"""Why two variants differ, and where: what the first difference tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+from lumen.tools.proof.apart import Apart, cause_of_parts, compare, merged
+from lumen.tools.proof.outcome import Event, Outcome
+from lumen.tools.proof.suspects import SETS, Suspect, suspects
+from lumen.tools.proof.worker import Result
+
+OUTSIDE = "randomness outside the keys"
+_KEYED = "Draw from the global generators of torch, numpy or random, which Lumen keys."
+_STATE = "Make it a buffer (register_buffer), or keep it by on_save_checkpoint and on_load_checkpoint."
+
+
+@final
+@dataclass
+class Cause:
+    """Why something is not proven.
+
+    Attributes:
+        kind: A name for causes of this kind.
+        place: A module, a parameter, a line.
+        text: What was found, and what to do.
+        verdict: What follows for the promise.
+    """
+
+    kind: str
+    place: str
+    text: str
+    verdict: Literal["failed", "not promised", "not shown"] = "failed"
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def cause_of_failure(result: Result, reference: Result | None = None) -> Cause:
+    """Why a variant did not come to its end: what was computed till then tells more than the error.
+
+    Args:
+        result: What became of the variant.
+        reference: The run that it is compared with.
+    """
+    failure = result.failure or {}
+    if reference is not None and reference.outcomes and (changed := _changing(merged(reference))):
+        return changed
+    if found := cause_on_one_rank(result):
+        found.text += f" The run ended by: {failure['message'].splitlines()[0]}"
+        return found
+    said = failure["message"] if failure["ours"] == "True" else _end_of(failure["text"])
+    return Cause(failure["kind"], failure["place"], said)
+
+
+def _end_of(text: str) -> str:
+    return "\n  ".join(text.strip().splitlines()[-6:])
+
+
+def cause_on_one_rank(result: Result) -> Cause | None:
+    """What one rank has and the others have not; None: they agree."""
+    if len(result.outcomes) < 2:
+        return None
+    first, others = result.outcomes[0], result.outcomes[1:]
+    for rank, other in enumerate(others, 1):
+        for what in (("built",), ("gradient", "parameter")):
+            found = compare(first, other, 0.0, what)
+            if found.at is None:
+                continue
+            if what == ("built",):
+                return _built(found.at, first, f"is another one on rank {rank}")
+            return _written(found.at, first, other, rank)
+    return None
+
+
+def _built(at: Event, outcome: Outcome, how: str) -> Cause:
+    found = _suspects_of(outcome, _owner(at.name), "task", "data")
+    return Cause(
+        "what is built is drawn outside the keys",
+        _place(outcome, at.name, found),
+        f"{at.name} {how} after building, before any step, though the generators were seeded alike.{_said(found)} "
+        "Initialise from the global generators, and from nothing that a process has for itself.",
+    )
+
+
+def _written(at: Event, first: Outcome, other: Outcome, rank: int) -> Cause:
+    """One rank wrote what all must have alike."""
+    ours, theirs = ({(step, hook) for step, hook, _ in each.written} for each in (first, other))
+    alone = sorted(ours ^ theirs)
+    who = alone[0][1] if alone else "what is not a hook of a callback or of the task"
+    side = "rank 0" if alone and alone[0] in ours else f"rank {rank}"
+    return Cause(
+        "a hook acts on one rank alone",
+        who,
+        f"The ranks have another {at.what} {at.name} from step {at.step} on: it is written on {side} alone. Do it on "
+        "every rank, alike.",
+    )
+
+
+# ---------------------------------------------------------------------- values of evaluations
+
+
+def cause_of_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> Cause:
+    """Why values of an evaluation differ."""
+    name = wrong[0]
+    logged = first.logged.get(name) or other.logged.get(name) or ""
+    function = logged.partition(" ")[0]
+    if function.endswith(("epoch_end", "_end")):
+        return Cause(
+            "a metric is averaged by hand",
+            f"{name}, logged in {logged}",
+            f"{', '.join(wrong)}: on two processes another value, because each process has seen only its own batches "
+            "there. Log in the step, where each batch counts by its samples, or log a torchmetrics object.",
+        )
+    return Cause(
+        "an evaluation depends on the number of processes",
+        f"{name}, logged in {logged}" if logged else name,
+        f"{', '.join(wrong)}: another value on two processes. Is something kept from one batch to the next?",
+    )
+
+
+# ---------------------------------------------------------------------- trainings
+
+
+def cause_of(reference: Result, other: Result, found: Apart, logged: tuple[int, str] | None, *, exact: bool) -> Cause:
+    """Why two trainings differ.
+
+    Args:
+        reference: The record that is taken as right.
+        other: The one that differs.
+        found: The events that differed first.
+        logged: Step and name of the first logged value that differs.
+        exact: It is about bits: run again, resumed, with other workers.
+    """
+    ours, theirs = merged(reference), merged(other)
+    at = found.at
+    if at is None:
+        return cause_of_values([logged[1] if logged else ""], ours, theirs)
+    if ours.moved or theirs.moved:
+        return cause_of_moving(ours if ours.moved else theirs)
+    if other.variant.world > 1 and (alone := cause_on_one_rank(other)):
+        return alone
+    if at.what == "built":
+        return _built(at, ours, "is another one in another run")
+    if at.what in ("order", "batch"):
+        return _data(at, reference, other)
+    if other.variant.joins:
+        return _joined(at, ours, theirs)
+    if at.what == "buffer" or (at.what in ("module", "input") and _is_norm(ours, at.name)):
+        return _buffer(at, ours, other)
+    if at.what in ("input", "module", "loss"):
+        return _forward(at, ours, other, exact=exact)
+    if at.what == "gradient":
+        return Cause(
+            "gradients differ, of equal losses",
+            at.name,
+            f"In step {at.step + 1} the gradient of {at.name} is another one though all losses are equal: an operation "
+            "whose backward is not deterministic, a hook on gradients, or a backward of your own.",
+        )
+    writers = [f"{hook}" for step, hook, name in (*ours.written, *theirs.written) if name == at.name]
+    return Cause(
+        "what is written beside the optimizer differs" if writers else f"the {at.what} differs, of equal gradients",
+        writers[0] if writers else at.name,
+        f"After step {at.step} the {at.what} {at.name} is another one though the gradients are equal.",
+    )
+
+
+def cause_of_moving(outcome: Outcome) -> Cause:
+    """A validation changes what is trained."""
+    hooks = [hook for _, hook, name in outcome.written if name in outcome.moved and "on_validation" in hook]
+    norms = [name for name in outcome.training if "BatchNorm" in outcome.classes.get(name, "")]
+    why = f" {norms[0]} ({outcome.classes[norms[0]]}) is in training mode in the validation." if norms else ""
+    return Cause(
+        "a validation changes what is trained",
+        hooks[0] if hooks else (norms[0] if norms else outcome.moved[0]),
+        f"{', '.join(outcome.moved[:3])} is another one after a validation.{why} Each process validates other batches, "
+        f"so training depends on how many there are. Leave modules in eval mode there.",
+    )
+
+
+def _data(at: Event, reference: Result, other: Result) -> Cause:
+    ours, theirs = merged(reference), merged(other)
+    data, sampler = _suspects_of(ours, "dataset", "data"), _suspects_of(ours, "sampler", "batch sampler", "data")
+    if changed := _changing(ours):
+        return changed
+    order = ours.probes.get("order", [])
+    if at.what == "order" or (order and order[0] != order[-1]):
+        return Cause(
+            "a sampler draws outside the keys",
+            _line(ours, "sampler", sampler) or _line(ours, "batch sampler", sampler),
+            f"In step {at.step + 1} other samples were asked for.{_said(sampler)} Draw from torch's global generator, "
+            "or keep the generator in an attribute: then Lumen keys it.",
+        )
+    samples, again = ours.probes.get("samples", [[], []]), theirs.probes.get("samples", [])
+    differs_twice = bool(samples) and samples[0] != samples[-1]
+    if differs_twice and not data and (not again or again == samples or not other.variant.exact):
+        return _state_in_data(at, ours)
+    if data or differs_twice:
+        return Cause(
+            OUTSIDE,
+            _line(ours, "dataset", data),
+            f"In step {at.step + 1} the samples of a batch are the same, their content is another.{_said(data)} "
+            f"{_KEYED}",
+        )
+    return _state_in_data(at, ours)
+
+
+def _changing(ours: Outcome) -> Cause | None:
+    """A data set whose length is another one when the run ends."""
+    lengths = [each for each in ours.probes.get("lengths", []) if each is not None]
+    if len(set(lengths)) < 2:
+        return None
+    return Cause(
+        "a data set changes while it runs",
+        _line(ours, "dataset", []),
+        f"Its length is {lengths[0]} when training begins and {lengths[-1]} later, so what an index means depends on "
+        "when it is read. Make it ready in setup.",
+    )
+
+
+def _state_in_data(at: Event, ours: Outcome) -> Cause:
+    return Cause(
+        "state is kept in a data set",
+        _line(ours, "dataset", []),
+        f"In step {at.step + 1} the samples of a batch are the same, their content is another: it depends on what this "
+        "process has read before. Make a sample of its index alone; what __init__ computes may stay.",
+    )
+
+
+def _joined(at: Event, ours: Outcome, theirs: Outcome) -> Cause:
+    """Micro-batches of another size gave another step."""
+    norms = [name for name, kind in ours.classes.items() if "BatchNorm" in kind]
+    if ours.draws:
+        return Cause(
+            "not comparable",
+            _line(ours, "task", []),
+            "The training step draws random numbers (dropout, noise), which are keyed by micro-batch: larger ones draw "
+            "others. That is as promised: one global batch size and one micro-batch size.",
+            "not shown",
+        )
+    if norms:
+        return Cause(
+            "BatchNorm sees other statistics in micro-batches of another size",
+            norms[0],
+            f"{norms[0]} ({ours.classes[norms[0]]}) takes mean and variance of a micro-batch. Use GroupNorm or "
+            "LayerNorm where that matters.",
+            "not promised",
+        )
+    found = cause_of_parts(ours, theirs)
+    if found is None:
+        return Cause(
+            "the loss couples samples",
+            _line(ours, "task", []),
+            "The gradient of a batch is no weighted mean of those of its halves: the loss compares samples with each "
+            "other, as contrastive losses do.",
+            "not promised",
+        )
+    return Cause("the loss is divided by the micro-batch's own count", _line(ours, "task", []), found)
+
+
+def _buffer(at: Event, ours: Outcome, other: Result) -> Cause:
+    owner = at.name.rpartition(".")[0] if at.what == "buffer" else at.name
+    if _is_norm(ours, at.name) and other.variant.world > 1:
+        return Cause(
+            "BatchNorm sees other statistics on each process",
+            owner,
+            f"{owner} ({ours.classes.get(owner)}): its running mean and variance come from the batches of one process. "
+            "Use GroupNorm, or sync_batchnorm on CUDA.",
+            "not promised",
+        )
+    return Cause(
+        "a buffer differs",
+        at.name,
+        f"After step {at.step} the buffer {at.name} is another one though gradients are equal: it is written from what "
+        "one process has seen, or keeps what is not saved.",
+    )
+
+
+def _forward(at: Event, ours: Outcome, other: Result, *, exact: bool) -> Cause:
+    """A module, or what is computed between modules, returned something else of equal inputs."""
+    name = at.name.partition("#")[0]
+    owner = name if at.what == "module" else (name.rpartition(".")[0] if at.what == "input" else "")
+    kind = ours.classes.get(owner, "the task")
+    where = f"{owner or 'the task'} ({kind})"
+    found = _suspects_of(ours, owner or "task")
+    place = _line(ours, owner or "task", found)
+    place = f"{where}{f', {place}' if place else ''}"
+    between = {"input": f" before it calls {name}", "loss": " in training_step, from equal outputs of modules"}
+    first = f"In step {at.step + 1} {where} gives something else{between.get(at.what, '')}, of equal batches."
+    if other.variant.fresh and not found:
+        return Cause(
+            "an operation is not deterministic",
+            place,
+            f"{first} It differs from run to run: threads that race, memory that is read before it is written, the "
+            "order of a set, an algorithm of a device. Set deterministic: true to find an operation of torch.",
+        )
+    if any(each.what == SETS for each in found):
+        return Cause("an operation is not deterministic", place, f"{first}{_said(found)} Sort it.")
+    if found:
+        return Cause(OUTSIDE, place, f"{first}{_said(found)} {_KEYED}")
+    if exact or other.variant.world > 1:
+        return Cause(
+            "state is kept in a module",
+            place,
+            f"{first} It keeps something between steps that is neither a parameter nor a buffer: each process has its "
+            f"own, and no checkpoint has it. {_STATE}",
+        )
+    return Cause("a forward differs", place, first)
+
+
+# ---------------------------------------------------------------------- places
+
+
+def _is_norm(outcome: Outcome, name: str) -> bool:
+    return any("BatchNorm" in outcome.classes.get(each, "") for each in (name, name.rpartition(".")[0]))
+
+
+def _owner(name: str) -> str:
+    """The module that a parameter or buffer belongs to."""
+    return name.removeprefix("buffer ").rpartition(".")[0]
+
+
+def _suspects_of(outcome: Outcome, *names: str) -> list[Suspect]:
+    return [each for name in names for each in suspects(outcome.lines.get(name))]
+
+
+def _said(found: Sequence[Suspect]) -> str:
+    return f" There is {'; '.join(str(each) for each in found[:3])}." if found else ""
+
+
+def _line(outcome: Outcome, name: str, found: Sequence[Suspect]) -> str:
+    """The line that is to blame, or that where the class begins."""
+    if found:
+        return f"{found[0].file}:{found[0].line}"
+    lines = outcome.lines.get(name)
+    return "" if lines is None else f"{lines[0]}:{lines[1]}"
+
+
+def _place(outcome: Outcome, name: str, found: Sequence[Suspect]) -> str:
+    line = _line(outcome, _owner(name) or "task", found)
+    return f"{name}, {line}" if line else name

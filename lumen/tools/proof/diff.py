@@ -1,0 +1,270 @@
+"""`lumen diff`: where two trainings part."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import PurePath
+from typing import Any, final
+
+from lumen.cli.parser import Words
+from lumen.console import stderr, stdout
+from lumen.data.nested import flat
+from lumen.errors import ConfigError
+from lumen.tools.proof.difference import Difference, Fit, compare
+from lumen.tools.proof.recorded import (
+    Recorded,
+    common_checkpoints,
+    differing,
+    environments,
+    first_metric,
+    metrics_of,
+    parting,
+)
+from lumen.tools.proof.recorder import Recorder
+from lumen.tools.proof.rerun import Rerun, coded
+
+_MORE = (
+    "Compared are the settings, versions and machines, logged values and checkpoints; then both are trained again, "
+    "from the newest checkpoint at which they are equal, and what differs first is named. Nothing is written into the "
+    "runs. Exit code: 0 equal, 1 they differ, 2 an error."
+)
+#: Settings that change no number of a training.
+_OF_NO_WEIGHT = {
+    f"trainer.{name}" for name in (
+        "name", "default_root_dir", "resume", "resume_parts", "logger", "enable_progress_bar", "enable_model_summary",
+        "log_level", "log_format", "profiler", "max_restarts", "grace_s", "log_every_n_steps", "enable_checkpointing",
+    )
+}  # fmt: skip
+_STEPS_OF_CONFIGS = 10
+_WIDTH = 80
+
+
+@final
+@dataclass
+class Findings:
+    """What two runs or configs differ in.
+
+    Attributes:
+        configuration: Settings, by path; None: those of one of them are not known.
+        environment: What of versions, machine and processes differs; by itself it makes no two runs differ.
+        metrics: The first logged values that differ; None: there are none.
+        checkpoint: Step of the first checkpoint of both with other parameters or another state; None: there is none.
+        trained: First and last step that both were trained again for; None: they were not.
+        difference: What those trainings differ in first; None: in nothing.
+        unlike_record: What a run logged when it was trained again, and had recorded otherwise, by run.
+        notes: More to be said, in sentences.
+    """
+
+    configuration: dict[str, tuple[Any, Any]] | None = None
+    environment: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    metrics: tuple[Recorded, Recorded] | None = None
+    checkpoint: int | None = None
+    trained: tuple[int, int] | None = None
+    difference: Difference | None = None
+    unlike_record: dict[str, tuple[Recorded, Recorded]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def are_equal(self) -> bool:
+        """Nothing that is computed differs, nor a setting that it follows from."""
+        found = self.configuration, self.metrics, self.checkpoint, self.difference
+        return all(each in (None, {}) for each in found)
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("diff", "A B [--steps N] [--records] [--json]", _MORE)
+    parser.add_argument("a", metavar="A", help="The directory of a run, or a config file.")
+    parser.add_argument("b", metavar="B", help="Another one.")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="The most steps to train again. Default: up to the first record that differs; of configs, or where no "
+        f"record tells, {_STEPS_OF_CONFIGS}.",
+    )
+    parser.add_argument("--records", action="store_true", help="Compare what is recorded, and train nothing.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Compare, print what was found, and return 0, 1 or 2."""
+    given = options().read(words)
+    if given.steps is not None and given.steps < 1:
+        raise ConfigError(f"--steps: expected a number from 1, found {given.steps}.")
+    return coded(partial(_run, given))
+
+
+def _run(given: Namespace) -> int:
+    a, b = Rerun(given.a), Rerun(given.b)
+    found = _compare(a, b, given.steps, trains=not given.records)
+    lines = [json.dumps(_record(a, b, found), indent=2)] if given.json else _lines(a, b, found)
+    print(*lines, sep="\n", file=stdout)
+    return 0 if found.are_equal else 1
+
+
+def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings:
+    found = Findings()
+    mine, other = ({key: value for key, value in flat(each.config) if key not in _OF_NO_WEIGHT} for each in (a, b))
+    found.configuration = differing(mine, other) if mine and other else None
+    begin, last = 0, steps or _STEPS_OF_CONFIGS
+    has_records = a.run is not None and b.run is not None and bool(a.run.metrics.keys() & b.run.metrics.keys())
+    if a.run is not None and b.run is not None:
+        found.environment, found.metrics = environments(a.run, b.run), first_metric(a.run, b.run)
+        begin, found.checkpoint = common_checkpoints(a.run, b.run)
+        ends = [each for each in (found.metrics and found.metrics[0].step, found.checkpoint) if each]
+        if ends and begin >= min(ends):  # a value differs that nothing is computed from
+            begin = 0
+        last = min(ends) if ends else begin + last
+        last = last if steps is None else min(last, begin + steps)
+    if has_records and found.metrics is None and found.checkpoint is None:
+        found.notes.append("Every value that both have logged is equal, and so is every checkpoint that both have.")
+    elif trains:
+        reasons = [each.why_not for each in (a, b) if each.why_not]
+        if reasons:
+            found.notes += [f"{reason}, so nothing was trained again." for reason in reasons]
+        else:
+            _train(a, b, begin, last, found)
+    return found
+
+
+def _train(a: Rerun, b: Rerun, begin: int, last: int, found: Findings) -> None:
+    """Train both again, and compare them with each other and with what they had recorded."""
+    print(f"training both again, steps {begin + 1} to {last} ...", file=stderr)
+    logged: dict[str, dict[tuple[int, str], str]] = {}
+    of_a, of_b = _fit(a, "A", begin, logged), _fit(b, "B", begin, logged)
+    found.difference = compare(of_a, of_b, last, first=begin + 1)
+    found.trained = begin + 1, last
+    for name, each in (("A", a), ("B", b)):
+        if each.run is not None and (apart := parting(each.run.metrics, logged[name])):
+            found.unlike_record[name] = apart
+        found.notes += [f"{name}: {note}." for note in each.notes]
+
+
+def _fit(rerun: Rerun, name: str, begin: int, logged: dict[str, dict[tuple[int, str], str]]) -> Fit:
+    checkpoint: PurePath | None = rerun.run.checkpoints[begin] if rerun.run is not None and begin else None
+
+    def fit(recorder: Recorder) -> None:
+        values = rerun.train([recorder], checkpoint, lambda _, path: metrics_of(path / "metrics.csv"))
+        logged.setdefault(name, values)
+
+    return fit
+
+
+# ---------------------------------------------------------------------- showing
+
+
+def _record(a: Rerun, b: Rerun, found: Findings) -> dict[str, Any]:
+    difference = None
+    if found.difference is not None:
+        difference = asdict(found.difference) | {"what": str(found.difference), "key": found.difference.key._asdict()}
+        difference["counts"] = [count._asdict() for count in found.difference.counts]
+    return {
+        "a": a.source,
+        "b": b.source,
+        "equal": found.are_equal,
+        "configuration": found.configuration,
+        "environment": found.environment,
+        "metrics": found.metrics and [each._asdict() for each in found.metrics],
+        "checkpoint": found.checkpoint,
+        "trained": found.trained,
+        "difference": difference,
+        "unlike_record": {
+            name: [each._asdict() for each in apart] for name, apart in found.unlike_record.items()
+        },
+        "notes": found.notes,
+    }  # fmt: skip
+
+
+def _lines(a: Rerun, b: Rerun, found: Findings) -> Iterator[str]:
+    yield f"A  {a.source}"
+    yield f"B  {b.source}"
+    yield ""
+    yield from _table("configuration", found.configuration)
+    if a.run is not None and b.run is not None:
+        yield from _table("environment", found.environment)
+        yield from _records(found)
+    if found.trained is not None:
+        yield from _trained(found, found.trained)
+    yield from found.notes
+    yield ""
+    yield "A and B are equal." if found.are_equal else "A and B differ."
+
+
+def _table(title: str, differ: Mapping[str, tuple[Any, Any]] | None) -> Iterator[str]:
+    yield f"{title:15}{'not known' if differ is None else _say(len(differ))}"
+    for key, (mine, other) in (differ or {}).items():
+        yield f"  {key}"
+        yield f"    A  {_short(mine)}"
+        yield f"    B  {_short(other)}"
+
+
+def _records(found: Findings) -> Iterator[str]:
+    if found.metrics is None:
+        yield "logged values  equal"
+    else:
+        mine, other = found.metrics
+        yield f"logged values  differ from step {mine.step} on: {mine.name}{_relative(mine.text, other.text)}"
+        yield f"    A  {mine.text}"
+        yield f"    B  {other.text}"
+    differ = "equal" if found.checkpoint is None else f"differ from that of step {found.checkpoint} on"
+    yield f"checkpoints    {differ}"
+
+
+def _trained(found: Findings, steps: tuple[int, int]) -> Iterator[str]:
+    first, last = steps
+    difference = found.difference
+    yield f"trained again  steps {first} to {last if difference is None else difference.step}"
+    if difference is None:
+        yield "  both compute the same, bit for bit"
+        if found.metrics is not None or found.checkpoint is not None:
+            yield "  what the records differ by is in no setting: it is the code, the data or the machine"
+    else:
+        yield from _difference(difference)
+    for name, (recorded, now) in found.unlike_record.items():
+        yield f"  {name} has not repeated its own record, from step {recorded.step} on: {recorded.name}"
+        yield f"    then {recorded.text}"
+        yield f"    now  {now.text}"
+
+
+def _difference(difference: Difference) -> Iterator[str]:
+    yield f"  first differs {difference}"
+    yield f"    A  {_short(difference.a)}"
+    yield f"    B  {_short(difference.b)}"
+    if difference.operator is not None:
+        yield f"    first operator that returns something else: {difference.operator}"
+    if difference.absolute is not None and difference.values is not None:
+        mine, other = difference.values
+        yield f"    largest difference {difference.absolute:.3g}, relative {difference.relative or 0:.3g}"
+        yield f"    first element {difference.element}: A {mine!r}, B {other!r}"
+    if difference.repeats is False:
+        yield "    made once more it was something else: no seed and no setting decides it"
+    yield f"  of what step {difference.step} computes"
+    for count in difference.counts:
+        first = f", first {count.first}" if count.first else ""
+        yield f"    {count.kind:25}" + (f"{count.differ} of {count.of} differ{first}" if count.differ else "equal")
+
+
+def _say(count: int) -> str:
+    return "equal" if not count else f"{count} difference{'s' * (count > 1)}"
+
+
+def _short(value: Any) -> str:
+    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    room = _WIDTH - 8
+    return text if len(text) <= room else f"{text[: room - 4]} ..."
+
+
+def _relative(a: str, b: str) -> str:
+    try:
+        mine, other = float(a), float(b)
+    except ValueError:
+        return ""
+    larger = max(abs(mine), abs(other))
+    return f", by {abs(mine - other) / larger:.3g} of it" if larger and math.isfinite(mine - other) else ""

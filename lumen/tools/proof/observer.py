@@ -1,0 +1,343 @@
+"""The callback that writes down what a process of a variant computes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lumen.callbacks import Callback
+from lumen.data.fingerprint import known_length
+from lumen.data.generators import OwnGenerators
+from lumen.distributed.dtensor import is_sharded
+from lumen.internals.tensors import writes_to
+from lumen.loggers import Logger
+from lumen.random import preserved_generators
+from lumen.task.hooks import HOOKS, overrides
+from lumen.task.task_module import TaskModule
+from lumen.tools.proof.outcome import Event, Outcome, counts_in, loss_in, measure, tensors_in
+from lumen.tools.proof.trace import digest, generators, state_of
+from lumen.trainer.trainer import Trainer
+
+_QUICK = ("input", "module")
+
+
+@final
+class Rows(Logger):
+    """Keeps what loggers get."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep values."""
+        self._outcome.rows.append((step, dict(metrics)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is nothing that a resumed run needs."""
+        return {}
+
+
+@final
+class Observer(Callback):
+    """Writes down what a training computes; the last of the callbacks, so that it sees what the others did.
+
+    Collective: every rank has one, with the same arguments.
+
+    Args:
+        outcome: The record that it adds to.
+        save_every: Steps between two checkpoints, of which the state of the optimizers is recorded too.
+        modules: Look at what each module is given and gives; not where forwards are compiled.
+    """
+
+    stops_at_steps = False
+
+    def __init__(self, outcome: Outcome, save_every: int, *, modules: bool = True) -> None:
+        self._outcome, self._save_every, self._modules = outcome, save_every, modules
+        self._micro, self._met = -1, Counter[tuple[int, int, str, str]]()
+        self._generators: dict[str, str] | None = None
+        self._step, self._first, self._number = 0, -1, 0
+        self._before_validation: dict[str, str] = {}
+
+    @property
+    def step(self) -> int:
+        """Steps completed."""
+        return self._step
+
+    def _add(self, what: str, name: str, tensors: list[torch.Tensor], micro: int = -1) -> None:
+        where = self._step, micro, what, name
+        self._met[where] += 1
+        name = name if self._met[where] == 1 else f"{name}#{self._met[where]}"
+        self._outcome.events.append(Event(self._step, micro, what, name, *measure(tensors, quick=what in _QUICK)))
+
+    def look_at(self, task: TaskModule, what: str) -> None:
+        """Record parameters and buffers as they are. Collective."""
+        for kind, name, tensor in state_of(task):
+            if not (kind == "parameter" and tensor.is_meta):
+                self._add(what, name if kind == "parameter" else f"buffer {name}", [tensor])
+
+    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record what training begins with, and listen to the modules."""
+        self._step = trainer.global_step
+        if self._step:
+            self._look_at_state(trainer, task)
+        else:
+            self.look_at(task, "start")
+        loader = trainer.train_dataloader
+        self._outcome.workers = _workers_of(loader)
+        self._outcome.probes["lengths"] = [known_length(getattr(loader, "dataset", None))]
+        self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
+        for name, thing in (*task.named_modules(), *_parts(trainer, task)):
+            if (lines := lines_of(thing)) is not None:
+                self._outcome.lines[name or "task"] = lines
+        for name, module in task.named_modules() if self._modules else ():
+            module.register_forward_hook(partial(self._saw, name))
+
+    def _saw(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        if self._micro >= 0 and not torch.compiler.is_compiling():
+            with torch.no_grad():
+                self._add("input", name, [tensor for _, tensor in tensors_in(given)], self._micro)
+                self._add("module", name, [tensor for _, tensor in tensors_in(output)], self._micro)
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Record the batch."""
+        self._step, self._micro = trainer.global_step, batch_idx
+        self._number = self._number + 1 if self._first == self._step else 0
+        self._first = self._step
+        requests = trainer.run.loaders.requests
+        if requests is not None and self._number < len(requests):
+            indices = " ".join(map(str, requests[self._number].indices))
+            self._add("order", "", [tensor for _, tensor in tensors_in(indices)], batch_idx)
+        self._add("batch", "", [tensor for _, tensor in tensors_in(batch)], batch_idx)
+        if not self._step:
+            self._outcome.counts[batch_idx] = counts_in(batch)
+        self._generators = generators()
+
+    def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record what the gradients are so far, in the first step."""
+        if self._generators is not None and self._generators != generators():
+            self._outcome.draws.append((self._step, self._micro))
+        self._generators = None
+        if not self._step and not any(is_sharded(parameter) for parameter in task.parameters()):
+            for name, parameter in task.named_parameters():
+                if parameter.grad is not None:
+                    self._add("partial", name, [parameter.grad], self._micro)
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """Record the gradients; of a task that optimizes by hand this optimizer's, as others may be left over."""
+        moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in task.named_parameters():
+            if parameter.grad is not None and (task.automatic_optimization or parameter in moved):
+                self._add("gradient", name, [parameter.grad])
+
+    def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record the loss."""
+        if (loss := loss_in(outputs)) is not None:
+            self._add("loss", "", [loss], batch_idx)
+            self._outcome.dtypes = sorted({*self._outcome.dtypes, str(loss.dtype).removeprefix("torch.")})
+        self._micro = -1
+
+    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note what there is before it, and that what modules compute now is no training."""
+        self._micro = -1
+        self._before_validation = _digests(task)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Note modules that are still in training mode."""
+        found = [name for name, module in task.named_modules() if module.training]
+        self._outcome.training += [name for name in found if name not in self._outcome.training]
+
+    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note what it has left changed."""
+        after = _digests(task)
+        changed = [name for name, code in self._before_validation.items() if after.get(name) != code]
+        self._outcome.moved += [name for name in changed if name not in self._outcome.moved]
+
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record what the step has made."""
+        self._step = trainer.global_step
+        self._look_at_state(trainer, task)
+
+    def _look_at_state(self, trainer: Trainer, task: TaskModule) -> None:
+        for kind, name, tensor in state_of(task):
+            self._add(kind, name, [tensor])
+        if self._step % self._save_every == 0:
+            self._look_at_optimizers(trainer, task)
+
+    def _look_at_optimizers(self, trainer: Trainer, task: TaskModule) -> None:
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in task.named_parameters()}
+        for optimizer in trainer.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        self._add("optimizer", f"{key} of {names.get(parameter, 'a parameter of nobody')}", [value])
+
+    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Record the state of the optimizers, and what the data set is."""
+        if self._step % self._save_every:
+            self._look_at_optimizers(trainer, task)
+        if trainer.world_size == 1:
+            lengths = self._outcome.probes.get("lengths", [])
+            found = probe(trainer.train_dataloader)
+            self._outcome.probes = {"lengths": [*lengths, *found.pop("length", [])], **found}
+
+
+def _digests(task: TaskModule) -> dict[str, str]:
+    """What parameters and buffers are; of those that are cut up this process's part."""
+    return {name: digest([tensor.detach().clone()]) for _, name, tensor in state_of(task)}
+
+
+def _parts(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
+    """The user's objects that have a part in it beside modules."""
+    loader = trainer.train_dataloader
+    yield "data", trainer.datamodule
+    yield "dataset", getattr(loader, "dataset", None)
+    yield "sampler", getattr(loader, "sampler", None)
+    yield "batch sampler", getattr(loader, "batch_sampler", None)
+
+
+def _workers_of(loader: Any) -> int:
+    """How many workers a training loader has; of several the most."""
+    if isinstance(loader, dict | list | tuple):
+        return max(map(_workers_of, loader.values() if isinstance(loader, dict) else loader), default=0)
+    return int(getattr(loader, "num_workers", 0))
+
+
+_NOT_WATCHED = ("setup", "on_load_checkpoint", "on_save_checkpoint", "on_exception", "teardown")
+_SMALL = 1 << 20
+_SAMPLES, _ORDER, _KEY = 4, 16, 0x5EED
+_LIBRARIES = ("site-packages", "dist-packages")
+_HERE = str(Path(__file__).parent.parent)
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class is the user's own: of no installed package, of Python's library or of Lumen."""
+    top = kind.__module__.partition(".")[0]
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    known = top in sys.stdlib_module_names or top in ("lumen", "torch", "builtins")
+    return not known and not any(part in file for part in _LIBRARIES)
+
+
+def lines_of(thing: Any) -> tuple[str, int, int] | None:
+    """File, first and last line of a user's class; None: it is nobody's, or not to be found."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    if not is_users(kind):
+        return None
+    try:
+        text, first = inspect.getsourcelines(kind)
+        return str(inspect.getsourcefile(kind)), first, first + len(text) - 1
+    except (OSError, TypeError):
+        return None
+
+
+@final
+class Watch:
+    """Notes which of the user's hooks write parameters or buffers, and from where values are logged.
+
+    Args:
+        task: The task that owns the parameters.
+        outcome: The record that it adds to.
+        step: Gives the number of the step in progress.
+    """
+
+    def __init__(self, task: TaskModule, outcome: Outcome, step: Callable[[], int]) -> None:
+        self._task, self._outcome, self._step = task, outcome, step
+
+    def begin(self, callbacks: list[Callback]) -> None:
+        """Look at the hooks of these callbacks and of the task from now on; call it before the run begins."""
+        for owner in (*(each for each in callbacks if is_users(type(each))), self._task):
+            for name in HOOKS:
+                if name not in _NOT_WATCHED and overrides(owner, name):
+                    setattr(owner, name, self._watched(owner, name, getattr(owner, name)))
+        object.__setattr__(self._task, "log", partial(self._log, self._task.log))
+
+    def _watched(self, owner: Any, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = self._state()
+            result = hook(*args, **kwargs)
+            after = self._state()
+            place = f"{type(owner).__name__}.{name} ({_place(hook)})"
+            changed = [each for each in after if after[each] != before.get(each)]
+            self._outcome.written += [(self._step(), place, each) for each in changed]
+            return result
+
+        return watched
+
+    def _state(self) -> dict[str, Any]:
+        named = {**dict(self._task.named_parameters()), **dict(self._task.named_buffers())}
+        quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
+        return {
+            name: (id(tensor), writes_to(tensor), None if quick else digest(tensor.detach().clone()))
+            for name, tensor in named.items()
+            if not tensor.is_inference()
+        }
+
+    def _log(self, log: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        frame = inspect.currentframe()
+        self._outcome.logged.setdefault(name, _function(frame.f_back if frame else None))
+        return log(name, *args, **kwargs)
+
+
+def _function(frame: FrameType | None) -> str:
+    """The user's function that called, its file and line."""
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+# ---------------------------------------------------------------------- data
+
+
+def probe(loader: Any) -> dict[str, list[Any]]:
+    """What a map-style data set and its sampler give when they are asked twice with the same keys; nothing of others.
+
+    It is for the end of a run: a data set that keeps a state is another one afterwards.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return {}
+    with preserved_generators():
+        found: dict[str, list[Any]] = {"length": [known_length(loader.dataset)]}
+        found["samples"] = [list(_samples(loader)) for _ in range(2)]
+        found["order"] = [_order(loader) for _ in range(2)]
+    return found
+
+
+def _samples(loader: DataLoader[Any]) -> Iterator[str]:
+    own = OwnGenerators({"dataset": loader.dataset})
+    for index in islice(_order(loader, plain=True), _SAMPLES):
+        own.seed_all(_KEY)
+        try:
+            yield digest(loader.dataset[index])
+        except Exception as error:  # whatever the user's code raises is no finding of this one
+            yield type(error).__name__
+
+
+def _order(loader: DataLoader[Any], *, plain: bool = False) -> list[Any]:
+    """The first numbers that the sampler gives, or those of the samples in their own order."""
+    if plain:
+        return list(range(min(_SAMPLES, known_length(loader.dataset) or 0)))
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    own = OwnGenerators({"sampler": sampler, "loader": loader.generator}, by_seed=True)
+    own.seed_all(_KEY)
+    torch.default_generator.manual_seed(_KEY)
+    first = [str(each) for each in islice(iter(sampler), _ORDER)]
+    own.put_back()
+    return first

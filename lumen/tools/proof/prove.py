@@ -1,0 +1,352 @@
+"""Runs all variants and says of each promise whether it is kept."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, final
+
+import torch
+
+from lumen.tools.proof.apart import FLOAT32, FLOAT64, compare, is_rounding_of_float32, merged, rows_apart, values_apart
+from lumen.tools.proof.causes import Cause, cause_of, cause_of_failure, cause_of_moving, cause_of_values
+from lumen.tools.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Size, Variant
+from lumen.tools.proof.worker import PREFIX, Maker, Pool, Result, libraries
+
+Verdict = Literal["proven", "failed", "not promised", "not shown"]
+FP64 = "fp64"
+#: What can be compared, in the order of the table.
+COMPARISONS = ("accumulate", "processes", "validation", "again", "workers", "kills", "evaluation", "checkpoints")
+_READERS: tuple[tuple[str, Name], ...] = (("one", "fsdp"), ("fsdp", "single"), ("ddp", "fsdp"))
+_OF_STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
+
+
+@final
+@dataclass
+class Row:
+    """What one comparison has shown.
+
+    Attributes:
+        promise: P1 to P4.
+        what: Names what was compared.
+        demands: "bits", or the largest difference that is no more than rounding.
+        largest: The largest difference; None: there was nothing to compare.
+        verdict: Whether the promise is kept.
+        seconds: That its runs took.
+        cause: Why it is not.
+    """
+
+    promise: str
+    what: str
+    demands: str
+    largest: float | None
+    verdict: Verdict
+    seconds: float
+    cause: Cause | None = None
+
+
+@final
+@dataclass
+class Proof:
+    """All that was shown.
+
+    Attributes:
+        rows: In the order of the promises.
+        results: The runs, by the names of their variants.
+        precision: Of comparisons in which rounding may differ.
+        size: How much each variant did.
+        notes: What the reader must know beside.
+        seconds: How long everything took.
+    """
+
+    rows: list[Row]
+    results: dict[str, Result]
+    precision: str
+    size: Size
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def code(self) -> int:
+        """The exit code: 0, or 1 if a promise is not kept."""
+        return int(any(row.verdict == "failed" for row in self.rows))
+
+
+def machine(size: Size, accelerator: str) -> Size:
+    """The same on this machine: as many threads as each of two processes may have; CUDA only if it has two devices."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    on_cuda = accelerator in ("auto", "gpu", "cuda") and torch.cuda.device_count() > 1
+    return replace(size, threads=max(1, cores // 2), accelerator="cuda" if on_cuda else "cpu")
+
+
+@final
+class Prover:
+    """Runs variants and compares them.
+
+    Args:
+        make: Builds everything; it is called in other processes, so it must be a function of a module.
+        size: How much each variant does.
+        compiles: Compare eager with compiled too.
+        only: Names in `COMPARISONS`; default: all of them.
+        tell: Called with each row when it is there.
+
+    Attributes:
+        tell: Called with each row, as given.
+    """
+
+    def __init__(
+        self, make: Maker, size: Size, *, compiles: bool = False, only: Collection[str] = (),
+        tell: Callable[[Row], None] = lambda row: None,
+    ) -> None:  # fmt: skip
+        self._make, self._size, self._compiles, self.tell = make, size, compiles, tell
+        self._only = {*(only or COMPARISONS)}
+        self._results: dict[str, Result] = {}
+        self._precision: str | None = FP64
+        self._tolerance, self._notes = FLOAT64, list[str]()
+
+    def prove(self) -> Proof:
+        """Run all of them, in a directory that is gone afterwards."""
+        began_s = time.monotonic()
+        with TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+            pool = Pool(self._make, self._size, Path(folder), os.cpu_count() or 1, libraries())
+            try:
+                self._pool = pool
+                rows = self._rows()
+            finally:
+                pool.close()
+        precision = self._precision or "the user's own"
+        return Proof(rows, self._results, precision, self._size, self._notes, time.monotonic() - began_s)
+
+    def _run(self, variant: Variant, *, again: bool = False) -> Result:
+        result = self._pool.run(variant, self._precision, again=again)
+        self._results[variant.name + ("-resumed" if again else "")] = result
+        return result
+
+    def _rows(self) -> list[Row]:
+        with ThreadPoolExecutor(16) as threads:
+            base = threads.submit(self._run, Variant("base", exact=True))
+            one = threads.submit(self._run, Variant("one"))
+            if base.result().failure:
+                return [self._told(Row("", "the task trains", "", None, "failed", base.result().seconds,
+                                       cause_of_failure(base.result())))]  # fmt: skip
+            if failure := one.result().failure:
+                self._notes.append(
+                    f"in float64 the task does not train ({failure['message'].splitlines()[0]}), so what may differ by "
+                    "rounding was compared in its own precision: a small fault would look like rounding."
+                )
+                self._precision, self._tolerance = None, FLOAT32
+                shutil.rmtree(one.result().folder)
+                one = threads.submit(self._run, Variant("one"))
+            elif "float32" in one.result().outcome.dtypes:
+                self._notes.append("the loss is float32 even where all else is float64, so rounding shows at 1e-5.")
+                self._tolerance = FLOAT32
+            first = [self._by_hand()] if base.result().outcome.by_hand else []
+            jobs = [threads.submit(job) for job in self._jobs(base.result(), one.result(), threads)]
+            found = [job.result() for job in jobs]
+            return [*first, *(row for rows in found for row in (rows if isinstance(rows, list) else [rows]))]
+
+    def _jobs(self, base: Result, one: Result, threads: ThreadPoolExecutor) -> Iterator[Callable[[], Row | list[Row]]]:
+        """What is to be shown, in the order of the promises; each may wait for runs that began before."""
+        wanted = self._only
+        many: dict[str, Future[Result]] = {
+            name: threads.submit(self._run, Variant(name, 2, name))
+            for name in STRATEGIES
+            if {"processes", "checkpoints"} & wanted
+        }
+        if "accumulate" in wanted:
+            yield partial(self._accumulated, one)
+        for name, run in many.items() if "processes" in wanted else ():
+            yield partial(self._on_two, one, run, name)
+        if self._compiles:
+            yield partial(self._compiled, base)
+        if "validation" in wanted:
+            yield partial(self._unmoved, base)
+        if "again" in wanted:
+            yield partial(self._again, base)
+        if "workers" in wanted:
+            yield partial(self._with_workers, base)
+        for moment in MOMENTS if "kills" in wanted else ():
+            yield partial(self._killed, base, moment)
+        if "evaluation" in wanted:
+            yield partial(self._evaluated, one)
+        for writer, reader in _READERS if "checkpoints" in wanted else ():
+            yield partial(self._read, one, many.get(writer), reader)
+
+    # ------------------------------------------------------------------ same training everywhere
+
+    def _accumulated(self, one: Result) -> Row:
+        other = self._run(Variant("joined", joins=True))
+        return self._judge("P1", "micro-batches joined in pairs", one, other, _OF_STATES)
+
+    def _by_hand(self) -> Row:
+        """A task that optimizes by hand has no micro-batches, and a step on two processes has two batches."""
+        self._only -= {"accumulate", "processes", "checkpoints"}
+        cause = Cause(
+            "not comparable",
+            "",
+            "The task optimizes by hand: each batch is a step, so that two processes make steps of twice the size, "
+            "unless global_batch_size cuts batches up.",
+            "not shown",
+        )
+        return self._told(Row("P1", "two processes", "", None, "not shown", 0.0, cause))
+
+    def _on_two(self, one: Result, run: Future[Result], name: str) -> Row:
+        return self._judge("P1", f"two processes, {name.upper()}", one, run.result())
+
+    def _unmoved(self, base: Result) -> Row:
+        """A validation leaves what is trained as it was."""
+        moved = base.outcome.moved
+        row = Row("P1", "before and after a validation", "bits", 1.0 if moved else 0.0, "proven", 0.0)
+        if moved:
+            row.cause, row.verdict = cause_of_moving(base.outcome), "failed"
+        return self._told(row)
+
+    def _compiled(self, base: Result) -> Row:
+        other = self._run(Variant("compiled", exact=True, compiles=True))
+        row = self._judge("P1", "compiled", base, other, ("batch", "loss", "gradient", "parameter", "buffer"), FLOAT32)
+        if row.verdict == "failed" and other.failure is None:
+            row.verdict = "not promised"  # compiled code sums in other orders
+        return row
+
+    # ------------------------------------------------------------------ exact resume
+
+    def _again(self, base: Result) -> Row:
+        return self._judge("P2", "run again", base, self._run(Variant("again", exact=True, fresh=True)), tolerance=0.0)
+
+    def _with_workers(self, base: Result) -> Row:
+        workers = 0 if base.outcome.workers else 2
+        other = self._run(Variant("workers", exact=True, workers=workers))
+        what = f"{base.outcome.workers} and {workers} workers"
+        if other.failure is None and other.outcome.workers == base.outcome.workers:
+            why = (
+                "No DataLoader reads the training data that may have workers: its data set follows the training, or it "
+            )
+            cause = Cause("nothing to compare", "", f"{why}is another kind of loader.", "not shown")
+            return self._told(Row("P2", what, "bits", None, "not shown", other.seconds, cause))
+        return self._judge("P2", what, base, other, tolerance=0.0)
+
+    def _killed(self, base: Result, moment: Moment) -> Row:
+        variant = Variant(f"killed-in-{moment}", exact=True, kill=moment)
+        killed = self._run(variant)
+        what = f"killed in {'a save' if moment == 'save' else moment}"
+        if not killed.killed:
+            if killed.failure is None:
+                why = "the task does not validate" if moment == "validation" else "it ended before"
+                return self._told(Row("P2", what, "bits", None, "not shown", killed.seconds,
+                                      Cause("nothing was killed", "", f"{why}.")))  # fmt: skip
+            return self._judge("P2", what, base, killed, tolerance=0.0)
+        resumed = self._run(variant.going_on("auto"), again=True)
+        resumed.seconds += killed.seconds
+        return self._judge("P2", what, base, resumed, tolerance=0.0)
+
+    # ------------------------------------------------------------------ exact evaluation
+
+    def _evaluated(self, one: Result) -> list[Row]:
+        checkpoint = str(_checkpoint(one, self._size))
+        first = self._run(Variant("evaluation", resume=checkpoint, evaluates=True))
+        if first.failure is None and not first.outcome.values:
+            cause = Cause("nothing is evaluated", "", "no value is logged in validation.")
+            return [self._told(Row("P3", "evaluation", "", None, "not shown", first.seconds, cause))]
+        rows = []
+        for name in STRATEGIES:
+            variant = Variant(f"evaluation-{name}", 2, name, resume=checkpoint, evaluates=True)
+            other = self._run(variant)
+            rows.append(self._told(self._values(f"two processes, {name.upper()}", first, other)))
+        return rows
+
+    def _values(self, what: str, first: Result, other: Result) -> Row:
+        for result in (first, other):
+            if result.failure:
+                return Row("P3", what, "", None, "failed", other.seconds, cause_of_failure(result))
+        ours, theirs = first.outcome.values, other.outcome.values
+        apart = {name: values_apart(value, theirs.get(name, float("nan"))) for name, value in ours.items()}
+        large = [name for name, size in apart.items() if name in theirs and size > self._tolerance]
+        rounded = {name for name in large if is_rounding_of_float32(ours[name], theirs[name])}
+        self._note_rounded(rounded)
+        largest = max((size for name, size in apart.items() if name not in rounded), default=0.0)
+        counts = {name for name, value in ours.items() if math.isfinite(value) and value == int(value)}
+        allowed = dict.fromkeys(counts, 0.0) | dict.fromkeys(rounded, FLOAT32)
+        wrong = [name for name, size in apart.items() if size > allowed.get(name, self._tolerance)]
+        cause = cause_of_values(wrong, first.outcome, other.outcome) if wrong else None
+        demands = f"{self._tolerance:g}"
+        return Row("P3", what, demands, largest, "failed" if wrong else "proven", other.seconds, cause)
+
+    # ------------------------------------------------------------------ one checkpoint, any reader
+
+    def _read(self, one: Result, run: Future[Result] | None, reader: Name) -> Row:
+        written = one if run is None else run.result()
+        what = f"{_called(written.variant.strategy)}'s, read by {_called(reader)}"
+        if written.failure:
+            cause = Cause("nothing was written", "", "the run that was to write it failed.")
+            return self._told(Row("P4", what, "bits", None, "not shown", 0.0, cause))
+        step = _last_save(self._size)
+        variant = Variant(
+            f"{reader}-reads-{written.variant.name}", 1 if reader == "single" else 2, reader,
+            resume=str(_checkpoint(written, self._size)),
+        )  # fmt: skip
+        other = self._run(variant)
+        if other.failure:
+            return self._judge("P4", what, one, other)
+        there = [event for event in other.outcome.of("parameter", "optimizer") if event.step == step]
+        known = {event.key: event for event in written.outcome.events}
+        for event in there:
+            if event.key in known and known[event.key].digest != event.digest:
+                text = f"the {event.what} {event.name} is another one after it was read."
+                cause = Cause("what was read is not what was written", event.name, text)
+                return self._told(Row("P4", what, "bits", 1.0, "failed", other.seconds, cause))
+        return self._judge("P4", what, one, other)
+
+    # ------------------------------------------------------------------ judging
+
+    def _judge(
+        self, promise: str, what: str, reference: Result, other: Result, about: Sequence[str] = (),
+        tolerance: float | None = None,
+    ) -> Row:  # fmt: skip
+        tolerance = self._tolerance if tolerance is None else tolerance
+        demands = "bits" if tolerance == 0 else f"{tolerance:g}"
+        if other.failure:
+            row = Row(promise, what, demands, None, "failed", other.seconds, cause_of_failure(other, reference))
+            return self._told(row)
+        ours, theirs = merged(reference), merged(other)
+        found = compare(ours, theirs, tolerance, about)
+        logged = rows_apart(ours, theirs, tolerance)
+        self._note_rounded(logged.rounded)
+        row = Row(promise, what, demands, max(found.largest, logged.largest), "proven", other.seconds)
+        if found.at is not None or logged.first is not None:
+            row.cause = cause_of(reference, other, found, logged.first, exact=tolerance == 0)
+            row.verdict = row.cause.verdict
+        return self._told(row)
+
+    def _note_rounded(self, names: Iterable[str]) -> None:
+        """Say which logged values were allowed what float32 rounds."""
+        for name in sorted(names):
+            note = f"{name} is computed in float32 whatever the precision, as torchmetrics does: it may differ by 1e-5."
+            if note not in self._notes:
+                self._notes.append(note)
+
+    def _told(self, row: Row) -> Row:
+        if row.cause is not None:  # a certificate goes to others: paths are from here, as its command is
+            place, text = (each.replace(f"{os.getcwd()}{os.sep}", "") for each in (row.cause.place, row.cause.text))
+            row.cause = replace(row.cause, place=place, text=text)
+        self.tell(row)
+        return row
+
+
+def _called(strategy: Name) -> str:
+    return "one device" if strategy == "single" else strategy.upper()
+
+
+def _last_save(size: Size) -> int:
+    return (size.steps - 1) // size.save_every * size.save_every
+
+
+def _checkpoint(result: Result, size: Size) -> Path:
+    return result.folder / NAME / "checkpoints" / f"step-{_last_save(size):08d}"

@@ -1,0 +1,307 @@
+"""The recorder: a callback that notes what each step of a training computes, and changes nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lumen.callbacks import Callback
+from lumen.data.nested import tensors
+from lumen.internals.tensors import TorchDispatchMode
+from lumen.tools.proof.trace import Key, StepTrace, Trace, generators, state_of
+
+if TYPE_CHECKING:
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
+
+_UNWRITTEN = ("empty", "new_empty", "resize", "set_")  # return memory in which nothing stands yet
+
+
+@final
+class Operators(TorchDispatchMode):
+    """Tells what each operator returns, forward and backward, while it is entered.
+
+    Args:
+        tell: Called with the operator's name, as `aten.addmm`, and what it has returned.
+    """
+
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator; the mode is off in here."""
+        returned = func(*args, **(kwargs or {}))
+        name = str(func).removesuffix(".default")
+        library, _, plain = name.partition(".")
+        if library != "profiler" and not plain.startswith(_UNWRITTEN):
+            self._tell(name, returned)
+        return returned
+
+
+Note = Callable[[str, str, Any], None]
+_Roles = list[tuple[str, str]]
+
+
+@final
+class Modules:
+    """Notes each call of a module of a task, while it is on; nothing of what they compute is changed.
+
+    Args:
+        note: Called with a kind of `KINDS`, a place and a value.
+        states: Returns a digest of each global generator's state.
+
+    Attributes:
+        is_on: Whether calls are noted.
+        current: Name of the innermost module that computes now, also in a backward; "" between them.
+    """
+
+    def __init__(self, note: Note, states: Callable[[], dict[str, str]]) -> None:
+        self._note, self._states = note, states
+        self._handles: list[Any] = []
+        self._inside: list[str] = []
+        self._roles: Any = WeakTensorKeyDictionary()
+        self._drawn: dict[str, str] = {}
+        self.is_on = False
+        self.current = ""
+
+    def watch(self, task: nn.Module) -> None:
+        """Look at each call of a module of a task from now on."""
+        for name, module in task.named_modules():
+            name = name or "task"
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
+                module.register_forward_hook(partial(self._leave, name), with_kwargs=True),
+            ]
+
+    def leave_alone(self) -> None:
+        """Look at them no longer."""
+        self.is_on = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._roles.clear()
+
+    def begin(self) -> None:
+        """A micro-batch begins: generators are keyed."""
+        self.is_on, self.current = True, ""
+        self._inside.clear()
+        self._drawn = self._states()
+
+    def end(self) -> None:
+        """What comes now is no part of a micro-batch."""
+        self.is_on, self.current = False, ""
+        self._roles.clear()
+
+    def draws(self, place: str) -> None:
+        """Note the states of generators that have moved since the last look, before and after."""
+        now = self._states()
+        moved = [f"{name} {self._drawn.get(name)} {now[name]}" for name in now if now[name] != self._drawn.get(name)]
+        if moved:
+            self._note("random", place, ", ".join(moved))
+        self._drawn = now
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_on:
+            self.draws(self._inside[-1] if self._inside else "training_step")
+            self._inside.append(name)
+            self.current = name
+            given = [args, kwargs]
+            self._note("input", name, given)
+            self._watch_gradients(given, "gradient of input", name)
+
+    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
+        if self.is_on and name in self._inside:
+            self.draws(name)
+            while self._inside.pop() != name:  # one that ended by an error, which somebody has caught
+                pass
+            self._note("output", name, returned)
+            self._watch_gradients(returned, "gradient of output", name)
+            self.current = self._inside[-1] if self._inside else ""
+
+    def _watch_gradients(self, value: Any, kind: str, name: str) -> None:
+        """Note the gradients of the tensors in a value once they are known; a tensor has one hook for all modules."""
+        for tensor in tensors(value):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                roles = self._roles_of(tensor)
+                if (kind, name) not in roles:
+                    roles.append((kind, name))
+
+    def _roles_of(self, tensor: torch.Tensor) -> _Roles:
+        known = self._roles.get(tensor)
+        if known is None or known[0] is not tensor.grad_fn:  # it was changed in place
+            known = self._roles[tensor] = tensor.grad_fn, []
+            tensor.register_hook(partial(self._arrived, known[1]))  # type: ignore[no-untyped-call]
+        roles: _Roles = known[1]
+        return roles
+
+    def _arrived(self, roles: _Roles, gradient: torch.Tensor) -> None:
+        """Note a gradient: first as what the backward of those gave that took the tensor, then as what arrives."""
+        if not self.is_on:
+            return
+        for kind, name in sorted(roles, key=lambda role: role[0] == "gradient of output"):
+            self._note(kind, name, gradient)
+        self.current = next((name for kind, name in roles if kind == "gradient of output"), "")  # the innermost
+
+
+@final
+class Recorder(Callback):
+    """Notes digests of all that the steps of a training compute, in `trace`; every process notes its own.
+
+    Of a compiled task the modules are not looked into. It costs a hash of each tensor, and waits for the device.
+
+    Args:
+        last: Number of the last step to record, after which the training stops; None: it goes on as ever.
+        first: Number of the first step to record, from 1.
+        operators_at: Number of the step of which each operator is recorded too.
+        keep: Asked for each entry whether its value is to be kept too.
+
+    Attributes:
+        trace: The record so far.
+    """
+
+    def __init__(
+        self,
+        last: int | None = None,
+        *,
+        first: int = 1,
+        operators_at: int | None = None,
+        keep: Callable[[Key], bool] | None = None,
+    ) -> None:
+        self.trace = Trace()
+        self._last, self._first, self._operators_at, self._keep = last, first, operators_at, keep
+        self._modules, self._operators = Modules(self._note, self._states), Operators(self._called)
+        self._hook: Any = None
+        self._step: StepTrace | None = None
+        self._micro, self._phase, self._is_noting, self._sees_operators = -1, "operator", False, False
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+        """Begin to look."""
+        if not trainer.compilation.setting:
+            self._modules.watch(task)
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Note what the micro-batch is."""
+        if trainer.global_step + 1 < self._first:
+            return
+        if self._step is None:
+            self._begin(trainer, task)
+        self._micro += 1
+        requests = trainer.run.loaders.requests
+        if requests is not None and self._micro < len(requests):
+            self._note("order", "", " ".join(map(str, requests[self._micro].indices)))
+        self._note("batch", "", batch)
+        self._modules.begin()
+        self._watch_operators(trainer.global_step + 1 == self._operators_at)
+
+    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
+        """Note the loss, as it goes into the backward."""
+        if self._step is not None:
+            self._modules.draws("training_step")
+            self._note("loss", "", loss)
+            self._phase = "backward operator"
+
+    def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
+        """The backward of the micro-batch is over."""
+        if self._step is not None:
+            self._modules.draws("backward")
+            self._phase, self._modules.current = "operator", ""
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """Note the complete gradients, and wait for the optimizer."""
+        if self._step is not None:
+            self._note_gradients(task, "gradient")
+            self._wait_no_longer()  # for another optimizer
+            self._hook = optimizer.register_step_pre_hook(lambda *_: self._updates(trainer, task, optimizer))
+
+    def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note what an update has made, if there was one."""
+        if self._step is None:
+            return
+        self._modules.end()
+        self._watch_operators(False)
+        self._wait_no_longer()
+        if trainer.global_step == self._step.step:
+            for kind, name, tensor in state_of(task):
+                self._note(kind, name, tensor, step=True)
+
+    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+        """Note what was logged, and close the step."""
+        if self._step is not None:
+            for name, value in trainer.newest_values.items():
+                self._note("logged", name, torch.tensor(value, dtype=torch.float64), step=True)
+            self._step = None
+        if self._last is not None and trainer.global_step >= self._last:
+            trainer.should_stop = True
+
+    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Leave the task as it was."""
+        self._watch_operators(False)
+        self._modules.leave_alone()
+        self._wait_no_longer()
+
+    # ------------------------------------------------------------------ notes
+
+    def _begin(self, trainer: Trainer, task: TaskModule) -> None:
+        self._step, self._micro = StepTrace(trainer.global_step + 1, trainer.current_epoch), -1
+        if not self.trace.steps:
+            for kind, name, tensor in state_of(task):
+                self._note(f"initial {kind}", name, tensor, step=True)
+            names: dict[Any, str] = {parameter: name for name, parameter in task.named_parameters()}
+            for optimizer in trainer.optimizers:
+                for owner, state in optimizer.state.items():
+                    for key, value in state.items():
+                        self._note("initial optimizer state", f"{names.get(owner)} {key}", value, step=True)
+        self.trace.steps.append(self._step)
+
+    def _updates(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is about to move: all that hooks and schedules have set is set."""
+        if trainer.gradient_clip_val is not None:
+            self._note_gradients(task, "clipped gradient")
+        for number, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if name != "params":
+                    shown = value if isinstance(value, torch.Tensor) else repr(value)
+                    self._note("setting", f"groups[{number}].{name}", shown, step=True)
+        self._phase = "update operator"
+
+    def _note_gradients(self, task: TaskModule, kind: str) -> None:
+        for name, parameter in task.named_parameters():
+            if parameter.grad is not None:
+                self._note(kind, name, parameter.grad, step=True)
+
+    def _note(self, kind: str, place: str, value: Any, *, step: bool = False) -> None:
+        if self._step is not None:
+            self._is_noting = True
+            self._step.note(-1 if step else self._micro, kind, place, value, self._keep)
+            self._is_noting = False
+
+    def _states(self) -> dict[str, str]:
+        self._is_noting = True
+        states = generators()
+        self._is_noting = False
+        return states
+
+    def _called(self, name: str, returned: Any) -> None:
+        if not self._is_noting:
+            self._note(self._phase, f"{self._modules.current} {name}".strip(), returned)
+
+    def _watch_operators(self, wanted: bool) -> None:
+        if wanted != self._sees_operators:
+            self._sees_operators, self._phase = wanted, "operator"
+            if wanted:
+                self._operators.__enter__()  # type: ignore[no-untyped-call]
+            else:
+                self._operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _wait_no_longer(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

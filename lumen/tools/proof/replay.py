@@ -1,0 +1,221 @@
+"""`lumen replay`: one step of a run once more."""
+
+from __future__ import annotations
+
+import code
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from lumen.callbacks import Callback
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.cli.parser import Words
+from lumen.console import stderr, stdout
+from lumen.errors import ConfigError
+from lumen.tools.check.show import parts_of
+from lumen.tools.proof.recorded import RecordedRun, metrics_of
+from lumen.tools.proof.recorder import Recorder
+from lumen.tools.proof.rerun import Rerun, coded
+from lumen.tools.proof.trace import Key
+
+if TYPE_CHECKING:
+    from lumen.task.task_module import TaskModule
+    from lumen.trainer.trainer import Trainer
+
+_MORE = (
+    "The run is trained again on this machine, from the newest checkpoint before the step, or from its beginning; "
+    "nothing is written into its directory. Exit code: 0 the step is as it was recorded, 1 it differs, 2 an error."
+)
+_HELP = """\
+Step {step}, micro-batch {micro}: the gradients are complete, nothing is updated yet.
+  task     {task}
+  batch    what training_step was given
+  loss     {loss}, as it went into the backward
+  trainer  the Trainer
+Ctrl-D ends this. Nothing of it is saved."""
+_ROUNDING = {"fp64": 1e-10, "fp32": 1e-5}  # relative; in other precisions 1e-2
+_FEW = 8
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("replay", "RUN --step N [--python]", _MORE)
+    parser.add_argument("run", metavar="RUN", help="The directory of a run.")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="Number of the step, from 1.")
+    parser.add_argument(
+        "--python", action="store_true", help="Open Python inside the step, with task, batch, loss and trainer."
+    )
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Make the step again, print what it is and whether it is as recorded, and return 0 or 1."""
+    given = options().read(words)
+    if given.step < 1:
+        raise ConfigError(f"--step: steps are counted from 1, found {given.step}.")
+    return coded(partial(_run, given))
+
+
+def _run(given: Namespace) -> int:
+    rerun = Rerun(given.run)
+    if rerun.run is None:
+        raise ConfigError(f"{given.run} is a config file. Name the directory of a run.")
+    begin, checkpoint = rerun.run.before(given.step)
+    print(f"training again from step {begin} ...", file=stderr)
+    step = _Step(given.step, begin)
+    rerun.train([step, step.recorder, *([_Prompt(given.step)] if given.python else [])], checkpoint, step.close)
+    if given.python:
+        return 0
+    differ = step.apart(rerun.run, str((rerun.config.get("trainer") or {}).get("precision", "fp32")))
+    print(*_lines(rerun, step, checkpoint, differ), sep="\n", file=stdout)
+    return int(bool(differ))
+
+
+@final
+class _Step(Callback):
+    """The step that is made again.
+
+    Attributes:
+        recorder: Notes what it computes.
+        batches: For each micro-batch of the step, lines that describe it.
+        logged: What the training has logged, from the checkpoint to the step.
+    """
+
+    stops_at_steps = False
+
+    def __init__(self, number: int, begin: int) -> None:
+        self.number, self.begin = number, begin
+        self.recorder = Recorder(number, first=number, keep=lambda key: key.kind in ("parameter", "gradient"))
+        self.batches: list[list[str]] = []
+        self.logged: dict[tuple[int, str], str] = {}
+        self.norm = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Describe the micro-batch."""
+        if trainer.global_step + 1 == self.number:
+            self.batches.append(["  ".join(filter(None, each.cells)) for each in parts_of(batch)])
+
+    def close(self, trainer: Trainer, path: Path) -> None:
+        """Read what was logged.
+
+        Raises:
+            ConfigError: The training has ended before the step.
+        """
+        if not self.recorder.trace.steps:
+            raise ConfigError(f"--step {self.number}: the training ends at step {trainer.global_step} already.")
+        self.logged = metrics_of(path / "metrics.csv")
+        gradients = [each for key, each in self._kept("gradient")]
+        self.norm = float(torch.stack([each.double().norm() for each in gradients]).norm()) if gradients else 0.0
+
+    def _kept(self, kind: str) -> list[tuple[Key, torch.Tensor]]:
+        return [(key, value) for key, value in self.recorder.trace.steps[-1].kept.items() if key.kind == kind]
+
+    def apart(self, run: RecordedRun, precision: str) -> list[str]:
+        """What is not as it was recorded, up to this step, in lines; empty: nothing."""
+        bound, found = _ROUNDING.get(precision, 1e-2), list[str]()
+        for (step, name), text in run.metrics.items():
+            now = self.logged.get((step, name))
+            if self.begin < step <= self.number and now != text and now is not None:
+                found.append(f"step {step}, {name}: {text} was recorded, now {now} {_judged(text, now, bound)}")
+        if self.number in run.checkpoints:
+            saved = Checkpoint.open(run.checkpoints[self.number]).tensors("model")
+            for key, value in self._kept("parameter"):
+                if key.place in saved and not torch.equal(saved[key.place], value):
+                    largest = (saved[key.place].double() - value.double()).abs().max() / value.double().abs().max()
+                    found.append(f"{key.place} after the step: not the checkpoint's {_in_words(float(largest), bound)}")
+        return found
+
+    def compared(self, run: RecordedRun) -> list[str]:
+        """What of this step is recorded, in words."""
+        names = [name for step, name in run.metrics if step == self.number and (step, name) in self.logged]
+        return [*names, *(["the checkpoint's parameters"] if self.number in run.checkpoints else [])]
+
+
+@final
+class _Prompt(Callback):
+    """Opens Python in one step, when its gradients are complete."""
+
+    stops_at_steps = False
+
+    def __init__(self, number: int) -> None:
+        self._number, self._micro = number, -1
+        self._batch: Any = None
+        self._loss: Any = None
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Keep the batch."""
+        if trainer.global_step + 1 == self._number:
+            self._batch, self._micro = batch, self._micro + 1
+
+    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
+        """Keep the loss."""
+        self._loss = loss
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """Open Python, if this is the step."""
+        if trainer.global_step + 1 != self._number:
+            return
+        said = _HELP.format(
+            step=self._number, micro=self._micro, task=type(task).__name__, loss=float(self._loss.detach())
+        )
+        names = {"task": task, "batch": self._batch, "loss": self._loss, "trainer": trainer, "torch": torch}
+        with suppress(ImportError):  # lines can be edited
+            import readline  # noqa: F401
+        with torch.enable_grad():
+            code.interact(said, local=names, exitmsg="")
+
+
+# ---------------------------------------------------------------------- showing
+
+
+def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[str]) -> Iterator[str]:
+    assert rerun.run is not None
+    trace = step.recorder.trace.steps[-1]
+    yield f"step {step.number} of {rerun.source}, epoch {trace.epoch}, from {checkpoint or 'the beginning'}"
+    for note in rerun.notes:
+        yield f"  {note}"
+    losses = {key.micro: float(text) for key, text in trace.events.items() if key.kind == "loss"}
+    for number, described in enumerate(step.batches):
+        yield f"  batch{f' {number}' if len(step.batches) > 1 else ''}"
+        if (samples := trace.events.get(Key(number, "order", "", 0))) is not None:
+            yield from _wrapped("samples ", samples.split())
+        yield from (f"    {line}" for line in described)
+        if len(losses) > 1 and number in losses:
+            yield f"    its part of the loss {losses[number]!r}"
+    if losses:
+        yield f"  loss {sum(losses.values())!r}"
+    yield f"  gradient norm {step.norm!r}"
+    yield from (f"  {name} {text}" for (at, name), text in step.logged.items() if at == step.number)
+    compared = step.compared(rerun.run)
+    if differ:
+        yield f"it is not as it was recorded, in {len(differ)} value{'s' * (len(differ) > 1)}:"
+        yield from (f"  {line}" for line in differ[:_FEW])
+    elif compared:
+        yield f"it is as it was recorded, bit for bit: {', '.join(compared)}"
+    else:
+        logged = sorted({at for at, _ in rerun.run.metrics})
+        near = [*(at for at in logged if at < step.number)][-1:] + [at for at in logged if at > step.number][:1]
+        known = f"; there are values of step {' and of step '.join(map(str, near))}" if near else ""
+        yield f"nothing of this step was recorded to compare with{known}"
+
+
+def _judged(recorded: str, now: str, bound: float) -> str:
+    try:
+        mine, other = float(recorded), float(now)
+    except ValueError:
+        return ""
+    return _in_words(abs(mine - other) / max(abs(mine), abs(other), 1e-300), bound)
+
+
+def _in_words(relative: float, bound: float) -> str:
+    return f"({relative:.2g} of it: {'rounding' if relative <= bound else 'more than rounding'})"
+
+
+def _wrapped(head: str, words: list[str]) -> Iterator[str]:
+    shown = words if len(words) <= _FEW else [*words[:_FEW], f"... {len(words)} in all"]
+    yield f"    {head}{' '.join(shown)}"

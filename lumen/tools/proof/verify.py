@@ -1,0 +1,190 @@
+"""The command `lumen verify`: the promises, proven on the user's own task and data."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lumen.cli.command_line import CLI, Checked
+from lumen.cli.optimization import configure_optimizers
+from lumen.cli.parser import Words
+from lumen.console import stderr, stdout
+from lumen.distributed.processes import Processes
+from lumen.errors import ConfigError
+from lumen.tools.proof.certificate import certificate, changes, read
+from lumen.tools.proof.prove import COMPARISONS, Proof, Prover, Row, machine
+from lumen.tools.proof.variants import Size
+from lumen.tools.proof.worker import Built
+from lumen.trainer.trainer import Trainer
+
+_USAGE = "--config FILE [--KEY VALUE ...] [--steps N] [--compile] [--json] [--against FILE]"
+_MORE = (
+    "All settings are those of `lumen fit`. A few steps are made of each variant that this machine allows, in a "
+    "directory that is gone afterwards; runs are left alone. Exit code: 0 all is proven, 1 a promise is not kept, 2 "
+    "the settings are wrong."
+)
+_PROMISES = {"P1": "same training", "P2": "exact resume", "P3": "exact evaluation", "P4": "any reader", "": "training"}
+_STYLES = {"proven": "green", "failed": "bold red", "not promised": "yellow", "not shown": "dim"}
+_LEAST_STEPS, _LONGEST = 4, 600
+
+
+@final
+class _Made(CLI):
+    """A command line of `lumen fit` whose objects are built, and nothing is run.
+
+    Args:
+        words: The command line.
+        change: Given the arguments that were chosen for the trainer; returns those that it gets.
+        seed: Set before anything is built.
+    """
+
+    _is_for_elsewhere, _program = True, "lumen"
+
+    def __init__(self, words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> None:
+        self._change = change
+        super().__init__(args=["fit", *words, "--seed_everything", str(seed)])
+
+    def _build_and_run(self) -> None:
+        config = self._own(self.config)
+        config.trainer.resume = None
+        config.trainer.accelerator = "auto"
+        self.before_instantiate_classes()
+        self._build(Processes.found())
+        configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
+        self.made = Built(self.model, self.datamodule, self.trainer, configure)
+
+    def instantiate_trainer(self, **given: Any) -> Trainer:
+        """Build the trainer of other arguments."""
+        return super().instantiate_trainer(**self._change(self.config_init.trainer.as_dict()))
+
+
+def make(words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> Built:
+    """Build everything that a command line of `lumen fit` says."""
+    return _Made(words, change, seed).made
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("verify", _USAGE, _MORE)
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="Optimizer steps of a variant. Default: 5.")
+    parser.add_argument("--only", metavar="NAMES", help=f"Compare these alone: {', '.join(COMPARISONS)}.")
+    parser.add_argument("--compile", action="store_true", help="Compare eager with compiled too.")
+    parser.add_argument("--certificate", metavar="FILE", help="Where what was proven is written. Default: "
+                        "certificate.json; with --against nowhere.")  # fmt: skip
+    parser.add_argument("--against", metavar="FILE", help="Say what has changed since this certificate; exit code 1 if "
+                        "numbers or verdicts have.")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="Print the certificate in place of the table.")
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Prove the promises; returns the exit code."""
+    given, rest = options().parse_known_args(words)
+    if given.steps < _LEAST_STEPS:
+        raise ConfigError(f"--steps: must be at least {_LEAST_STEPS}, so that there is a checkpoint and a step after "
+                          f"it, found {given.steps}.")  # fmt: skip
+    only = given.only.split(",") if given.only else []
+    for name in only:
+        if name not in COMPARISONS:
+            raise ConfigError(f"--only: expected some of {','.join(COMPARISONS)}, found {name}.")
+    before = read(Path(given.against)) if given.against else None
+    target = given.certificate or (None if before else "certificate.json")
+    config = Checked(args=["fit", *rest]).settings
+    seed = config.seed_everything
+    seed = seed if isinstance(seed, int) and not isinstance(seed, bool) else secrets.randbits(31)
+    compiles = given.compile or bool(config.trainer.compile)
+    size = machine(Size(steps=given.steps, seed=seed), config.trainer.accelerator)
+    proof = _proven(Prover(partial(make, rest), size, compiles=compiles, only=only))
+    made = certificate(proof, shlex.join(["lumen", "verify", *rest]))
+    if target is not None:
+        _write(Path(target), made)
+    if given.json:
+        print(json.dumps(made, indent=2), file=stdout)
+    else:
+        _show(proof, target)
+    if before is None:
+        return proof.code
+    changed = changes(before, made)
+    said = [*changed.conditions, *changed.results]
+    if said and not changed.results:
+        said.append("verdicts and numbers are the same, bit for bit.")
+    head = (
+        f"since {given.against}, made {before.get('made')}:" if said else f"nothing has changed since {given.against}"
+    )
+    print(head, *(f"  {each}" for each in said), sep="\n", file=stderr if given.json else stdout)
+    return max(proof.code, int(bool(changed.results)))
+
+
+def _proven(prover: Prover) -> Proof:
+    if not stderr.isatty():
+        return prover.prove()
+    from lumen.console import console
+
+    done: list[str] = []
+    with console.status("the first runs") as status:
+
+        def tell(row: Row) -> None:
+            done.append(row.what)
+            status.update(f"{len(done)} compared, last: {row.what}")
+
+        prover.tell = tell
+        return prover.prove()
+
+
+def _write(path: Path, made: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--certificate {path}: cannot be written: {error.strerror}. Name another file.") from error
+
+
+def _show(proof: Proof, target: str | None) -> None:
+    """Print the table, and below it why something is not proven."""
+    console = Console(file=stdout, markup=False, emoji=False, highlight=False)
+    table = Table("promise", "compared", "allowed", "largest", "verdict", "s", title=f"{proof.size.steps} steps each")
+    last = None
+    for row in proof.rows:
+        largest = "" if row.largest is None else "0" if row.largest == 0 else f"{row.largest:.1e}"
+        name = _PROMISES[row.promise] if row.promise != last else ""
+        last = row.promise
+        verdict = Text(row.verdict, style=_STYLES[row.verdict])
+        table.add_row(name, row.what, row.demands, largest, verdict, f"{row.seconds:.1f}", end_section=False)
+    console.print(table)
+    console.print()
+    for head, body in _once(proof.rows):
+        console.print(head)
+        for line in body.wrap(console, console.width - 2):
+            line.rstrip()
+            console.print(Text("  ") + line)
+        console.print()
+    for note in proof.notes:
+        console.print(f"note: {note}")
+    told = [f"{sum(row.verdict == verdict for row in proof.rows)} {verdict}" for verdict in _STYLES]
+    told = [each for each in told if not each.startswith("0 ")]
+    written = f"; written: {target}" if target else ""
+    console.print(f"{', '.join(told)} in {proof.seconds:.0f} s{written}", soft_wrap=True)
+
+
+def _once(rows: Sequence[Row]) -> list[tuple[Text, Text]]:
+    """Why rows are not proven; a cause of several is told once, with all of them."""
+    told: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.cause is not None:
+            told.setdefault((row.cause.kind, row.cause.place), []).append(row)
+    texts = []
+    for (kind, place), of in told.items():
+        text = of[0].cause.text if of[0].cause else ""
+        head = f"{of[0].verdict}: {kind}" + (f", {place}" if place else "")
+        body = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+        which = "; ".join(f"{_PROMISES[row.promise]}: {row.what}" for row in of)
+        texts.append((Text(head, style=_STYLES[of[0].verdict]), Text(f"seen in: {which}\n{body}")))
+    return texts

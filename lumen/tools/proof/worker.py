@@ -1,0 +1,383 @@
+"""The processes of variants: each builds everything, runs, and writes down what it computes; a pool starts them."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from lumen.callbacks import Callback
+from lumen.distributed.cluster_environment import loopback_names
+from lumen.distributed.processes import Processes
+from lumen.errors import LumenError
+from lumen.internals.interpreters import SAFE_PATH, SearchPath, safe_path
+from lumen.internals.whole_files import replaced
+from lumen.task.data_module import DataModule
+from lumen.task.task_module import TaskModule
+from lumen.tools.proof.observer import Observer, Rows, Watch
+from lumen.tools.proof.outcome import Outcome
+from lumen.tools.proof.variants import Moment, Size, Variant
+from lumen.trainer.trainer import Trainer
+
+PREFIX = "lumen-verify-"  # of the directory in which all runs lie
+_HERE = str(Path(__file__).parent.parent)
+_ELSEWHERE = ("site-packages", "/lib/python", "<frozen", "importlib")
+
+
+@final
+class Built(NamedTuple):
+    """What a user's settings make.
+
+    Attributes:
+        task: The task that is trained.
+        data: Where its batches come from; None: from the task.
+        trainer: Trains it, as the settings have it.
+        configure_optimizers: In place of the task's; None: the task's.
+    """
+
+    task: TaskModule
+    data: DataModule | None
+    trainer: Trainer
+    configure_optimizers: Callable[[], Any] | None
+
+
+class Maker(Protocol):
+    """Builds everything anew: `change` is given the chosen arguments of the trainer, and returns those to use.
+
+    It is called in processes of its own, with the global generators seeded by the run's seed.
+    """
+
+    def __call__(self, change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> Built: ...  # noqa: D102
+
+
+@final
+class Killer(Callback):
+    """Kills its process, as `kill -9` does, in the middle of something.
+
+    Args:
+        moment: What it is in the middle of: training, validation or save.
+        step: After that many completed steps; of a save, of the checkpoint of the next one.
+        folder: Where checkpoints are written.
+    """
+
+    stops_at_steps = False
+
+    def __init__(self, moment: Moment, step: int, folder: Path) -> None:
+        self._moment, self._step = moment, step
+        if moment == "save":
+            self._name = f"step-{step + 1:08d}."
+            sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Of each file that is opened: the manifest comes when all else is written, and nothing is committed."""
+        if event == "open" and self._name in str(arguments[0]) and "manifest" in str(arguments[0]):
+            _kill()
+
+    def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
+        """Gradients are there, the update is not."""
+        if self._moment == "training" and trainer.global_step == self._step:
+            _kill()
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Some batches are evaluated, others are not."""
+        if self._moment == "validation" and trainer.global_step == self._step + 1:
+            _kill()
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(
+    path: SearchPath, make: Maker, variant: Variant, size: Size, precision: str | None, folder: str, rank: int
+) -> None:
+    """Run a variant in this process, which ends with it; writes `rank-N.json`."""
+    place = Path(folder)
+    _prepare(place, rank, variant, size)
+    outcome, failure = Outcome(), None
+    began_s = time.monotonic()
+    try:
+        if variant.world > 1:
+            store = dist.FileStore(str(place / "store"), variant.world)  # type: ignore[attr-defined]
+            backend = "cpu:gloo,cuda:nccl" if size.accelerator == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=variant.world, timeout=timedelta(seconds=2 * size.limit_s)
+            )
+        observe(make, variant, size, precision, place, outcome)
+    except BaseException as error:
+        failure = told(error)
+    outcome.seconds = time.monotonic() - began_s
+    answer = {"outcome": outcome.to_json(), "failure": failure}
+    with replaced(place / f"rank-{rank}.json") as beside:
+        beside.write_text(json.dumps(answer), encoding="utf-8")
+    sys.stdout.flush()
+    with suppress(Exception):
+        Processes.found().close()
+    os._exit(0)  # tidying up takes Python longer than the run took
+
+
+def _prepare(place: Path, rank: int, variant: Variant, size: Size) -> None:
+    """Let the process write to files of its own, and forget what started its parent."""
+    output = os.open(place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_", "LUMEN_"))]:
+        del os.environ[name]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SAFE_PATH):
+        os.environ.pop(name, None)
+    os.environ.update(loopback_names())
+    torch.set_num_threads(size.threads)
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # of data workers
+    stacks = open(place / f"rank-{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115  # for as long as it lives
+    faulthandler.register(signal.SIGUSR1, stacks)
+
+
+def observe(make: Maker, variant: Variant, size: Size, precision: str | None, place: Path, outcome: Outcome) -> None:
+    """Run a variant in this process, and write down what it computes. Collective: every rank must call this.
+
+    Args:
+        make: Builds task, data and trainer.
+        variant: The one to run.
+        size: How much it does.
+        precision: Of variants that are not exact; None: the user's.
+        place: An existing directory for its run.
+        outcome: The record that it adds to.
+    """
+    observer = Observer(outcome, size.save_every, modules=not variant.compiles)
+
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        own = given.get("callbacks")
+        listed = [*own.values()] if isinstance(own, dict) else own if isinstance(own, list) else [own]
+        added: list[Callback] = [] if variant.evaluates else [observer]
+        if variant.kill is not None:
+            added.append(Killer(variant.kill, size.save_every * 2 - 1, place))
+        callbacks = [*variant.callbacks(listed, size), *added]
+        changed = variant.changes(size, place, given, precision)
+        return {**given, **changed, "callbacks": callbacks, "logger": False if variant.evaluates else [Rows(outcome)]}
+
+    built = make(change, size.seed)
+    task, data, trainer = built.task, built.data, built.trainer
+    outcome.by_hand = not task.automatic_optimization
+    if outcome.by_hand:
+        limits = {**trainer.plan.limits, "train": size.epoch_steps}
+        trainer.plan = replace(trainer.plan, accumulate={0: 1}, limits=limits)
+    if not variant.evaluates:
+        observer.look_at(task, "built")
+    Watch(task, outcome, lambda: observer.step).begin(trainer.callbacks)
+    variant.adapt(task, data)
+    if variant.evaluates:
+        for number, values in enumerate(trainer.validate(task, data, ckpt_path=variant.resume)):
+            outcome.values |= {f"{name}, loader {number}" if number else name: value for name, value in values.items()}
+    else:
+        trainer.fit(task, data, configure_optimizers=built.configure_optimizers)
+
+
+def told(error: BaseException) -> dict[str, str]:
+    """An error as plain data: its class, what it says, the line of the user's code that it came from, all of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_HERE) and not any(part in frame.filename for part in _ELSEWHERE)
+    ]
+    place = f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    if notes := getattr(error, "__notes__", None):  # where a run lies that is gone by then, and how it goes on
+        notes[:] = [note for note in notes if PREFIX not in note]
+    text = "".join(traceback.format_exception(error))
+    said = str(error) or type(error).__name__
+    kind = type(error).__name__
+    return {"kind": kind, "message": said, "place": place, "text": text, "ours": str(isinstance(error, LumenError))}
+
+
+MORE = "LUMEN_PRELOAD"
+"""Environment variable: a file with what is imported beforehand; a command line has no room for thousands of names."""
+
+_LOOK_EVERY_S, _PATIENCE_S = 0.02, 5.0
+
+
+@final
+@dataclass
+class Result:
+    """What became of a variant.
+
+    Attributes:
+        variant: The one that was run.
+        folder: Where it has written its run.
+        outcomes: Of each rank that came to its end, in rank order.
+        failure: What the first rank failed by: kind, message, place, text; None: nothing.
+        seconds: From its start to its end.
+        killed: It was killed, by itself as it was asked to.
+    """
+
+    variant: Variant
+    folder: Path
+    outcomes: list[Outcome] = field(default_factory=list)
+    failure: dict[str, str] | None = None
+    seconds: float = 0.0
+    killed: bool = False
+
+    @property
+    def outcome(self) -> Outcome:
+        """That of rank 0, with what the other ranks computed of their micro-batches."""
+        return self.outcomes[0]
+
+
+@final
+class Pool:
+    """Runs variants, as many at a time as this machine has cores for.
+
+    Args:
+        make: Builds task, data and trainer.
+        size: How much each variant does.
+        folder: A directory for all of them.
+        slots: Processes at a time.
+        preload: Modules that each process imports, of libraries alone: imported once, for all of them.
+    """
+
+    def __init__(self, make: Maker, size: Size, folder: Path, slots: int, preload: Sequence[str]) -> None:
+        self._make, self._size, self._folder, self._slots = make, size, folder, max(slots, 2)
+        self._free, self._changed = self._slots, threading.Condition()
+        self._forks = multiprocessing.get_context("forkserver")
+        self._forks.set_forkserver_preload(["lumen.tools.proof.preload"])
+        self._spawns = multiprocessing.get_context("spawn")
+        more = folder / "preload.txt"
+        more.write_text("\n".join(preload), encoding="utf-8")
+        os.environ[MORE] = str(more)
+        with safe_path():
+            ensure_running()
+        del os.environ[MORE]
+        self._starting = threading.Lock()
+        self._alive: list[BaseProcess] = []
+
+    def run(self, variant: Variant, precision: str | None, *, again: bool = False) -> Result:
+        """Run a variant; a thread may do so while others run others.
+
+        Args:
+            variant: The one that was run.
+            precision: Of variants that are not exact.
+            again: It goes on in the folder of the run that was killed.
+        """
+        folder = self._folder / variant.name
+        folder.mkdir(exist_ok=again)
+        for old in (*folder.glob("rank-*.json"), *folder.glob("store*")):
+            old.unlink()
+        with self._places(variant.world):
+            began_s = time.monotonic()
+            processes = self._start(variant, precision, folder)
+            failure = self._wait(processes, folder)
+            result = Result(variant, folder, failure=failure, seconds=time.monotonic() - began_s)
+        codes = [process.exitcode for process in processes]
+        result.killed = variant.kill is not None and codes == [-signal.SIGKILL]
+        answers = [_read(folder, rank) for rank in range(variant.world)]
+        result.outcomes = [Outcome.from_json(answer["outcome"]) for answer in answers if answer]
+        failures = [answer["failure"] for answer in answers if answer and answer["failure"]]
+        lost = [each for each in failures if each["kind"] in ("ProcessLost", "ProcessStuck", "RuntimeError")]
+        first = [each for each in failures if each not in lost] or lost
+        if failure is None and first:
+            result.failure = first[0]
+        elif failure is None and not result.killed and not all(answers):
+            code = next(code for code, answer in zip(codes, answers, strict=True) if not answer)
+            said = "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(folder.glob("rank-*.log")))
+            result.failure = _failed("Ended", f"a process ended with exit code {code}.", said)
+        return result
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self._alive:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    @contextmanager
+    def _places(self, count: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= count)
+            self._free -= count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += count
+                self._changed.notify_all()
+
+    def _start(self, variant: Variant, precision: str | None, folder: Path) -> list[BaseProcess]:
+        path = SearchPath()
+        with self._starting, safe_path():  # the standard library's server is asked by one thread at a time
+            processes: list[BaseProcess] = []
+            for rank in range(variant.world):
+                arguments = (path, self._make, variant, self._size, precision, str(folder), rank)
+                context = self._spawns if variant.fresh else self._forks
+                processes.append(context.Process(target=work, args=arguments, daemon=False))  # it may have workers
+                processes[-1].start()
+            self._alive += processes
+        return processes
+
+    def _wait(self, processes: Sequence[BaseProcess], folder: Path) -> dict[str, str] | None:
+        """Wait until all have ended. Returns where they stood, if they never did."""
+        deadline_s = time.monotonic() + self._size.limit_s
+        is_short = False
+        while any(process.is_alive() for process in processes):
+            if not is_short and any(self._has_failed(process, folder, rank) for rank, process in enumerate(processes)):
+                deadline_s, is_short = min(deadline_s, time.monotonic() + _PATIENCE_S), True
+            if time.monotonic() > deadline_s:
+                return self._end(processes, folder, hung=not is_short)
+            time.sleep(_LOOK_EVERY_S)
+        return None
+
+    def _has_failed(self, process: BaseProcess, folder: Path, rank: int) -> bool:
+        """Whether a process has left the others alone, which may wait for it; one that is done has not."""
+        if process.is_alive():
+            return False
+        answer = _read(folder, rank)
+        return answer is None or bool(answer["failure"])
+
+    def _end(self, processes: Sequence[BaseProcess], folder: Path, *, hung: bool) -> dict[str, str] | None:
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        for process in processes:
+            process.kill()
+            process.join()
+        if not hung:
+            return None
+        stacks = [f"rank {rank}:\n{(folder / f'rank-{rank}.stacks').read_text()}" for rank in range(len(processes))]
+        said = f"not done after {self._size.limit_s:.0f} s: a process hangs, or one rank alone does what needs all."
+        return _failed("Hangs", said, "\n".join(stacks))
+
+
+def _failed(kind: str, message: str, text: str) -> dict[str, str]:
+    return {"kind": kind, "message": message, "place": "", "text": text, "ours": "False"}
+
+
+def _read(folder: Path, rank: int) -> dict[str, dict[str, str]] | None:
+    try:
+        answer: dict[str, dict[str, str]] = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return answer
+
+
+def libraries() -> list[str]:
+    """Names of the modules imported here that are installed, or of Lumen: not the user's own, which may draw."""
+    found = ((name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()))
+    return [name for name, file in found if "site-packages" in file or name.partition(".")[0] == "lumen"]

@@ -1,0 +1,59 @@
+"""`lumen report`: runs as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lumen.cli.parser import Words
+from lumen.console import size, stdout
+from lumen.errors import ConfigError
+from lumen.errors.arguments import local_path, optional
+from lumen.tools.report.record import is_recorded
+from lumen.tools.runs.find import find_runs, look
+from lumen.tools.runs.listing import ShownRun
+
+_MORE = (
+    "Several runs are laid over each other; a directory of runs stands for all of them. Nothing in a run is changed, "
+    "and no job is disturbed. The file needs no network and runs nothing but its own scripts, whatever is in a run."
+)
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("report", "RUN [RUN ...] [--output FILE]", _MORE)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="A run's directory, or one that has runs below it.")
+    parser.add_argument("--output", default="report.html", metavar="FILE", help="Default: report.html.")
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Write a report and return 0.
+
+    Raises:
+        ConfigError: There is no such run, the file is none of HTML, or bokeh is not installed.
+        RunDirectoryError: The file cannot be written.
+    """
+    given = options().read(words)
+    output = local_path(given.output)
+    if output.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--output {output}: a report is an .html file.")
+    optional("bokeh", "lumen report", "report")
+    found = {shown.path: shown for word in given.runs for shown in _runs(local_path(word))}
+    from lumen.tools.report.page import write_report
+
+    write_report(list(found.values()), output)
+    print(f"{output}: {_in_words(len(found))}, {size(output.stat().st_size)}", file=stdout)
+    return 0
+
+
+def _runs(path: Path) -> list[ShownRun]:
+    if not path.is_dir():
+        raise ConfigError(f"there is no directory {path}. Name runs on this machine: lumen report runs/NAME.")
+    found = [path] if is_recorded(path) else [Path(each) for each in find_runs(path)]
+    if not found:
+        raise ConfigError(f"there are no runs in {path}. Name a run's directory, such as runs/NAME.")
+    return [look(each) for each in found]
+
+
+def _in_words(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"

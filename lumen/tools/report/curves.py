@@ -1,0 +1,257 @@
+"""Curves, as figures of bokeh that hold numbers only: every name stands in the page, where it is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from bokeh.document import Document
+from bokeh.embed import components
+from bokeh.model import Model
+from bokeh.models import (
+    BasicTicker,
+    BoxZoomTool,
+    ColumnDataSource,
+    Line,
+    NumeralTickFormatter,
+    Range1d,
+    Scatter,
+    VSpan,
+    WheelZoomTool,
+)
+from bokeh.models.annotations import Span
+from bokeh.models.renderers import GlyphRenderer
+from bokeh.plotting import figure
+
+from lumen.tools.report.record import Record
+from lumen.tools.report.table import Numbers, Series, Table, thin
+
+COLOURS = 8
+_DASHES = ("", "6 3", "2 2", "8 3 2 3")
+_VARIANT = re.compile(r"^(?:train|val|valid|validation|test)(?:[_/-]|$)|(?:_step|_epoch)$")
+_MOST_CHARTS, _MOST_MARKS = 40, 60
+_FEWEST_POINTS, _MOST_POINTS = 40, 2000
+_MOST_DOTS = 60  # points that are drawn one by one, too: else a curve of one point would not be seen
+_FONT = "system-ui, sans-serif"
+
+
+@final
+class Entry(NamedTuple):
+    """A curve, as the legend of its chart tells of it.
+
+    Attributes:
+        key: By which the page finds its models.
+        run: Number of its run.
+        label: The name that stands beside its colour.
+        colour: Number of its colour.
+        dash: Lengths of its dashes and gaps, "" if it is whole.
+        last: The value at its end.
+        odd: How many of its values are not finite.
+    """
+
+    key: str
+    run: int
+    label: str
+    colour: int
+    dash: str
+    last: float
+    odd: int
+
+
+@final
+@dataclass
+class Chart:
+    """Curves over the steps in one frame: one quantity, of training and of evaluations, of all runs.
+
+    Attributes:
+        key: By which the page finds its models.
+        title: The name of the quantity.
+        entries: One for each curve in it.
+        div: Where bokeh draws it, as HTML.
+    """
+
+    key: str
+    title: str
+    entries: list[Entry] = field(default_factory=list)
+    div: str = ""
+
+
+@final
+@dataclass
+class Curves:
+    """All curves of a report.
+
+    Attributes:
+        metrics: Charts of what was logged.
+        system: Charts of speed and memory.
+        left_out: Names that are not drawn, since there are too many.
+        marks: Which kinds of marks there are: "restarts", "checkpoints", "epochs".
+        script: What bokeh runs to draw them, "" if there is nothing.
+    """
+
+    metrics: list[Chart] = field(default_factory=list)
+    system: list[Chart] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
+    script: str = ""
+
+
+def draw(records: Sequence[Record], most_numbers: int) -> Curves:
+    """Draw what runs have logged, with about so many points of all curves together."""
+    curves = Curves()
+    kinds: tuple[tuple[list[Chart], Callable[[Record], Table], str], ...] = (
+        (curves.metrics, lambda record: record.metrics, "m"),
+        (curves.system, lambda record: record.system, "s"),
+    )
+    groups = [(drawn, table, letter, _grouped(map(table, records))) for drawn, table, letter in kinds]
+    count = sum(len(names) for *_, group in groups for names in group.values()) * len(records)
+    most = min(max(most_numbers // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
+    pen = _Pen(records, most)
+    for drawn, table, letter, group in groups:
+        for number, (title, names) in enumerate(group.items()):
+            if len(pen.figures) == _MOST_CHARTS:
+                curves.left_out += names
+                continue
+            drawn.append(pen.chart(f"{letter}{number}", title, names, table))
+    if pen.figures:
+        curves.marks = list(pen.marks)
+        document = Document()
+        with document.models.freeze():  # else all models are looked through again for each figure
+            for each in pen.figures.values():
+                document.add_root(each)
+        curves.script, divs = components(pen.figures, wrap_script=False)
+        for chart in chain(curves.metrics, curves.system):
+            chart.div = divs[chart.key]
+    return curves
+
+
+def _grouped(tables: Iterable[Table]) -> dict[str, list[str]]:
+    """Names by quantity: `loss` and `val_loss` are one, of which training comes first."""
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for table in tables for name in table.series):
+        groups.setdefault(_VARIANT.sub("", name) or name, []).append(name)
+    return groups
+
+
+@final
+class _Pen:
+    """Makes figures that share their x axis, its formats and the marks of the runs.
+
+    Args:
+        records: The runs that are drawn over each other.
+        most: Points of a curve.
+    """
+
+    def __init__(self, records: Sequence[Record], most: int) -> None:
+        self._records, self._most = records, most
+        self.figures: dict[str, Model] = {}
+        steps = [
+            float(step)
+            for record in records
+            for series in chain(record.metrics.series.values(), record.system.series.values())
+            for step in (series.steps[0], series.steps[-1])
+        ]
+        begin, end = min(steps, default=0.0), max(steps, default=1.0)
+        margin = (end - begin) * 0.01 or 0.5
+        self._range = Range1d(start=begin - margin, end=end + margin, name="steps")
+        self._formats = NumeralTickFormatter(format="0,0")
+        self.marks = {kind: sources for kind in _MARKS if (sources := self._sources(kind))}
+
+    def _sources(self, kind: str) -> list[tuple[int, ColumnDataSource]]:
+        found = ((number, _evenly(_MARKS[kind](record))) for number, record in enumerate(self._records))
+        return [(number, ColumnDataSource({"x": _small(steps)})) for number, steps in found if len(steps)]
+
+    def chart(self, key: str, title: str, names: Sequence[str], table: Callable[[Record], Table]) -> Chart:
+        """Draw some names of all runs that have them into one figure."""
+        drawn = self.figures[key] = self._figure(key)
+        made = Chart(key, title)
+        for run, record in enumerate(self._records):
+            for variant, name in enumerate(names):
+                if name in table(record).series:
+                    series = table(record).series[name]
+                    entry = self._entry(f"{key}-{run}-{variant}", run, record, name, variant, len(names))
+                    odd = np.unique(series.steps[~series.finite])
+                    last = float(series.values[-1])
+                    made.entries.append(entry._replace(last=last, odd=int((~series.finite).sum())))
+                    self._draw(drawn, entry.key, series, entry.dash, odd)
+        return made
+
+    def _entry(self, key: str, run: int, record: Record, name: str, variant: int, variants: int) -> Entry:
+        """One run has a colour for each name; of several each has one, and names are told apart by dashes."""
+        dash = _DASHES[variant % len(_DASHES)]
+        if len(self._records) == 1:
+            return Entry(key, run, name, variant % COLOURS, dash, 0.0, 0)
+        label = f"{record.name} {name}" if variants > 1 else record.name
+        return Entry(key, run, label, run % COLOURS, dash, 0.0, 0)
+
+    def _figure(self, key: str) -> figure:
+        drawn = figure(
+            name=f"chart-{key}", x_range=self._range, y_range=Range1d(start=0, end=1), tools=[], toolbar_location=None,
+            height=230, sizing_mode="stretch_width", background_fill_color=None, border_fill_color=None,
+            outline_line_color=None, min_border=0, min_border_right=22, min_border_top=8,
+        )  # fmt: skip
+        drawn.add_tools(BoxZoomTool(dimensions="width"))
+        wheel = WheelZoomTool(dimensions="width", modifiers={"shift": True})
+        drawn.add_tools(wheel)
+        drawn.toolbar.active_scroll = wheel
+        drawn.toolbar.logo = None
+        for axis in (drawn.xaxis[0], drawn.yaxis[0]):
+            axis.major_label_text_font, axis.major_label_text_font_size = _FONT, "11px"
+            axis.minor_tick_line_color, axis.major_tick_in, axis.major_tick_out = None, 0, 4
+        drawn.xaxis[0].ticker = BasicTicker(min_interval=1, desired_num_ticks=5)
+        drawn.xaxis[0].formatter = self._formats
+        drawn.yaxis[0].ticker = BasicTicker(desired_num_ticks=5)
+        drawn.xgrid[0].visible = False
+        for kind, sources in self.marks.items():
+            for run, source in sources:
+                glyph = VSpan(x="x", line_dash=_MARK_DASHES[kind], line_width=1)
+                name = f"mark-{kind}-{run}"
+                drawn.renderers.append(GlyphRenderer(data_source=source, glyph=glyph, name=name, level="underlay"))
+        drawn.add_layout(Span(dimension="height", name=f"cursor-{key}", visible=False, location=0, line_width=1))
+        return drawn
+
+    def _draw(self, drawn: figure, key: str, series: Series, dash: str, odd: Numbers) -> None:
+        thinned = thin(series, self._most)
+        source = ColumnDataSource({"x": _small(thinned.steps), "y": thinned.values})
+        dashes = [int(each) for each in dash.split()]
+        if len(odd):
+            marks = ColumnDataSource({"x": _small(_evenly(odd))})
+            span = VSpan(x="x", line_width=2, line_alpha=0.4)
+            drawn.renderers.append(GlyphRenderer(data_source=marks, glyph=span, name=f"odd-{key}"))
+        if len(thinned.means):
+            base = ColumnDataSource({"x": thinned.mean_steps, "y": thinned.means})
+            drawn.renderers.append(GlyphRenderer(data_source=base, glyph=Line(), name=f"mean-{key}", visible=False))
+        if len(thinned.steps) <= _MOST_DOTS:
+            dots = Scatter(x="x", y="y", size=4, line_color=None)
+            drawn.renderers.append(GlyphRenderer(data_source=source, glyph=dots, name=f"dots-{key}"))
+        for name, data, width in (("line", source, 1.3), ("smooth", ColumnDataSource({"x": [], "y": []}), 1.8)):
+            glyph = Line(x="x", y="y", line_width=width, line_dash=dashes, line_join="round")
+            drawn.renderers.append(GlyphRenderer(data_source=data, glyph=glyph, name=f"{name}-{key}"))
+
+
+_MARKS: dict[str, Callable[[Record], Iterable[int]]] = {
+    "restarts": lambda record: record.restarts,
+    "checkpoints": lambda record: [each.info["step"] for each in record.shown.committed if _has_step(each.info)],
+    "epochs": lambda record: record.metrics.epochs.values(),
+}
+_MARK_DASHES = {"restarts": "solid", "checkpoints": "dotted", "epochs": "dotted"}
+
+
+def _has_step(info: dict[str, Any]) -> bool:
+    return isinstance(info.get("step"), int)
+
+
+def _evenly(steps: Iterable[float]) -> Numbers:
+    """Steps that a double holds; of many some, as far from each other as can be."""
+    found = np.array(sorted({float(step) for step in steps if abs(step) < 2**53}))
+    return found[np.linspace(0, len(found) - 1, min(len(found), _MOST_MARKS)).astype(np.int64)]
+
+
+def _small(steps: Numbers) -> Any:
+    """The same in half the room, if it has it."""
+    small = steps.astype(np.int32) if len(steps) and np.abs(steps).max() < 2**31 else steps
+    return small if (small == steps).all() else steps

@@ -1,0 +1,193 @@
+"""Puts a report together: a page whose scripts are named by their digests, so that it runs no other one."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from bokeh.resources import Resources
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+from lumen.errors import RunDirectoryError
+from lumen.internals.masking import masked_words
+from lumen.internals.whole_files import replaced
+from lumen.tools.report.curves import Curves, draw
+from lumen.tools.report.record import Record, differences, names_of, read_record, settings_in
+from lumen.tools.report.table import Series
+from lumen.version import __version__
+
+if TYPE_CHECKING:
+    from lumen.tools.runs.listing import ShownRun
+
+MOST_BYTES = 3_000_000  # what a mail takes without a second thought; bokeh's own code is 1.3 MB of it
+_NUMBERS, _LOG_BYTES, _MEDIA_BYTES, _ROWS = 28_000, 120_000, 400_000, 400
+#: What time is spent on, in the order and the words of the report.
+_TIMES = {
+    "step": "training",
+    "data": "waiting for data",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "compile": "compilation",
+    "startup": "start",
+    "end": "end",
+    "lost": "lost by kills",
+    "queue": "not running",
+}
+
+
+def write_report(runs: Sequence[ShownRun], output: Path) -> None:
+    """Write a report of runs as one HTML file of less than 3 MB, whole or not at all.
+
+    Args:
+        runs: At least one, whose paths are directories of this machine. What a run lacks is left out.
+        output: The file; one that is there is replaced.
+
+    Raises:
+        RunDirectoryError: The file cannot be written.
+    """
+    text = render(runs)
+    try:
+        with replaced(output) as beside:
+            beside.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{output} cannot be written: {error.strerror or error}. Choose another file with --output."
+        ) from error
+
+
+def render(runs: Sequence[ShownRun]) -> str:
+    """The report as HTML; what makes it too large is cut down further until it fits."""
+    names = names_of([Path(run.path) for run in runs])
+    for halvings in range(12):
+        part = 0.5**halvings
+        of_each = part / len(runs)
+        records = [
+            read_record(run, name, log_bytes=int(_LOG_BYTES * of_each), media_bytes=int(_MEDIA_BYTES * of_each))
+            for run, name in zip(runs, names, strict=True)
+        ]
+        text = _page(records, draw(records, int(_NUMBERS * part)), int(_ROWS * part) + 1)
+        if len(text.encode(errors="replace")) < MOST_BYTES:
+            break
+    return text
+
+
+def _page(records: Sequence[Record], curves: Curves, most_rows: int) -> str:
+    environment = Environment(
+        loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": _number, "duration": _duration, "when": _when, "share": _share}
+    drawing = Resources(mode="inline", components=["bokeh"], minified=True, log_level="fatal").js_raw
+    scripts = [*drawing, curves.script, _file("page.js")] if curves.script else []
+    values = _values(records)
+    settings = [record.settings for record in records]
+    return environment.get_template("page.html").render(
+        version=__version__,
+        made=datetime.now().astimezone(),
+        records=records,
+        curves=curves,
+        style=_file("page.css"),
+        scripts=scripts,
+        policy=" ".join(map(_digest, scripts)) or "'none'",
+        values=dict(islice(values.items(), most_rows)),
+        values_left_out=max(0, len(values) - most_rows),
+        differences=dict(islice(differences(settings).items(), most_rows)),
+        changes={record.name: _changes(record, most_rows) for record in records},
+        environments=_environments(records),
+        times=_TIMES,
+    )
+
+
+def _file(name: str) -> str:
+    return (files("lumen.tools.report") / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _values(records: Sequence[Record]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """By each name what it came to: the name of each run that has it, and the values."""
+    names = dict.fromkeys(name for record in records for name in record.metrics.series)
+    return {
+        name: [
+            (record.name, _extremes(record.metrics.series[name])) for record in records if name in record.metrics.series
+        ]
+        for name in names
+    }
+
+
+def _extremes(series: Series) -> dict[str, Any]:
+    found = {"last": series.values[-1], "count": len(series.values), "odd": int((~series.finite).sum())}
+    if series.finite.any():
+        low, high = np.nanargmin(_nan(series)), np.nanargmax(_nan(series))
+        found |= {"low": series.values[low], "low_step": series.steps[low]}
+        found |= {"high": series.values[high], "high_step": series.steps[high]}
+    return found
+
+
+def _nan(series: Series) -> Any:
+    return np.where(series.finite, series.values, np.nan)
+
+
+def _changes(record: Record, most_rows: int) -> dict[str, list[str]]:
+    """What resumes have changed in a run's config."""
+    return dict(islice(differences([settings_in(text) for text in record.configs.values()]).items(), most_rows))
+
+
+def _environments(records: Sequence[Record]) -> dict[str, list[str]]:
+    """What the runs ran on, a row for each thing that any of them tells."""
+    told = [dict(_entries(record.environment)) for record in records]
+    return {
+        name: [each.get(name, "–") for each in told] for name in dict.fromkeys(name for each in told for name in each)
+    }
+
+
+def _entries(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    told = {str(name).replace("_", " "): value for name, value in islice(environment.items(), 40)}
+    if isinstance(command := told.get("command"), list):
+        told["command"] = shlex.join(masked_words(list(map(str, command))))
+    return [(name, _in_words(value)) for name, value in told.items()]
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))[:1000] or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items())[:1000]
+    return "none" if value is None else str(value)[:1000]
+
+
+# ---------------------------------------------------------------------- how values are written
+
+
+def _number(value: float, digits: int = 6) -> str:
+    return f"{int(value):,}" if abs(value) < 1e15 and value == int(value) else f"{value:.{digits}g}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}".replace("%", " %")
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as people say them: `2 h 5 min`."""
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _when(seconds: float | None) -> str:
+    """A time since 1970 by the local clock."""
+    return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"

@@ -1,0 +1,262 @@
+"""What a run's directory tells about it, as far as it is there."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import math
+import re
+import reprlib
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import yaml
+
+from lumen.data.nested import flat
+from lumen.internals.masking import masked_text
+from lumen.run.goodput import FILE, TimeSpent, goodput, starts
+from lumen.tools.report.table import Table, read_table
+
+if TYPE_CHECKING:
+    from lumen.tools.runs.listing import ShownRun
+
+_HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum; another one follows the record
+_LONGEST_RECORD = 1 << 26
+_MOST_RECORDS = 2_000_000
+_MOST_NAMES, _OF_EACH = 24, 4
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@final
+@dataclass
+class Media:
+    """The newest images and texts of a run.
+
+    Attributes:
+        images: Name, step, and the image as a `data:` URL.
+        texts: Name, step and text.
+        left_out: How many there are besides.
+        note: Why nothing can be shown, or "".
+    """
+
+    images: list[tuple[str, int, str]] = field(default_factory=list)
+    texts: list[tuple[str, int, str]] = field(default_factory=list)
+    left_out: int = 0
+    note: str = ""
+
+
+def read_media(files: list[Path], most_bytes: int) -> Media:
+    """The newest images and texts in event files.
+
+    Args:
+        files: The event files, in their order.
+        most_bytes: Of all images and texts together, as they stand in the page.
+    """
+    media = Media()
+    if files and importlib.util.find_spec("tensorboard") is None:
+        media.note = "Images and texts cannot be read without TensorBoard: pip install 'lumen[tensorboard]'."
+        return media
+    found: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+    for file in files:
+        with suppress(OSError):
+            for kind, name, step, content in islice(_entries(file), _MOST_RECORDS):
+                found.setdefault((kind, name), []).append((step, content))
+                media.left_out += 1
+                if len(found[kind, name]) > _OF_EACH:
+                    found[kind, name].pop(0)
+    for (kind, name), entries in islice(found.items(), _MOST_NAMES):
+        for step, content in entries:
+            shown = content if kind == "text" else f"data:image/png;base64,{base64.b64encode(content).decode()}"
+            if len(shown) <= most_bytes:
+                most_bytes -= len(shown)
+                media.left_out -= 1
+                (media.texts if kind == "text" else media.images).append((name, step, shown))
+    return media
+
+
+def _entries(file: Path) -> Iterator[tuple[str, str, int, Any]]:
+    """Kind, name, step and content of each image and text; only records that may hold one are decoded."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    for record in _records(file):
+        if _PNG in record or b"text" in record:
+            with suppress(DecodeError):
+                event = Event.FromString(record)
+                for value in event.summary.value:
+                    image = value.image.encoded_image_string
+                    if image.startswith(_PNG):
+                        yield "image", value.tag, event.step, image
+                    elif value.metadata.plugin_data.plugin_name == "text" and value.tensor.string_val:
+                        text = value.tensor.string_val[0].decode(errors="replace")
+                        yield "text", value.tag.removesuffix("/text_summary"), event.step, text
+
+
+def _records(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while len(head := opened.read(_HEAD.size)) == _HEAD.size:
+            length, _ = _HEAD.unpack(head)
+            record = opened.read(length + 4) if length <= _LONGEST_RECORD else b""
+            if len(record) < length + 4:
+                return  # torn, or nothing that a logger wrote
+            yield record[:-4]
+
+
+MOST = 2000  # settings of a run
+_ABSENT = "–"
+_NAMES = ("trainer.name", "trainer.resume", "trainer.resume_parts")  # which never repeat a run's
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 300
+_BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = 20
+
+
+def settings_in(text: str) -> dict[str, str]:
+    """The settings of a config by their paths, `model.init_args.lr`; empty if it cannot be read."""
+    try:
+        read = yaml.safe_load(text)
+        found = islice(flat(read), MOST) if isinstance(read, dict) else ()
+        return {path: value[:300] if isinstance(value, str) else _BRIEF.repr(value) for path, value in found}
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+
+
+def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """What is not the same in all, by path: the value of each, or a dash."""
+    paths = dict.fromkeys(path for each in settings for path in each if path not in _NAMES)
+    found = {path: [each.get(path, _ABSENT) for each in settings] for path in paths}
+    return {path: values for path, values in found.items() if len(set(values)) > 1}
+
+
+_CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[^\n\t\x20-\x7e\x85\xa0-\U0010ffff]")
+_LONGEST_CONFIG = 200_000
+KNOWN = ("metrics.csv", "system.csv", "config.yaml", "script.yaml", "run.log", "environment.json", FILE)
+
+
+@final
+@dataclass
+class Record:
+    """A run, read.
+
+    Attributes:
+        shown: How it stands, and its checkpoints.
+        name: What it is called in the report.
+        metrics: Values that it logged.
+        system: Speed and memory while the run trained.
+        spent: Where its time went; None: that is not told.
+        restarts: The step of each start but the first.
+        configs: Texts of its configs by file name, the oldest first; or of what a script has set.
+        environment: Versions, host and devices that the run had.
+        log: The end of its log.
+        log_left_out: Bytes of the log before that.
+        media: Images and texts.
+    """
+
+    shown: ShownRun
+    name: str
+    metrics: Table
+    system: Table
+    spent: TimeSpent | None
+    restarts: list[int]
+    configs: dict[str, str]
+    environment: dict[str, Any]
+    log: str
+    log_left_out: int
+    media: Media
+
+    @property
+    def epochs(self) -> int | None:
+        """How many are completed; rows of the last one are there before it is."""
+        known = [each for each in (self.metrics.last_epoch, self.shown.newest_info.get("epoch")) if each is not None]
+        return max(known, default=None)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The newest config by paths, or what a script has set."""
+        return settings_in(next(reversed(self.configs.values()), ""))
+
+
+def own_file(directory: Path, name: str | Path) -> Path | None:
+    """A file of a run, or None: what a link leads to elsewhere is not the run's, and must not get into its report."""
+    path = directory / name
+    with suppress(OSError, RuntimeError):
+        if path.is_file() and path.resolve().is_relative_to(directory.resolve()):
+            return path
+    return None
+
+
+def is_recorded(directory: Path) -> bool:
+    """Whether a directory holds any of the files that a report reads."""
+    return any(own_file(directory, name) for name in KNOWN)
+
+
+def read_record(shown: ShownRun, name: str, *, log_bytes: int, media_bytes: int) -> Record:
+    """Read a run, and at most so many bytes of its log and of what images and texts take in a page."""
+    directory = Path(shown.path)
+    log, left_out = _tail(own_file(directory, "run.log"), log_bytes)
+    has_time = own_file(directory, FILE) is not None
+    events = sorted(path.relative_to(directory) for path in directory.glob("tensorboard/**/*tfevents*"))
+    return Record(
+        shown=shown,
+        name=name,
+        metrics=read_table(own_file(directory, "metrics.csv")),
+        system=read_table(own_file(directory, "system.csv")),
+        spent=_time(directory) if has_time else None,
+        restarts=[step for number, step in starts(directory).items() if number > 1] if has_time else [],
+        configs=_configs(directory),
+        environment=_environment(own_file(directory, "environment.json")),
+        log=log,
+        log_left_out=left_out,
+        media=read_media([path for each in events if (path := own_file(directory, each))], media_bytes),
+    )
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """A name for each run: the last part of its path, with as many before it as tell it from the others."""
+    parts = [path.absolute().parts for path in paths]
+    count = 1
+    while len({each[-count:] for each in parts}) < len({*parts}) and count < max(map(len, parts)):
+        count += 1
+    return ["/".join(each[-count:]) for each in parts]
+
+
+def _time(directory: Path) -> TimeSpent | None:
+    with suppress(OSError):
+        spent = goodput(directory)
+        return spent if spent.lives and math.isfinite(sum(spent.spent_s.values()) + spent.wall_s) else None
+    return None
+
+
+def _tail(file: Path | None, most: int) -> tuple[str, int]:
+    """The last lines of a text without what would not show, and how many bytes come before them."""
+    if file is None:
+        return "", 0
+    with suppress(OSError), file.open("rb") as opened:
+        begin = max(0, opened.seek(0, 2) - most)
+        opened.seek(begin)
+        if begin:
+            begin += len(opened.readline())
+        return _CONTROLS.sub("", opened.read(most).decode(errors="replace").replace("\r\n", "\n")), begin
+    return "", 0
+
+
+def _configs(directory: Path) -> dict[str, str]:
+    earlier = [path.name for path in directory.glob("config-*.yaml") if path.stem.partition("-")[2].isdecimal()]
+    names = [*sorted(earlier, key=lambda name: int(Path(name).stem.partition("-")[2])), "config.yaml"]
+    if own_file(directory, "config.yaml") is None:
+        names = ["script.yaml"]
+    files = {name: own_file(directory, name) for name in names}
+    texts = {name: masked_text(_tail(file, _LONGEST_CONFIG)[0]) for name, file in files.items() if file is not None}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _environment(file: Path | None) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        read = json.loads(_tail(file, _LONGEST_CONFIG)[0])
+        return read if isinstance(read, dict) else {}
+    return {}

@@ -1,0 +1,281 @@
+"""The command `lumen runs`: the runs of a directory side by side, or two of them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lumen.cli.parser import Words
+from lumen.console import size, stdout
+from lumen.errors import ConfigError
+from lumen.tools.runs.find import runs_in
+from lumen.tools.runs.listing import ShownRun
+from lumen.tools.runs.records import (
+    ABSENT,
+    Record,
+    choose,
+    comparable,
+    differing,
+    full_name,
+    read_condition,
+    record,
+    short_names,
+    time_of,
+    time_spent,
+    value_of,
+)
+
+STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "failed": "bold red", "unknown": "dim"}
+
+
+def printable(text: str) -> str:
+    """A name from the disk, without what would move the cursor."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def print_checkpoints(found: Sequence[ShownRun]) -> None:
+    """One line for each checkpoint, however long it gets."""
+    rows = [("RUN", "STATUS", "CHECKPOINT", "EPOCH", "SAVED", "BYTES", "STATE", "METRICS")]
+    for shown in found:
+        run = printable(str(shown.path)), shown.status
+        for each in shown.committed:
+            metrics = " ".join(f"{name}={value!r}" for name, value in shown.metrics(each).items())
+            state = "damaged" if each.problem else "best" if shown.is_best(each) else "valid"
+            size_bytes = "-" if each.size_bytes is None else str(each.size_bytes)
+            described = each.path.name, str(each.info.get("epoch", "-")), time_of(each, "seconds") or "-", size_bytes
+            rows.append((*run, *described, state, printable(each.problem or metrics)))
+        if shown.error or not shown.committed:
+            rows.append((*run, *"-----", printable(shown.problem or shown.error or "no checkpoints")))
+    print_columns(rows)
+
+
+def show_checkpoints(found: Sequence[ShownRun]) -> None:
+    """A table for each run, as wide as the terminal."""
+    console = Console(file=stdout, markup=False, emoji=False, highlight=False)
+    for number, shown in enumerate(found):
+        if number:
+            console.print()
+        console.print(_head(shown), soft_wrap=True)
+        if shown.committed:
+            console.print(_table(shown))
+        for note, style in _notes(shown):
+            console.print(printable(note), style=style, soft_wrap=True)
+
+
+def _head(shown: ShownRun) -> Text:
+    text = Text(printable(str(shown.path)), style="bold").append("  ")
+    text.append(shown.status, STYLES[shown.status])
+    if shown.holder is not None:
+        pid, host, started = (printable(str(shown.holder.get(key))) for key in ("pid", "host", "started"))
+        with suppress(ValueError):
+            started = f"{datetime.fromisoformat(started).astimezone():%Y-%m-%d %H:%M}"
+        text.append(f" as process {pid} on {host} since {started}", "not bold")
+    return text
+
+
+def _table(shown: ShownRun) -> Table:
+    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+    table.add_column("", width=1)
+    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("epoch", no_wrap=True, justify="right")
+    table.add_column("saved", no_wrap=True)
+    table.add_column("size", no_wrap=True, justify="right")
+    table.add_column("metrics", ratio=1, no_wrap=True, overflow="ellipsis")
+    for each in shown.committed:
+        mark = Text("✗", "red") if each.problem else Text("★", "yellow") if shown.is_best(each) else ""
+        monitor = each.info.get("monitor")
+        metrics = Text("  ").join(
+            Text(printable(f"{name} {value:.4g}"), "bold" if name == monitor else "")
+            for name, value in shown.metrics(each).items()
+        )
+        table.add_row(
+            mark,
+            each.path.name,
+            str(each.info.get("epoch", "")),
+            time_of(each, "minutes")[:16].replace("T", " "),
+            "" if each.size_bytes is None else size(each.size_bytes),
+            Text("damaged", "red") if each.problem else metrics,
+        )
+    return table
+
+
+def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
+    """What is to be said below the table, and its style."""
+    if shown.problem:
+        yield shown.problem, "red"
+    elif not shown.committed:
+        yield "  no checkpoints", "dim"
+    if (spent := time_spent(shown)) is not None:
+        yield f"  {spent}", "dim"
+    if shown.error:
+        yield f"  {shown.error}", "red"
+    for each in shown.checkpoints:
+        if each.problem:
+            yield f"  {each.problem}", "red"
+        elif each.kind == "tmp":
+            done = "is being written or removed" if shown.status == "running" else "was left by a killed save"
+            yield f"  {each.path.name} {done}", "dim"
+
+
+_MOST_METRICS = 4  # where nobody says which
+
+
+def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Sequence[str], sort: str | None) -> None:
+    """Print a row for each run that was chosen; what is asked for by name is a column too.
+
+    Args:
+        chosen: The runs to print.
+        records: All runs, in which the names of `where` and `sort` were found.
+        where: Conditions that were asked for.
+        sort: The setting or metric that they are sorted by.
+    """
+    asked = [read_condition(text, records).name for text in where]
+    asked += [full_name(sort.removeprefix("-"), records)] if sort else []
+    metrics = {name for record in chosen for name in record["metrics"]}
+    settings = dict.fromkeys([*differing(chosen), *(name for name in asked if name not in {*metrics, "name"})])
+    settings = {name: None for name in settings if name not in ("status", "step", "epoch")}
+    monitored = [record["monitor"] for record in chosen if record["monitor"] is not None]
+    numbers = dict.fromkeys([*(name for name in asked if name in metrics), *monitored])
+    columns = ["name", "status", *settings, "step", *(numbers or sorted(metrics)[:_MOST_METRICS])]
+    heads = ["run", "status", *short_names(list(settings)), "step", *columns[len(settings) + 3 :]]
+    rows = [[_cell(value_of(record, name)) for name in columns] for record in chosen]
+    _show([head if stdout.isatty() else head.upper() for head in heads], rows)
+
+
+def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on a terminal, and else a line for each row."""
+    if not stdout.isatty():
+        print_columns([heads, *([cell or "-" for cell in row] for row in rows)])
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for number, head in enumerate(heads):
+        table.add_column(head, overflow="fold", justify="right" if number > 1 else "left")
+    for name, *cells in rows:
+        table.add_row(Text(name, "bold"), *(Text(cell, STYLES.get(cell, "")) for cell in cells))
+    Console(file=stdout, markup=False, emoji=False, highlight=False).print(table)
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows, each in a line, however long it gets."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
+
+
+def _cell(value: Any) -> str:
+    if value is ABSENT:
+        return ""
+    return format(value, ".6g") if isinstance(value, float) else printable("null" if value is None else str(value))
+
+
+# ---------------------------------------------------------------------- two runs
+
+
+def find_two(names: Sequence[str], records: Sequence[Record]) -> tuple[Record, Record]:
+    """The runs of two names or paths.
+
+    Raises:
+        ConfigError: There is no such run, or there are several.
+    """
+    one, other = (_find(name.rstrip("/"), records) for name in names)
+    return one, other
+
+
+def _find(name: str, records: Sequence[Record]) -> Record:
+    found = [each for each in records if each["path"] == name] or [each for each in records if each["name"] == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"several runs are called {name}: {', '.join(each['path'] for each in found)}. Give a path.")
+    raise ConfigError(f"there is no run {name}. There are {', '.join(each['name'] for each in records) or 'none'}.")
+
+
+def differences(one: Record, other: Record) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """The settings in which two runs differ, None where one has no such, and all last metrics, by name."""
+    names, mine, theirs = dict.fromkeys([*one["settings"], *other["settings"]]), one["settings"], other["settings"]
+    changed = [name for name in names if comparable(mine.get(name, ABSENT)) != comparable(theirs.get(name, ABSENT))]
+    metrics = dict.fromkeys([*one["metrics"], *other["metrics"]])
+    return {
+        "settings": {name: (mine.get(name), theirs.get(name)) for name in changed},
+        "metrics": {name: (one["metrics"].get(name), other["metrics"].get(name)) for name in metrics},
+    }
+
+
+def show_differences(one: Record, other: Record) -> None:
+    """Print in which settings two runs differ, and what each has come to."""
+    found = differences(one, other)
+    names = [*found["settings"], "status", "step", "epoch", *found["metrics"]]
+    rows = [[name, *(_cell(value_of(each, name)) for each in (one, other))] for name in names]
+    _show(["NAME", one["path"], other["path"]], rows)
+    if not found["settings"]:
+        known = one["settings"] and other["settings"]
+        print("their settings are the same" if known else "one of them has recorded no settings", file=stdout)
+
+
+_MORE = (
+    "Nothing is changed, and no job is disturbed. Running: a live process holds the run; stopped: it was asked to; "
+    "failed: it ended by an error, whose traceback is in run.log, or by a kill. Exit code 1: --verify found damage."
+)
+
+
+def run(words: list[str]) -> int:
+    """List runs and return 0, or 1 if a checkpoint that was to be verified is damaged."""
+    given = options().read(words)
+    if given.compare and (given.where or given.sort or given.table):
+        raise ConfigError("--compare takes two runs by their names. Leave out --where, --sort and --table.")
+    found = runs_in(given.directory, verify=given.verify)
+    records = [record(each) for each in found] if given.json or given.compare or _is_table(given) else []
+    if given.compare:
+        one, other = find_two(given.compare, records)
+        if given.json:
+            print(json.dumps(differences(one, other), indent=2), file=stdout)
+        else:
+            show_differences(one, other)
+        return 0
+    chosen = choose(records, given.where, given.sort)
+    if given.json:
+        print(json.dumps(chosen, indent=2), file=stdout)
+    elif not found:
+        print(f"there are no runs in {given.directory}", file=stdout)
+    elif _is_table(given):
+        show_table(chosen, records, given.where, given.sort)
+    else:
+        (show_checkpoints if stdout.isatty() else print_checkpoints)(found)
+    damaged = any(each.problem and not each.kind for shown in found for each in shown.checkpoints)
+    return int(given.verify and damaged)
+
+
+def _is_table(given: Namespace) -> bool:
+    return bool(given.table or given.where or given.sort)
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("runs", "[DIR] [--where CONDITION] [--sort NAME] [--compare RUN RUN] [--json]", _MORE)
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        default="runs",
+        metavar="DIR",
+        help="Where the runs are, or one of them; a URL too. Default: runs.",
+    )
+    parser.add_argument("--table", action="store_true", help="A row for each run, with the settings that differ.")
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="CONDITION",
+        help="A table of the runs that meet it: 'lr < 1e-3', 'status = finished'. Several: all must be met.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sort", metavar="NAME", help="A table by a setting or metric, smallest first; --sort=-NAME: largest first."
+    )
+    parser.add_argument("--compare", nargs=2, metavar="RUN", help="In which settings two runs differ, and in metrics.")
+    parser.add_argument("--verify", action="store_true", help="Read every byte. Default: manifests, and files' sizes.")
+    parser.add_argument("--json", action="store_true", help="Print JSON; of --where and --sort too.")
+    return parser

@@ -1,0 +1,343 @@
+"""What is known of runs, as plain data: what `lumen runs --json` prints, and `lumen.runs` returns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import yaml
+
+from lumen.cli.yaml_text import load_yaml
+from lumen.errors import ConfigError
+from lumen.errors.arguments import did_you_mean
+from lumen.run.goodput import TimeSpent, goodput
+from lumen.tools.runs.find import local_of, runs_in
+from lumen.tools.runs.listing import Listed, ShownRun
+from lumen.trainer.script_record import SCRIPT_FILE
+
+Record = dict[str, Any]
+_COMPARISON = re.compile(r"^\s*(?P<name>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P<value>.*?)\s*$")
+_ORDERS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+_OF_RUN = ("name", "status", "step", "epoch")
+ABSENT = object()
+
+
+@final
+class Condition(NamedTuple):
+    """A comparison that a run may meet.
+
+    Attributes:
+        name: Full name of the setting or metric.
+        sign: One of `<`, `<=`, `>`, `>=`, `==` and `!=`.
+        value: Plain data that it is compared with.
+    """
+
+    name: str
+    sign: str
+    value: Any
+
+    def holds(self, record: Record) -> bool:
+        """Whether a run meets it. One that has no such setting or metric does not."""
+        found = value_of(record, self.name)
+        if found is ABSENT:
+            return False
+        if self.sign in ("==", "!="):
+            return bool(comparable(found) == comparable(self.value)) == (self.sign == "==")
+        return _is_number(found) and bool(_ORDERS[self.sign](found, self.value))
+
+
+def choose(records: Sequence[Record], where: Iterable[str] = (), sort: str | None = None) -> list[Record]:
+    """The runs that meet all conditions, in an order.
+
+    Args:
+        records: Runs, as `lumen.runs` has them.
+        where: Conditions, such as `lr < 1e-3`, `optimizer == torch.optim.SGD` and `status = finished`.
+        sort: The setting or metric by which they are sorted, the smallest first; with a `-` before it the largest.
+            Runs without it, or where it is NaN, are the last. Default: as they are.
+
+    Raises:
+        ConfigError: A condition cannot be read, or no run, or several things of one, have its name.
+    """
+    conditions = [read_condition(text, records) for text in where]
+    chosen = [record for record in records if all(each.holds(record) for each in conditions)]
+    if sort is None:
+        return chosen
+    down = sort.startswith("-")
+    name = full_name(sort.removeprefix("-"), records)
+    return sorted(chosen, key=lambda record: _rank(value_of(record, name), down=down))
+
+
+def read_condition(text: str, records: Sequence[Record]) -> Condition:
+    """A condition as it is written; its name may be the last part of a full one.
+
+    Raises:
+        ConfigError: It is none, or no run, or several things of one, have its name.
+    """
+    found = _COMPARISON.match(text)
+    if found is None:
+        raise ConfigError(f"{text!r} is no condition. Write NAME < VALUE, with one of < <= > >= == and !=.")
+    try:
+        value = load_yaml(found["value"])
+    except yaml.YAMLError:
+        value = found["value"]
+    sign = "==" if found["sign"] == "=" else found["sign"]
+    if sign in _ORDERS and not _is_number(value):
+        raise ConfigError(f"{text!r}: only numbers are in an order, found {found['value']!r}. Use == or !=.")
+    return Condition(full_name(found["name"], records), sign, value)
+
+
+def full_name(name: str, records: Sequence[Record]) -> str:
+    """The setting, the metric or the fact of a run that a name means: `lr` is `model.lr` if nothing else ends so.
+
+    Raises:
+        ConfigError: There is none, or there are several.
+    """
+    names = {key: None for record in records for key in names_of(record)}
+    if name in names or not records:
+        return name
+    close = [each for each in names if each.endswith(f".{name}")]
+    if len(close) > 1:
+        raise ConfigError(f"several settings are called {name}: {', '.join(close)}. Write the name of one in full.")
+    if not close:
+        short = [key.rpartition(".")[2] for key in names]
+        raise ConfigError(f"no run has a setting or a metric {name}.{did_you_mean(name, [*names, *short])}")
+    return close[0]
+
+
+def names_of(record: Record) -> list[str]:
+    """The full names of all that runs are chosen by."""
+    return [*_OF_RUN, *record["metrics"], *record["settings"]]
+
+
+def value_of(record: Record, name: str) -> Any:
+    """A fact of a run, a metric or a setting, by its full name; `ABSENT` if it has none."""
+    if name in _OF_RUN:
+        return record[name]
+    return record["metrics"].get(name, record["settings"].get(name, ABSENT))
+
+
+def differing(records: Sequence[Record]) -> list[str]:
+    """The settings for which runs have different values; one that only some have is none for that."""
+    values: dict[str, list[Any]] = {}
+    for record in records:
+        for name, value in record["settings"].items():
+            kept = values.setdefault(name, [value])
+            if all(comparable(value) != comparable(each) for each in kept):
+                kept.append(value)
+    return [name for name, kept in values.items() if len(kept) > 1]
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """For each name the least of its last parts that tells it from the others."""
+    return [next(filter(lambda end: _ends(names, end) == 1, _endings(name)), name) for name in names]
+
+
+def _ends(names: Sequence[str], end: str) -> int:
+    return sum(f".{name}".endswith(f".{end}") for name in names)
+
+
+def _endings(name: str) -> Iterable[str]:
+    parts = name.split(".")
+    return (".".join(parts[first:]) for first in reversed(range(len(parts))))
+
+
+def _rank(value: Any, *, down: bool) -> tuple[Any, ...]:
+    """What sorts numbers before text, and what is not there behind all."""
+    value = math.nan if value is ABSENT or value is None else value
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):  # as records have them, for JSON
+        value = float(value)
+    if not _is_number(value):
+        return (1, str(value))
+    return (2, "") if math.isnan(value) else (0, -value if down else value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def comparable(value: Any) -> Any:
+    """Plain data in which true is not 1, and which can be told apart from any other."""
+    return value if _is_number(value) else (type(value), repr(value))
+
+
+_OF_EACH_RUN = {"trainer.name", "trainer.default_root_dir", "trainer.resume", "trainer.resume_parts"}
+_TAIL_BYTES = 1 << 20
+
+
+def settings_of(shown: ShownRun) -> dict[str, Any]:
+    """The settings of a run by their names on the command line; empty if it has recorded none.
+
+    Returns:
+        Plain values: `model.lr`; a class by its name: `model`, `optimizer`.
+    """
+    local = local_of(shown)
+    for path in [] if local is None else [local / "config.yaml", local / SCRIPT_FILE]:
+        with suppress(OSError, yaml.YAMLError):
+            found = load_yaml(path.read_text(encoding="utf-8"))
+            return dict(_flat(found)) if isinstance(found, dict) else {}
+    return {}
+
+
+def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their names, of a tree in which the arguments of a class are beside its name."""
+    if isinstance(node, Mapping) and "class_path" in node:
+        yield above, node["class_path"]
+        node = node.get("init_args") or {}
+    if isinstance(node, list) and any(isinstance(each, Mapping) for each in node):
+        node = dict(enumerate(node))
+    if not isinstance(node, Mapping):
+        yield above, node
+        return
+    for key, value in node.items():
+        name = f"{above}.{key}" if above else str(key)
+        if name not in _OF_EACH_RUN:
+            yield from _flat(value, name)
+
+
+@final
+class Reached(NamedTuple):
+    """What a run has come to.
+
+    Attributes:
+        step: Optimizer steps; None: not known.
+        epoch: Epochs completed, as far as is known; None: nothing is.
+        metrics: The last value of each, by name.
+    """
+
+    step: int | None
+    epoch: int | None
+    metrics: dict[str, float]
+
+
+def reached(shown: ShownRun) -> Reached:
+    """What a run has come to: as its newest checkpoint and the end of its `metrics.csv` say."""
+    info = shown.newest_info
+    metrics = {str(name): value for name, value in dict(info.get("metrics") or {}).items() if _is_number(value)}
+    found = Reached(info.get("step"), info.get("epoch"), metrics)
+    local = local_of(shown)
+    if local is None:
+        return found
+    try:
+        last = _last_values(local / "metrics.csv")
+    except (OSError, ValueError, csv.Error):  # it is being written, or is no such table
+        return found
+    step, epoch = int(last.pop("step", -1)), int(last.pop("epoch", -1))
+    if step < max(0, found.step or 0):
+        return found._replace(metrics={**last, **metrics})
+    return Reached(step, max(epoch, found.epoch or 0), {**metrics, **last})
+
+
+def _last_values(path: Path) -> dict[str, float]:
+    """The last number in each column of a table, as far as its end is read."""
+    with path.open("rb") as file:
+        header = next(csv.reader([file.readline().decode()]), [])
+        begins = max(file.tell(), file.seek(0, io.SEEK_END) - _TAIL_BYTES)
+        file.seek(begins)
+        lines = file.read().decode(errors="replace").splitlines()
+    last: dict[str, float] = {}
+    for row in csv.reader(line for line in lines if line.count(",") >= len(header) - 1):
+        last |= {name: float(cell) for name, cell in zip(header, row, strict=False) if cell}
+    return last
+
+
+def runs(
+    directory: str | Path = "runs", where: str | Iterable[str] = (), sort: str | None = None, *, verify: bool = False
+) -> list[dict[str, Any]]:
+    """Runs as plain data: what each was set to, how it stands, the numbers that it has come to, its checkpoints.
+
+    Nothing is changed, and no job is disturbed. `pandas.json_normalize(lumen.runs())` makes a frame of it.
+
+    Args:
+        directory: Where the runs are, or one of them; a URL too.
+        where: Conditions that a run must meet, such as `"lr < 1e-3"` or `["status = finished", "val_loss < 2"]`.
+        sort: The setting or metric by which they are sorted, the smallest first; `"-val_acc"`: the largest first.
+        verify: Read every byte of the checkpoints; else manifests, and the files' sizes.
+
+    Returns:
+        A dictionary for each run: `path`, `name`, `status` (running, finished, stopped, failed or unknown), `error`,
+        `step`, `epoch` (completed, as far as is known); `settings` by their names on the command line, as `model.lr`,
+        and of a class its name; `metrics`, the last value of each; `monitor`, by which its checkpoints are compared;
+        `checkpoints`, each with `path`, `step`, `epoch`, `metrics`, `best`, `valid` and more; `host`, `pid` and
+        `started` of the job that has it; `goodput`.
+
+    Raises:
+        ConfigError: There is no such directory, or a condition names what no run has.
+    """
+    records = [record(each) for each in runs_in(directory, verify=verify)]
+    return choose(records, [where] if isinstance(where, str) else where, sort)
+
+
+def record(shown: ShownRun) -> dict[str, Any]:
+    """What is known of a run."""
+    holder = shown.holder or {}
+    checkpoints = [
+        {
+            "name": each.path.name,
+            "path": str(each.path),
+            "step": each.info.get("step"),
+            "epoch": each.info.get("epoch"),
+            "saved": time_of(each, "seconds"),
+            "bytes": each.size_bytes,
+            "metrics": {name: _plain(value) for name, value in shown.metrics(each).items()},
+            "monitor": each.info.get("monitor"),
+            "best": shown.is_best(each),
+            "valid": each.problem is None,
+            "problem": each.problem,
+        }
+        for each in shown.committed
+    ]
+    last = reached(shown)
+    return {
+        "path": str(shown.path),
+        "name": shown.path.name,
+        "status": shown.status,
+        "step": last.step,
+        "epoch": last.epoch,
+        "metrics": {name: _plain(value) for name, value in last.metrics.items()},
+        "settings": {name: _plain(value) for name, value in settings_of(shown).items()},
+        **{key: holder.get(key) for key in ("host", "pid", "started")},
+        "error": shown.error,
+        "monitor": shown.newest_info.get("monitor"),
+        "goodput": _goodput(shown),
+        "problem": shown.problem,
+        "checkpoints": checkpoints,
+        "temporary": [each.path.name for each in shown.checkpoints if each.kind == "tmp"],
+    }
+
+
+def time_spent(shown: ShownRun) -> TimeSpent | None:
+    """Where its time went; None: it is not told."""
+    local = local_of(shown)
+    try:
+        return None if local is None else goodput(local)
+    except OSError:
+        return None
+
+
+def _goodput(shown: ShownRun) -> dict[str, Any] | None:
+    spent = time_spent(shown)
+    if spent is None:
+        return None
+    return {"share": spent.goodput, "wall_s": spent.wall_s, "lives": spent.lives, "spent_s": spent.spent_s}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def time_of(checkpoint: Listed, precision: str) -> str:
+    """When a checkpoint was committed, by the local clock."""
+    if checkpoint.committed_s is None:
+        return ""
+    return datetime.fromtimestamp(checkpoint.committed_s).astimezone().isoformat(timespec=precision)

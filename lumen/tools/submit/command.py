@@ -1,0 +1,185 @@
+"""The command `lumen submit`: checks a command of Lumen, writes a job of it, gives that to a cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple, final
+
+from lumen.cli import COMMANDS
+from lumen.cli.command_line import Checked
+from lumen.cli.parser import Words
+from lumen.console import stderr, stdout
+from lumen.errors import ConfigError
+from lumen.internals.masking import masked_words
+from lumen.internals.whole_files import replaced
+from lumen.tools.submit import kubernetes, ray_train, skypilot, slurm
+from lumen.tools.submit.job import Job
+
+_MORE = (
+    "The command, such as `fit --config run.yaml`, stands after `--` and is checked first. One file is written, which "
+    "can be read, edited and submitted by hand. Exit code: that of the engine's own program."
+)
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # what all of them take
+
+
+@final
+class Engine(NamedTuple):
+    """One that runs jobs.
+
+    Attributes:
+        suffix: How the names of its files end.
+        text: Writes a job.
+        program: What a file is given to, with its arguments.
+        without: Options that it has no use for, each with what to do instead.
+        needs: What must be there for a program that is none of `program`: a package of Python.
+    """
+
+    suffix: str
+    text: Callable[[Job], str]
+    program: tuple[str, ...]
+    without: Mapping[str, str]
+    needs: str | None = None
+
+
+_NO_QUEUE = "it has none"
+ENGINES = {
+    "slurm": Engine(".sbatch", slurm.text, ("sbatch",), {
+        "image": "the processes run in the environment that submits; for containers edit the line of srun",
+        "volume": "the processes see the files of their node",
+    }),
+    "ray": Engine(".ray.py", ray_train.text, (sys.executable, "-P"), {
+        "time": "Ray sets jobs no limit; use --trainer.max_time after --", "partition": _NO_QUEUE, "account": _NO_QUEUE,
+        "image": "set that of the cluster", "volume": "workers see the files of their node",
+        "setup": "what the cluster was set up with counts",
+    }, needs="ray"),
+    "k8s": Engine(".k8s.yaml", kubernetes.text, ("kubectl", "apply", "-f"), {
+        "partition": _NO_QUEUE, "account": _NO_QUEUE, "setup": "put it into the image",
+    }),
+    "sky": Engine(".sky.yaml", skypilot.text, ("sky", "jobs", "launch"), {
+        "time": "SkyPilot sets jobs no limit; use --trainer.max_time after --",
+        "partition": _NO_QUEUE, "account": _NO_QUEUE, "volume": "save to a bucket, see docs/object-stores.md",
+    }),
+}  # fmt: skip
+
+
+def options() -> Words:
+    """The options of the command."""
+    parser = Words("submit", "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE ...", _MORE)
+    parser.add_argument("--on", required=True, choices=ENGINES, help="The engine of the cluster.")
+    parser.add_argument("--nodes", type=int, default=1, help="Number of nodes. Default: 1.")
+    parser.add_argument("--gpus-per-node", type=int, default=1, help="GPUs on each; 0: train on the CPU. Default: 1.")
+    parser.add_argument("--tasks-per-node", type=int, help="Processes on each node. Default: one per GPU, else 1.")
+    parser.add_argument("--gpu", help="Kind of GPU, in the engine's words: H100.")
+    parser.add_argument("--time", help="The most time to take: HH:MM:SS. SLURM puts the job back into its queue then.")
+    parser.add_argument("--partition", help="Partition of SLURM.")
+    parser.add_argument("--account", help="Account of SLURM.")
+    parser.add_argument("--image", help="Container image with the project in its working directory.")
+    parser.add_argument("--volume", help="Claim of Kubernetes to mount at /runs.")
+    parser.add_argument("--setup", help="Shell command to run before, such as `source env/bin/activate`.")
+    parser.add_argument("--max-restarts", type=int, default=3, help="Restarts after failures. Default: 3. Not SLURM's.")
+    parser.add_argument("--name", help="Name of the job. Default: the config's.")
+    parser.add_argument("--file", help="File to write. Default: the job's name, with .sbatch, .ray.py, .k8s.yaml, ...")
+    parser.add_argument("--overwrite", action="store_true", help="Replace a file that has other text.")
+    parser.add_argument("--dry-run", action="store_true", help="Print the file; write and submit nothing.")
+    return parser
+
+
+def run(words: list[str]) -> int:
+    """Write a job, and submit it; returns the exit code."""
+    if "--" in words:
+        own, inner = words[: words.index("--")], words[words.index("--") + 1 :]
+    else:
+        own, inner = words, []
+    given = options().read(own)
+    engine = ENGINES[given.on]
+    for option in ("nodes", "gpus_per_node", "tasks_per_node", "max_restarts"):
+        least, value = int(option in ("nodes", "tasks_per_node")), getattr(given, option)
+        if value is not None and value < least:
+            raise ConfigError(f"--{option.replace('_', '-')}: must be at least {least}, found {value}.")
+    for option, instead in engine.without.items():
+        if getattr(given, option) is not None:
+            raise ConfigError(f"--{option}: not for --on {given.on}: {instead}. Leave it out.")
+    for option in ("gpu", "partition", "account", "image", "volume"):
+        if (text := getattr(given, option)) is not None and not re.fullmatch(r"[!-~]+", text):
+            raise ConfigError(f"--{option}: expected a word of printable ASCII characters, found {text!r}.")
+    if given.time is not None and not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", given.time):
+        raise ConfigError(f"--time: expected HH:MM:SS, found {given.time}.")
+    if given.on == "k8s" and given.image is None:
+        raise ConfigError("--image: Kubernetes needs one, with Lumen and the project in its working directory.")
+    if given.on == "sky" and given.gpus_per_node and given.gpu is None:
+        raise ConfigError("--gpu: SkyPilot must know the kind, as H100. `sky show-gpus` lists them.")
+    processes = given.tasks_per_node or given.gpus_per_node or 1
+    name, inner = _checked(inner, given.nodes, processes)
+    name = given.name or re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "lumen"
+    if not _NAME.fullmatch(name) or len(name) > 50:
+        raise ConfigError(f"--name: expected at most 50 small letters, digits and inner hyphens, found {name}.")
+    job = Job(
+        name, tuple(inner), given.nodes, given.gpus_per_node, processes, given.max_restarts, sys.executable,
+        os.getcwd(), given.gpu, given.time, given.partition, given.account, given.image, given.volume, given.setup,
+    )  # fmt: skip
+    if given.dry_run:
+        print(engine.text(job), end="", file=stdout)
+        return 0
+    path = Path(given.file or f"{name}{engine.suffix}")
+    _write(path, engine.text(job), [*engine.program, str(path)], job.words, overwrite=given.overwrite)
+    return _submit(engine, path)
+
+
+def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[str]]:
+    """The name of the run, and the words that the job runs; their errors are those of now, not of the queue.
+
+    Raises:
+        ConfigError: There is no command, it is wrong, or it asks for other processes than the job has.
+    """
+    if not inner or inner[0] not in COMMANDS:
+        found = f"found {inner[0]}" if inner else "there is none"
+        raise ConfigError(f"lumen submit: expected {' or '.join(COMMANDS)} after --, {found}.")
+    trainer = Checked(args=inner).settings.trainer
+    for option, asked, has, ours in (
+        ("devices", trainer.devices, processes, "--gpus-per-node or --tasks-per-node"),
+        ("num_nodes", trainer.num_nodes, nodes, "--nodes"),
+    ):
+        if asked is not None and str(asked) not in ("auto", "-1", str(has)):
+            raise ConfigError(f"trainer.{option}: {asked} asked for, but {ours} says {has}. Leave {option} out.")
+    if inner[0] == "fit" and trainer.resume is None:
+        inner = [*inner, "--trainer.resume", "auto"]
+    return trainer.name or inner[0], inner
+
+
+def _write(path: Path, text: str, command: list[str], words: Sequence[str], *, overwrite: bool) -> None:
+    """Write a job, but over no file that somebody may have edited; readable by others only without secrets.
+
+    Raises:
+        ConfigError: The file has other text, or cannot be written.
+    """
+    wanted = text.encode()
+    try:
+        if not overwrite and path.exists() and path.read_bytes() != wanted:
+            raise ConfigError(
+                f"{path} is there, with other text than this job has. Submit it as it is: {shlex.join(command)}; or "
+                "replace it: --overwrite; or write another file: --file PATH."
+            )
+        with replaced(path) as beside:
+            beside.touch(0o666 if masked_words(words) == [*words] else 0o600)
+            beside.write_bytes(wanted)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}. Say where: --file PATH.") from error
+
+
+def _submit(engine: Engine, path: Path) -> int:
+    command = [*engine.program, str(path)]
+    print(f"written: {path}; submitting: {shlex.join(command)}", file=stderr)
+    if (find_spec(engine.needs) if engine.needs else shutil.which(command[0])) is None:
+        raise ConfigError(
+            f"{engine.needs or command[0]} is not installed here. The job is in {path}. Where it is, run: "
+            f"{shlex.join(command)}"
+        )
+    return subprocess.run(command, check=False).returncode
