@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         LambdaCallback as LambdaCallback,
         LearningRateMonitor as LearningRateMonitor,
         ModelCheckpoint as ModelCheckpoint,
-        ModelPruning as ModelPruning,
         ModelSummary as ModelSummary,
         OnExceptionCheckpoint as OnExceptionCheckpoint,
         PredictionWriter as PredictionWriter,
@@ -87,8 +86,7 @@ _HOME = {
         "lumen.callbacks": (
             "BackboneFinetuning BaseFinetuning BasePredictionWriter Callback DeviceStatsMonitor EMA "
             "EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateMonitor ModelCheckpoint "
-            "ModelPruning ModelSummary OnExceptionCheckpoint PredictionWriter ProgressBar SWA "
-            " SpikeDetection ThroughputMonitor Timer"
+            "ModelSummary OnExceptionCheckpoint PredictionWriter ProgressBar SWA SpikeDetection ThroughputMonitor Timer"
         ),
         "lumen.callbacks.model_summary": "summarize",
         "lumen.checkpoint": "Weights",
@@ -136,7 +134,10 @@ def __getattr__(name: str) -> Any:
                 gc.enable()
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module 'lumen' has no attribute {name!r}")
+    from lumen.errors.lightning_names import INSTEAD_OF_CLASSES
+
+    instead = f". {INSTEAD_OF_CLASSES[name]}" if name in INSTEAD_OF_CLASSES else ""
+    raise AttributeError(f"module 'lumen' has no attribute {name!r}{instead}")
 
 
 def __dir__() -> list[str]:

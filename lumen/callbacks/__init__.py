@@ -28,6 +28,5 @@ from lumen.callbacks.prediction_writer import (
     PredictionWriter as PredictionWriter,
 )
 from lumen.callbacks.progress_bar import ProgressBar as ProgressBar
-from lumen.callbacks.pruning import ModelPruning as ModelPruning
 from lumen.callbacks.spike_detection import SpikeDetection as SpikeDetection
 from lumen.callbacks.timer import Timer as Timer

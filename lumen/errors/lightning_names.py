@@ -168,6 +168,7 @@ INSTEAD_OF_CLASSES = {
     "DeepSpeedStrategy": "Use lumen.FSDP.",
     "LightningEnvironment": "Leave it out: the environment of the processes is found.",
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
+    "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/smaller-models.md.",
     "NeptuneLogger": _OWN_LOGGER,
     "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
     "docs/smaller-models.md.",

@@ -1,18 +1,12 @@
 """The programs of the page on smaller models run, and quantization-aware training keeps the promises."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 
 import lumen
-from lumen.cli import main
-from tests.helpers import ROOT
-from tests.helpers.cli_tasks import Spy
 from tests.helpers.pages import snippets
 from tests.helpers.quantizing import Quantized, quantized
-from tests.helpers.workplace import LINE as CONFIG  # noqa: F401
 
 PAGE = "docs/smaller-models.md"
 
@@ -26,11 +20,31 @@ def test_the_programs_of_the_page_print_what_it_is_about(tmp_path, monkeypatch, 
     assert said == ["65.7% of the weights are 0", "IntxUnpackedToInt8Tensor differs by 0.0"]
 
 
-def test_pruning_is_named_on_the_command_line(workplace):
-    words = re.search(r"`(--trainer\.callbacks\+=ModelPruning\s[^`]*)`", (ROOT / PAGE).read_text())[1]
-    assert main(["fit", "--config", "line.yaml", *words.replace("net.0.weight", "layer.weight").split()]) == 0
-    (pruning,) = (each for each in Spy.trainer.callbacks if isinstance(each, lumen.ModelPruning))
-    assert pruning.parameters_to_prune == ["layer.weight"]
+@pytest.mark.parametrize("cut", [20, 48, 53])
+def test_pruning_of_the_page_resumes_exactly(tmp_path, monkeypatch, cut):
+    program, _ = snippets(PAGE)
+    page = {"__name__": "page"}
+    exec(program.split("trainer = ")[0], page)
+
+    def trained(name, **settings):
+        monkeypatch.chdir(tmp_path)
+        lumen.seed_everything(1)
+        task = page["Classifier"]()
+        lumen.Trainer(seed=1, name=name, resume="auto", **settings).fit(task, page["data"])
+        return task.state_dict()
+
+    whole = trained("whole", max_epochs=5)
+    trained("parts", max_steps=cut)
+    parts = trained("parts", max_epochs=5)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert not whole["net.0.weight_mask"].all()
+
+
+def test_model_pruning_is_refused_with_what_to_write():
+    with pytest.raises(AttributeError, match=r"'ModelPruning'\. Call torch.nn.utils.prune in the task"):
+        _ = lumen.ModelPruning
+    assert not hasattr(lumen, "Prunning")
 
 
 @pytest.mark.parametrize("cut", [3, 5])

@@ -24,7 +24,6 @@ KINDS = {
         "max_epochs": 9,
     },
     "out of time": lambda: {"max_epochs": 99, "max_time": {"milliseconds": 300}},
-    "pruned": lambda: {"callbacks": [lumen.ModelPruning("l1_unstructured", amount=0.2)]},
     "by hand": dict,
 }
 

@@ -212,7 +212,7 @@ def main(
             lumen.LearningRateMonitor(),
             *[lumen.SpikeDetection(window=4, warmup=2, rtol=0.15, max_in_a_row=99)] * spikes,
             *[lumen.SpikeDetection(**ROLLS_BACK)] * rolls_back,
-            *[Thawing(), lumen.SWA(5e-3, 1, 1), lumen.ModelPruning("l1_unstructured", amount=0.2)] * thaws,
+            *[Thawing(), lumen.SWA(5e-3, 1, 1)] * thaws,
             *[lumen.EMA(0.9)] * averages,
             *[lumen.BatchSizeFinder(init_val=2)] * finds,
             *[lumen.LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=20)] * finds,

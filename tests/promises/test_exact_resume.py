@@ -49,8 +49,8 @@ KILLS = {
         DDP_2 | {"rolls_back": True, "accumulate": 1},
         [(1, "train", 11), (1, "closing", 1), (0, "operation", 51)],
     ),
-    "finetuning, SWA, pruning": ({"thaws": True}, [(0, "train", 11), (0, "validate", 3), (0, "operation", 60)]),
-    "finetuning, SWA, pruning, ddp 2": (
+    "finetuning, SWA": ({"thaws": True}, [(0, "train", 11), (0, "validate", 3), (0, "operation", 60)]),
+    "finetuning, SWA, ddp 2": (
         DDP_2 | {"thaws": True},
         [(1, "train", 7), (0, "operation", 51), (0, "train", 4)],
     ),
@@ -67,7 +67,7 @@ KILLS = {
 }
 SLOW = (
     "workers of a stream", "by hand, fsdp 2", "bf16", "bf16, 2 workers", "spikes, ddp 2", "rolls back, ddp 2",
-    "finetuning, SWA, pruning, ddp 2", "EMA, teacher and Muon, ddp 2", "EMA, teacher and Muon, fsdp 2", "ddp 3",
+    "finetuning, SWA, ddp 2", "EMA, teacher and Muon, ddp 2", "EMA, teacher and Muon, fsdp 2", "ddp 3",
     "fsdp 2, 2 workers",
 )  # fmt: skip
 TIERS = {"ddp 2": "everyday", **dict.fromkeys(SLOW, "slow")}

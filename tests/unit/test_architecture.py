@@ -51,7 +51,6 @@ PUBLIC = [
     "LumenError",
     "MLFlowLogger",
     "ModelCheckpoint",
-    "ModelPruning",
     "ModelSummary",
     "OnExceptionCheckpoint",
     "PassThroughProfiler",
