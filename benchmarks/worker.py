@@ -22,8 +22,8 @@ from benchmarks.problem import Problem
 
 MARKER = "BENCHMARK "
 _MODULES = {
-    "again": "hand", "hand-fused": "hand", "hand-sliced": "hand", "lumen-own": "lumen",
-    "lumen-at-once": "lumen", "lightning-async": "lightning",
+    "again": "hand", "hand-seeded": "hand", "hand-fused": "hand", "hand-sliced": "hand",
+    "lumen-own": "lumen", "lumen-at-once": "lumen", "lightning-async": "lightning",
 }  # fmt: skip
 
 

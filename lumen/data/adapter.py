@@ -8,6 +8,8 @@ from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, final
 
+import torch
+
 from lumen.console import logger as _log
 from lumen.data.nested import tensors
 from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice
@@ -219,7 +221,11 @@ class SampleCounter:
 
     def __call__(self, batch: Any) -> int:
         """Return the size of dimension 0 of the batch's first tensor that has a dimension; 1 without such a tensor."""
-        samples = next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim() > 0), None)
+        first = batch[0] if type(batch) in (list, tuple) and batch else None  # Most batches need no search.
+        if type(first) is torch.Tensor and first.dim():
+            samples: int | None = first.shape[0]
+        else:
+            samples = next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim() > 0), None)
         if type(batch) not in self._known:
             self._known.add(type(batch))
             counted = (
