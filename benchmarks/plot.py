@@ -11,7 +11,8 @@ from benchmarks.report import all_rows, machine_lines
 
 _COLOURS = {
     "lumen": "#c2410c", "lightning": "#6d28d9", "lightning-async": "#a78bfa", "accelerate": "#0f766e",
-    "ignite": "#64748b", "hand-seeded": "#ca8a04", "hand-fused": "#a16207", "hand-sliced": "#713f12",
+    "ignite": "#64748b", "hand-seeded": "#ca8a04", "hand-summed": "#ca8a04",
+    "hand-fused": "#a16207", "hand-sliced": "#713f12",
 }  # fmt: skip
 _TICKS = (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8)
 _SHOWN = ("cpu_s", "wall_s", "first_s", "peak_mb", "calls")  # a save's seconds are no ratio to look at

@@ -22,7 +22,7 @@ from benchmarks.problem import Problem
 
 MARKER = "BENCHMARK "
 _MODULES = {
-    "again": "hand", "hand-seeded": "hand", "hand-fused": "hand", "hand-sliced": "hand",
+    "again": "hand", "hand-seeded": "hand", "hand-summed": "hand", "hand-fused": "hand", "hand-sliced": "hand",
     "lumen-own": "lumen", "lumen-at-once": "lumen", "lightning-async": "lightning",
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ def train(problem: Problem) -> None:
     if problem.system == "hand-seeded":
         batches = _seeded(batches)
     loop = (
-        _averaged if case.ema else _several if case.optimizers
+        _summed if problem.system == "hand-summed" else _averaged if case.ema else _several if case.optimizers
         else _scaled if case.precision == "fp16" else _autocast if case.precision == "bf16"
         else _accumulated if case.accumulate > 1 else _clipped if case.clip else _plain
     )  # fmt: skip
@@ -44,6 +44,21 @@ def _plain(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer,
         optimizer.zero_grad()
         loss = problem.loss(model, batch)
         loss.backward()
+        optimizer.step()
+
+
+def _summed(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
+    """Sum the weights and a vote to stop over the processes in each step, while the backward runs."""
+    for _, batch in zip(range(problem.steps), batches, strict=False):
+        optimizer.zero_grad()
+        loss = problem.loss(model, batch)
+        weight_and_vote = torch.tensor([float(len(batch[0])), 0.0], dtype=torch.float64)
+        work = torch.distributed.all_reduce(weight_and_vote, async_op=True)
+        loss.backward()
+        work.wait()
+        total, stops = weight_and_vote.tolist()
+        if stops or total != problem.case.batch_size * problem.case.ranks:
+            break
         optimizer.step()
 
 
