@@ -13,7 +13,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import lumen
-from lumen import cli, optim
+from lumen import optim
+from lumen.cli import commands
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
@@ -103,7 +104,7 @@ def _reference() -> Iterator[tuple[str, str]]:
         left = [name for name in left if name not in names]
         yield f"reference/{page}.md", _described(title, [f"lumen.{name}" for name in names])
     yield "reference/optim.md", _described("lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
-    helps = [_help(command) for command in ("", *cli.COMMANDS, *cli.LOOKS, *cli.WITHOUT_CONFIG)]
+    helps = [_help(command) for command in ("", *commands.known())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
 
 

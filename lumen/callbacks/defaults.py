@@ -11,6 +11,7 @@ from lumen.callbacks.checkpoint_names import deciding_first
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.errors import ConfigError
 from lumen.errors.arguments import in_words
+from lumen.internals.entry_points import CALLBACKS, load, registered
 
 
 def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
@@ -27,12 +28,13 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
         checkpointing: Whether the run is to save checkpoints.
 
     Returns:
-        The user's callbacks, the defaults that they do not replace, and last those that save checkpoints.
+        The user's callbacks, those of installed distributions, the defaults that neither replaces, and last those that
+        save checkpoints.
 
     Raises:
         ConfigError: Something given is no callback, or saves checkpoints in a run that is to save none.
     """
-    callbacks = listed("callbacks", given)
+    callbacks = [*listed("callbacks", given), *_registered()]
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if savers and not checkpointing:
         raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
@@ -42,6 +44,15 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
     if checkpointing and not savers:
         savers = [ModelCheckpoint()]
     return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers
+
+
+def _registered() -> list[Callback]:
+    """Return the callbacks that installed distributions give every trainer."""
+    return [
+        callback
+        for name in registered(CALLBACKS)
+        for callback in listed(f"entry point {name}", load(CALLBACKS, name, f"the callbacks of {name}")())
+    ]
 
 
 def listed(where: str, given: Any) -> list[Callback]:

@@ -6,40 +6,15 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 
+from lumen.cli import commands
 from lumen.console import stderr, stdout
 from lumen.distributed import worker
 from lumen.errors import HUNG, ConfigError, LumenError, ProcessStuck
-from lumen.errors.arguments import did_you_mean
 from lumen.internals.garbage import only_young_collected
 from lumen.version import __version__
 
 VERBOSE = "LUMEN_DEBUG"  # what `--verbose` sets, for the processes of the run too
-COMMANDS = {
-    "fit": "Train.",
-    "validate": "Evaluate on the validation data.",
-    "test": "Evaluate on the test data.",
-    "predict": "Predict; text is printed.",
-}
-LOOKS = {
-    "check": "Look at a configuration before a long run: data, first steps, schedules, room, time.",
-    "verify": "Prove the promises of Lumen on your own task and data.",
-}
-WITHOUT_CONFIG = {
-    "export": "Write the weights of a checkpoint as plain safetensors.",
-    "convert": "Write the weights of a pickle, such as Lightning's .ckpt, as safetensors.",
-    "init": "Begin a project: a task, data, a config and a test, which train at once.",
-    "migrate": "Edit a project that was written for PyTorch Lightning: imports, arguments, hooks, configs.",
-    "report": "Write runs as one HTML file that can be mailed: curves, settings, time, log.",
-    "runs": "List runs and their checkpoints.",
-    "diff": "Compare two runs or configs: where their trainings part, down to the operator.",
-    "replay": "Make one step of a run again and compare it with what the run recorded.",
-    "completion": "Print a script that makes bash, zsh or fish complete the words of lumen.",
-    "submit": "Write a job of SLURM, Ray, Kubernetes or SkyPilot that runs a command, and submit it.",
-}
 
 
 def main(args: list[str] | None = None) -> int:
@@ -80,29 +55,28 @@ def tell(error: LumenError) -> int:
 def _dispatch(args: list[str], *, own: bool) -> int:
     args = _heard(without_launchers(args))
     if not args or args[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        ours, others = (
-            [f"  {command:{width}}  {summary}" for command, summary in each.items()]
-            for each in (COMMANDS | LOOKS, WITHOUT_CONFIG)
-        )
-        head = "lumen COMMAND --config FILE [--KEY VALUE ...]"
-        more = "lumen COMMAND --help says more; with --verbose errors show every frame."
-        print(head, *ours, "without a config:", *others, more, sep="\n", file=stdout)
+        _show_help()
         return 0
     command, *words = args
     if command == "--version":
         print(f"lumen {__version__}", file=stdout)
         return 0
-    known = [*COMMANDS, *LOOKS, *WITHOUT_CONFIG]
-    if command not in known:
-        hint = did_you_mean(command, known) or " lumen --help lists them."
-        raise ConfigError(f"lumen has no command {command}.{hint}")
     with only_young_collected():
-        run = _command(command)
+        run = commands.find(command)
     if own:
         gc.freeze()  # what there is now stays until the end: no need to look through it again and again
 
     return run(words)
+
+
+def _show_help() -> None:
+    registered = commands.registered_names()
+    ours, others = [*commands.LOOPS, *registered[True]], registered[False]
+    width = max(map(len, commands.LOOPS))
+    lines = {name: f"  {name:{width}}  {commands.summary_of(name)}" for name in (*ours, *others)}
+    head = "lumen COMMAND --config FILE [--KEY VALUE ...]"
+    more = "lumen COMMAND --help says more; with --verbose errors show every frame."
+    print(head, *map(lines.get, ours), "without a config:", *map(lines.get, others), more, sep="\n", file=stdout)
 
 
 def _heard(words: list[str]) -> list[str]:
@@ -117,20 +91,3 @@ def without_launchers(words: list[str]) -> list[str]:
     """A command line without what `torch.distributed.launch` puts before it; the environment says the same."""
     rank = os.environ.get("LOCAL_RANK")
     return [word for word in words if word not in (f"--local-rank={rank}", f"--local_rank={rank}")]
-
-
-def _command(name: str) -> Callable[[list[str]], int]:
-    """Import what runs a command, which takes seconds, for torch: not before it is needed."""
-    if name in COMMANDS:
-        from lumen.cli import command_line
-
-        return partial(command_line.run, name)
-    run: Callable[[list[str]], int] = import_module(place_of(name)).run
-    return run
-
-
-def place_of(name: str) -> str:
-    """The module of a command that is none of the four loops."""
-    if name in ("verify", "diff", "replay"):
-        return f"lumen.tools.proof.{name}"
-    return "lumen.tools.completion" if name == "completion" else f"lumen.tools.{name}.command"

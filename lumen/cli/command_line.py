@@ -14,9 +14,10 @@ import yaml
 from jsonargparse import Namespace, set_loader
 
 from lumen.callbacks import Callback
-from lumen.cli import COMMANDS, tell, without_launchers
+from lumen.cli import tell, without_launchers
 from lumen.cli.building import build, explained_paths, is_plain, keep_given, take
 from lumen.cli.class_defaults import without_defaults
+from lumen.cli.commands import LOOPS
 from lumen.cli.config_checks import Check
 from lumen.cli.config_layers import Settings, Tree, as_list
 from lumen.cli.help import show_help
@@ -233,7 +234,7 @@ class CLI:
         parser = OptionParser(
             prog=program,
             usage=f"{' '.join(words)} --config FILE [--KEY VALUE ...]",
-            description=f"{COMMANDS[command]} {order}" if command else order,
+            description=f"{LOOPS[command]} {order}" if command else order,
             exit_on_error=False,
         )
         self._offer.add_to(parser, command, schedulers)

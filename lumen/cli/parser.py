@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn, final
 
-from lumen.cli import LOOKS, WITHOUT_CONFIG
+from lumen.cli.commands import Command
 from lumen.errors import ConfigError
 from lumen.errors.arguments import did_you_mean
 
@@ -15,19 +15,20 @@ class Words(argparse.ArgumentParser):
     """Reads a command line; what is wrong with it is a ConfigError.
 
     Args:
-        command: The command's name.
+        name: The command's name.
+        command: The command, whose summary begins the help.
         usage: Its arguments in a line.
         more: What its help says beside its options.
     """
 
-    def __init__(self, command: str, usage: str, more: str) -> None:
+    def __init__(self, name: str, command: Command, usage: str, more: str) -> None:
         self._options: list[str] = []
         super().__init__(
-            usage=f"lumen {command} {usage}",
-            description=f"{(LOOKS | WITHOUT_CONFIG)[command]} {more}",
+            usage=f"lumen {name} {usage}",
+            description=f"{command.summary} {more}",
             allow_abbrev=False,
         )
-        self._command = command
+        self._name = name
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
         """Add an argument, as argparse does."""
@@ -43,8 +44,8 @@ class Words(argparse.ArgumentParser):
         """
         for word in (word.partition("=")[0] for word in words if word.startswith("-")):
             if word not in self._options:
-                hint = did_you_mean(word, self._options) or f" lumen {self._command} --help shows all."
-                raise ConfigError(f"lumen {self._command} has no option {word}.{hint}")
+                hint = did_you_mean(word, self._options) or f" lumen {self._name} --help shows all."
+                raise ConfigError(f"lumen {self._name} has no option {word}.{hint}")
         return self.parse_args(words)
 
     def error(self, message: str) -> NoReturn:

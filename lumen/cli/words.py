@@ -10,7 +10,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, final
 
-from lumen.cli import COMMANDS
+from lumen.cli.commands import LOOPS
 from lumen.cli.config_layers import Tree, parse_words
 from lumen.console import stdout
 from lumen.errors import ConfigError
@@ -85,13 +85,13 @@ def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) 
 
 def _check_command(command: Any, program: str) -> None:
     if command in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+        width = max(map(len, LOOPS))
+        lines = [f"  {name:{width}}  {summary}" for name, summary in LOOPS.items()]
         head, more = f"{program} COMMAND --config FILE [--KEY VALUE ...]", f"{program} COMMAND --help says more."
         print(head, *lines, more, sep="\n", file=stdout)
         raise Shown
-    if command not in COMMANDS:
-        hint = did_you_mean(str(command), COMMANDS) or f" Did you mean {' or '.join(COMMANDS)}?"
+    if command not in LOOPS:
+        hint = did_you_mean(str(command), LOOPS) or f" Did you mean {' or '.join(LOOPS)}?"
         raise ConfigError(f"{program} has no command {command}.{hint}")
 
 
@@ -118,7 +118,7 @@ def default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
         ConfigError: A script gives its parser something else.
     """
     own = given.get(command, {}) if command else {}
-    given = {name: value for name, value in given.items() if name not in COMMANDS} | own
+    given = {name: value for name, value in given.items() if name not in LOOPS} | own
     for name, value in given.items():
         if name != "default_config_files" and value not in _ALWAYS_SO.get(name, ()):
             raise ConfigError(
@@ -154,7 +154,7 @@ def check_methods(kind: type) -> None:
         ConfigError: There are such methods; the message says what to write instead.
     """
     own = [name for base in kind.__mro__ if not base.__module__.startswith("lumen.") for name in vars(base)]
-    known = {f"{when}_{command}" for when in ("before", "after") for command in COMMANDS}
+    known = {f"{when}_{command}" for when in ("before", "after") for command in LOOPS}
     wrong = {name: NOT_IN_CLI[name] for name in own if name in NOT_IN_CLI}
     for name in own:
         if name.startswith(("before_", "after_")) and name not in {*known, "before_instantiate_classes"}:

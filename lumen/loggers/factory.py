@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from lumen.errors import ConfigError
+from lumen.internals.entry_points import LOGGERS, load, registered
 from lumen.loggers.base import Logger
 from lumen.loggers.csv import CSVLogger
 
-LoggerName: TypeAlias = Literal["csv", "tensorboard", "wandb", "mlflow", "aim"]
-
-_NAMES: dict[LoggerName, tuple[str, str]] = {
-    "csv": ("lumen.loggers.csv", "CSVLogger"),
-    "tensorboard": ("lumen.integrations.tensorboard", "TensorBoardLogger"),
-    "wandb": ("lumen.integrations.wandb", "WandbLogger"),
-    "mlflow": ("lumen.integrations.mlflow", "MLFlowLogger"),
-    "aim": ("lumen.integrations.aim", "AimLogger"),
-}
+_OURS = ("csv", "tensorboard", "wandb", "mlflow", "aim")
+if TYPE_CHECKING:
+    LoggerName: TypeAlias = str
+else:  # the names that are there, so that a wrong one is found where types are checked
+    LoggerName = Literal[(*_OURS, *(name for name in registered(LOGGERS) if name not in _OURS))]
 
 
 def as_loggers(given: bool | LoggerName | Logger | Sequence[LoggerName | Logger]) -> list[Logger]:
@@ -69,6 +65,10 @@ def with_own_record(given: Sequence[Logger]) -> list[Logger]:
 
 
 def _named(name: LoggerName) -> Logger:
-    module, kind = _NAMES[name]
-    made: Logger = getattr(import_module(module), kind)()
+    if name == "csv":
+        return CSVLogger()
+    what = f"the logger {name}"
+    made = load(LOGGERS, name, what)()
+    if not isinstance(made, Logger):
+        raise ConfigError(f"{what}: {type(made).__name__} is not derived from lumen.Logger. Derive it.")
     return made

@@ -6,15 +6,15 @@ import inspect
 import re
 from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Iterator
-from importlib import import_module
 from textwrap import shorten
 from typing import Any, Literal, get_args, get_origin
 
-from lumen.cli import COMMANDS, LOOKS, WITHOUT_CONFIG, place_of
+from lumen.cli.commands import LOOPS, Command, command_of, known, parser_of, summary_of
 from lumen.cli.parser import Words
 from lumen.console import stdout
 from lumen.errors.arguments import optional
 
+COMMAND = Command("Print a script that makes bash, zsh or fish complete the words of lumen.", __name__)
 _INSTALL = {
     "bash": "mkdir -p ~/.local/share/bash-completion/completions && lumen completion bash > "
     "~/.local/share/bash-completion/completions/lumen    # or source it in ~/.bashrc",
@@ -35,7 +35,7 @@ _FILES |= {"RUN", "CHECKPOINT_OR_RUN", "DIR", "A", "B", "FILE", "OUTPUT", "FILE_
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("completion", "bash|zsh|fish", _MORE)
+    parser = Words("completion", COMMAND, "bash|zsh|fish", _MORE)
     parser.add_argument("shell", choices=(*_INSTALL,), help="Who is to complete.")
     return parser
 
@@ -63,17 +63,17 @@ def all_commands(of_files: Any) -> ArgumentParser:
 
     root = ArgumentParser("lumen", allow_abbrev=False)
     commands = root.add_subparsers()
-    for name, summary in (COMMANDS | LOOKS | WITHOUT_CONFIG).items():
+    for name in known():
         parents: list[ArgumentParser] = []
-        if name in COMMANDS or name in LOOKS:
+        if name in LOOPS or command_of(name).has_config:
             parents.append(parser := OptionParser(prog="lumen", exit_on_error=False))
-            Offer().add_to(parser, "fit" if name in LOOKS else name, None)
-        if name not in COMMANDS:
-            parents.append(import_module(place_of(name)).options())
+            Offer().add_to(parser, name if name in LOOPS else "fit", None)
+        if name not in LOOPS:
+            parents.append(parser_of(name))
         for action in (action for parent in parents for action in parent._actions):
             _offer(action, of_files)
         commands.add_parser(
-            name, help=summary, parents=parents, add_help=False, conflict_handler="resolve", allow_abbrev=False
+            name, help=summary_of(name), parents=parents, add_help=False, conflict_handler="resolve", allow_abbrev=False
         )
     return root
 

@@ -21,6 +21,9 @@ FLOORS = (
     {"tools"},
 )
 
+#: What the core does without.
+AROUND_THE_CORE = ("cli", "tools", "integrations")
+
 
 def module_name(path):
     parts = path.relative_to(ROOT.parent).with_suffix("").parts

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from lumen.cli import COMMANDS, LOOKS, WITHOUT_CONFIG, main
+from lumen.cli import main
+from lumen.cli.commands import known
 from tests.helpers import ROOT
 
 PROGRAMS = (
@@ -20,7 +21,7 @@ PROGRAMS = (
 )
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S.*")
 IN_SENTENCE = re.compile(
-    rf"\b(?:lumen (?:{'|'.join(COMMANDS | LOOKS | WITHOUT_CONFIG)})|pip install|torchrun)"
+    rf"\b(?:lumen (?:{'|'.join(known())})|pip install|torchrun)"
     r"(?: (?:[A-Z]\S*[A-Z]\b\S*|--\S+ \S+|'\S+'|\"\S+\"|runs/\S+))+"
 )
 OPTIONS = re.compile(r"(?:--[\w.+]+ (?!--)\S+ ?)+")

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lumen.cli import main
-
 CONFIG = "model: {class_path: Net, init_args: {lr: 0.1, width: 8}}\ntrainer: {name: NAME, precision: fp32}\n"
 FILES = {
     "metrics.csv": "step,epoch,loss,val_loss\n1,0,0.5,\n2,1,0.25,0.75\n3,2,0.125,0.5\n",
@@ -102,6 +100,8 @@ def report(tmp_path, capsys):
     """What `lumen report` writes about runs."""
 
     def make(*runs):
+        from lumen.cli import main  # not of the core, whose tests use this file too
+
         output = tmp_path / "written" / "report.html"
         output.parent.mkdir(exist_ok=True)
         assert main(["report", *map(str, runs), "--output", str(output)]) == 0

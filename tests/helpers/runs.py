@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lumen.cli import main
 from tests.helpers import workplace
 
 SAVER = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss", "mode": "max"}}
@@ -17,6 +16,8 @@ def shown(capsys):
     """What the command prints."""
 
     def run(*words, code=0):
+        from lumen.cli import main  # not of the core, whose tests use this file too
+
         capsys.readouterr()
         assert main(["runs", *map(str, words)]) == code
         return capsys.readouterr().out
@@ -38,6 +39,8 @@ def listed(shown):
 
 
 def fit(*words):
+    from lumen.cli import main  # not of the core, whose tests use this file too
+
     assert main(["fit", "--config", "line.yaml", *words]) == 0
 
 

@@ -9,7 +9,8 @@ import pytest
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
-from lumen.cli import COMMANDS, LOOKS, WITHOUT_CONFIG, main
+from lumen.cli import main
+from lumen.cli.commands import known
 from tests.helpers import OF_TORCHVISION, ROOT
 from tests.helpers.commands import (
     SHORT,
@@ -128,7 +129,7 @@ def test_commands_for_several_machines_are_understood(line, tmp_path, capsys):
 
 
 def test_names_of_commands_are_known():
-    assert {line.split()[1] for line in select(NAME)} <= {*COMMANDS, *LOOKS, *WITHOUT_CONFIG}
+    assert {line.split()[1] for line in select(NAME)} <= {*known()}
 
 
 def test_targets_of_make_exist():

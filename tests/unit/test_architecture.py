@@ -5,6 +5,7 @@ import enum
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from contextlib import contextmanager
 from graphlib import TopologicalSorter
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.checkpoint.format.storage import Storage
 from lumen.task.hooks import HOOKS, MODE_HOOKS
-from tests.helpers.architecture import FLOORS, ROOT, SOURCES
+from tests.helpers.architecture import AROUND_THE_CORE, FLOORS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DOORS = {"lumen", "lumen.__main__"}
@@ -145,6 +146,19 @@ def test_a_module_imports_only_from_floors_below_its_own():
     for name in FLOORS:
         for each in name:
             assert any(unit(module) == each for module in SOURCES), f"FLOORS names {each}, which does not exist"
+
+
+def test_the_core_knows_nothing_around_it():
+    """Neither by an import anywhere in a function nor by the name of a module in a text; plugins are entry points."""
+    named = re.compile(r"lumen\.(cli|tools|integrations)(\.\w+)*")
+    for module, tree in SOURCES.items():
+        if module in DOORS or unit(module) in AROUND_THE_CORE:
+            continue
+        found = {name for lazily in (False, True) for name in imported_by(module, lazily=lazily)}
+        found |= {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not {name for name in found if named.fullmatch(name)}, module
 
 
 def test_the_one_way_up_is_the_one_that_is_listed():

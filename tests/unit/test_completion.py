@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from lumen.cli import COMMANDS, LOOKS, WITHOUT_CONFIG, main
+from lumen.cli import main
+from lumen.cli.commands import known
 from lumen.tools.completion import all_commands
 from tests.helpers.shells import completed
 
@@ -14,7 +15,7 @@ from tests.helpers.shells import completed
 def parsers():
     """For each command its parser."""
     (commands,) = (action.choices for action in all_commands("a file")._actions if isinstance(action.choices, dict))
-    assert [*commands] == [*COMMANDS, *LOOKS, *WITHOUT_CONFIG]
+    assert [*commands] == known()
     return commands
 
 

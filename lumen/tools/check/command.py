@@ -16,6 +16,7 @@ from lumen.cli.users_error import show as show_error
 from lumen.cli.words import Shown
 from lumen.console import stdout
 from lumen.errors import ConfigError, LumenError
+from lumen.tools.check import COMMAND
 from lumen.tools.check.look import look
 from lumen.tools.check.show import Report, as_json, show
 from lumen.trainer.logs import LogSettings, console_log
@@ -29,7 +30,7 @@ _MORE = (
 
 def options() -> Words:
     """Return the parser of the options that `lumen fit` lacks."""
-    parser = Words("check", "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _MORE)
+    parser = Words("check", COMMAND, "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _MORE)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--strict", action="store_true", help="Exit with 1 if something is suspicious.")
     parser.add_argument("--samples", type=int, default=1000, metavar="N", help="Training and validation samples to "

@@ -9,6 +9,7 @@ from lumen.cli.yaml_text import dump_yaml
 from lumen.console import size, stderr, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
+from lumen.tools.convert import COMMAND
 from lumen.tools.convert.unpickle import Converted, Request, convert
 
 _MORE = (
@@ -20,7 +21,7 @@ _MORE = (
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("convert", "FILE OUTPUT [--KEY VALUE ...]", _MORE)
+    parser = Words("convert", COMMAND, "FILE OUTPUT [--KEY VALUE ...]", _MORE)
     parser.add_argument("source", metavar="FILE", help="A .ckpt of Lightning's, or a .pt, .pth or .bin.")
     parser.add_argument("output", metavar="OUTPUT", help="A .safetensors file. It must not exist.")
     parser.add_argument("--key", metavar="NAME", help="Where in FILE the tensors are. Default: state_dict, or found.")

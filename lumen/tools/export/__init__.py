@@ -1,1 +1,5 @@
 """What a checkpoint holds, for other programs: the command `lumen export`, weights, and other formats."""
+
+from lumen.cli.commands import Command
+
+COMMAND = Command("Write the weights of a checkpoint as plain safetensors.", "lumen.tools.export.command")

@@ -15,6 +15,7 @@ from lumen.cli.parser import Words
 from lumen.console import size, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path
+from lumen.tools.export import COMMAND
 from lumen.tools.export.weights import Exported, export
 from lumen.trainer.logs import LogSettings, console_log
 
@@ -28,7 +29,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("export", "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _MORE)
+    parser = Words("export", COMMAND, "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _MORE)
     parser.add_argument(
         "source",
         metavar="CHECKPOINT_OR_RUN",

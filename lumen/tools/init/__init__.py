@@ -1,1 +1,7 @@
 """`lumen init`: a project of one's own to begin with."""
+
+from lumen.cli.commands import Command
+
+COMMAND = Command(
+    "Begin a project: a task, data, a config and a test, which train at once.", "lumen.tools.init.command"
+)

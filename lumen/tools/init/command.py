@@ -12,6 +12,7 @@ from pathlib import Path
 from lumen.cli.parser import Words
 from lumen.console import stdout
 from lumen.errors import ConfigError
+from lumen.tools.init import COMMAND
 
 _MORE = (
     "It needs no network and passes its own test. Templates: gpt writes text; images reads digits (lumen[examples]); "
@@ -25,7 +26,7 @@ _CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # of a templa
 def options() -> Words:
     """The options of the command."""
     templates = sorted(path.name for path in _TEMPLATES.iterdir())
-    parser = Words("init", f"NAME [--template {'|'.join(templates)}]", _MORE)
+    parser = Words("init", COMMAND, f"NAME [--template {'|'.join(templates)}]", _MORE)
     parser.add_argument("directory", metavar="NAME", help="Directory to make; its last part names the package in it.")
     parser.add_argument("--template", choices=templates, default="gpt", help="What to begin with. Default: gpt.")
     return parser

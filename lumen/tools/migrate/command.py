@@ -18,6 +18,7 @@ from lumen.cli.parser import Words
 from lumen.console import console, stderr, stdout
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import LIGHTNINGS
+from lumen.tools.migrate import COMMAND
 from lumen.tools.migrate.config import Config
 from lumen.tools.migrate.names import Names
 from lumen.tools.migrate.project import Classes, Read, files_of, unsaved
@@ -58,7 +59,7 @@ class Migrated(NamedTuple):
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("migrate", "PATH [--write]", _MORE)
+    parser = Words("migrate", COMMAND, "PATH [--write]", _MORE)
     parser.add_argument("path", metavar="PATH", help="A project's directory, or one file.")
     parser.add_argument("--write", action="store_true", help="Make the edits. Git must be able to take them back.")
     parser.add_argument("--force", action="store_true", help="Make them where git could not take them back, too.")

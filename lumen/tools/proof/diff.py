@@ -15,6 +15,7 @@ from lumen.cli.parser import Words
 from lumen.console import stderr, stdout
 from lumen.data.nested import flat
 from lumen.errors import ConfigError
+from lumen.tools.proof import DIFF
 from lumen.tools.proof.difference import Difference, Fit, compare
 from lumen.tools.proof.recorded import (
     Recorded,
@@ -78,7 +79,7 @@ class Findings:
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("diff", "A B [--steps N] [--records] [--json]", _MORE)
+    parser = Words("diff", DIFF, "A B [--steps N] [--records] [--json]", _MORE)
     parser.add_argument("a", metavar="A", help="The directory of a run, or a config file.")
     parser.add_argument("b", metavar="B", help="Another one.")
     parser.add_argument(

@@ -18,6 +18,7 @@ from lumen.cli.parser import Words
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
 from lumen.tools.check.show import parts_of
+from lumen.tools.proof import REPLAY
 from lumen.tools.proof.recorded import RecordedRun, metrics_of
 from lumen.tools.proof.recorder import Recorder
 from lumen.tools.proof.rerun import Rerun, coded
@@ -44,7 +45,7 @@ _FEW = 8
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("replay", "RUN --step N [--python]", _MORE)
+    parser = Words("replay", REPLAY, "RUN --step N [--python]", _MORE)
     parser.add_argument("run", metavar="RUN", help="The directory of a run.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="Number of the step, from 1.")
     parser.add_argument(

@@ -20,6 +20,7 @@ from lumen.cli.parser import Words
 from lumen.console import stderr, stdout
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
+from lumen.tools.proof import VERIFY
 from lumen.tools.proof.certificate import certificate, changes, read
 from lumen.tools.proof.prove import COMPARISONS, Proof, Prover, Row, machine
 from lumen.tools.proof.variants import Size
@@ -74,7 +75,7 @@ def make(words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], s
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("verify", _USAGE, _MORE)
+    parser = Words("verify", VERIFY, _USAGE, _MORE)
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="Optimizer steps of a variant. Default: 5.")
     parser.add_argument("--only", metavar="NAMES", help=f"Compare these alone: {', '.join(COMPARISONS)}.")
     parser.add_argument("--compile", action="store_true", help="Compare eager with compiled too.")

@@ -1,1 +1,7 @@
 """Reports: runs as one HTML file that needs no network."""
+
+from lumen.cli.commands import Command
+
+COMMAND = Command(
+    "Write runs as one HTML file that can be mailed: curves, settings, time, log.", "lumen.tools.report.command"
+)

@@ -8,6 +8,7 @@ from lumen.cli.parser import Words
 from lumen.console import size, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path, optional
+from lumen.tools.report import COMMAND
 from lumen.tools.report.record import is_recorded
 from lumen.tools.runs.find import find_runs, look
 from lumen.tools.runs.listing import ShownRun
@@ -20,7 +21,7 @@ _MORE = (
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("report", "RUN [RUN ...] [--output FILE]", _MORE)
+    parser = Words("report", COMMAND, "RUN [RUN ...] [--output FILE]", _MORE)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="A run's directory, or one that has runs below it.")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="Default: report.html.")
     return parser

@@ -16,6 +16,7 @@ from rich.text import Text
 from lumen.cli.parser import Words
 from lumen.console import size, stdout
 from lumen.errors import ConfigError
+from lumen.tools.runs import COMMAND
 from lumen.tools.runs.find import runs_in
 from lumen.tools.runs.listing import ShownRun
 from lumen.tools.runs.records import (
@@ -259,7 +260,7 @@ def _is_table(given: Namespace) -> bool:
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("runs", "[DIR] [--where CONDITION] [--sort NAME] [--compare RUN RUN] [--json]", _MORE)
+    parser = Words("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--compare RUN RUN] [--json]", _MORE)
     parser.add_argument(
         "directory",
         nargs="?",

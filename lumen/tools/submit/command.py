@@ -13,14 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, final
 
-from lumen.cli import COMMANDS
 from lumen.cli.command_line import Checked
+from lumen.cli.commands import LOOPS
 from lumen.cli.parser import Words
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
 from lumen.internals.masking import masked_words
 from lumen.internals.whole_files import replaced
-from lumen.tools.submit import kubernetes, ray_train, skypilot, slurm
+from lumen.tools.submit import COMMAND, kubernetes, ray_train, skypilot, slurm
 from lumen.tools.submit.job import Job
 
 _MORE = (
@@ -72,7 +72,7 @@ ENGINES = {
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("submit", "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE ...", _MORE)
+    parser = Words("submit", COMMAND, "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE ...", _MORE)
     parser.add_argument("--on", required=True, choices=ENGINES, help="The engine of the cluster.")
     parser.add_argument("--nodes", type=int, default=1, help="Number of nodes. Default: 1.")
     parser.add_argument("--gpus-per-node", type=int, default=1, help="GPUs on each; 0: train on the CPU. Default: 1.")
@@ -139,9 +139,9 @@ def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[st
     Raises:
         ConfigError: There is no command, it is wrong, or it asks for other processes than the job has.
     """
-    if not inner or inner[0] not in COMMANDS:
+    if not inner or inner[0] not in LOOPS:
         found = f"found {inner[0]}" if inner else "there is none"
-        raise ConfigError(f"lumen submit: expected {' or '.join(COMMANDS)} after --, {found}.")
+        raise ConfigError(f"lumen submit: expected {' or '.join(LOOPS)} after --, {found}.")
     trainer = Checked(args=inner).settings.trainer
     for option, asked, has, ours in (
         ("devices", trainer.devices, processes, "--gpus-per-node or --tasks-per-node"),

@@ -1,0 +1,120 @@
+"""The commands of `lumen`: the four loops of a trainer, and what distributions register as `lumen.commands`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import final
+
+from lumen.errors import ConfigError, LumenError
+from lumen.errors.arguments import did_you_mean
+from lumen.internals import entry_points
+
+LOOPS = {
+    "fit": "Train.",
+    "validate": "Evaluate on the validation data.",
+    "test": "Evaluate on the test data.",
+    "predict": "Predict; text is printed.",
+}
+"""The commands of every command line, of a script's too; nothing can be registered in their place."""
+
+
+@final
+@dataclass(frozen=True)
+class Command:
+    """A command, as an entry point of the group `lumen.commands` names it.
+
+    The help of `lumen` imports the module of this object, so that module should import little.
+
+    Args:
+        summary: One sentence for the help.
+        module: Full name of the module with `run(words: list[str]) -> int`, which returns the exit code, and
+            `options() -> argparse.ArgumentParser`. It is imported when the command runs, or a shell completes it.
+        has_config: True if the command takes the options of `lumen fit` too.
+    """
+
+    summary: str
+    module: str
+    has_config: bool = False
+
+
+def known() -> list[str]:
+    """Return the names of all commands: the loops, then those with a config, then the others."""
+    names = registered_names()
+    return [*LOOPS, *names[True], *names[False]]
+
+
+def registered_names() -> dict[bool, list[str]]:
+    """Return the names of registered commands, by whether they have a config; a broken one has none."""
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for name in sorted(entry_points.registered(entry_points.COMMANDS).keys() - LOOPS.keys()):
+        try:
+            names[command_of(name).has_config].append(name)
+        except ConfigError:
+            names[False].append(name)
+    return names
+
+
+def command_of(name: str) -> Command:
+    """Import a registered command.
+
+    Raises:
+        ConfigError: It is registered by nobody or by two distributions, cannot be imported, or is no `Command`.
+    """
+    what = f"the command {name}"
+    command = entry_points.load(entry_points.COMMANDS, name, what)
+    if not isinstance(command, Command):
+        raise ConfigError(f"{what}: expected a lumen.cli.commands.Command, found {command!r}. Register one.")
+    return command
+
+
+def summary_of(name: str) -> str:
+    """Return the line of a command in the help: its summary, or why it cannot be used."""
+    try:
+        return LOOPS.get(name) or command_of(name).summary
+    except ConfigError as error:
+        return str(error)
+
+
+def find(name: str) -> Callable[[list[str]], int]:
+    """Import what runs a command, which takes seconds, for torch.
+
+    Raises:
+        ConfigError: There is no such command, or it cannot be imported.
+    """
+    if name in LOOPS:
+        from lumen.cli import command_line
+
+        return partial(command_line.run, name)
+    registered = entry_points.registered(entry_points.COMMANDS)
+    if name not in registered:
+        if not any(entry_points.distribution(each) == "lumen" for several in registered.values() for each in several):
+            raise ConfigError(f"lumen has no command {name}. {entry_points.how_to_install()}")
+        raise ConfigError(f"lumen has no command {name}.{did_you_mean(name, known()) or ' lumen --help lists them.'}")
+    run: Callable[[list[str]], int] = _module_of(name).run
+    return run
+
+
+def parser_of(name: str) -> ArgumentParser:
+    """Return the options of a registered command.
+
+    Raises:
+        ConfigError: The command cannot be imported.
+    """
+    parser: ArgumentParser = _module_of(name).options()
+    return parser
+
+
+def _module_of(name: str) -> ModuleType:
+    command = command_of(name)
+    try:
+        return import_module(command.module)
+    except LumenError:
+        raise
+    except Exception as error:
+        (entry,) = entry_points.registered(entry_points.COMMANDS)[name]
+        raise entry_points.broken(f"the command {name}", entry_points.distribution(entry), error) from error

@@ -1,0 +1,71 @@
+"""What installed distributions register with Lumen by entry points: commands, loggers and callbacks."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from lumen.errors import ConfigError, LumenError
+
+COMMANDS = "lumen.commands"
+LOGGERS = "lumen.loggers"
+CALLBACKS = "lumen.callbacks"
+
+
+@cache
+def registered(group: str) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of a group by name; a name has several if several distributions register it."""
+    found: dict[str, list[EntryPoint]] = {}
+    for each in _installed().select(group=group):
+        found.setdefault(each.name, []).append(each)
+    return found
+
+
+@cache
+def _installed() -> Any:
+    return entry_points()  # a few ms, once for all groups
+
+
+def load(group: str, name: str, what: str) -> Any:
+    """Import what is registered under a name.
+
+    Args:
+        group: The group of entry points.
+        name: A name of the group, or one that Lumen itself registers.
+        what: What is imported, for errors, such as "the command diff".
+
+    Raises:
+        ConfigError: The name is registered by nobody or by two distributions, or the import fails.
+    """
+    found = registered(group).get(name, [])
+    if not found:
+        raise ConfigError(f"{what} is not registered. {how_to_install()}")
+    if len(found) > 1:
+        owners = " and ".join(sorted(map(distribution, found)))
+        raise ConfigError(f"{what} is registered by {owners}. Uninstall one of them.")
+    try:
+        return found[0].load()
+    except LumenError:
+        raise
+    except Exception as error:
+        raise broken(what, distribution(found[0]), error) from error
+
+
+def broken(what: str, owner: str, error: Exception) -> ConfigError:
+    """Return the error of a registered module that cannot be imported."""
+    found = f"{type(error).__name__}: {error}"
+    return ConfigError(f"{what}, registered by {owner}, cannot be imported ({found}). Repair or uninstall {owner}.")
+
+
+def distribution(entry: EntryPoint) -> str:
+    """Return the name of the distribution that registers an entry point."""
+    return entry.dist.name if entry.dist is not None else entry.module
+
+
+def how_to_install() -> str:
+    """Return the sentence that says how Lumen's own entry points come to exist."""
+    root = Path(__file__).parents[2]
+    where = f"--editable {root}" if (root / "pyproject.toml").is_file() else "--force-reinstall lumen"
+    return f"The installed metadata of Lumen is missing or old: run pip install {where}"
