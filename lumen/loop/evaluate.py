@@ -17,7 +17,7 @@ from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.nested import move
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.distributed.dtensor import is_sharded
-from lumen.loop.around_step import unnoticed
+from lumen.loop.micro_batch import unnoticed
 from lumen.loop.step_in_parts import Halves, explained
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.step_values import for_loggers

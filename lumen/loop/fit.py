@@ -11,10 +11,9 @@ from lumen.checkpoint.save.collect import check_additions, check_first_state
 from lumen.console import logger as _log
 from lumen.data.windows import AccumulationWindow
 from lumen.errors import DataError, TrainingError
-from lumen.loop.around_step import EpochSkipped, RolledBack, is_left_out, leave_out
 from lumen.loop.evaluate import evaluate, publish
 from lumen.loop.manual import manual_step
-from lumen.loop.step import train_step
+from lumen.loop.step import EpochSkipped, train_step
 from lumen.loop.step_in_parts import explain
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.step_values import for_loggers
@@ -24,6 +23,25 @@ from lumen.run.configure_optimizers import check_held
 from lumen.run.open_loaders import NO_TRAINING, open_loaders
 from lumen.run.run import Run
 from lumen.task.modes import Modes
+
+
+class RolledBack(Exception):
+    """Hooks of all processes asked to go back to a checkpoint.
+
+    Args:
+        run: The run that trains.
+        window: Its newest window, which is used.
+        before: How many windows of its size before it are left out then.
+        after: How many after it.
+
+    Attributes:
+        left_out: The micro-batches of the run, from and to, that are not to be trained on.
+    """
+
+    def __init__(self, run: Run, window: AccumulationWindow, before: int, after: int) -> None:
+        super().__init__()
+        end, size = run.progress.micro_batches, len(window.sizes)
+        self.left_out = [max(0, end - (before + 1) * size), end + after * size]
 
 
 class StopRequested(Exception):
@@ -285,3 +303,18 @@ def validation_done(run: Run) -> None:
     run.progress.validation_due = False
     run.values.has_validated = True
     run.ending.validated_at_s = run.ending.vote.now_s
+
+
+def is_left_out(run: Run) -> bool:
+    """Return True if the next step is left out of the training."""
+    return any(begin <= run.progress.micro_batches < end for begin, end in run.progress.left_out)
+
+
+def leave_out(run: Run, window: AccumulationWindow) -> bool:
+    """Read the batches of a step without training on them. Returns False: no update is made."""
+    run.step.begin()
+    for _ in window:  # what was asked of a loader's workers comes in order
+        pass
+    run.progress.advance(window, updated=False)
+    run.step.end(window)
+    return False

@@ -7,7 +7,8 @@ from typing import Any
 
 from lumen.data.nested import detached
 from lumen.data.windows import AccumulationWindow
-from lumen.loop.around_step import EpochSkipped, unnoticed, weigh
+from lumen.loop.micro_batch import unnoticed, weigh
+from lumen.loop.step import EpochSkipped
 from lumen.run.run import Run
 
 

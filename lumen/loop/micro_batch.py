@@ -1,17 +1,36 @@
-"""Forward and backward of one micro-batch."""
+"""One micro-batch: its weight, its forward and its backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from lumen.data.windows import MicroBatch
+from lumen.data.nested import fill
+from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
-from lumen.loop.around_step import refuse_own_backward, refuse_synced_norms, unnoticed
+from lumen.internals.tensors import own_buffers
+from lumen.metrics.collector import StageMetrics
+from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
 from lumen.task.step_output import read_output, without_gradient
+
+
+def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
+    """Return the micro-batches of a step with the weights that are known, all fetched if the task weighs them."""
+    micro_batches: Iterable[MicroBatch] = window
+    planned: float = window.samples
+    if run.step.weighting.by_task:
+        micro_batches = list(window)
+        for micro in micro_batches:
+            micro.weight = 0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch))
+        (total,) = run.processes.sum([sum(micro.weight for micro in micro_batches)])
+        planned = total * run.strategy.data_world_size / run.processes.world_size  # a data rank counts once
+    run.step.weighting.begin(planned, len(window.sizes), run.progress.weight_guess)
+    return micro_batches
 
 
 def accumulate(
@@ -121,3 +140,70 @@ def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWei
         f"training_step returned None for the first micro-batch of rank {run.processes.rank}, and this "
         "strategy needs a forward of every rank. Return (loss, 0) for a batch to leave out."
     )
+
+
+def refuse_own_backward(run: Run, before: Sequence[torch.Tensor | None]) -> None:
+    """Raise if `training_step` has touched gradients in the first step of a run.
+
+    Args:
+        run: The run that trains.
+        before: The gradients before it was called.
+
+    Raises:
+        TrainingError: `training_step` has called backward or zero_grad itself.
+    """
+    for old, new in zip(before, run.optim.gradients(), strict=False):
+        if old is not new:
+            did = "a backward" if new is not None else "zero_grad"
+            raise TrainingError(
+                f"training_step has called {did} itself: the gradients of the optimizer's parameters are not what they "
+                "were before. Lumen calls zero_grad, backward and the optimizer's step: return the loss, or the sum of "
+                "several. For gradients that are used within the step call torch.autograd.grad, which leaves those of "
+                "parameters alone."
+            )
+
+
+def refuse_synced_norms(run: Run) -> None:
+    """Raise if SyncBatchNorm is used: its forward on a dummy batch would change the statistics.
+
+    Raises:
+        TrainingError: A module of the task is a SyncBatchNorm in training.
+    """
+    if run.processes.world_size == 1:
+        return
+    if any(isinstance(module, torch.nn.SyncBatchNorm) and module.training for module in run.task.modules()):
+        raise TrainingError(
+            f"rank {run.processes.rank} has no loss in step {run.progress.step + 1}, but SyncBatchNorm needs a forward "
+            "and a backward of every process. Use drop_last=True and a global batch that is a multiple of the "
+            "processes', return no None from training_step, or use a norm that does not depend on the batch."
+        )
+
+
+def mark(run: Run) -> Callable[[], None]:
+    """Return a function that restores metrics and buffers as they are now."""
+    accumulated = metric_states(run.task)
+    places = [(own, own.copy()) for module in run.task.modules() if (own := own_buffers(module))]
+    values = [(buffer, buffer.detach().clone()) for buffer in run.task.buffers()]
+
+    def put_back() -> None:
+        restore_metrics(accumulated)
+        for buffers, held in places:  # an assignment has put another tensor there
+            buffers.clear()
+            buffers.update(held)
+        with torch.no_grad():
+            for buffer, before in values:
+                fill(buffer, before)
+
+    return put_back
+
+
+@contextmanager
+def unnoticed(run: Run) -> Iterator[None]:
+    """Restore afterwards what a forward in this context logs, counts and moves, since it is no part of the run."""
+    metrics, put_back = run.log.stage, mark(run)
+    run.log.stage = StageMetrics()
+    try:
+        yield
+    finally:
+        run.log.stage = metrics
+        put_back()

@@ -13,14 +13,17 @@ from lumen.data.nested import detached
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
 from lumen.internals.tensors import writes_to
-from lumen.loop.around_step import EpochSkipped, weigh
-from lumen.loop.micro_batch import accumulate
+from lumen.loop.micro_batch import accumulate, weigh
 from lumen.loop.step_in_parts import StepInParts, agree_on_size, say_size
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.random import GeneratorStates
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
+
+
+class EpochSkipped(Exception):
+    """A hook ended the epoch."""
 
 
 def train_step(run: Run, window: AccumulationWindow) -> bool:

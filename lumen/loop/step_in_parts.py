@@ -14,8 +14,7 @@ from lumen.data.parts import cut, joined, spans
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import ConfigError
 from lumen.internals.memory import drop_failed_backward, empty_device_cache, is_out_of_memory
-from lumen.loop.around_step import mark, unnoticed
-from lumen.loop.micro_batch import accumulate
+from lumen.loop.micro_batch import accumulate, mark, unnoticed
 from lumen.metrics.torchmetrics_states import load_metric_state, metric_state, metrics_of
 from lumen.random import GeneratorStates
 from lumen.run.run import Run

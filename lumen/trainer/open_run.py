@@ -31,8 +31,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.internals.garbage import collected_every
 from lumen.internals.stop_signals import LEFT
 from lumen.loggers import Logger, with_own_record
-from lumen.loop.around_step import RolledBack
-from lumen.loop.fit import StopRequested
+from lumen.loop.fit import RolledBack, StopRequested
 from lumen.metrics.torchmetrics_states import unshare_metrics
 from lumen.precision import make_precision
 from lumen.profilers import profiled

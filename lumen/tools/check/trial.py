@@ -17,8 +17,8 @@ import torch
 from lumen.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, savers_of
 from lumen.checkpoint import check_savable
 from lumen.console import logger
-from lumen.loop.around_step import unnoticed
 from lumen.loop.fit import train
+from lumen.loop.micro_batch import unnoticed
 from lumen.profilers import make_profiler
 from lumen.random import GeneratorStates
 from lumen.run.plan import Plan
