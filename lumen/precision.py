@@ -207,10 +207,10 @@ class Float16(Precision):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        _check(1 <= init_scale < math.inf, "init_scale", init_scale, "at least 1")
-        _check(1 < growth_factor < math.inf, "growth_factor", growth_factor, "more than 1")
-        _check(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "between 0 and 1")
-        _check(growth_interval >= 1, "growth_interval", growth_interval, "at least 1")
+        _check("init_scale", init_scale, "at least 1", holds=1 <= init_scale < math.inf)
+        _check("growth_factor", growth_factor, "more than 1", holds=1 < growth_factor < math.inf)
+        _check("backoff_factor", backoff_factor, "between 0 and 1", holds=0 < backoff_factor < 1)
+        _check("growth_interval", growth_interval, "at least 1", holds=growth_interval >= 1)
         self._init_scale = float(init_scale)
         growth = float(growth_factor), float(backoff_factor), growth_interval
         self._growth: dict[str, Any] = dict(zip(_GROWTH, growth, strict=True))
@@ -351,7 +351,7 @@ def _culprit(modules: list[nn.Module]) -> str:
     return f"{path!r} ({type(culprit).__name__}){device}" if path else f"a step of {type(task).__name__}{device}"
 
 
-def _check(holds: bool, name: str, found: float, expected: str) -> None:
+def _check(name: str, found: float, expected: str, *, holds: bool) -> None:
     if not holds:
         raise ConfigError(f"precision: {name} must be {expected}, found {found:g}.")
 

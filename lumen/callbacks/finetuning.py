@@ -132,13 +132,13 @@ class BaseFinetuning(Callback, ABC):
             ConfigError: The optimizer moves all of it already.
         """
         _train(each for each in _flat(modules) if train_bn or not isinstance(each, _NORMS))
-        new = cls._left_out(modules, optimizer, train_bn, requires_grad=True)
+        new = cls._left_out(modules, optimizer, train_bn=train_bn, requires_grad=True)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
         optimizer.add_param_group({"params": new, "lr": rate} | ({} if name is None else {"name": name}))
 
     @classmethod
     def _left_out(
-        cls, modules: Modules, optimizer: Optimizer, train_bn: bool, *, requires_grad: bool
+        cls, modules: Modules, optimizer: Optimizer, *, train_bn: bool, requires_grad: bool
     ) -> list[nn.Parameter]:
         """Return the parameters that the optimizer does not move yet; refuse an optimizer that moves all."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -224,7 +224,7 @@ class BackboneFinetuning(BaseFinetuning):
                 "whose finetune_function is called for each of them."
             )
         if not any(group.get("name") == "backbone" for group in optimizer.param_groups):
-            self._left_out(task.backbone, optimizer, self.train_bn, requires_grad=False)
+            self._left_out(task.backbone, optimizer, train_bn=self.train_bn, requires_grad=False)
 
     def finetune_function(self, task: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone, or raise its rate."""

@@ -238,7 +238,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
                 each.save(trainer, at_once=ending)
             elif trainer.clock_s >= each._reserves_at_s and not ending:
                 each._reserves_at_s = math.inf
-                trainer.checkpoints.reserve(each.asynchronous)
+                trainer.checkpoints.reserve(asynchronous=each.asynchronous)
 
     def _note_score(self, trainer: Trainer) -> None:
         """Note the monitor's value, if it has a new one, as that of this boundary's checkpoint too."""
@@ -339,9 +339,9 @@ class ModelCheckpoint(Callback, LacksLightnings):
 
     def _prune(self, trainer: Trainer, newest: PurePath) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
-        trainer.processes.on_rank_zero(partial(remove_checkpoints, self._account(trainer, newest, True)))
+        trainer.processes.on_rank_zero(partial(remove_checkpoints, self._account(trainer, newest, committed=True)))
 
-    def _account(self, trainer: Trainer, newest: PurePath, committed: bool) -> list[PurePath]:
+    def _account(self, trainer: Trainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
         sharing = self._sharing(newest.parent)
         rules = [saver._rule() for saver in sharing]

@@ -103,7 +103,7 @@ class ThroughputMonitor(Callback):
     }
 
     @checked
-    def __init__(self, measure_flops: bool = False, window_s: float = 0.0) -> None:
+    def __init__(self, *, measure_flops: bool = False, window_s: float = 0.0) -> None:
         at_least(0, "ThroughputMonitor", window_s=window_s)
         self.measure_flops = measure_flops
         self._throughput = Throughput(window_s)

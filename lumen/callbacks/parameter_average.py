@@ -34,7 +34,7 @@ class ParameterAverage(Callback, ABC):
 
     stops_at_steps = False
 
-    def __init__(self, use_buffers: bool) -> None:
+    def __init__(self, *, use_buffers: bool) -> None:
         self.use_buffers = use_buffers
         self._average: dict[str, torch.Tensor] = {}  # empty until it begins
         self._updates = 0  # how often it has moved
@@ -210,13 +210,14 @@ class EMA(ParameterAverage):
         update_every_n_steps: int = 1,
         update_starting_at_step: int | None = None,
         update_starting_at_epoch: int | None = None,
+        *,
         warmup: bool = False,
         use_buffers: bool = True,
     ) -> None:
         if not 0.0 <= decay < 1.0:
             raise ConfigError(f"EMA: decay must be at least 0 and less than 1, found {decay:g}.")
         at_least(1, update_every_n_steps=update_every_n_steps)
-        super().__init__(use_buffers)
+        super().__init__(use_buffers=use_buffers)
         self.decay, self.warmup = decay, warmup
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
@@ -293,9 +294,10 @@ class SWA(ParameterAverage):
         swa_epoch_start: int | float = 0.8,
         annealing_epochs: int = 10,
         annealing_strategy: Literal["cos", "linear"] = "cos",
+        *,
         use_buffers: bool = True,
     ) -> None:
-        super().__init__(use_buffers)
+        super().__init__(use_buffers=use_buffers)
         at_least(0, swa_epoch_start=swa_epoch_start, annealing_epochs=annealing_epochs)
         if isinstance(swa_epoch_start, float) and swa_epoch_start >= 1 and not swa_epoch_start.is_integer():
             raise ConfigError(f"SWA: swa_epoch_start is a share below 1 or a whole epoch, found {swa_epoch_start:g}.")

@@ -248,7 +248,7 @@ class CLI:
 
     def _fit_command(self) -> str:
         """Return the first words of a command that trains; empty if the script passes the arguments itself."""
-        return script_command(self.subcommand is not None) if self._reads_words else ""
+        return script_command(has_commands=self.subcommand is not None) if self._reads_words else ""
 
     # ------------------------------------------------------------------ running
 

@@ -128,7 +128,7 @@ def default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
     return [file for pattern in given.get("default_config_files", ()) for file in sorted(glob(str(pattern)))]
 
 
-def script_command(has_commands: bool) -> str:
+def script_command(*, has_commands: bool) -> str:
     """Return the words that a command line of this process's script begins with, if the script trains.
 
     Args:

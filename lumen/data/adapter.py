@@ -136,11 +136,11 @@ class LoadedStep(NamedTuple):
     state: dict[str, Any]
 
     def window(
-        self, index: int, last: bool, state: dict[str, Any], waited_s: float, rank_slice: RankSlice
+        self, index: int, state: dict[str, Any], waited_s: float, rank_slice: RankSlice, *, last: bool
     ) -> AccumulationWindow:
         """The step for the loop; dummies stand behind all other items."""
         return AccumulationWindow(
-            map(_FETCHED, self.items).__next__, self.sizes, index, last, state, waited_s, rank_slice, self.assigned
+            map(_FETCHED, self.items).__next__, self.sizes, index, state, waited_s, rank_slice, self.assigned, last=last
         )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def read_ahead(
         step, ahead = ahead, next(steps, None)
         waited_s = perf_counter() - start
         last = ahead is None
-        yield step.window(index, last, at_end(step.state) if last else step.state, waited_s, rank_slice)
+        yield step.window(index, at_end(step.state) if last else step.state, waited_s, rank_slice, last=last)
         index += len(step.sizes)
 
 
@@ -194,7 +194,7 @@ def one_by_one(
         waited_s, first = perf_counter() - start, index
         index += len(step.sizes)
         last = length is not None and index >= length
-        yield step.window(first, last, at_end(step.state) if last else step.state, waited_s, rank_slice)
+        yield step.window(first, at_end(step.state) if last else step.state, waited_s, rank_slice, last=last)
         if last:
             return
         start = perf_counter()

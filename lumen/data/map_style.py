@@ -171,7 +171,7 @@ class MapStyleAdapter(LoaderAdapter):
             own = rank_slice.take(requests, assigned)
             fetch = ((load(request), 0) for request in own).__next__  # zip would keep the batch
             window = AccumulationWindow(
-                fetch, sizes, index, ahead is None, state, 0.0, rank_slice, assigned, self._parts > 1
+                fetch, sizes, index, state, 0.0, rank_slice, assigned, last=ahead is None, whole=self._parts > 1
             )
             window.requests = own
             yield window

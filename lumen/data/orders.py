@@ -176,7 +176,7 @@ class SampledOrder(Order):
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """See `Order.steps`."""
         again, self._begun = self._begun or epoch > 0, True
-        stream = _SeededIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD, again)
+        stream = _SeededIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD, again=again)
         stream.skip(position.samples)
         start = position.samples
         samples = None
@@ -227,7 +227,7 @@ class BatchedOrder(Order):
         """See `Order.steps`."""
         again, self._begun = self._begun or epoch > 0, True
         given = self._sampler, self._own, self._seed, epoch, position
-        stream = _SeededIterator(*given, _BATCHES_AHEAD, again, self._as_batch)
+        stream = _SeededIterator(*given, _BATCHES_AHEAD, self._as_batch, again=again)
         stream.skip(position.batches)
         start = position.batches if self._single else position.samples
         left = None if limit is None else max(0, limit - position.batches)
@@ -311,8 +311,9 @@ class _SeededIterator:
         epoch: int,
         position: Position,
         ahead: int,
-        again: bool,
         convert: Callable[[Any], Any] = lambda given: given,
+        *,
+        again: bool,
     ) -> None:
         self._position, self._ahead, self._convert = position, ahead, convert
         self._own = own

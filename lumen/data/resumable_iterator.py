@@ -82,7 +82,7 @@ class ResumableIterator:
         if number and not found:
             self._read_again(position.key(epoch), number, state)
         may_end_at_once = not fresh or "loader" not in state or (stands_there and state["exhausted"])
-        return self._rest(epoch, position, may_end_at_once)
+        return self._rest(epoch, position, may_end_at_once=may_end_at_once)
 
     def _read_again(self, key: int, number: int, state: dict[str, Any]) -> None:
         """Read the first `number` batches of the epoch once more, for a loader without a state.
@@ -151,7 +151,7 @@ class ResumableIterator:
             steps.append(f"read {type(self._source).__name__} with torchdata's StatefulDataLoader")
         return name, " and ".join(steps)
 
-    def _rest(self, epoch: int, position: Position, may_end_at_once: bool) -> Iterator[LoadedBatch]:
+    def _rest(self, epoch: int, position: Position, *, may_end_at_once: bool) -> Iterator[LoadedBatch]:
         key = position.key(epoch)
         batch = self._next(key, self._read)
         if batch is _END and not may_end_at_once:

@@ -100,26 +100,32 @@ class MicroBatch:
 
     __slots__ = ("batch", "first", "index", "is_dummy", "last", "loader", "number", "samples", "weight")
 
-    def __init__(self, index: int, number: int, samples: int, first: bool, last: bool, is_dummy: bool) -> None:
+    def __init__(self, index: int, number: int, samples: int) -> None:
         self.batch: Any = None
         self.index = index
         self.number = number
         self.samples = samples
-        self.weight: float = 0 if is_dummy else samples
+        self.weight: float = samples
         self.loader = 0
-        self.first = first
-        self.last = last
-        self.is_dummy = is_dummy
+        self.first = self.last = self.is_dummy = False
 
     def part(self, samples: int, weight: float) -> MicroBatch:
         """A part of it, without the batch and not the last of the step."""
-        part = MicroBatch(self.index, self.number, samples, self.first, last=False, is_dummy=False)
-        part.weight, part.loader = weight, self.loader
+        part = MicroBatch(self.index, self.number, samples)
+        part.first, part.weight, part.loader = self.first, weight, self.loader
         return part
 
     def end(self) -> MicroBatch:
         """A dummy that ends its step."""
-        return MicroBatch(self.index, self.number, 0, first=False, last=True, is_dummy=True)
+        end = MicroBatch(self.index, self.number, 0)
+        end.last = end.is_dummy = True
+        return end
+
+
+def _dummy(index: int, number: int, samples: int) -> MicroBatch:
+    dummy = MicroBatch(index, number, samples)
+    dummy.weight, dummy.is_dummy = 0, True
+    return dummy
 
 
 @final
@@ -131,11 +137,11 @@ class AccumulationWindow:
         sizes: Number of samples of each micro-batch, of all processes.
         requests: What this process asks a map-style data set for, a request for each fetch; None: it is no such set.
         first_index: Number of the step's first micro-batch in the epoch, from 0.
-        last: It is the last step of the epoch.
         state: Where the adapter stands after this step: plain data and tensors, for a checkpoint.
         waited_s: Seconds already spent waiting for the loader.
         rank_slice: The part of each step that this process takes.
         assigned: Numbers of the micro-batches of this process; None: those that `rank_slice.assign` gives.
+        last: It is the last step of the epoch.
         whole: A single process would take them as one batch.
 
     Attributes:
@@ -160,11 +166,12 @@ class AccumulationWindow:
         fetch: Callable[[], tuple[Any, int]],
         sizes: list[int],
         first_index: int,
-        last: bool,
         state: dict[str, Any],
         waited_s: float = 0.0,
         rank_slice: RankSlice = ALONE,
         assigned: Assigned | None = None,
+        *,
+        last: bool,
         whole: bool = False,
     ) -> None:
         self.fetch, self.first_index = fetch, first_index
@@ -177,14 +184,16 @@ class AccumulationWindow:
         self.waited_s = waited_s
         self._needs_dummies = rank_slice.needs_dummies
         numbers = rank_slice.assign(len(sizes)) if assigned is None else assigned
-        rounds, final = len(numbers), len(sizes) - 1
+        final = len(sizes) - 1
         lent = sizes[final] if self._needs_dummies else 0
         self._micro_batches = [
-            MicroBatch(first_index + number, number, sizes[number], place == 1, place == rounds, False)
+            MicroBatch(first_index + number, number, sizes[number])
             if number is not None
-            else MicroBatch(first_index + final, final, lent, place == 1, place == rounds, True)
-            for place, number in enumerate(numbers, 1)
+            else _dummy(first_index + final, final, lent)
+            for number in numbers
         ]
+        if self._micro_batches:
+            self._micro_batches[0].first = self._micro_batches[-1].last = True
 
     def __iter__(self) -> Iterator[MicroBatch]:
         micro_batches, self._micro_batches = self._micro_batches[::-1], []

@@ -175,7 +175,7 @@ class Place:
             texts.append(f"rank {self.rank}, process {worker.pid}, a data worker:\n{stacks}")
         return "\n".join(texts)
 
-    def doing(self, alone: bool) -> str:
+    def doing(self, *, alone: bool) -> str:
         """What it does, in words that follow its name."""
         if self.state == "stopped":
             return f"is stopped (SIGSTOP; `kill -CONT {self.pid}` lets it go on)"
@@ -228,7 +228,7 @@ def name_culprits(places: Sequence[Place]) -> str:
     named = [place for place in here if place.state in ("stopped", "ended") or not place.stacks]
     named = named or [place for place in here if alone or place.waits_for_data or not place.waits_for_others]
     if named:
-        what = "; ".join(f"rank {place.rank} {place.doing(alone)}" for place in named)
+        what = "; ".join(f"rank {place.rank} {place.doing(alone=alone)}" for place in named)
         others = [place.rank for place in here if place not in named]
         return what if not others else f"{what}. {_ranks(others)} {'wait' if len(others) > 1 else 'waits'}"
     spots = Counter(str(place._anchor) for place in here)

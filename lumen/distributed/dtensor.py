@@ -39,7 +39,7 @@ def local_block(
     if not is_sharded(tensor):
         return (0,) * len(whole), tuple(whole)
     sharded: Any = tensor
-    return local_block_of(whole, sharded.device_mesh, _cuts(tensor, whole, copied))
+    return local_block_of(whole, sharded.device_mesh, _cuts(tensor, whole, copied=copied))
 
 
 def from_local(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
@@ -54,12 +54,12 @@ def from_local(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copi
     sharded: Any = like
     stride = torch.empty(whole, device="meta").stride()
     tensor: torch.Tensor = type(sharded).from_local(
-        own, sharded.device_mesh, _cuts(like, whole, copied), run_check=False, shape=whole, stride=stride
+        own, sharded.device_mesh, _cuts(like, whole, copied=copied), run_check=False, shape=whole, stride=stride
     )
     return tensor
 
 
-def _cuts(like: torch.Tensor, whole: torch.Size, copied: bool) -> list[Any]:
+def _cuts(like: torch.Tensor, whole: torch.Size, *, copied: bool) -> list[Any]:
     """The placements for a tensor of shape `whole` beside `like`; dimensions that it lacks are replicated."""
     from torch.distributed.tensor import Replicate
 

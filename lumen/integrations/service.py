@@ -242,7 +242,7 @@ class Service(Logger):
     def _row(self, above: str, values: Mapping[str, Any]) -> dict[str, float]:
         return {self.key(f"{above}{name}"): float(value) for name, value in values.items()}
 
-    def _send_new(self, row: Mapping[str, float], step: int, repeats: bool) -> None:
+    def _send_new(self, row: Mapping[str, float], step: int, *, repeats: bool) -> None:
         """Send the values of a row that are not there; what is measured is there if any value of its step is."""
         there = {name: self._later[name, step] for name in row if (name, step) in self._later}
         again = {name for name, values in there.items() if repeats and _finite(row[name]) not in values}
@@ -270,7 +270,7 @@ class Service(Logger):
         own: set[tuple[str, int]] = set()
         for step, above, values in sorted(_own_rows(self._directory), key=lambda row: row[0]):
             row = self._row(above, values)
-            self._send_new(row, step, not above)
+            self._send_new(row, step, repeats=not above)
             own |= {(name, step) for name in row}
         self._later = {pair: values for pair, values in self._later.items() if pair not in own}
 

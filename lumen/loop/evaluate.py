@@ -77,7 +77,7 @@ def evaluate(run: Run, stage: str) -> bool:
         run.log.call_hooks(f"on_{name}_start")
         # What FSDP2 gathers under inference mode can never be trained again.
         infers = run.plan.inference_mode and not any(map(is_sharded, run.task.parameters()))
-        with ordinary(), run.strategy.evaluation(infers):
+        with ordinary(), run.strategy.evaluation(inference_mode=infers):
             run.log.call_hooks(f"on_{name}_epoch_start")
             apart.states.put_aside()
             named = zip(run.loaders.evaluation, run.loaders.suffixes(), strict=True)

@@ -29,7 +29,7 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
     run.log.batch_samples, run.log.batch_index = micro.samples, index
     batch = run.calls.receive(micro.batch, micro.loader)
     if hooks.on_train_batch_start:
-        leave_epoch(run, window, not micro.is_dummy and _asks_to_leave(run, batch, index))
+        leave_epoch(run, window, asked=not micro.is_dummy and _asks_to_leave(run, batch, index))
     for hook in hooks.on_before_zero_grad:
         hook(run.optim.optimizer)
     run.strategy.begin_step()
@@ -37,12 +37,13 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
     manual.begin(factor, is_dummy=micro.is_dummy, has_weight=weighting.planned != 0.0)
     with (
         unnoticed(run) if micro.is_dummy else nullcontext(),
-        run.strategy.gradient_sync(True),
+        run.strategy.gradient_sync(last=True),
         run.precision.forward(),
     ):
         output = run.strategy.call("training_step", *run.calls.arguments("training_step", batch, index, micro.loader))
     weighting.begin_agreement(run.progress.should_stop)
-    run.ending.hear(*weighting.agree())
+    (wants_to_stop,) = weighting.agree()
+    run.ending.hear(wants_to_stop=wants_to_stop)
     updated = manual.end()
     run.step.count(window, updated=updated, tried=manual.has_tried)
     for teacher in run.optim.teachers if updated else ():
@@ -59,7 +60,7 @@ def _asks_to_leave(run: Run, batch: Any, index: int) -> bool:
     return any(hook(batch, index) == -1 for hook in run.hooks.on_train_batch_start)
 
 
-def leave_epoch(run: Run, window: AccumulationWindow, asked: bool) -> None:
+def leave_epoch(run: Run, window: AccumulationWindow, *, asked: bool) -> None:
     """End the epoch here, if a hook of one process asks for it: the others would wait for it in the step.
 
     Raises:

@@ -43,7 +43,7 @@ def accumulate(
     """
     hooks, precision, strategy = run.hooks, run.precision, run.strategy
     output = loss = part = None
-    with strategy.gradient_sync(micro.last):
+    with strategy.gradient_sync(last=micro.last):
         if not micro.is_dummy:
             before = None if run.step.weighted_windows else run.optim.gradients()
             with precision.forward():

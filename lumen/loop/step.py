@@ -80,7 +80,7 @@ def skip(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:
 def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closure: Closure | None = None) -> bool:
     """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
     skips_epoch, wants_to_stop, too_large = weighting.agree()
-    run.ending.hear(wants_to_stop)
+    run.ending.hear(wants_to_stop=wants_to_stop)
     if too_large:
         say_size(run, agree_on_size(run))
     if skips_epoch:

@@ -231,7 +231,7 @@ def wsd(
     """
     length = _length(steps, warmup, floor)
     _check_count("decay", decay)
-    _check(shape in ("sqrt", "linear"), f"shape = {shape!r}", '"sqrt" or "linear"')
+    _check(f"shape = {shape!r}", '"sqrt" or "linear"', holds=shape in ("sqrt", "linear"))
     falling = min(decay, length)
 
     def factor(step: float) -> float:
@@ -253,13 +253,14 @@ def _length(steps: int, warmup: int, floor: float) -> int:
 
 
 def _check_count(name: str, value: int) -> None:
-    _check(value >= 1, f"{name} = {value}", "at least 1")
+    _check(f"{name} = {value}", "at least 1", holds=value >= 1)
 
 
 def _check_fraction(name: str, value: float) -> None:
-    _check(0 <= value <= 1, f"{name} = {value}", "a fraction of the highest learning rate, from 0 to 1")
+    expected = "a fraction of the highest learning rate, from 0 to 1"
+    _check(f"{name} = {value}", expected, holds=0 <= value <= 1)
 
 
-def _check(holds: bool, found: str, expected: str) -> None:
+def _check(found: str, expected: str, *, holds: bool) -> None:
     if not holds:
         raise ConfigError(f"{found}: it must be {expected}.")

@@ -214,7 +214,7 @@ class AgreementGuard:
         headline = f"the ranks no longer agree, found after step {ranks[0][_COUNTED[0]]:.0f}"
         if name == _PARAMETERS:
             try:
-                with self._strategy.evaluation(False):  # it looks at each parameter first
+                with self._strategy.evaluation(inference_mode=False):  # it looks at each parameter first
                     pass
             except TrainingError as error:
                 raise TrainingError(f"{headline}: {error}") from None

@@ -156,10 +156,10 @@ class Ending:
             For each question whether some process said True.
         """
         wants_to_stop, *others = self.vote.agree(self._progress.should_stop, *wishes)
-        self.hear(wants_to_stop)
+        self.hear(wants_to_stop=wants_to_stop)
         return others
 
-    def hear(self, wants_to_stop: bool) -> None:
+    def hear(self, *, wants_to_stop: bool) -> None:
         """Take over what the processes have agreed on: whether some process wishes to stop."""
         self._stop_agreed = wants_to_stop
         if wants_to_stop:

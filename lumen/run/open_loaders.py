@@ -65,7 +65,8 @@ def _open_loaders(run: Run) -> None:
     if loader is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
     by_hand = not run.task.automatic_optimization
-    rank_slice = _rank_slice(run, by_hand or run.strategy.communicates_in("forward"))._replace(splits=by_hand)
+    communicates = by_hand or run.strategy.communicates_in("forward")
+    rank_slice = _rank_slice(run, needs_dummies=communicates)._replace(splits=by_hand)
     run.loaders.train = adapt_loader(
         loader,
         run.seed,
@@ -155,7 +156,7 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
             "each would move the other on. Give a loader to each."
         )
     communicates = run.strategy.communicates_in("evaluation")
-    rank_slice = _rank_slice(run, communicates)
+    rank_slice = _rank_slice(run, needs_dummies=communicates)
     seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
     adapters = [
         adapt_loader(loader, seed, rank_slice.world, rewinds=True, rank_slice=rank_slice)
@@ -169,7 +170,7 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
     return adapters
 
 
-def _rank_slice(run: Run, needs_dummies: bool) -> RankSlice:
+def _rank_slice(run: Run, *, needs_dummies: bool) -> RankSlice:
     strategy = run.strategy
     return RankSlice(
         strategy.data_rank, strategy.data_world_size, needs_dummies, partial(gather_values, strategy),

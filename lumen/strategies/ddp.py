@@ -202,7 +202,7 @@ class DDP(Strategy):
         if self._ddp.require_backward_grad_sync and self._checkpoints != count_reentrant_checkpoints():
             self._ddp.require_backward_grad_sync, self._sums_later = False, True
 
-    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """Communicate gradients in the last backward of a step only.
 
         Raises:
@@ -306,7 +306,7 @@ class DDP(Strategy):
         return [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
 
     @contextmanager
-    def evaluation(self, inference_mode: bool) -> Iterator[None]:
+    def evaluation(self, *, inference_mode: bool) -> Iterator[None]:
         """Evaluate the bare task, after a check that it is the same on every rank.
 
         Raises:
@@ -323,7 +323,7 @@ class DDP(Strategy):
                         "only. A hook with a batch, such as on_train_batch_end, is not called on a rank that has no "
                         "batch left; write parameters in on_before_zero_grad, which every rank calls once a step."
                     )
-        with super().evaluation(inference_mode):
+        with super().evaluation(inference_mode=inference_mode):
             yield
 
     def teardown(self) -> None:

@@ -269,7 +269,7 @@ class FSDP(Strategy):
         return self._sharded.call(step, *args)
 
     @contextmanager
-    def gradient_sync(self, last: bool) -> Iterator[None]:
+    def gradient_sync(self, *, last: bool) -> Iterator[None]:
         """Communicate gradients in the last backward only, unless `reduce_every_backward`."""
         keep = not last and self._reshard is False
         self._sharded.begin(sync=last or self._reduce_every_backward, keep=keep)
@@ -319,7 +319,7 @@ class FSDP(Strategy):
     # ------------------------------------------------------------------ evaluation
 
     @contextmanager
-    def evaluation(self, inference_mode: bool) -> Iterator[None]:
+    def evaluation(self, *, inference_mode: bool) -> Iterator[None]:
         """Gather all parameters once, if memory allows, so that no forward communicates.
 
         Not under `torch.inference_mode`: what is gathered there can never be trained again.

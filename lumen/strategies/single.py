@@ -50,6 +50,6 @@ class SingleDevice(Strategy):
         """Call the step."""
         return getattr(self._task, step)(*args)
 
-    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """A context that does nothing."""
         return _NO_CONTEXT

@@ -100,7 +100,7 @@ class Strategy(ABC):
         """Called before the first forward of an optimizer step. Collective: every rank must call this."""
 
     @abstractmethod
-    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """The context of one micro-batch's forward and backward; ranks communicate gradients only in the last."""
 
     def zero_loss(self) -> torch.Tensor | None:
@@ -126,7 +126,7 @@ class Strategy(ABC):
         """
         return {}
 
-    def evaluation(self, inference_mode: bool) -> AbstractContextManager[Any]:
+    def evaluation(self, *, inference_mode: bool) -> AbstractContextManager[Any]:
         """The context of an evaluation, in which there is no backward: under `torch.no_grad` already.
 
         Args:

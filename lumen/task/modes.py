@@ -59,7 +59,7 @@ class Modes:
         for _, module, training in self._before:
             if id(module) not in self._chosen:
                 module.training = training
-        if names := [name for name, module, training in self._before if _is_odd(module, training)]:
+        if names := [name for name, module, training in self._before if _is_odd(module, was_training=training)]:
             _log.warning(
                 "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them, "
                 "or on_*_model_train left them so: %s. If a hook did so for itself alone, leave that out: there "
@@ -102,7 +102,7 @@ def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _is_odd(module: nn.Module, was_training: bool) -> bool:
+def _is_odd(module: nn.Module, *, was_training: bool) -> bool:
     """Return True if a module with trainable parameters has left train mode."""
     return was_training and not module.training and _is_trained(module)
 

@@ -91,7 +91,10 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         closing.push(partial(_note_end, trainer))
         closing.enter_context(
             process_settings.torch_settings(
-                trainer.deterministic, trainer.detect_anomaly, trainer.matmul_precision, trainer.benchmark
+                deterministic=trainer.deterministic,
+                detect_anomaly=trainer.detect_anomaly,
+                matmul_precision=trainer.matmul_precision,
+                benchmark=trainer.benchmark,
             )
         )
         closing.enter_context(trainer.compilation)

@@ -61,7 +61,11 @@ def _resuming_trainer(run_directory: Path, more: str = "") -> str:
 
 @contextmanager
 def torch_settings(
-    deterministic: bool | str, detect_anomaly: bool, matmul_precision: str | None = None, benchmark: bool | None = None
+    *,
+    deterministic: bool | str,
+    detect_anomaly: bool,
+    matmul_precision: str | None = None,
+    benchmark: bool | None = None,
 ) -> Iterator[None]:
     """Torch's global switches for the time of a run; None leaves one as it is."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

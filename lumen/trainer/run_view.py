@@ -370,9 +370,9 @@ class RunView(ViewOfSettings):
         for logger in self.run.records.loggers:
             logger.log_system(values, self.global_step)
 
-    def tell_loggers(self, saver: ModelCheckpoint, account: Callable[[bool], T], committed: bool) -> T:
+    def tell_loggers(self, saver: ModelCheckpoint, account: Callable[..., T], *, committed: bool) -> T:
         """Tell every logger of a checkpoint that has been committed, after its saver has accounted for it."""
-        doomed = account(committed)
+        doomed = account(committed=committed)
         for logger in self.run.records.loggers if committed else ():
             logger.after_save_checkpoint(saver)
         return doomed

@@ -66,7 +66,7 @@ class Mesh(lumen.Strategy):
         return self.root(step, *args)
 
     @contextmanager
-    def gradient_sync(self, last):
+    def gradient_sync(self, *, last):
         self.root.set_requires_gradient_sync(last)
         yield
 
@@ -74,9 +74,9 @@ class Mesh(lumen.Strategy):
         return None
 
     @contextmanager
-    def evaluation(self, inference_mode):
+    def evaluation(self, *, inference_mode):
         assert not inference_mode
-        with super().evaluation(inference_mode):
+        with super().evaluation(inference_mode=inference_mode):
             yield
         self.root.reshard()
 

@@ -274,7 +274,7 @@ class Sharding(lumen.Strategy):
     def call(self, step, *args):
         raise AssertionError
 
-    def gradient_sync(self, last):
+    def gradient_sync(self, *, last):
         raise AssertionError
 
 

@@ -319,7 +319,7 @@ class Counting(lumen.Strategy):
         return getattr(self.task, step)(*args)
 
     @contextmanager
-    def gradient_sync(self, last):
+    def gradient_sync(self, *, last):
         self.count("last micro-batch" if last else "micro-batch")
         yield
 
@@ -510,6 +510,63 @@ def contexts(node):
 def names_imported_by(module):
     imports = (node for node in ast.walk(SOURCES[module]) if isinstance(node, ast.ImportFrom))
     return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+
+
+# ---------------------------------------------------------------------- booleans
+
+#: Functions whose booleans may be given by position, by the reason.
+POSITIONAL_BOOLEANS = {
+    "Lightning's signature": {
+        "AdvancedProfiler.__init__", "BackboneFinetuning.__init__", "BaseFinetuning.filter_params",
+        "BaseFinetuning.freeze", "BaseFinetuning.unfreeze_and_add_param_group", "DataModule.load_from_checkpoint",
+        "DeviceStatsMonitor.__init__", "EarlyStopping.__init__", "LearningRateCurve.plot",
+        "LearningRateFinder.__init__", "LearningRateMonitor.__init__", "MLFlowLogger.__init__",
+        "ManualOptimizer.toggle_model", "ModelPruning.__init__", "OptimizerHooks.optimizers", "TaskModule.all_gather",
+        "TaskModule.load_from_checkpoint", "TaskModule.log", "TaskModule.log_dict", "Trainer.fit", "Trainer.predict",
+        "Trainer.test", "Trainer.validate", "WandbLogger.__init__", "WandbLogger.watch", "isolate_rng",
+        "seed_everything",
+    },
+    "torch's signature": {"ManualOptimizer.zero_grad", "Modes.choosing.noticed", "Teacher.train"},
+    "pickle gives arguments by position": {"_arrived"},
+    "Python gives a property its value by position": {"RunView.should_stop"},
+}  # fmt: skip
+#: Functions of Python and torch that take a boolean by position.
+OF_OTHERS_WITH_BOOLEANS = {
+    "RawValue", "_load_from_state_dict", "c_bool", "fromkeys", "get", "getattr", "inference_mode", "requires_grad_",
+    "set_blocking", "set_reduce_scatter_unused_params", "set_reshard_after_forward", "use_deterministic_algorithms",
+}  # fmt: skip
+
+
+def is_boolean(annotation):
+    """Return True for `bool` and `bool | None`."""
+    names = {part.strip() for part in ast.unparse(annotation).split("|")} if annotation else set()
+    return "bool" in names and names <= {"bool", "None"}
+
+
+def functions_in(node, above=""):
+    """Return (qualified name, function) of every function below a node."""
+    for child in ast.iter_child_nodes(node):
+        inside = above
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inside = f"{above}{child.name}."
+            if not isinstance(child, ast.ClassDef):
+                yield inside[:-1], child
+        yield from functions_in(child, inside)
+
+
+def test_booleans_are_given_by_keyword():
+    positional = {
+        name
+        for tree in SOURCES.values()
+        for name, function in functions_in(tree)
+        if any(is_boolean(each.annotation) for each in (*function.args.posonlyargs, *function.args.args))
+    }
+    assert positional == set().union(*POSITIONAL_BOOLEANS.values())
+    for module, tree in SOURCES.items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            given = {ast.unparse(each) for each in call.args}
+            called = ast.unparse(call.func).rpartition(".")[2]
+            assert not given & {"True", "False"} or called in OF_OTHERS_WITH_BOOLEANS, f"{module}:{call.lineno}"
 
 
 # ---------------------------------------------------------------------- classes

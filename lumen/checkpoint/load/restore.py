@@ -141,14 +141,14 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
 
     def load() -> None:
         with malformed_is_damaged(checkpoint, while_loading=True):
-            _load_run(run, checkpoint, parts, continue_records)
+            _load_run(run, checkpoint, parts, continue_records=continue_records)
 
     with only_young_collected():
         run.processes.together(load)
     checkpoint.free()  # the run holds it until its end, for its path
 
 
-def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], continue_records: bool) -> None:
+def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, continue_records: bool) -> None:
     extra = extra_of(run.task, checkpoint)
     of_run = ("progress", "metrics", "modes", "callbacks", "precision", "configured")
     needed = (*of_run, "schedulers", "monitors", "loggers")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -33,10 +33,15 @@ _CGROUP = "/sys/fs/cgroup"  # of this process, in a container
 _NO_MEMORY = re.compile("can't allocate memory|out of memory", re.I)  # torch's, of the host and of CUDA
 _TENSOR_BYTES = 16 << 10  # that take as long as a tensor does whatever its size
 
-Account = Callable[[bool], Iterable[PurePath]]
+
+class Account(Protocol):
+    """The function that `save` calls on every rank once a save has ended."""
+
+    def __call__(self, *, committed: bool) -> Iterable[PurePath]:
+        """Return the paths of the checkpoints to remove then, the same on every rank."""
 
 
-def _keep_all(committed: bool) -> Iterable[PurePath]:
+def _keep_all(*, committed: bool) -> Iterable[PurePath]:
     return ()
 
 
@@ -105,14 +110,14 @@ class Saves:
             self.check_home()
             self._run.records.write_row()  # records end with this step
             with self._run.records.goodput.within("checkpoint"), only_young_collected():
-                under_way = self._write_or_begin(path, collect(self._run, info), asynchronous)
+                under_way = self._write_or_begin(path, collect(self._run, info), asynchronous=asynchronous)
         except BaseException:
-            account(False)
+            account(committed=False)
             raise
         if under_way:
             self.path, self.moment, self._account = path, moment, account
         else:
-            self._processes.on_rank_zero(partial(remove_checkpoints, account(True)))
+            self._processes.on_rank_zero(partial(remove_checkpoints, account(committed=True)))
 
     def save_once(self, path: PurePath, info: Mapping[str, Any]) -> None:
         """Save, unless this run saved this moment at the path before it was started again. Collective; see `save`."""
@@ -129,13 +134,14 @@ class Saves:
         """
         self._processes.on_rank_zero(self._check_home)
 
-    def _write_or_begin(self, path: PurePath, collected: Collected, asynchronous: bool | None) -> bool:
+    def _write_or_begin(self, path: PurePath, collected: Collected, *, asynchronous: bool | None) -> bool:
         """Write a checkpoint, or begin to. Returns whether it is under way. Collective: every rank must call this."""
         processes = self._processes
         processes.together(self.wait)
         plan = plan_writes(collected.sections, processes, collected.trained)
         at_least = storage_of(path).quick_bytes
-        copies = self._copied(path, plan, asynchronous) if self._pays(plan, asynchronous, at_least) else None
+        pays = self._pays(plan, at_least, asynchronous=asynchronous)
+        copies = self._copied(path, plan, asynchronous=asynchronous) if pays else None
         if copies is None:
             refuse_non_finite(collected, plan.local_tensors()["model"], processes)
             _write(path, collected, plan, processes)
@@ -151,7 +157,7 @@ class Saves:
         self._writing = self._submit(write)
         return True
 
-    def _pays(self, plan: WritePlan, asynchronous: bool | None, at_least: int = Storage.quick_bytes) -> bool:
+    def _pays(self, plan: WritePlan, at_least: int = Storage.quick_bytes, *, asynchronous: bool | None) -> bool:
         """Whether to write in a thread. By default: if writing takes time and the copies fit well into free memory."""
         if asynchronous is not None:
             return asynchronous
@@ -163,7 +169,7 @@ class Saves:
         fits = all(taken[node] <= available / 2 for node, _, _, available in shares)
         return fits and taken.total() + _TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
 
-    def _copied(self, path: PurePath, plan: WritePlan, asynchronous: bool | None) -> dict[str, Tensors] | None:
+    def _copied(self, path: PurePath, plan: WritePlan, *, asynchronous: bool | None) -> dict[str, Tensors] | None:
         """Copies of what this process writes; None if some process has no memory for them. Collective."""
 
         def take() -> dict[str, Tensors] | None:
@@ -188,11 +194,11 @@ class Saves:
         self._is_reserved = False
         return None
 
-    def reserve(self, asynchronous: bool | None) -> None:
+    def reserve(self, *, asynchronous: bool | None) -> None:
         """Have threads allocate the memory for copies, which takes longer than a copy. Collective."""
         sections, trained = self._processes.together(partial(moving_tensors, self._run))
         plan = plan_writes(sections, self._processes, trained)
-        if self._pays(plan, asynchronous):
+        if self._pays(plan, asynchronous=asynchronous):
             self._processes.beside()
             self._chores.append(self._thread.submit(self._reserve, plan.local_tensors()))
 
@@ -259,12 +265,12 @@ class Saves:
             with self._run.records.goodput.within("checkpoint"):
                 self._processes.together(self.wait)
         except BaseException:
-            account(False)
+            account(committed=False)
             raise
         finally:
             self.path = self.moment = None
             self._run.ending.vote.acknowledge()
-        doomed = account(True)
+        doomed = account(committed=True)
         if self._processes.rank == 0:
             self._chores.append(self._submit(partial(remove_checkpoints, doomed)))
 

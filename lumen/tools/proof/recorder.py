@@ -199,7 +199,7 @@ class Recorder(Callback):
             self._note("order", "", " ".join(map(str, requests[self._micro].indices)))
         self._note("batch", "", batch)
         self._modules.begin()
-        self._watch_operators(trainer.global_step + 1 == self._operators_at)
+        self._watch_operators(wanted=trainer.global_step + 1 == self._operators_at)
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
         """Note the loss, as it goes into the backward."""
@@ -226,7 +226,7 @@ class Recorder(Callback):
         if self._step is None:
             return
         self._modules.end()
-        self._watch_operators(False)
+        self._watch_operators(wanted=False)
         self._wait_no_longer()
         if trainer.global_step == self._step.step:
             for kind, name, tensor in state_of(task):
@@ -243,7 +243,7 @@ class Recorder(Callback):
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Leave the task as it was."""
-        self._watch_operators(False)
+        self._watch_operators(wanted=False)
         self._modules.leave_alone()
         self._wait_no_longer()
 
@@ -293,7 +293,7 @@ class Recorder(Callback):
         if not self._is_noting:
             self._note(self._phase, f"{self._modules.current} {name}".strip(), returned)
 
-    def _watch_operators(self, wanted: bool) -> None:
+    def _watch_operators(self, *, wanted: bool) -> None:
         if wanted != self._sees_operators:
             self._sees_operators, self._phase = wanted, "operator"
             if wanted:

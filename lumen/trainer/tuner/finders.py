@@ -47,6 +47,7 @@ class LearningRateFinder(Callback):
         early_stop_threshold: float | None = 4.0,
         update_attr: bool = True,
         attr_name: str = "",
+        *,
         plot: bool = False,
     ) -> None:
         self._settings: dict[str, Any] = {
