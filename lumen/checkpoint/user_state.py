@@ -14,11 +14,6 @@ from lumen.run.run import Run
 from lumen.task.hooks import overrides
 
 
-def key_of(thing: Any) -> str:
-    """The name of a callback's or logger's state: its `state_key`, else that of its class."""
-    return str(getattr(thing, "state_key", type(thing).__qualname__))
-
-
 def states_of(things: Iterable[Any]) -> dict[str, Any]:
     """States of callbacks or loggers by their keys.
 
@@ -27,7 +22,7 @@ def states_of(things: Iterable[Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for thing in things:
-        key, state = key_of(thing), thing.state_dict()
+        key, state = thing.state_key, thing.state_dict()
         if state and found.get(key):
             raise ambiguous(key)
         found[key] = state or found.get(key, state)
@@ -47,7 +42,7 @@ def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: PurePath)
     """
     owners: dict[str, list[Any]] = {}
     for thing in things:
-        owners.setdefault(key_of(thing), []).append(thing)
+        owners.setdefault(thing.state_key, []).append(thing)
     for key, them in owners.items():
         if len(them) == 1 and key in saved:
             them[0].load_state_dict(saved[key])
@@ -165,7 +160,7 @@ def added_to_checkpoint(run: Run) -> dict[str, Any]:
     of_callbacks: dict[str, dict[str, Any]] = {}
     for callback in run.trainer.callbacks:
         if overrides(callback, "on_save_checkpoint"):
-            key = key_of(callback)
+            key = callback.state_key
             if added := _added(key, partial(callback.on_save_checkpoint, run.trainer, run.task)):
                 if key in of_callbacks:
                     raise ambiguous(key)
@@ -196,12 +191,12 @@ def hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
         ConfigError: Several callbacks have the key of one entry.
     """
     loading = [callback for callback in run.trainer.callbacks if overrides(callback, "on_load_checkpoint")]
-    keys = Counter(map(key_of, loading))
+    keys = Counter(each.state_key for each in loading)
     for key in saved:
         if keys[key] > 1:
             raise ambiguous(key)
     for callback in loading:
-        key = key_of(callback)
+        key = callback.state_key
         callback.on_load_checkpoint(run.trainer, run.task, Additions(key, saved.get(key, {})))
-    if lost := ", ".join(saved.keys() - set(map(key_of, run.trainer.callbacks))):
+    if lost := ", ".join(saved.keys() - {each.state_key for each in run.trainer.callbacks}):
         _log.warning("%s holds what %s added, which this run does not have", path, lost)

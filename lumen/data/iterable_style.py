@@ -6,7 +6,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, cycle, islice
-from typing import Any, final
+from typing import Any, Literal, final
 
 from torch.utils.data import DataLoader
 
@@ -121,11 +121,25 @@ class IterableAdapter(_OfIterables):
             yield LoadedStep(own, sizes, assigned, self._iterator.state())
 
 
+def declares(loader: Any, capability: Literal["shards_itself", "follows_training"]) -> bool:
+    """Return True if a loader, or the data set of a `DataLoader`, sets an attribute of this name to True.
+
+    Loaders and data sets are the user's and inherit nothing from Lumen, so only this function reads the attributes.
+
+    Args:
+        loader: The user's loader.
+        capability: `shards_itself`: each process gets a part of its own. `follows_training`: batches depend on the
+            parameters, so that each step's are read when the step before is done.
+    """
+    parts = (loader, loader.dataset) if isinstance(loader, DataLoader) else (loader,)
+    return any(getattr(part, capability, False) for part in parts)
+
+
 def shards_itself(loader: Any, world: int) -> bool:
     """Whether a loader gives each of `world` processes a part of its own: it or its data set says so."""
-    dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
     split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # by Hugging Face's datasets
-    return split == world or any(getattr(part, "shards_itself", False) for part in (loader, dataset))
+    return split == world or declares(loader, "shards_itself")
 
 
 def follows_training(loader: Any) -> bool:
@@ -134,8 +148,7 @@ def follows_training(loader: Any) -> bool:
     Raises:
         DataError: It is read by workers, who have the model that there was when they were started.
     """
-    dataset = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else None
-    said = any(getattr(part, "follows_training", False) for part in (loader, dataset))
+    said = declares(loader, "follows_training")
     if said and isinstance(loader, DataLoader) and loader.num_workers:
         raise DataError(
             f"{type(loader.dataset).__name__} says follows_training, but its DataLoader has num_workers="

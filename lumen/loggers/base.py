@@ -82,6 +82,11 @@ class Logger(LacksLightnings, ABC):
     #: Where the newest run of `fit` writes, in every process; its trainer sets it.
     run_directory: Path | None = None
 
+    @property
+    def state_key(self) -> str:
+        """Name of this logger's state in checkpoints; loggers of one class that have a state need one each."""
+        return type(self).__qualname__
+
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record values that repeat exactly in a repeated run.

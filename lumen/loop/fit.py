@@ -63,7 +63,7 @@ def train(run: Run) -> None:
     modes.warn_if_left_in_eval(run.optim.built["evaluating"])
     if run.trainer.enable_checkpointing:
         check_additions(run)
-    asked = any(getattr(callback, "reads_step_loss", False) for callback in run.trainer.callbacks)
+    asked = any(callback.reads_step_loss for callback in run.trainer.callbacks)
     own_time = run.records.guard.own_time
     run.step.start_weighing(run.task, run.log.gather, own_time.begin_sum, keeps_losses=asked)
     (run.log.has_metrics,) = run.ending.agree(bool(metrics_of(run.task)))

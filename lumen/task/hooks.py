@@ -135,7 +135,7 @@ class Hooks:
 
     def __init__(self, task: TaskModule, callbacks: Iterable[Any], trainer: Any) -> None:
         callbacks = list(callbacks)
-        stopping = [task, *(callback for callback in callbacks if getattr(callback, "stops_at_steps", True))]
+        stopping = [task, *(callback for callback in callbacks if callback.stops_at_steps)]
         self.may_stop_at_steps = any(overrides(owner, name) for owner in stopping for name in _AFTER_THE_BACKWARD)
         self.around_validation = [
             partial(callback.around_validation, trainer, task)

@@ -23,7 +23,6 @@ from lumen.callbacks import (
 from lumen.callbacks.checkpoint_names import is_same
 from lumen.checkpoint import Checkpoint, Saves, storage_of
 from lumen.checkpoint.format.folder import find_checkpoints, newest_valid, read_info, remove_checkpoints
-from lumen.checkpoint.user_state import key_of
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
@@ -211,7 +210,7 @@ def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:
             may.
     """
     shown = (ThroughputMonitor, ModelSummary, ProgressBar)
-    acting = [(type(each).__qualname__, key_of(each)) for each in trainer.callbacks if not isinstance(each, shown)]
+    acting = [(type(each).__qualname__, each.state_key) for each in trainer.callbacks if not isinstance(each, shown)]
     (name, first), *others = trainer.processes.gather((trainer.name, acting))
     for rank, (_, callbacks) in enumerate(others, 1):
         if callbacks != first:
@@ -310,7 +309,7 @@ def _open_loggers(
     trainer: Trainer, loggers: Iterable[Logger], directory: Path, checkpoint: Checkpoint | None, closing: ExitStack
 ) -> None:
     for logger in loggers:
-        logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, key_of(logger)))
+        logger.open(directory, resumed=trainer.origin.stays and _has_record(checkpoint, logger.state_key))
         closing.push(partial(_finalize, logger))
 
 

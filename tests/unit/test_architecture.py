@@ -569,6 +569,59 @@ def test_booleans_are_given_by_keyword():
             assert not given & {"True", "False"} or called in OF_OTHERS_WITH_BOOLEANS, f"{module}:{call.lineno}"
 
 
+# ---------------------------------------------------------------------- capabilities
+
+#: What a class declares of itself, by its base class; read as a plain attribute.
+DECLARED = {
+    lumen.Callback: {"evaluated_state", "reads_step_loss", "state_key", "stops_at_steps"},
+    lumen.Logger: {"state_key"},
+}
+#: What loaders and data sets declare, which inherit nothing from Lumen.
+OF_DATA = {"follows_training", "shards_itself"}
+#: Names of attributes that an object may lack, by the reason. Outside `internals`, where the names are torch's.
+MAY_BE_MISSING = {
+    "Python's, of functions, modules and errors": {
+        "__all__", "__code__", "__dict__", "__file__", "__func__", "__getitems__", "__module__", "__name__",
+        "__notes__", "__path__", "__qualname__", "__self__", "SIGRTMAX", "file", "isatty", "items", "problem", "strerror",
+        "stream",
+    },
+    "ast's and argparse's, of nodes and actions": {"_typehint", "attr", "func", "id", "name", "names", "value"},
+    "torch's, of loaders, samplers, optimizers, schedules and tensors": {
+        "Muon", "batch_sampler", "batch_size", "dataset", "device_mesh", "dtype", "indices", "is_python_function",
+        "num_workers", "optimizer", "placements", "replacement", "reset_parameters", "sampler", "scheduler", "shape",
+        "step_size", "to", "track_running_stats",
+    },
+    "other libraries'": {
+        "PeftModel", "_distributed", "_ex_iterable", "bit_generator", "console", "entropy", "eval", "ex_iterable",
+        "optimizers", "rich_proxied_file", "seed_seq", "train", "world_size",
+    },
+    "of a task, which is any nn.Module here": {"automatic_optimization", "backbone", "example_input_array"},
+    "tables of a class whose arguments are checked, which inherits nothing": {"INSTEAD", "NEUTRAL", "NONE_IS_DEFAULT"},
+    "of a checkpoint, which may be a path": {"path"},
+}  # fmt: skip
+
+
+def test_capabilities_are_declared():
+    for base, names in DECLARED.items():
+        assert names <= vars(base).keys()
+    allowed = set().union(*MAY_BE_MISSING.values())
+    assert not allowed & OF_DATA.union(*DECLARED.values())
+    for module, tree in SOURCES.items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) == "getattr" and len(call.args) == 3 and unit(module) != "internals":
+                name = call.args[1]
+                assert not isinstance(name, ast.Constant) or name.value in allowed, (
+                    f"{module}:{call.lineno} {name.value}"
+                )
+    reading = {
+        (module, name)
+        for module, tree in SOURCES.items()
+        for name, function in functions_in(tree)
+        if "getattr(part, capability, False)" in ast.unparse(function)
+    }
+    assert reading == {("lumen.data.iterable_style", "declares")}
+
+
 # ---------------------------------------------------------------------- classes
 
 

@@ -40,7 +40,7 @@ from lumen.checkpoint.optimizer_state import (
     tensors_of_no_parameter,
 )
 from lumen.checkpoint.rank_state import load_values
-from lumen.checkpoint.user_state import Additions, hand_back, key_of, load_states
+from lumen.checkpoint.user_state import Additions, hand_back, load_states
 from lumen.console import logger as _log
 from lumen.distributed.culprit import Frame
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, LumenError
@@ -179,7 +179,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, conti
         run.progress.leave_epoch()
     if continue_records:
         load_states(run.records.loggers, state["loggers"], checkpoint.path)
-        present = set(map(key_of, run.records.loggers))
+        present = {each.state_key for each in run.records.loggers}
         run.records.absent = {key: record for key, record in state["loggers"].items() if key not in present}
     if changed := changed_hyperparameters(run, checkpoint):
         _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, listed(changed))

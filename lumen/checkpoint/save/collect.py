@@ -18,7 +18,7 @@ from lumen.checkpoint.load.load_weights import model_tensors
 from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
 from lumen.checkpoint.rank_state import own_values
 from lumen.checkpoint.save.write_plan import check_same, check_tensors
-from lumen.checkpoint.user_state import added_to_checkpoint, key_of, states_of
+from lumen.checkpoint.user_state import added_to_checkpoint, states_of
 from lumen.console import logger as _log
 from lumen.distributed.dtensor import is_cut, is_sharded
 from lumen.distributed.processes import Processes
@@ -250,7 +250,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
 
 def _evaluated(run: Run) -> dict[str, str]:
     """Where the state holds what validations evaluate in the place of the parameters, for the manifest."""
-    kept = ((key_of(each), getattr(each, "evaluated_state", None)) for each in run.trainer.callbacks)
+    kept = ((each.state_key, each.evaluated_state) for each in run.trainer.callbacks)
     found = [f"callbacks.{key}.{state}" for key, state in kept if state]
     return {"evaluated": found[-1]} if found else {}
 

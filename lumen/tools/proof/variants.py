@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lumen.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, Timer
+from lumen.data.iterable_style import declares
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.tools.bystanders import BYSTANDERS
@@ -152,7 +153,7 @@ class Variant:
             return loader
         if self.joins and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
             loader = _joined(loader)
-        follows = any(getattr(part, "follows_training", False) for part in (loader, loader.dataset))
+        follows = declares(loader, "follows_training")
         if self.workers is not None and not follows:  # workers would have a model that is never trained
             loader.num_workers = self.workers
             loader.prefetch_factor = 2 if self.workers else None
