@@ -521,7 +521,7 @@ POSITIONAL_BOOLEANS = {
         "BaseFinetuning.freeze", "BaseFinetuning.unfreeze_and_add_param_group", "DataModule.load_from_checkpoint",
         "DeviceStatsMonitor.__init__", "EarlyStopping.__init__", "LearningRateCurve.plot",
         "LearningRateFinder.__init__", "LearningRateMonitor.__init__", "MLFlowLogger.__init__",
-        "ManualOptimizer.toggle_model", "ModelPruning.__init__", "OptimizerHooks.optimizers", "TaskModule.all_gather",
+        "ManualOptimizer.toggle_model", "OptimizerHooks.optimizers", "TaskModule.all_gather",
         "TaskModule.load_from_checkpoint", "TaskModule.log", "TaskModule.log_dict", "Trainer.fit", "Trainer.predict",
         "Trainer.test", "Trainer.validate", "WandbLogger.__init__", "WandbLogger.watch", "isolate_rng",
         "seed_everything",
@@ -582,13 +582,13 @@ OF_DATA = {"follows_training", "shards_itself"}
 MAY_BE_MISSING = {
     "Python's, of functions, modules and errors": {
         "__all__", "__code__", "__dict__", "__file__", "__func__", "__getitems__", "__module__", "__name__",
-        "__notes__", "__path__", "__qualname__", "__self__", "SIGRTMAX", "file", "isatty", "items", "problem", "strerror",
-        "stream",
+        "__notes__", "__path__", "__qualname__", "__self__", "SIGRTMAX", "file", "isatty", "items", "problem",
+        "strerror", "stream",
     },
     "ast's and argparse's, of nodes and actions": {"_typehint", "attr", "func", "id", "name", "names", "value"},
     "torch's, of loaders, samplers, optimizers, schedules and tensors": {
         "Muon", "batch_sampler", "batch_size", "dataset", "device_mesh", "dtype", "indices", "is_python_function",
-        "num_workers", "optimizer", "placements", "replacement", "reset_parameters", "sampler", "scheduler", "shape",
+        "num_workers", "optimizer", "placements", "replacement", "sampler", "scheduler", "shape",
         "step_size", "to", "track_running_stats",
     },
     "other libraries'": {
