@@ -23,7 +23,7 @@ W = {"w": torch.ones(2)}
 SMALLER = """
 import sys
 from pathlib import Path
-from lumen.checkpoint import unpickle
+from lumen.tools.convert import unpickle
 unpickle._LEAST_S, unpickle._LEAST_BYTES = int(sys.argv[1]), 2**26
 unpickle.bound(Path("in.pt"))
 unpickle.main("in.pt", "out.safetensors", "{}", "temporary")

@@ -10,6 +10,7 @@ from functools import reduce
 import pytest
 
 import lumen
+from lumen.internals.entry_points import COMMANDS
 from tests.helpers import ROOT
 
 #: What takes longer to import than all of Lumen, and is not needed by each run.
@@ -87,7 +88,7 @@ def documented_names():
 def test_documented_names_need_no_other_import(tmp_path):
     names = documented_names()
     assert {"lumen.optim", "lumen.Trainer", "lumen.precision.Float16"} <= {*names}
-    for name in names:
+    for name in {*names} - {COMMANDS}:  # a group of entry points is no module
         first, *others = name.split(".")[1:]
         reduce(getattr, others, lumen.__getattr__(first))  # whatever this process has imported before
     python("import lumen\nlumen.optim.cosine", tmp_path)

@@ -25,7 +25,8 @@ import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import lumen
-from lumen.checkpoint import as_place, object_store, storage_of
+from lumen.checkpoint import as_place, storage_of
+from lumen.checkpoint.format import object_store
 from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
 from lumen.checkpoint.format.manifest import new_file
 from lumen.checkpoint.format.object_store import ObjectStore
