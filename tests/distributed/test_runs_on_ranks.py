@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lumen
-from lumen.checkpoint import Checkpoint, weights_source
+from lumen.checkpoint import Checkpoint
+from lumen.checkpoint.load import weights_source
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
 from lumen.run.ending import StopVote
 from lumen.trainer.run_directory import RunDirectory

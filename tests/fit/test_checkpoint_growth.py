@@ -19,7 +19,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import lumen
-from lumen.checkpoint import Checkpoint, as_place, find_checkpoints, object_store
+from lumen.checkpoint import Checkpoint, as_place, find_checkpoints
+from lumen.checkpoint.format import object_store
 from lumen.checkpoint.format.manifest import read_manifest
 from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.checkpoint.save.writer import write_checkpoint
