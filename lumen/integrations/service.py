@@ -6,6 +6,7 @@ import csv
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -236,7 +237,7 @@ class Service(Logger):
     def _log(self, above: str, values: Mapping[str, float], step: int) -> None:
         self._step = step
         row = self._row(above, values)
-        if self.is_open and not self.attempt(self._send_new, row, step, not above):
+        if self.is_open and not self.attempt(partial(self._send_new, row, step, repeats=not above)):
             self._is_behind = True
 
     def _row(self, above: str, values: Mapping[str, Any]) -> dict[str, float]:
