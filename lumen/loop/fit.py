@@ -48,11 +48,14 @@ class StopRequested(Exception):
     """The run was asked to leave; a checkpoint of this boundary exists if checkpoints are on."""
 
 
-def train(run: Run) -> None:
+def train(run: Run) -> list[int] | None:
     """Run epochs until a limit is reached, a callback stops the run, or it is asked to leave.
 
+    Returns:
+        The micro-batches of the run, from and to, to leave out if hooks have asked to go back to a checkpoint; else
+        None.
+
     Raises:
-        RolledBack: It is to begin again from a checkpoint.
         StopRequested: It was asked to leave.
     """
     run.log.share_metrics(run.task)
@@ -74,13 +77,17 @@ def train(run: Run) -> None:
     if ending.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
         end_epoch(run, complete=False)
     while not ending.finished:
-        train_epoch(run)
+        try:
+            train_epoch(run)
+        except RolledBack as asked:
+            return asked.left_out
     run.records.goodput.enter("end")
     run.step.nonfinite.flush()
     run.records.guard.settle()
     run.processes.barrier()  # what one process has written is there for all
     for hook in run.hooks.on_train_end:
         hook()
+    return None
 
 
 def train_epoch(run: Run) -> None:

@@ -52,7 +52,7 @@ from lumen.task.hooks import fitted, overrides
 from lumen.task.materialize import DeferredInit
 from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Place, teachers_of
-from lumen.trainer.open_run import checkpoints_of, opened
+from lumen.trainer.session import checkpoints_of, opened
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer

@@ -32,12 +32,12 @@ from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
-from lumen.trainer.fitting import begin_training, end_training
+from lumen.trainer.fitting import begin_training, end_training, go_back
 from lumen.trainer.logs import LogSettings
-from lumen.trainer.open_run import opened
 from lumen.trainer.prepare import Origin, evaluate_all
 from lumen.trainer.run_view import RunView
 from lumen.trainer.script_record import defaults_from_environment
+from lumen.trainer.session import opened
 
 
 @final
@@ -290,16 +290,17 @@ class Trainer(RunView):
         """
         check_training(model, train_dataloaders, optimizer_given=configure_optimizers is not None)
         task, data = model, one_source(train_dataloaders, datamodule, val_dataloaders)
-        self.origin = self._origin.asked_for(ckpt_path)
+        origin: Origin | None = self._origin.asked_for(ckpt_path)
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
-        origin = None
-        while origin is not self.origin:  # it is another one where a run is to begin again from a checkpoint
-            origin = self.origin
+        while origin is not None:
+            self.origin = origin
             with opened(self, "fit", task, data, val_dataloaders) as run, malformed_is_damaged(run.checkpoint):
                 begin_training(self, run, configure_optimizers)
-                train(run)
-                end_training(run)
+                left_out = train(run)
+                if left_out is None:
+                    end_training(run)
+                origin = None if left_out is None else go_back(self, run, left_out)
 
     def validate(
         self,

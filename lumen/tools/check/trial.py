@@ -29,10 +29,10 @@ from lumen.task.task_module import TaskModule
 from lumen.tools.bystanders import BYSTANDERS
 from lumen.tools.check.probes import Probes, Seen
 from lumen.tools.check.show import Part, largest, parts_of
-from lumen.trainer.fitting import begin_training
+from lumen.trainer.fitting import begin_training, go_back
 from lumen.trainer.join_callbacks import join_callbacks
 from lumen.trainer.logs import LogSettings
-from lumen.trainer.open_run import opened
+from lumen.trainer.session import opened
 from lumen.trainer.trainer import Trainer
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
 
@@ -343,7 +343,8 @@ class Trial:
         schedulers = run.optim.schedulers
         run.optim.schedulers = [each for each in schedulers if each.interval == "hand"]  # to be drawn from the start
         with suppress(Enough):
-            train(run)
+            if (left_out := train(run)) is not None:
+                go_back(self.trainer, run, left_out)
         run.optim.schedulers = schedulers
         self.witness.names |= {name for each in run.log.train.published().values() for name in each}
         run.log.in_train_step, run.log.stage = False, None

@@ -1,0 +1,516 @@
+"""Session: a run from its opening to its close, in phases. What a phase acquires, it releases however the run ends.
+
+`opened` enters the phases in this order, and leaves them in the opposite one. One that fails leaves those before it.
+
+| phase | acquires | releases |
+|---|---|---|
+| `take_turn` | the turn of this thread: one run at a time in a process | the turn, for the next thread |
+| `limit_grace` | a thread that ends the process in time after a signal | the thread |
+| `note_status` | the trainer's state "running" | "finished" or "interrupted" |
+| `switch_torch` | torch's global switches, the compiler's versions | both as they were |
+| `show_messages` | handlers of loggers, for the terminal | the handlers |
+| `connect_processes` | the processes of the run, which agree on its name | nothing: groups stay; explains a failure |
+| `claim_directory` | the run directory and its lock, in `fit` | the lock; the directory of a `fit` without a start |
+| `write_logs` | `run.log` and the log of each rank | the files, with the failure in them |
+| `make_run` | the checkpoint to resume, the seed, the parts | the record of time; hooks of `detect_anomaly` |
+| `watch_progress` | the thread that ends a hanging job; debuggers of several ranks | both |
+| `open_loggers` | the loggers, once all ranks know what any of them logs | each logger, with how the run ended |
+| `catch_signals` | handlers of the signals that ask to stop | the handlers before them |
+| `collect_garbage` | Python's garbage collection, every n steps | it as it was |
+| `attach_task` | the task and data module, which know the run now | workers, saves, strategy; calls `teardown` |
+| `report_end` | nothing | nothing: calls `on_exception`, and says how to resume |
+| `profile` | the profiler's timers around the parts of the run | the timers, with a report |
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from lumen.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    ProgressBar,
+    ThroughputMonitor,
+    savers_of,
+)
+from lumen.callbacks.checkpoint_names import is_same
+from lumen.checkpoint import Checkpoint, Saves, storage_of
+from lumen.console import logger as _log
+from lumen.distributed.launch import relaunch
+from lumen.distributed.restarts import needs_launcher
+from lumen.errors import ConfigError
+from lumen.internals.garbage import collected_every
+from lumen.internals.stop_signals import LEFT
+from lumen.loggers import Logger, with_own_record
+from lumen.loop.fit import StopRequested
+from lumen.metrics.torchmetrics_states import unshare_metrics
+from lumen.precision import make_precision
+from lumen.profilers import profiled
+from lumen.run.anomalies import OperationFinder
+from lumen.run.goodput import Goodput
+from lumen.run.place import note_place
+from lumen.run.run import Run
+from lumen.strategies import check_data_ranks
+from lumen.strategies.factory import unused_devices
+from lumen.task.data_module import DataModule
+from lumen.task.given import check_task
+from lumen.task.hooks import check_hooks, fitted, misspelt_hooks, overridden_state_dicts
+from lumen.task.task_module import TaskModule
+from lumen.trainer.join_callbacks import join_callbacks
+from lumen.trainer.logs import apart_from_others, console_log, log_file
+from lumen.trainer.process_settings import torch_settings, turn, write_environment
+from lumen.trainer.run_directory import RunDirectory
+from lumen.trainer.stop_request import Grace, interruption, limited, stop_signals
+from lumen.trainer.telling import tell_failure, tell_place, tell_restart, tell_stop
+from lumen.trainer.watch import debuggable, watched
+
+if TYPE_CHECKING:
+    from lumen.trainer.trainer import Trainer
+
+
+@final
+class Session:
+    """A run that is opened, used and closed; a phase sets what later phases need.
+
+    Args:
+        trainer: The trainer that opens the run; not in a run yet.
+        stage: "fit", "validate", "test" or "predict".
+        task: The task to run on.
+        data: A data module, or a loader or several.
+        val_loaders: Loaders of the validation, when `data` is the loader of `fit`.
+
+    Attributes:
+        datamodule: The data module; None if loaders were given.
+        trains: The stage is "fit".
+        replaced: Callbacks of the trainer that the task's have replaced.
+        grace: Ends the process in time after a signal.
+        directory: The run directory; None if the run writes nothing.
+        check_home: Checks on rank 0 that the directory is still there; else None.
+        folders: Folders of the checkpoints, that with the best one first.
+        loggers: Loggers of this process, the run's own record included.
+        run: The run that is opened.
+        watch: Ends the watch over the run, if set.
+    """
+
+    grace: Grace
+    run: Run
+    watch: threading.Event
+
+    def __init__(self, trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> None:
+        self.trainer, self.stage, self.task = trainer, stage, task
+        self.data, self.datamodule = data, data if isinstance(data, DataModule) else None
+        self.given = None if self.datamodule is not None else (data, val_loaders)
+        self.trains = stage == "fit"
+        self.replaced: list[Callback] = []
+        self.directory: Path | None = None
+        self.check_home: Callable[[], None] | None = None
+        self.folders: list[PurePath] = []
+        self.loggers: list[Logger] = []
+
+    def check(self) -> None:
+        """Check what was given, let the task's callbacks join, and start other processes if they are missing.
+
+        Raises:
+            ConfigError: The trainer is in a run, or something cannot be run.
+        """
+        trainer, task = self.trainer, self.task
+        check_task(task, self.data)
+        if trainer._status == "running":
+            raise ConfigError(f"this trainer is in a run; call {self.stage} after it, or use a second Trainer.")
+        check_hooks(task, self.datamodule, [])
+        self.replaced = join_callbacks(trainer, self.stage, task)
+        check_hooks(task, self.datamodule, trainer.callbacks)
+        trainer.name = type(task).__name__.lower() if trainer.name is None else trainer.name
+        trainer._started = False
+        if needs_launcher(trainer.processes, trainer.max_restarts if self.trains else 0):
+            relaunch(trainer.world_size, trainer.max_restarts)
+
+
+@contextmanager
+def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
+    """The context in which a trainer runs a stage: all phases of a session, whose arguments these are.
+
+    Raises:
+        ConfigError: The trainer is in a run, or something cannot be run.
+        KeyboardInterrupt: The run was asked to stop.
+    """
+    session = Session(trainer, stage, task, data, val_loaders)
+    session.check()
+    with ExitStack() as entered:
+        for phase in PHASES:
+            entered.enter_context(phase(session))
+        yield session.run
+
+
+@contextmanager
+def take_turn(session: Session) -> Iterator[None]:
+    """Wait until no other thread of this process has a run."""
+    with turn(session.task, session.datamodule, trains=session.trains):
+        yield
+
+
+@contextmanager
+def limit_grace(session: Session) -> Iterator[None]:
+    """Start the thread that limits the time from a signal to the end of the process."""
+    with limited(session.trainer.grace_s, saves=session.trains) as session.grace:
+        yield
+
+
+@contextmanager
+def note_status(session: Session) -> Iterator[None]:
+    """Let the trainer's state say that a run is in progress, and afterwards how it ended."""
+    trainer = session.trainer
+    trainer._status, trainer._fn = "running", session.stage
+    try:
+        yield
+    except BaseException:
+        trainer._status = "interrupted"
+        raise
+    trainer._status = "finished"
+
+
+@contextmanager
+def switch_torch(session: Session) -> Iterator[None]:
+    """Set torch's global switches as the trainer's arguments ask."""
+    trainer = session.trainer
+    switches = torch_settings(
+        deterministic=trainer.deterministic,
+        detect_anomaly=trainer.detect_anomaly,
+        matmul_precision=trainer.matmul_precision,
+        benchmark=trainer.benchmark,
+    )
+    with switches, trainer.compilation:
+        yield
+
+
+@contextmanager
+def show_messages(session: Session) -> Iterator[None]:
+    """Show messages in the terminal, and say what is remarkable about the arguments."""
+    trainer, task = session.trainer, session.task
+    with apart_from_others(has_files=False), console_log(trainer.log_settings, shown=trainer.is_global_zero):
+        if notice := unused_devices(trainer.strategy):
+            _log.info(notice)
+        if trainer.detect_anomaly and trainer.compilation.setting:
+            _log.info("detect_anomaly looks at every operation: nothing is compiled in this run")
+        if names := ", ".join(type(each).__name__ for each in session.replaced):
+            _log.info("the callbacks of %s.configure_callbacks take the place of: %s", type(task).__name__, names)
+        for notice in [*misspelt_hooks(task, session.datamodule, trainer.callbacks), *overridden_state_dicts(task)]:
+            _log.warning(notice)
+        yield
+
+
+@contextmanager
+def connect_processes(session: Session) -> Iterator[None]:
+    """Connect the processes of the run. Collective: every rank must call this."""
+    trainer = session.trainer
+    strategy, processes = trainer.strategy, trainer.processes
+    with processes.explained():
+        strategy.connect()
+        check_data_ranks(strategy)
+        if strategy.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(strategy.device)  # `memory_mb` is the peak of this run
+        trainer.name = _agree_on_name_and_callbacks(trainer)
+        if session.trains:
+            processes.together(partial(_check_places, trainer))
+        yield
+
+
+@contextmanager
+def claim_directory(session: Session) -> Iterator[None]:
+    """Let the first process claim and lock the directory of a training that writes. Collective."""
+    trainer, origin, processes = session.trainer, session.trainer.origin, session.trainer.processes
+    if not session.trains:
+        yield
+        return
+    origin.restarted = False
+    launchers = {each for each in processes.gather(processes.launcher) if each is not None}
+
+    def claim() -> tuple[Path | None, bool]:
+        origin.check()
+        if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
+            return None, False
+        if origin.rolled_back is not None:
+            claimed = RunDirectory.claim_again(origin.rolled_back[0])
+        else:
+            root, name = trainer.default_root_dir, str(trainer.name)
+            claimed = RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers)
+        directory = closing.enter_context(claimed)
+        session.check_home = directory.check
+        if not (origin.stays or directory.restarted):
+            closing.callback(_give_back_if_unused, trainer, directory.path)
+        return directory.path, directory.restarted
+
+    with ExitStack() as closing:
+        trainer.run_directory, origin.restarted = processes.on_rank_zero(claim)
+        session.directory = trainer.run_directory
+        yield
+
+
+@contextmanager
+def write_logs(session: Session) -> Iterator[None]:
+    """Open `run.log` on the first process; with several each has a file of its own too, named after the start.
+
+    The failure that ends a run is written into the logs of each process, with its traceback.
+    """
+    trainer, directory, processes = session.trainer, session.directory, session.trainer.processes
+    if directory is None:
+        yield
+        return
+    with ExitStack() as closing:
+        closing.enter_context(apart_from_others(has_files=True))
+        if processes.is_global_zero:
+            closing.enter_context(log_file(directory / "run.log", trainer.log_settings))
+        if processes.world_size > 1:
+            began = processes.broadcast(f"{datetime.now():%Y%m%d-%H%M%S}")
+            (directory / "logs").mkdir(parents=True, exist_ok=True)
+            file = directory / "logs" / f"{began}-rank{processes.rank}.log"
+            closing.enter_context(log_file(file, trainer.log_settings))
+            processes.barrier()  # All files are open before anything can fail and give the directory back.
+        tell_place(directory)
+        try:
+            with processes.explained():  # The record names the error that is raised.
+                yield
+        except (Exception, SystemExit) as error:
+            if not _is_by_signal(error):
+                step = session.run.progress.step if trainer._started else 0
+                folders = checkpoints_of(trainer, directory)
+                tell_failure(error, step, trainer, directory, folders, stays=_stays(trainer))
+            raise
+
+
+@contextmanager
+def make_run(session: Session) -> Iterator[None]:
+    """Find the checkpoint to resume and the seed, and make the parts of the run. Collective."""
+    trainer, directory, processes = session.trainer, session.directory, session.trainer.processes
+    origin, checkpoint = trainer.origin, None
+    writes = directory is not None and processes.is_global_zero
+    goodput = Goodput(directory if writes else None, lambda: session.run.step.counters.waited_s)
+    session.loggers = with_own_record(trainer.loggers) if writes else []
+    if session.trains:
+        of_name = trainer.default_root_dir / str(trainer.name)
+        session.folders, earlier = (checkpoints_of(trainer, place) for place in (directory or of_name, of_name))
+        checkpoint = origin.find(session.folders, earlier, processes, writes=directory is not None)
+        tell_restart(trainer, checkpoint)
+    seed = processes.on_rank_zero(partial(origin.seed_of, checkpoint, trainer.seed))
+    precision = make_precision(trainer.precision)
+    precision.setup(trainer.strategy.device)
+    with ExitStack() as closing:
+        closing.callback(OperationFinder.lift, precision)
+        run = session.run = trainer._run = Run(
+            trainer, session.stage, session.task, session.datamodule, session.given, precision, seed, session.loggers
+        )
+        if session.trains:
+            trainer._counted = run.progress
+        if writes:
+            run.records.goodput = goodput
+            closing.callback(lambda: goodput.close(run.progress.step))
+        run.checkpoint, run.saves = checkpoint, Saves(run, session.check_home)
+        yield
+
+
+@contextmanager
+def watch_progress(session: Session) -> Iterator[None]:
+    """Watch for a hang; let `breakpoint()` ask on one of several ranks."""
+    with debuggable(session.trainer.processes), watched(session.run) as session.watch:
+        yield
+
+
+@contextmanager
+def open_loggers(session: Session) -> Iterator[None]:
+    """Open the loggers on the first process, for a run with a directory. Collective: every rank must call this."""
+    trainer, run, directory = session.trainer, session.run, session.directory
+    _agree_on_logging(run)
+    with ExitStack() as closing:
+        if directory is not None:
+            if trainer.is_global_zero:
+                write_environment(directory, trainer.strategy)
+            for logger in [*trainer.loggers, *session.loggers]:
+                logger.run_directory = directory
+            trainer.processes.on_rank_zero(partial(_open_loggers, session, directory, closing))
+        yield
+
+
+def _agree_on_logging(run: Run) -> None:
+    """Find out what any rank logs and asks for. Collective: every rank must call this."""
+    records, log, ending = run.records, run.log, run.ending
+    asks = run.hooks.may_stop_at_steps and run.processes.world_size > 1
+    flags = records.is_logged, log.has_epoch_ends, log.has_metrics, asks
+    of_any = (ranks > 0 for ranks in run.processes.sum([*map(float, flags)]))
+    records.is_logged, log.has_epoch_ends, log.has_metrics, ending.asks_each_step = of_any
+
+
+def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None:
+    stays, checkpoint = session.trainer.origin.stays, session.run.checkpoint
+    for logger in session.loggers:
+        logger.open(directory, resumed=stays and _has_record(checkpoint, logger.state_key))
+        closing.push(partial(_finalize, logger))
+
+
+@contextmanager
+def catch_signals(session: Session) -> Iterator[None]:
+    """Let the first signal finish the step, save and end the run."""
+    with stop_signals(session.run, session.grace, session.folders):
+        yield
+
+
+@contextmanager
+def collect_garbage(session: Session) -> Iterator[None]:
+    """Collect garbage every n-th step and at no other time, if the trainer's argument asks for that."""
+    every = session.trainer.gc_every_n_steps
+    if every is None:
+        yield
+        return
+    with collected_every(every, session.run):
+        yield
+
+
+@contextmanager
+def attach_task(session: Session) -> Iterator[None]:
+    """Let the task and the data module know the run; afterwards call their `teardown` and end the parts of the run."""
+    run, task, datamodule = session.run, session.task, session.datamodule
+    with ExitStack() as closing:  # The last callback is called first, and each one whatever happens in others.
+        closing.callback(run.strategy.teardown)
+        closing.callback(_close, run)
+        closing.callback(run.saves.close)
+        for hook in reversed(run.hooks.teardown):
+            closing.callback(hook, session.stage)
+        if datamodule is not None:
+            closing.callback(fitted(datamodule, "teardown"), session.stage)
+        closing.callback(session.watch.set)  # From there on it may wait for a save as long as that takes.
+        task._run = run
+        if datamodule is not None:
+            datamodule._run = run
+        yield
+
+
+def _close(run: Run) -> None:
+    """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
+    run.stage = ""
+    run.optim.release()
+    run.loaders.close()
+    unshare_metrics(run.task)
+
+
+@contextmanager
+def report_end(session: Session) -> Iterator[None]:
+    """Call the hooks of a run that fails or was asked to stop, and say how to resume it."""
+    run = session.run
+    try:
+        yield
+    except StopRequested:
+        _leave(session)
+    except BaseException as error:
+        note_place(run, error)
+        if run.processes.world_size == 1:
+            with suppress(Exception):  # a device that has failed gives no values
+                run.records.write_row()
+        for hook in run.hooks.on_exception:
+            try:
+                hook(error)
+            except Exception:  # the first failure is the one to show
+                _log.exception("on_exception failed too")
+        raise
+
+
+def _leave(session: Session) -> None:
+    """Say how to resume, and end as the signal asks."""
+    run, directory = session.run, session.directory
+    number = run.ending.vote.stop_signal
+    leaving = interruption(number)
+    for hook in run.hooks.on_exception:
+        hook(leaving)
+    tell_stop(run, number, directory, checkpoints_of(session.trainer, directory) if directory is not None else [])
+    raise leaving from None
+
+
+@contextmanager
+def profile(session: Session) -> Iterator[None]:
+    """Time the parts of the run, if the trainer has a profiler."""
+    with profiled(session.run, session.trainer.profiler, session.directory):
+        yield
+
+
+PHASES: tuple[Callable[[Session], AbstractContextManager[None]], ...] = (
+    take_turn, limit_grace, note_status, switch_torch, show_messages, connect_processes, claim_directory, write_logs,
+    make_run, watch_progress, open_loggers, catch_signals, collect_garbage, attach_task, report_end, profile,
+)  # fmt: skip
+
+
+def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[PurePath]:
+    """Where the checkpoints of a run lie, first those of the callback that says which is best."""
+    default = run_directory / "checkpoints"
+    folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
+    return [each for number, each in enumerate(folders) if not any(is_same(each, one) for one in folders[:number])]
+
+
+def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:
+    """Rank 0's name of the run. Collective.
+
+    Raises:
+        ConfigError: Callbacks differ between ranks. Those that a run has by itself, which ask nothing of other ranks,
+            may.
+    """
+    shown = (ThroughputMonitor, ModelSummary, ProgressBar)
+    acting = [(type(each).__qualname__, each.state_key) for each in trainer.callbacks if not isinstance(each, shown)]
+    (name, first), *others = trainer.processes.gather((trainer.name, acting))
+    for rank, (_, callbacks) in enumerate(others, 1):
+        if callbacks != first:
+            raise ConfigError(
+                f"callbacks differ between ranks: rank 0 has {_in_words(first)}; rank {rank} has "
+                f"{_in_words(callbacks)}. What callbacks agree on all ranks agree on, in one order: give every rank "
+                "the same ones in the same order. One that acts on a single rank can ask trainer.is_global_zero."
+            )
+    return name
+
+
+def _in_words(callbacks: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(key if key.startswith(kind) else f"{kind} ({key})" for kind, key in callbacks) or "none"
+
+
+def _check_places(trainer: Trainer) -> None:
+    """Every process writes its share of a checkpoint itself."""
+    given = [each.given_dirpath for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+    given += [each.dirpath for each in trainer.callbacks if isinstance(each, OnExceptionCheckpoint)]
+    for place in given:
+        if place is not None:
+            storage_of(place).check_writable(place)
+
+
+def _give_back_if_unused(trainer: Trainer, directory: Path) -> None:
+    """Leave nothing behind of a run that failed before its training began: its name stays free."""
+    if not _stays(trainer):
+        shutil.rmtree(directory, ignore_errors=True)  # the failure is what is to be seen
+
+
+def _stays(trainer: Trainer) -> bool:
+    """Whether the run's directory is kept: training has begun, or it did in an earlier part of the run."""
+    return trainer._started or trainer.origin.stays
+
+
+def _finalize(logger: Logger, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    """Tell a logger that the run has ended, and how."""
+    if error is None:
+        logger.finalize("success")
+    else:
+        logger.finalize("interrupted" if _is_by_signal(error) else "failed")
+
+
+def _is_by_signal(error: BaseException) -> bool:
+    """Whether a run ends because it was asked to."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in LEFT)
+
+
+def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
+    """Whether a checkpoint says how far a logger's record goes; without that nothing of it can be told apart."""
+    return checkpoint is not None and logger in checkpoint.state["loggers"]

@@ -1,0 +1,168 @@
+"""A session opens a run in phases: one that fails leaves nothing behind, and the next fit works."""
+
+import gc
+import re
+from contextlib import contextmanager
+
+import pytest
+
+import lumen
+from lumen.errors import CheckpointError, LumenError, RunDirectoryError
+from lumen.trainer import process_settings, session
+from lumen.trainer.run_directory import RunDirectory
+from tests.helpers.garbage import nothing_frozen
+from tests.helpers.process_state import what_is_there
+from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
+
+SWITCHES = {
+    "max_steps": 2, "deterministic": True, "detect_anomaly": True, "matmul_precision": "medium", "benchmark": True,
+    "gc_every_n_steps": 2, "profiler": "simple", "precision": "bf16", "log_level": {"root": "DEBUG", "a.name": "ERROR"},
+}  # fmt: skip
+NAMES = [phase.__name__ for phase in session.PHASES]
+
+
+class Refusal(Exception):
+    """The failure that a test puts into a phase."""
+
+
+def fit(path, task, **options):
+    data = loader(32, 8, num_workers=1, persistent_workers=True)
+    trainer = quiet_trainer(path, **SWITCHES | options)
+    try:
+        trainer.fit(task, data, data)
+    finally:
+        trainer.profiler = None  # the table that it holds is the trainer's
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights after a fit in a process that has not failed; imports and caches are there from then on."""
+    with nothing_frozen():
+        task = Regression()
+        fit(tmp_path_factory.mktemp("expected"), task)
+        gc.collect()
+        yield weights(task)
+
+
+def refused(path, task, error, **options):
+    """The message with which a fit is refused, after a look at what it has left behind."""
+    gc.collect()
+    before, message = what_is_there(), None
+    try:  # not pytest.raises, which keeps the traceback, and with it all that failed
+        fit(path, task, **options)
+    except error as exception:
+        message = str(exception)
+    gc.collect()
+    after = what_is_there()
+    assert message is not None
+    assert {what: (before[what], after[what]) for what in before if before[what] != after[what]} == {}
+    assert not process_settings._open
+    assert task._run is None or not task._run.stage
+    return message
+
+
+def assert_next_fit_works(path, task, expected, name="run"):
+    trainer = fit(path, task)
+    assert trainer.run_directory.name == name  # the name of a fit that never began is free
+    assert trainer.state.status == "finished"
+    assert (weights(task) == expected).all()
+
+
+def phases_with(place, *, while_open):
+    """The phases with one more that raises: as it is entered, or as it is left."""
+
+    @contextmanager
+    def refuse(_):
+        if not while_open:
+            raise Refusal("entering")
+        yield
+        raise Refusal("leaving")
+
+    index = NAMES.index(place) + 1
+    return (*session.PHASES[:index], refuse, *session.PHASES[index:])
+
+
+@pytest.mark.parametrize("place", NAMES)
+def test_failure_after_a_phase_releases_everything(tmp_path, monkeypatch, expected, place):
+    task = Regression()
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "PHASES", phases_with(place, while_open=False))
+        assert refused(tmp_path, task, Refusal) == "entering"
+    assert not [path for path in (tmp_path / "runs").glob("*") if RunDirectory.is_locked(path)]
+    assert_next_fit_works(tmp_path, task, expected)
+
+
+@pytest.mark.parametrize("place", NAMES)
+def test_failure_while_closing_releases_the_rest(tmp_path, monkeypatch, expected, place):
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "PHASES", phases_with(place, while_open=True))
+        assert refused(tmp_path, Regression(), Refusal) == "leaving"
+    assert RunDirectory.is_locked(tmp_path / "runs" / "run") is None
+    assert_next_fit_works(tmp_path, Regression(), expected, name="run-2")
+
+
+class Disconnected(lumen.SingleDevice):
+    def connect(self):
+        raise Refusal("no network")
+
+
+class Unplaced(lumen.SingleDevice):
+    def setup(self, task):
+        raise Refusal("no room")
+
+
+class Closed(lumen.Logger):
+    def log_metrics(self, metrics, step):
+        pass
+
+    def open(self, directory, *, resumed=False):
+        raise Refusal("no service")
+
+
+def refuse(*_):
+    raise Refusal("no setup")
+
+
+def file_in_the_way(path):
+    path.touch()
+    return path
+
+
+def directory_for_log(path):
+    """A run directory whose log cannot be a file."""
+    (path / "runs" / "run" / "run.log").mkdir(parents=True)
+    return {"resume": "auto"}
+
+
+FAILURES = {
+    "the directory of runs is a file": (
+        lambda path: file_in_the_way(path / "runs") and {}, RunDirectoryError, "cannot use",
+    ),
+    "the directory of checkpoints is in a file": (
+        lambda path: {"callbacks": [lumen.ModelCheckpoint(dirpath=file_in_the_way(path / "file") / "a")]},
+        LumenError, "file",
+    ),
+    "the log is a directory": (directory_for_log, LumenError, "run.log"),
+    "the strategy cannot connect": (lambda _: {"strategy": Disconnected("cpu")}, Refusal, "no network"),
+    "the strategy cannot place the task": (lambda _: {"strategy": Unplaced("cpu")}, Refusal, "no room"),
+    "there is nothing to resume": (lambda _: {"resume": "last"}, CheckpointError, "no"),
+    "a logger cannot open": (lambda _: {"logger": Closed()}, Refusal, "no service"),
+    "a callback cannot set up": (lambda _: {"callbacks": [lumen.LambdaCallback(setup=refuse)]}, Refusal, "no setup"),
+    "a hook before training fails": (
+        lambda _: {"callbacks": [lumen.LambdaCallback(on_fit_start=refuse)]}, Refusal, "no setup",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_real_failure_while_opening_releases_everything(tmp_path, expected, failure):
+    options, error, text = FAILURES[failure]
+    task = Regression()
+    assert text in refused(tmp_path, task, error, **options(tmp_path))
+    assert_next_fit_works(tmp_path / "next", Regression(), expected)
+
+
+def test_table_of_phases_is_what_opens():
+    rows = re.findall(r"^\| `(\w+)` \|", session.__doc__, re.M)
+    assert rows == NAMES
