@@ -1,4 +1,4 @@
-"""What installed distributions register with Lumen by entry points: commands, loggers and callbacks."""
+"""Entry points of installed distributions: the commands, loggers and callbacks that they add to Lumen."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is read: which checkpoint, which of its parts, and into what."""
+"""Loading: chooses a checkpoint, reads the parts asked for, and puts them into a run or a module."""

@@ -1,1 +1,1 @@
-"""What is saved, who writes it, and when it is committed."""
+"""Saving: collects the state of a run, divides the writing among processes, and commits the checkpoint."""

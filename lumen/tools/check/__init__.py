@@ -1,4 +1,4 @@
-"""`lumen check`: what can be known of a training before it begins, by its own first batches; nothing is written."""
+"""`lumen check`: a dry run of a config on its first batches, which writes nothing."""
 
 from lumen.cli.commands import Command
 

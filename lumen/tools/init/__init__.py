@@ -1,4 +1,4 @@
-"""`lumen init`: a project of one's own to begin with."""
+"""`lumen init`: writes a small project to begin with."""
 
 from lumen.cli.commands import Command
 

@@ -1,4 +1,4 @@
-"""`lumen migrate`: the edits that make a project of Lightning's one of Lumen's, as a diff, and what to think about."""
+"""`lumen migrate`: edits a Lightning project for Lumen, shows them as a diff, and lists what is left to do."""
 
 from lumen.cli.commands import Command
 

@@ -1,4 +1,4 @@
-"""Where two trainings part, and whether the promises hold on a task: what a step computes is recorded, and compared."""
+"""`lumen verify`, `diff` and `replay`: record what a step computes, and compare two recordings."""
 
 from lumen.cli.commands import Command
 

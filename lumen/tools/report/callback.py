@@ -21,7 +21,7 @@ class Report(Callback):
     """Writes `report.html` into the run's directory whenever `fit` ends, by an error too; see `lumen report`.
 
     It takes a second or two at the end (four after a million rows), on the first process alone, and nothing in a step.
-    What goes wrong with it is told as a warning and fails no run.
+    A fault in it becomes a warning and fails no run.
 
     Raises:
         ConfigError: Bokeh is not installed.
@@ -38,11 +38,11 @@ class Report(Callback):
         self._status, self._error = "failed", ""
 
     def on_fit_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """The run has come to its end."""
+        """Note the success."""
         self._status = "finished"
 
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
-        """It ends early."""
+        """Keep the error, or note that the run was stopped."""
         if isinstance(exception, Exception):
             self._status, self._error = "failed", f"{type(exception).__name__}: {exception}".partition("\n")[0]
         else:

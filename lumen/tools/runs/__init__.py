@@ -1,4 +1,4 @@
-"""`lumen runs`: which runs there are, how they stand, what they were set to, which of their checkpoints are good."""
+"""`lumen runs`: lists runs with their status and settings, and checks their checkpoints."""
 
 from lumen.cli.commands import Command
 

@@ -1,4 +1,4 @@
-"""`lumen submit`: writes the job file of a cluster's own engine, and gives it to that."""
+"""`lumen submit`: writes a job file for SLURM, Ray, Kubernetes or SkyPilot, and submits it."""
 
 from lumen.cli.commands import Command
 
