@@ -455,11 +455,10 @@ def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[PurePath]:
 
 
 def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:
-    """Rank 0's name of the run. Collective.
+    """Return rank 0's name of the run. Collective.
 
     Raises:
-        ConfigError: Callbacks differ between ranks. Those that a run has by itself, which ask nothing of other ranks,
-            may.
+        ConfigError: Callbacks differ between ranks. Bars, summaries and throughput may: they never communicate.
     """
     shown = (ThroughputMonitor, ModelSummary, ProgressBar)
     acting = [(type(each).__qualname__, each.state_key) for each in trainer.callbacks if not isinstance(each, shown)]
@@ -494,7 +493,7 @@ def _give_back_if_unused(trainer: Trainer, directory: Path) -> None:
 
 
 def _stays(trainer: Trainer) -> bool:
-    """Whether the run's directory is kept: training has begun, or it did in an earlier part of the run."""
+    """Return True if the run directory is kept: training began in this part of the run or in an earlier one."""
     return trainer._started or trainer.origin.stays
 
 
