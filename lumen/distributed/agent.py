@@ -70,7 +70,10 @@ class _Watch:
         self.ended: set[int] = set()
 
     def look(self, worker_group: WorkerGroup) -> RunResult | None:
-        """Pass on new signals; returns None if the agent is to go on as usual, else the result it is to return."""
+        """Pass on new signals; returns None once no worker runs, else what the agent is to say.
+
+        The agent never looks while one runs: it would end the others the moment that it sees one fail.
+        """
         running, failed = _look([worker.id for worker in worker_group.workers])
         while self._passed_on < len(self._requests):
             # SIGINT: a SIGTERM that follows another one may be that of who sends to all processes
@@ -82,10 +85,9 @@ class _Watch:
                 os.killpg(pid, signal.SIGKILL)
         if failed and self._patient_until_s is None:
             self._patient_until_s = time.monotonic() + _PEERS_NOTICE_S
-        if running and self._patient_until_s is not None:
-            if time.monotonic() < self._patient_until_s:
-                return RunResult(state=WorkerState.HEALTHY)
-            self._end(running)
+        if running and (self._patient_until_s is None or time.monotonic() < self._patient_until_s):
+            return RunResult(state=WorkerState.HEALTHY)
+        self._end(running)
         return None
 
     def _end(self, pids: list[int]) -> None:

@@ -1,5 +1,6 @@
 """Several processes: who starts them, how they end, and what is seen of it."""
 
+import gc
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import yaml
 
 import lumen
 from lumen.cli import main
+from lumen.distributed import agent
 from lumen.distributed.cluster_environment import find
 from lumen.errors import ConfigError
 from lumen.strategies.factory import make_strategy, processes_of
@@ -342,6 +344,34 @@ def test_a_rank_that_says_nothing_is_named(mode, code, said):
     assert found == code, output
     assert output.splitlines()[-1].startswith(said)
     assert "ProcessLost" not in output
+
+
+FIRST_OF_TWO = """
+import os, sys, time
+while not os.path.exists("go"):
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    time.sleep(1)
+    sys.exit(3)
+sys.exit(75)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torch leaves the output of ranks open
+def test_a_rank_ends_by_itself_after_another(tmp_path, monkeypatch):
+    look = agent._look
+
+    def look_just_before_one_ends(pids):
+        found = look(pids)
+        if len(pids) == 2 and not os.path.exists("go"):
+            Path("go").touch()
+            os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
+        return found
+
+    monkeypatch.setattr(agent, "_look", look_just_before_one_ends)
+    failures = agent.run_workers(2, ["-c", FIRST_OF_TWO], tmp_path, [])
+    gc.collect()  # while the warning is ignored
+    assert {rank: failure.exitcode for rank, failure in failures.items()} == {0: 75, 1: 3}
 
 
 @pytest.mark.slow

@@ -307,8 +307,9 @@ class LocalStorage(Storage):
 
     @contextmanager
     def directory(self, path: PurePath) -> Iterator[None]:
-        """Synced at the end."""
-        Path(path).mkdir(exist_ok=True)
+        """Synced at the end. What is there instead, or no more, is found when the first file is opened."""
+        with suppress(FileExistsError):
+            os.mkdir(path)
         yield
         fsync_directory(path)
 
