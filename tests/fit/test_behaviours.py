@@ -1,124 +1,124 @@
 """What users of a training library rely on, and the tests that hold it; those that no other file holds are here.
 
 A step is a completed update, also with accumulation, and max_steps ends exactly there
-    fit/test_loop.py::test_max_steps_with_accumulation_ends_exactly
-    fit/test_loop.py::test_an_epoch_is_cut_into_whole_steps_and_a_short_last_one
+    fit/loop/test_loop.py::test_max_steps_with_accumulation_ends_exactly
+    fit/loop/test_loop.py::test_an_epoch_is_cut_into_whole_steps_and_a_short_last_one
 Epochs, steps and batches are counted exactly in a fit, in a resumed one, and in a second one, which begins at zero
     fit/test_behaviours.py::test_counts_are_exact_after_a_fit_a_resumed_one_and_a_second_one
-    fit/test_loop.py::test_a_second_fit_counts_from_zero_and_trains_on
+    fit/loop/test_loop.py::test_a_second_fit_counts_from_zero_and_trains_on
 Of several limits the first one reached ends the run; -1 is none, 0 trains nothing, less is refused
-    fit/test_loop.py::test_the_first_limit_reached_ends_the_run
-    fit/test_loop.py::test_a_wrong_setting_is_named_when_the_trainer_is_built
+    fit/loop/test_loop.py::test_the_first_limit_reached_ends_the_run
+    fit/loop/test_loop.py::test_a_wrong_setting_is_named_when_the_trainer_is_built
 A minimum of steps or epochs delays a stop, which adds no validation and drops none that is due
-    fit/test_loop.py::test_a_minimum_delays_a_stop
-    fit/test_validation.py::test_an_early_stop_does_not_add_a_validation
+    fit/loop/test_loop.py::test_a_minimum_delays_a_stop
+    fit/loop/test_validation.py::test_an_early_stop_does_not_add_a_validation
     fit/test_behaviours.py::test_a_stop_asked_for_in_training_adds_no_validation_and_drops_none
 A stop asked for inside an epoch leaves after the step in progress
-    fit/test_loop.py::test_a_stop_leaves_after_the_step_in_progress
+    fit/loop/test_loop.py::test_a_stop_leaves_after_the_step_in_progress
 -1 from on_train_batch_start skips the rest of the epoch, and schedules move all the same
-    fit/test_loop.py::test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move
-    fit/test_loop.py::test_a_callback_may_skip_the_rest_of_the_epoch_too
+    fit/loop/test_loop.py::test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move
+    fit/loop/test_loop.py::test_a_callback_may_skip_the_rest_of_the_epoch_too
 Hooks come in one order, in training, with accumulation, resumed, and in each evaluation
-    fit/test_hooks.py::test_fit_calls_what_the_map_says_in_its_order
-    fit/test_hooks.py::test_a_fit_resumed_inside_an_epoch_calls_what_the_map_says
-    fit/test_hooks.py::test_an_evaluation_calls_what_the_map_says
+    fit/task/test_hooks.py::test_fit_calls_what_the_map_says_in_its_order
+    fit/task/test_hooks.py::test_a_fit_resumed_inside_an_epoch_calls_what_the_map_says
+    fit/task/test_hooks.py::test_an_evaluation_calls_what_the_map_says
 Each submodule is in its own mode again after an evaluation
-    fit/test_validation.py::test_each_submodule_gets_its_own_mode_back
-    fit/test_validation.py::test_modes_come_back_after_an_error_too
+    fit/loop/test_validation.py::test_each_submodule_gets_its_own_mode_back
+    fit/loop/test_validation.py::test_modes_come_back_after_an_error_too
 A validation never falls inside a step, and disturbs neither gradients nor generators
     fit/test_behaviours.py::test_a_validation_never_falls_inside_a_step_and_leaves_its_gradients_alone
-    fit/test_validation.py::test_validation_disturbs_neither_gradients_nor_generators
+    fit/loop/test_validation.py::test_validation_disturbs_neither_gradients_nor_generators
 The sanity check leaves no value, no row and no draw behind
-    fit/test_validation.py::test_the_sanity_check_leaves_no_trace
+    fit/loop/test_validation.py::test_the_sanity_check_leaves_no_trace
     fit/test_behaviours.py::test_what_is_drawn_after_the_sanity_check_does_not_depend_on_it
 
 An empty loader is an error in training, and a warning in an evaluation
-    fit/test_data.py::test_an_empty_training_loader_is_an_error_that_says_what_is_empty
-    fit/test_data.py::test_an_empty_evaluation_loader_is_one_warning
-    fit/test_validation.py::test_an_empty_evaluation_gives_nothing
+    fit/data/test_data.py::test_an_empty_training_loader_is_an_error_that_says_what_is_empty
+    fit/data/test_data.py::test_an_empty_evaluation_loader_is_one_warning
+    fit/loop/test_validation.py::test_an_empty_evaluation_gives_nothing
     fit/test_behaviours.py::test_an_empty_validation_loader_gives_no_value_and_disturbs_nothing
 A stream needs no length, may give a wrong one, and may have nothing in an epoch
-    fit/test_data.py::test_a_loader_of_another_kind_repeats_and_resumes
-    fit/test_loaders.py::test_a_stream_whose_length_is_wrong_is_read_to_its_end
+    fit/data/test_data.py::test_a_loader_of_another_kind_repeats_and_resumes
+    fit/data/test_loaders.py::test_a_stream_whose_length_is_wrong_is_read_to_its_end
     fit/test_behaviours.py::test_a_stream_that_has_nothing_in_one_epoch_skips_it_with_a_warning
 A limit is a count or a fraction, 0 too; an endless loader needs a count; a fraction of less than a batch is an error
-    fit/test_loop.py::test_a_limit_is_a_count_or_a_fraction_of_the_batches
-    fit/test_loop.py::test_a_fraction_of_less_than_one_batch_is_an_error
-    fit/test_validation.py::test_limits_hold_for_every_evaluation
-    fit/test_data.py::test_an_endless_stream_needs_only_a_limit
+    fit/loop/test_loop.py::test_a_limit_is_a_count_or_a_fraction_of_the_batches
+    fit/loop/test_loop.py::test_a_fraction_of_less_than_one_batch_is_an_error
+    fit/loop/test_validation.py::test_limits_hold_for_every_evaluation
+    fit/data/test_data.py::test_an_endless_stream_needs_only_a_limit
     fit/test_behaviours.py::test_endless_evaluation_loaders_need_only_a_count
 Several training loaders combine in every mode; several validation loaders are told apart
-    fit/test_loaders.py::test_several_loaders_are_read_together
-    fit/test_loaders.py::test_several_loaders_can_be_read_one_after_the_other
-    fit/test_hooks.py::test_hooks_get_what_they_are_promised
-    fit/test_validation.py::test_several_loaders_have_a_value_each
+    fit/data/test_loaders.py::test_several_loaders_are_read_together
+    fit/data/test_loaders.py::test_several_loaders_can_be_read_one_after_the_other
+    fit/task/test_hooks.py::test_hooks_get_what_they_are_promised
+    fit/loop/test_validation.py::test_several_loaders_have_a_value_each
 Loaders are made once, only where they are needed, and anew every so many epochs
     fit/test_behaviours.py::test_a_data_module_is_asked_for_each_loader_once_and_only_for_its_stage
-    fit/test_loop.py::test_loaders_may_live_on_the_task
-    fit/test_loaders.py::test_loaders_are_asked_for_anew_every_so_many_epochs
+    fit/loop/test_loop.py::test_loaders_may_live_on_the_task
+    fit/data/test_loaders.py::test_loaders_are_asked_for_anew_every_so_many_epochs
 Workers end with the run and with the evaluation, also when it fails, persistent or not
-    fit/test_data.py::test_no_worker_outlives_its_run
+    fit/data/test_data.py::test_no_worker_outlives_its_run
     fit/test_behaviours.py::test_no_worker_of_an_evaluation_outlives_it
 No two workers, samples or epochs draw the same
-    fit/test_data.py::test_workers_get_seeds_of_their_own_that_repeat
-    fit/test_data.py::test_augmentation_belongs_to_the_sample
+    fit/data/test_data.py::test_workers_get_seeds_of_their_own_that_repeat
+    fit/data/test_data.py::test_augmentation_belongs_to_the_sample
 A sampler of the user's is kept and told the epoch; one for several processes leaves no sample out
-    fit/test_loaders.py::test_whatever_wants_to_know_the_epoch_is_told
-    fit/test_loaders.py::test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples
+    fit/data/test_loaders.py::test_whatever_wants_to_know_the_epoch_is_told
+    fit/data/test_loaders.py::test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples
     fit/test_behaviours.py::test_an_evaluation_reads_each_sample_once_and_in_the_same_order_every_time
 overfit_batches repeats the same batches in every epoch
-    fit/test_loaders.py::test_overfitting_repeats_the_same_batches_in_every_epoch
+    fit/data/test_loaders.py::test_overfitting_repeats_the_same_batches_in_every_epoch
 A prediction has each sample once, in order, and each batch its number
-    fit/test_validation.py::test_predict_returns_each_sample_once_in_order
+    fit/loop/test_validation.py::test_predict_returns_each_sample_once_in_order
     fit/test_behaviours.py::test_each_prediction_comes_with_the_numbers_of_its_batch_and_loader
 
 Backward runs once for each micro-batch and each evaluation of a closure
-    fit/test_closures.py::test_backward_runs_as_often_as_there_are_micro_batches_and_evaluations
+    fit/loop/test_closures.py::test_backward_runs_as_often_as_there_are_micro_batches_and_evaluations
 Gradients are clipped by norm and by value as torch does it, in every precision
-    fit/test_optim_adamw.py::test_clipping_under_every_precision_is_that_of_torch_on_unscaled_gradients
+    fit/optim/test_optim_adamw.py::test_clipping_under_every_precision_is_that_of_torch_on_unscaled_gradients
     fit/test_precision.py::test_one_dtype_equals_the_loop_by_hand
 Schedules move by step and epoch, at their frequency, by their monitor, and are saved as they are after the update
-    fit/test_schedulers.py::test_rates_are_those_of_the_hand_written_loop
-    fit/test_schedulers.py::test_a_plateau_follows_its_monitor
-    fit/test_schedulers.py::test_a_missing_monitor_is_an_error_that_names_what_was_logged
-    fit/test_schedulers.py::test_a_missing_monitor_that_is_not_strict_leaves_the_rate_alone
-    fit/test_schedulers.py::test_a_checkpoint_holds_the_schedule_after_the_update
+    fit/optim/test_schedulers.py::test_rates_are_those_of_the_hand_written_loop
+    fit/optim/test_schedulers.py::test_a_plateau_follows_its_monitor
+    fit/optim/test_schedulers.py::test_a_missing_monitor_is_an_error_that_names_what_was_logged
+    fit/optim/test_schedulers.py::test_a_missing_monitor_that_is_not_strict_leaves_the_rate_alone
+    fit/optim/test_schedulers.py::test_a_checkpoint_holds_the_schedule_after_the_update
 Under fp16 gradients are unscaled before they are clipped, fused or not, and an overflow moves nothing
-    fit/test_optim_adamw.py::test_fused_and_scaled_updates_are_those_of_the_loop_written_by_hand
+    fit/optim/test_optim_adamw.py::test_fused_and_scaled_updates_are_those_of_the_loop_written_by_hand
     promises/test_hand_written_loop.py::test_autocast_equals_autocast_by_hand
     promises/test_hand_written_loop.py::test_an_overflowing_fp16_update_moves_nothing
 A loss or a monitor that is not finite ends the run, and the operation behind it is found on demand
-    fit/test_weights.py::test_a_loss_that_is_not_finite_is_an_error_that_names_the_step
-    fit/test_callbacks.py::test_early_stopping_stops_at_the_right_epoch
+    fit/run/test_weights.py::test_a_loss_that_is_not_finite_is_an_error_that_names_the_step
+    fit/callbacks/test_callbacks.py::test_early_stopping_stops_at_the_right_epoch
     fit/test_behaviours.py::test_the_operation_whose_backward_made_a_nan_is_found_on_demand
 Manual optimization and several optimizers, which there are not, are refused before training
-    fit/test_errors.py::test_a_task_that_cannot_be_trained_is_refused
+    fit/errors/test_errors.py::test_a_task_that_cannot_be_trained_is_refused
 
 A run that was stopped or killed anywhere and resumed ends like one that was not, with validation and without
     fit/test_behaviours.py::test_a_run_stopped_at_any_step_and_resumed_ends_like_one_that_was_not
     promises/test_exact_resume.py::test_three_kills_leave_no_trace
 A loader's own state is saved, and gone on from
-    fit/test_loaders.py::test_a_stream_with_a_state_goes_on_from_it
+    fit/data/test_loaders.py::test_a_stream_with_a_state_goes_on_from_it
     fit/test_behaviours.py::test_a_stateful_loader_is_not_read_again
 An exception in any hook, step or save leaves a run that goes on exactly
     fit/test_behaviours.py::test_an_exception_anywhere_leaves_a_run_that_goes_on_exactly
 States of callbacks survive; one whose callback is missing is named
-    fit/test_resume.py::test_states_of_callbacks_task_and_data_survive
-    fit/test_model_checkpoint.py::test_a_callback_that_is_missing_on_resume_is_named
+    fit/checkpoint/test_resume.py::test_states_of_callbacks_task_and_data_survive
+    fit/callbacks/test_model_checkpoint.py::test_a_callback_that_is_missing_on_resume_is_named
 Each rule writes and keeps exactly its checkpoints, on an exception too
-    fit/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
-    fit/test_model_checkpoint.py::test_the_interval_counts_from_the_last_save
-    fit/test_on_exception_checkpoint.py::test_a_failure_before_the_update_saves_the_parameters_of_the_last_one
+    fit/callbacks/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
+    fit/callbacks/test_model_checkpoint.py::test_the_interval_counts_from_the_last_save
+    fit/callbacks/test_on_exception_checkpoint.py::test_a_failure_before_the_update_saves_the_parameters_of_the_last_one
 The end of training is saved if nothing else was, and no step twice
-    fit/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
-    fit/test_model_checkpoint.py::test_a_step_with_several_reasons_is_saved_once
+    fit/callbacks/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
+    fit/callbacks/test_model_checkpoint.py::test_a_step_with_several_reasons_is_saved_once
 NaN as the first score does not block a later best
-    fit/test_model_checkpoint.py::test_a_nan_first_score_does_not_block_a_later_best
+    fit/callbacks/test_model_checkpoint.py::test_a_nan_first_score_does_not_block_a_later_best
 Going on never removes the checkpoints of the run it goes on from
-    fit/test_model_checkpoint.py::test_a_new_run_from_a_checkpoint_leaves_those_of_the_old_one
-    fit/test_model_checkpoint.py::test_what_is_resumed_from_stays_until_a_newer_one_is_committed
+    fit/callbacks/test_model_checkpoint.py::test_a_new_run_from_a_checkpoint_leaves_those_of_the_old_one
+    fit/callbacks/test_model_checkpoint.py::test_what_is_resumed_from_stays_until_a_newer_one_is_committed
 Parameters load strictly, with more and with fewer names, or leniently
-    fit/test_load.py::test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone
+    fit/checkpoint/test_load.py::test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone
 """
 
 import ast

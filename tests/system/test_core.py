@@ -12,16 +12,16 @@ from tests.helpers.architecture import AROUND_THE_CORE
 
 #: Tests of a step, a save, a load, hooks and arguments, which use the core alone.
 TESTS = (
-    "fit/test_arguments.py",
-    "fit/test_hooks.py",
-    "fit/test_load.py",
-    "fit/test_loop.py",
-    "fit/test_manual_optimization.py",
-    "fit/test_optimizer_state.py",
-    "fit/test_resume.py",
-    "fit/test_validation.py",
+    "fit/trainer/test_arguments.py",
+    "fit/task/test_hooks.py",
+    "fit/checkpoint/test_load.py",
+    "fit/loop/test_loop.py",
+    "fit/loop/test_manual_optimization.py",
+    "fit/checkpoint/test_optimizer_state.py",
+    "fit/checkpoint/test_resume.py",
+    "fit/loop/test_validation.py",
     "promises/test_hand_written_loop.py",
-    "unit/test_storage.py",
+    "unit/checkpoint/test_storage.py",
 )
 #: An editable installation finds in the repository what the copy lacks; no process of this test may.
 NO_REPOSITORY = f"""

@@ -42,7 +42,7 @@ def run_in_a_terminal(script: str) -> tuple[str, str, int]:
 
 def test_a_real_terminal_gets_its_cursor_back_and_a_piped_output_stays_in_its_pipe(tmp_path: Path) -> None:
     out, screen, code = run_in_a_terminal(f"""
-        from tests.fit import test_progress_bar as t
+        from tests.fit.callbacks import test_progress_bar as t
         task = t.Task(pause_s=0.01)
         task.at = {{5: lambda: print("a result"), 15: t.fail}}
         t.trainer(t.Path({str(tmp_path)!r}), max_steps=30).fit(task, t.loader(30))
@@ -56,7 +56,7 @@ def test_a_real_terminal_gets_its_cursor_back_and_a_piped_output_stays_in_its_pi
 
 def test_a_callback_that_fails_while_closing_does_not_cost_the_cursor(tmp_path: Path) -> None:
     _, screen, code = run_in_a_terminal(f"""
-        from tests.fit import test_progress_bar as t
+        from tests.fit.callbacks import test_progress_bar as t
         class Bad(t.Callback):
             def on_exception(self, *arguments): raise ValueError("first")
             def teardown(self, *arguments): raise ValueError("second")
@@ -92,7 +92,7 @@ def screen_of(written: str) -> list[str]:
 
 def test_what_stays_in_a_terminal_is_the_beginning_each_validation_and_the_end(tmp_path: Path) -> None:
     _, screen, code = run_in_a_terminal(f"""
-        from tests.fit import test_progress_bar as t
+        from tests.fit.callbacks import test_progress_bar as t
         saves = t.lumen.ModelCheckpoint(monitor="val_number")
         run = t.trainer(t.Path({str(tmp_path)!r}), max_epochs=3, name="run", enable_checkpointing=True)
         run.callbacks.insert(0, saves)
@@ -158,7 +158,7 @@ def debug_in_a_terminal(
 def test_a_debugger_gets_the_terminal_without_the_bar_and_leaves_it_to_the_bar(tmp_path: Path) -> None:
     shown, written, code = debug_in_a_terminal(
         f"""
-        from tests.fit import test_progress_bar as t
+        from tests.fit.callbacks import test_progress_bar as t
         t.lumen.callbacks.display._DRAWING_SHARE = t.math.inf
         def set_trace(): import pdb; pdb.set_trace()
         task = t.Task(pause_s=0.01)

@@ -7,6 +7,8 @@ import pytest
 from tests.helpers import ROOT
 
 ROOMS = ("unit", "fit", "distributed", "system", "promises", "vision")
+#: Folders in `unit` and `fit`: the packages of Lumen, the examples, and the pages whose programs run.
+FOLDERS = {path.parent.name for path in ROOT.glob("lumen/*/__init__.py")} | {"datamodules", "models", "pages"}
 TREES = {
     path.relative_to(ROOT / "tests").as_posix(): ast.parse(path.read_text())
     for path in sorted((ROOT / "tests").rglob("*.py"))
@@ -31,10 +33,13 @@ def of_file(tree):
     return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
-def test_every_test_stands_in_a_room():
+def test_folders_of_tests_are_packages():
     files = {name for name, tree in TREES.items() if of_file(tree)}
-    assert {name for name in files if name.split("/")[0] not in ROOMS or name.count("/") != 1} == set()
     assert {name for name in TREES if name.split("/")[-1].startswith("test_")} == files
+    for name in files:
+        room, *folders = name.split("/")[:-1]
+        assert room in ROOMS, name
+        assert not folders or (room in ("unit", "fit") and len(folders) == 1 and folders[0] in FOLDERS), name
 
 
 @pytest.mark.parametrize("tree", in_rooms("unit", "fit"))

@@ -20,7 +20,7 @@ fit = partial(cli.fit, config="full.yaml")
 
 FULL = """
 seed_everything: 7
-model: {class_path: tests.fit.test_optim_config.Layered, init_args: {width: 3}}
+model: {class_path: tests.fit.cli.test_optim_config.Layered, init_args: {width: 3}}
 data: {class_path: tests.helpers.cli_tasks.Points, init_args: {samples: 24}}
 optimizer: {class_path: lumen.optim.adamw, init_args: {lr: 0.1, weight_decay: 0.3, betas: [0.8, 0.9]}}
 parameter_groups: {no_decay: module type, layer_decay: 0.5, blocks: blocks, embeddings: [layer]}
@@ -248,7 +248,7 @@ def test_a_schedule_counts_tokens(tmp_path):
     words += [
         "--lr_schedule.warmup_steps=0",
         "--lr_schedule.monitor=null",
-        "--model=tests.fit.test_optim_config.Counted",
+        "--model=tests.fit.cli.test_optim_config.Counted",
     ]
     fit(*plain, *words)
     assert rates(tmp_path / "runs/full") == pytest.approx([0.1 * (1 - 40 * step / 960) for step in range(24)])

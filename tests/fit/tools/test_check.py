@@ -3,11 +3,11 @@
 import csv
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from lumen.cli import main
+from tests.helpers import ROOT
 from tests.helpers.checking import check, config_of
 from tests.helpers.cli import write
 
@@ -224,8 +224,7 @@ def test_json_has_no_numbers_that_json_lacks(checked):
 
 @pytest.mark.parametrize("name", ["breast_cancer", "diabetes"])
 def test_examples_are_clean(name, tmp_path, capsys):
-    path = Path(__file__).parents[2] / "models" / f"{name}.yaml"
-    assert check(path, capsys, f"--trainer.default_root_dir={tmp_path}").suspicious == set()
+    assert check(ROOT / "models" / f"{name}.yaml", capsys, f"--trainer.default_root_dir={tmp_path}").suspicious == set()
 
 
 def test_what_it_takes_is_said(capsys):

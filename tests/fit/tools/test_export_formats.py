@@ -70,7 +70,7 @@ class Prompted(Writer):
 
 
 def fit(model=None):
-    words = [] if model is None else ["--model", f"tests.fit.test_export_formats.{model}"]
+    words = [] if model is None else ["--model", f"tests.fit.tools.test_export_formats.{model}"]
     assert main(["fit", "--config", "line.yaml", *words]) == 0
 
 

@@ -14,7 +14,7 @@ from tests.helpers.cli import fit, saved
 from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
-HERE = "tests.fit.test_secrets"
+HERE = "tests.fit.cli.test_secrets"
 CONFIG = {
     "seed_everything": 7,
     "model": {"class_path": f"{HERE}.Secretive"},

@@ -140,7 +140,7 @@ class EndsOnce(lumen.Callback):
 @pytest.mark.parametrize("by", ["error", "signal"])
 def test_printed_resuming_commands_run(capsys, by):
     saver = "{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2}}"
-    ends = f"{{class_path: tests.fit.test_telling.EndsOnce, init_args: {{by: {by}}}}}"
+    ends = f"{{class_path: tests.fit.trainer.test_telling.EndsOnce, init_args: {{by: {by}}}}}"
     callbacks = ["--trainer.callbacks+", saver, "--trainer.callbacks+", ends]
     with pytest.raises((KeyError, SystemExit)) as caught:
         main(["fit", "--config", "line.yaml", *callbacks, "--trainer.max_epochs", "3"])

@@ -5,7 +5,6 @@ import re
 import sys
 import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from lumen.callbacks import Callback
 from lumen.data.nested import move
 from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS, MODE_HOOKS
+from tests.helpers import ROOT
 from tests.helpers.hook_map import (
     OF_CALLBACKS,
     OF_DATA,
@@ -159,7 +159,7 @@ MOVED = {
 
 
 def lightnings_order():
-    text = (Path(__file__).parents[1] / "helpers" / "lightning_order.txt").read_text()
+    text = (ROOT / "tests/helpers/lightning_order.txt").read_text()
     sections = re.findall(r"^([\w ]+):\n((?: .*\n)+)", text, re.M)
     return {name: calls.split() for name, calls in sections}
 
