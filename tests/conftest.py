@@ -12,7 +12,7 @@ from tests.helpers.clock import clock  # noqa: F401 (a fixture)
 from tests.helpers.group import group  # noqa: F401 (a fixture)
 from tests.helpers.report import report  # noqa: F401 (a fixture)
 from tests.helpers.runs import listed, shown  # noqa: F401 (fixtures)
-from tests.helpers.workplace import for_programs, workplace  # noqa: F401 (fixtures)
+from tests.helpers.working_directory import config_directory, program_directory  # noqa: F401 (fixtures)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the processes that tests start
 

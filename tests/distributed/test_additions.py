@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import lumen
-from tests.helpers.additions import Average
+from tests.helpers.checkpoint_additions import Average
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 

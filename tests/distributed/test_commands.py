@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from lumen.cli import main
-from tests.helpers.commands import SHORT, SOURCES, find_options, find_runs, make_home, train
+from tests.helpers.documented_commands import SHORT, SOURCES, find_options, find_runs, make_home, train
 
 OFFERS = [
     (name, options)
@@ -17,7 +17,7 @@ OFFERS = [
 ]
 
 
-@pytest.mark.usefixtures("for_programs")
+@pytest.mark.usefixtures("program_directory")
 @pytest.mark.parametrize(("name", "options"), OFFERS, ids=[name for name, _ in OFFERS])
 def test_options_for_two_devices_train(name, options, group, tmp_path):
     make_home(tmp_path)

@@ -13,7 +13,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import lumen
 from lumen.errors import TrainingError
-from tests.helpers.by_hand import Gan, SharpByHand, critic_loss, pair_loader, pairs
+from tests.helpers.manual_optimization import Gan, SharpByHand, critic_loss, pair_loader, pairs
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 
 

@@ -8,7 +8,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision,
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.logged import Memory, numbers, predictions
+from tests.helpers.logged_values import Memory, numbers, predictions
 from tests.helpers.tasks import Saving, bare_trainer, quiet_trainer
 
 TRAINING, VALIDATION = 8, 5

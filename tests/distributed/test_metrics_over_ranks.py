@@ -16,7 +16,7 @@ from torchmetrics.retrieval import RetrievalMRR
 
 import lumen
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
-from tests.helpers.logged import CLASSES, Memory, numbers, predictions
+from tests.helpers.logged_values import CLASSES, Memory, numbers, predictions
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 

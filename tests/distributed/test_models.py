@@ -10,7 +10,7 @@ from datamodules.views import TwoViews
 from models.byol import BYOL
 from models.gan import Gan
 from models.lora_gpt2 import LoraAnswers
-from tests.helpers.following import Answers, Asking
+from tests.helpers.following_training import Answers, Asking
 from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
 
 

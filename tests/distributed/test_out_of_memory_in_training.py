@@ -6,7 +6,7 @@ from torch import nn
 
 from lumen import DDP, FSDP
 from lumen.errors import ConfigError, TrainingError
-from tests.helpers.cramped_training import Cramped, Weighed, WeighedBefore
+from tests.helpers.limited_memory import Cramped, Weighed, WeighedBefore
 from tests.helpers.tasks import bare_trainer, loader, weights
 
 KINDS = {"plain": Cramped, "weighed": Weighed, "weighed before": WeighedBefore}

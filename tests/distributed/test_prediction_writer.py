@@ -3,7 +3,7 @@
 import pytest
 
 import lumen
-from tests.helpers.predicting import Doubling, data, read
+from tests.helpers.predictions import Doubling, data, read
 from tests.helpers.tasks import bare_trainer
 
 

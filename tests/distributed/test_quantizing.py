@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.group import assert_equal
-from tests.helpers.quantizing import quantized
+from tests.helpers.quantization import quantized
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -25,7 +25,7 @@ from lumen.data.loaders import adapt_loader
 from lumen.data.windows import RankSlice
 from lumen.errors import DataError
 from tests.helpers.pages import snippets
-from tests.helpers.ranks import Ranks, content, plain, read, together
+from tests.helpers.simulated_ranks import Ranks, content, plain, read, together
 from tests.helpers.streams import Buffered
 from tests.helpers.tasks import Saving, bare_trainer, numbers
 

@@ -5,7 +5,7 @@ import torch
 
 import lumen
 from tests.helpers.tasks import loader, quiet_trainer
-from tests.helpers.teaching import ByHand, Byol
+from tests.helpers.byol import ByHand, Byol
 
 STRATEGIES = {
     "auto": lambda: "auto",

@@ -8,8 +8,8 @@ from lumen.tools.proof.apart import FLOAT64, values_apart
 from lumen.tools.proof.causes import cause_of_values
 from lumen.tools.proof.variants import NAME, Variant
 from lumen.tools.proof.worker import Result
-from tests.helpers import proving
-from tests.helpers.proving import Clean, Make, Within, observed, why
+from tests.helpers import verified_tasks
+from tests.helpers.verified_tasks import Clean, Make, Within, observed, why
 
 
 def on_two(group, folder, make, strategy="ddp", **changes):
@@ -33,7 +33,7 @@ def test_batch_norm_on_each_process_is_no_fault_and_named(tmp_path, group):
 
 
 def test_a_callback_that_acts_on_rank_0_alone_is_named(tmp_path, group):
-    make = Make(Clean, callbacks=[proving.OnRankZero])
+    make = Make(Clean, callbacks=[verified_tasks.OnRankZero])
     two = on_two(group, tmp_path, make)
     cause = why(observed(tmp_path, Variant("one"), make), two, FLOAT64)
     assert cause.kind == "a hook acts on one rank alone"
@@ -43,7 +43,7 @@ def test_a_callback_that_acts_on_rank_0_alone_is_named(tmp_path, group):
 
 
 def test_a_metric_that_is_averaged_by_hand_is_named_with_its_line(tmp_path, group):
-    make = Make(proving.ByHand)
+    make = Make(verified_tasks.ByHand)
     checkpoint = observed(tmp_path, Variant("one"), make).folder / NAME / "checkpoints/step-00000004"
     first = observed(tmp_path, Variant("first", evaluates=True, resume=str(checkpoint)), make).outcome
     two = on_two(group, tmp_path, make, evaluates=True, resume=str(checkpoint)).outcome

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import workplace
+from tests.helpers.working_directory import CONFIG as ONE_CALLBACK
 
 SAVER = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_loss", "mode": "max"}}
-CONFIG = workplace.CONFIG | {"trainer": workplace.CONFIG["trainer"] | {"max_epochs": 3, "callbacks": [SAVER]}}
+TRAINER = ONE_CALLBACK["trainer"] | {"max_epochs": 3, "callbacks": [SAVER]}
+CONFIG = ONE_CALLBACK | {"trainer": TRAINER}
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from lumen.checkpoint.format.manifest import text_of
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, LumenError
 from tests.helpers.tasks import Regression, loader, quiet_trainer
-from tests.helpers.workplace import CONFIG, alone
+from tests.helpers.working_directory import CONFIG, clear_environment
 
 MINUTES = float(os.environ.get("LUMEN_FUZZ_MINUTES", "1"))
 NAMES = st.text(st.characters(exclude_categories=()), max_size=12)
@@ -289,7 +289,7 @@ TARGETS = [forge_checkpoints, forge_configs, forge_command_lines, forge_names, f
 @pytest.fixture
 def inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    alone(monkeypatch)
+    clear_environment(monkeypatch)
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(CONFIG))
     return Inputs(tmp_path)
 

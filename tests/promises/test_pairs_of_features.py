@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lumen.errors import LumenError
-from tests.helpers.pairs import REFUSED, Features, covering_pairs, full_product, train, train_by_hand
+from tests.helpers.feature_pairs import REFUSED, Features, covering_pairs, full_product, train, train_by_hand
 
 #: Largest difference from the loop in float64. A skipped update of fp16 is the largest.
 TOLERANCE = {"64-true": 1e-12, "32-true": 1e-5, "bf16-mixed": 0.05, "16-mixed": 0.2, "bf16-true": 0.1}

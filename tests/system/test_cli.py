@@ -14,9 +14,9 @@ from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.cli import saved, write
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.workplace import CONFIG
+from tests.helpers.working_directory import CONFIG
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def python(*words, cwd=None):

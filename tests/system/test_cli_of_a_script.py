@@ -34,7 +34,7 @@ class Mineral(Mine):
 
 """
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def cli(*words, **options):

@@ -12,7 +12,7 @@ from torch.distributed.run import get_args_parser
 from lumen.cli import main
 from lumen.cli.commands import known
 from tests.helpers import OF_TORCHVISION, ROOT
-from tests.helpers.commands import (
+from tests.helpers.documented_commands import (
     SHORT,
     SOURCES,
     environment,
@@ -24,7 +24,7 @@ from tests.helpers.commands import (
     run_in_shell,
 )
 
-pytestmark = pytest.mark.usefixtures("for_programs")
+pytestmark = pytest.mark.usefixtures("program_directory")
 
 #: Commands that cannot run here: the reason, or the test that runs them with what they need.
 NOT_RUN = {

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.interpreters import SHADOWS, shadow
 
-pytestmark = pytest.mark.usefixtures("for_programs")
+pytestmark = pytest.mark.usefixtures("program_directory")
 
 W = {"w": torch.ones(2)}
 #: The process that reads, with smaller limits; the real ones are 60 s and 1 GiB for the smallest file.

@@ -18,7 +18,7 @@ from tests.helpers.export import export, fit
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

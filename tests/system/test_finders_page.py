@@ -8,7 +8,7 @@ import sys
 from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.workplace import LINE as CONFIG  # noqa: F401
+from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 PAGE = (ROOT / "docs/finders.md").read_text()
 
@@ -45,7 +45,7 @@ def test_the_page_goes_back_behind_a_spike(tmp_path):
     assert "[[16, 23]] 43 updates of 50 batches" in run_block(tmp_path, "Spikes", 1)
 
 
-def test_spike_detection_is_named_on_the_command_line(workplace):
+def test_spike_detection_is_named_on_the_command_line(config_directory):
     words = re.search(r"`(--trainer\.callbacks\+=SpikeDetection [^`]*)`", PAGE)[1].split()
     assert main(["fit", "--config", "line.yaml", *words]) == 0
     (detection,) = (each for each in Spy.trainer.callbacks if type(each).__name__ == "SpikeDetection")

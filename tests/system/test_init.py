@@ -11,7 +11,7 @@ import pytest
 from lumen.cli import main
 from tests.helpers import ROOT
 
-pytestmark = pytest.mark.usefixtures("for_programs")
+pytestmark = pytest.mark.usefixtures("program_directory")
 
 
 def python(*words, cwd):

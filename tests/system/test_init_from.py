@@ -8,7 +8,7 @@ import pytest
 
 from lumen.checkpoint import find_checkpoints
 from tests.helpers import ROOT
-from tests.helpers.serving import serving
+from tests.helpers.file_server import serving
 
 MEMORY = """
 import resource, sys, torch, torch._dynamo, lumen  # the compiler comes with the first optimizer

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.interpreters import SHADOWS, shadow
 
-pytestmark = pytest.mark.usefixtures("for_programs")
+pytestmark = pytest.mark.usefixtures("program_directory")
 
 SCRIPT = """
 import lumen
@@ -36,7 +36,7 @@ def test_launcher_imports_nothing_of_the_working_directory():
 
 def test_variants_of_verify_are_isolated_from_the_directory():
     """All but `mine` are imported by the command before it looks for the modules of the user."""
-    Path("mine.py").write_text("from tests.helpers.proving import Clean, Data")
+    Path("mine.py").write_text("from tests.helpers.verified_tasks import Clean, Data")
     Path("mine.yaml").write_text("{seed_everything: 1, model: mine.Clean, data: mine.Data, trainer: {max_epochs: 3}}")
     shadow(*SHADOWS)
     command = [sys.executable, "-P", "-m", "lumen", "verify", "--config", "mine.yaml", "--only", "again"]

@@ -24,7 +24,7 @@ from lumen.distributed.cluster_environment import find
 from lumen.errors import ConfigError
 from lumen.strategies.factory import make_strategy, processes_of
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
-from tests.helpers.workplace import alone, commands_in
+from tests.helpers.working_directory import clear_environment, commands_in
 
 SCRIPT = """
 import atexit, os, signal, sys, time
@@ -95,14 +95,14 @@ class Torn(Line):
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     """A working directory and a temporary directory of its own, a script, and no processes from outside."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    alone(monkeypatch)
+    clear_environment(monkeypatch)
     Path("train.py").write_text(SCRIPT)
     config = {
         "seed_everything": 7,

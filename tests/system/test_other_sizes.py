@@ -51,7 +51,7 @@ trainer.fit(Task(), DataLoader(data, 3, shuffle=True))
 
 
 @pytest.fixture(autouse=True)
-def script(for_programs):
+def script(program_directory):
     Path("job.py").write_text(SCRIPT)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.sockets import listening, open_to_others
 
-pytestmark = pytest.mark.usefixtures("for_programs")
+pytestmark = pytest.mark.usefixtures("program_directory")
 
 SCRIPT = """
 import json, os, sys
@@ -129,7 +129,7 @@ def test_ranks_of_one_host_listen_on_loopback(by):
 
 VERIFIED = """
 import json, os
-from tests.helpers.proving import Clean, Data
+from tests.helpers.verified_tasks import Clean, Data
 from tests.helpers.sockets import listening
 
 class Task(Clean):

@@ -11,7 +11,7 @@ from lumen.cli import main
 CONFIG = {
     "seed_everything": 1,
     "model": {"class_path": "tests.helpers.tasks.Regression", "init_args": {"dropout": 0.2}},
-    "data": {"class_path": "tests.helpers.tracing.Points"},
+    "data": {"class_path": "tests.helpers.recorded_trainings.Points"},
     "trainer": {
         "max_steps": 3, "log_every_n_steps": 1, "val_check_interval": 3, "num_sanity_val_steps": 0, "devices": 2,
         "accelerator": "cpu", "accumulate_grad_batches": 2, "enable_progress_bar": False,
@@ -19,7 +19,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("for_programs")
+@pytest.mark.usefixtures("program_directory")
 def test_what_two_processes_have_trained_one_makes_again_from_the_same_micro_batches(tmp_path, capsys):
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(CONFIG))
     subprocess.run([sys.executable, "-m", "lumen", "fit", "--config", "line.yaml"], check=True, capture_output=True)

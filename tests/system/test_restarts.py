@@ -54,7 +54,7 @@ RESTARTED = (
 
 
 @pytest.fixture(autouse=True)
-def script(for_programs):
+def script(program_directory):
     Path("job.py").write_text(SCRIPT)
 
 

@@ -19,7 +19,7 @@ from tests.helpers.checkpoints import small, tamper
 from tests.helpers.runs import ENDINGS, fit, flip
 
 CONFIG = runs.CONFIG
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

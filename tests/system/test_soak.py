@@ -116,7 +116,7 @@ def end_of(job, limit_s):
 @pytest.mark.torture
 @pytest.mark.time_limit(20_000)
 @pytest.mark.parametrize("kind", ["shuffled", "by hand"], ids=["shuffled", "by hand, average, stream"])
-def test_disturbed_soaks_grow_nothing_and_differ_nowhere(for_programs, kind):
+def test_disturbed_soaks_grow_nothing_and_differ_nowhere(program_directory, kind):
     Path("job.py").write_text(SCRIPT)
     grown = undisturbed(kind, 0.2 * MINUTES)
     expected = result()

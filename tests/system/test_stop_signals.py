@@ -12,7 +12,7 @@ import pytest
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from tests.helpers.jobs import processes_in
 
-pytestmark = pytest.mark.usefixtures("for_programs")
+pytestmark = pytest.mark.usefixtures("program_directory")
 JOB = """
 import os, sys, time
 from pathlib import Path

@@ -13,9 +13,9 @@ from lumen.cli import main
 from lumen.tools.proof import worker
 from lumen.tools.proof.variants import Variant
 from tests.helpers import ROOT
-from tests.helpers.proving import SIZE, LateOnRankZero, Make
+from tests.helpers.verified_tasks import SIZE, LateOnRankZero, Make
 
-HERE = "tests.helpers.proving"
+HERE = "tests.helpers.verified_tasks"
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ MANY = """
 from pathlib import Path
 from lumen.tools.proof.worker import Pool
 from lumen.tools.proof.variants import Variant
-from tests.helpers.proving import SIZE, LateOnRankZero, Make
+from tests.helpers.verified_tasks import SIZE, LateOnRankZero, Make
 
 names = [f"a_module_with_a_name_that_is_not_short_{number}" for number in range(5000)]
 runs = Pool(Make(LateOnRankZero), SIZE, Path("runs"), 2, ["mine_is_broken", *names])

@@ -4,10 +4,10 @@ import pytest
 
 import tests.helpers.torchvision_on_cpu  # noqa: F401
 from tests.helpers import OF_TORCHVISION
-from tests.helpers.commands import find_commands, make_home, run
+from tests.helpers.documented_commands import find_commands, make_home, run
 
 
-@pytest.mark.usefixtures("for_programs")
+@pytest.mark.usefixtures("program_directory")
 @pytest.mark.parametrize("name", sorted(OF_TORCHVISION))
 def test_commands_of_an_example_run(name, tmp_path):
     make_home(tmp_path)

@@ -23,7 +23,7 @@ DATA = {"samples": 20, "shuffle": False, "dtype": torch.float64}
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.scripted import Scripted, fit_scripted
+from tests.helpers.scripted_values import Scripted, fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 

@@ -17,7 +17,7 @@ import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.checkpoint.format.folder import read_info
 from lumen.errors import CheckpointError, ConfigError, TrainingError
-from tests.helpers.scripted import Scripted, fit_scripted
+from tests.helpers.scripted_values import Scripted, fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 

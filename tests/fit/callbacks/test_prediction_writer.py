@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError, DataError
-from tests.helpers.predicting import Doubling, data, read
+from tests.helpers.predictions import Doubling, data, read
 from tests.helpers.tasks import bare_trainer, numbers
-from tests.helpers.workplace import LINE
+from tests.helpers.working_directory import LINE
 
 CONFIG = LINE
 
@@ -189,7 +189,7 @@ def test_predictions_cannot_take_names_of_the_writer(tmp_path, form, name):
     assert not [*(tmp_path / "out").iterdir()]
 
 
-@pytest.mark.usefixtures("workplace")
+@pytest.mark.usefixtures("config_directory")
 def test_it_is_named_on_the_command_line():
     words = ["predict", "--config", "line.yaml", "--trainer.callbacks+=PredictionWriter"]
     assert main([*words, "--trainer.callbacks.directory=out", "--trainer.callbacks.format=jsonl"]) == 0

@@ -14,7 +14,7 @@ import lumen
 from lumen.checkpoint import find_checkpoint, find_checkpoints
 from lumen.cli import main
 from lumen.errors import CheckpointError, ConfigError
-from tests.helpers.scripted import Both
+from tests.helpers.scripted_values import Both
 from tests.helpers.tasks import quiet_trainer
 
 DATA = DataLoader(TensorDataset(torch.arange(4.0)), 2)

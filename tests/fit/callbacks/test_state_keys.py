@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.optim import Warmup
-from tests.helpers.scripted import Both
+from tests.helpers.scripted_values import Both
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import lumen
 from lumen.checkpoint.user_state import INSTEAD
 from lumen.errors import CheckpointError, ConfigError
-from tests.helpers.additions import Average
+from tests.helpers.checkpoint_additions import Average
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 

@@ -37,7 +37,7 @@ from tests.helpers.asynchronous_saves import (
     wait_until_announced,
 )
 from tests.helpers.checkpoints import DTYPES, SHAPES, same, tensor_of
-from tests.helpers.scripted import fit_scripted
+from tests.helpers.scripted_values import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 # ---------------------------------------------------------------------- what is saved

@@ -28,7 +28,7 @@ from lumen.cli import main
 from lumen.errors import CheckpointDamaged
 from lumen.tools.runs.listing import list_checkpoints
 from tests.helpers.checkpoints import same, save, tamper, tensor_of
-from tests.helpers.scripted import fit_scripted
+from tests.helpers.scripted_values import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 

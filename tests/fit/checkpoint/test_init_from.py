@@ -21,7 +21,7 @@ from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.serving import serving
+from tests.helpers.file_server import serving
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 

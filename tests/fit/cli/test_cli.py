@@ -15,9 +15,9 @@ from lumen.cli import main
 from lumen.profilers import PassThroughProfiler, SimpleProfiler, TorchProfiler
 from tests.helpers.cli import fit, saved, write
 from tests.helpers.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
-from tests.helpers.workplace import CONFIG
+from tests.helpers.working_directory import CONFIG
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def group(trainer):

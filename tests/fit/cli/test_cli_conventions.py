@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 import lumen
 from lumen.cli import main
 from tests.helpers.cli_tasks import Slope, Spy
-from tests.helpers.workplace import LINE as CONFIG
+from tests.helpers.working_directory import LINE as CONFIG
 
 EARLY = ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.patience=4", "--trainer.callbacks.monitor=val_loss"]
 STOPPER = {"class_path": "lumen.EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 4}}
 
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 @pytest.fixture

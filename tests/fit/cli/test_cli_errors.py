@@ -21,7 +21,7 @@ trainer: {max_steps: 2, enable_progress_bar: false, enable_model_summary: false}
 """
 
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 @pytest.fixture

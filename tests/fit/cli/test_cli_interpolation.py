@@ -22,7 +22,7 @@ trainer:
 """
 
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def trained(*words):

@@ -190,7 +190,7 @@ trainer:
 ckpt_path: null
 """
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def problems(config, capsys):

@@ -62,7 +62,7 @@ class Counted(Layered):
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full.yaml").write_text(FULL)
     (tmp_path / "plain.yaml").write_text("{lookahead: null, parameter_groups: null, lr_schedule: null}")

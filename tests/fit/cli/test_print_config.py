@@ -7,10 +7,10 @@ import yaml
 
 from lumen.cli import main
 from tests.helpers.cli import saved, write
-from tests.helpers.workplace import CONFIG
+from tests.helpers.working_directory import CONFIG
 
-__all__ = ["CONFIG"]  # what the workplace writes
-pytestmark = pytest.mark.usefixtures("workplace")
+__all__ = ["CONFIG"]  # what the config_directory writes
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 WORDS = [
     "--model", "tests.helpers.cli_tasks.Slope", "--model.lr=0.3", "--data.samples=8", "--optimizer=SGD",

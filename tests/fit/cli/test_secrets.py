@@ -27,7 +27,7 @@ CONFIG = {
     },
 }
 VALUE = "hunter2"
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 class Secretive(Line):

@@ -80,7 +80,7 @@ class Task(Line):
             raise ValueError("no optimizer") from error
         return super().configure_optimizers()
 """
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 @pytest.fixture

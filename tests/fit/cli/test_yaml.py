@@ -9,9 +9,9 @@ import yaml
 from lumen.cli import main, yaml_text
 from lumen.cli.yaml_text import MOST_LEVELS, dump_yaml, load_yaml
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.workplace import LINE as CONFIG
+from tests.helpers.working_directory import LINE as CONFIG
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lumen.errors import DataError
-from tests.helpers.following import Answers, Asking, Long
+from tests.helpers.following_training import Answers, Asking, Long
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 
 

@@ -11,7 +11,7 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.data.permutation import epoch_order
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
-from tests.helpers.by_hand import SharpByHand, sharp
+from tests.helpers.manual_optimization import SharpByHand, sharp
 from tests.helpers.tasks import Regression, network, quiet_trainer, regression_data, weights
 
 SEED = 3

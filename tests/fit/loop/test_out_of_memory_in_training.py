@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.errors import DataError
-from tests.helpers.cramped_training import Cramped, Weighed, WeighedBefore
+from tests.helpers.limited_memory import Cramped, Weighed, WeighedBefore
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer, regression_data, weights
 
 

@@ -18,7 +18,7 @@ from models.packed_gpt2 import Answers
 from tests.helpers import ROOT
 from tests.helpers.cli import run_model
 from tests.helpers.tasks import quiet_trainer
-from tests.helpers.workplace import commands_in
+from tests.helpers.working_directory import commands_in
 
 CONFIG = {"vocab_size": 256, "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2}
 NAMES = {r"^gpt\.": "gpt.base_model.model.", r"\.(c_attn|c_fc)\.": r".\1.base_layer."}
@@ -74,7 +74,7 @@ def test_the_base_stays_to_the_bit_and_peft_reads_the_adapter_that_a_resumed_run
 
 
 @pytest.mark.filterwarnings(PEFT)
-@pytest.mark.usefixtures("for_programs")
+@pytest.mark.usefixtures("program_directory")
 def test_commands_that_lora_runs_print_run(capsys):
     config = yaml.safe_load((ROOT / "models/lora_gpt2.yaml").read_text())
     config["model"]["init_args"]["config"] = CONFIG

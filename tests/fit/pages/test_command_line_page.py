@@ -17,7 +17,7 @@ CONFIG = {}
 SCRIPT, ALONE = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
 COMMANDS = [shlex.split(line, comments=True) for line in PAGE.splitlines() if line.startswith(("python ", "lumen "))]
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def start(words, monkeypatch):

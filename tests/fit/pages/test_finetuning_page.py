@@ -6,7 +6,7 @@ from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
 from tests.helpers.pages import snippets
-from tests.helpers.workplace import LINE as CONFIG  # noqa: F401
+from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, capsys):
@@ -28,7 +28,7 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
     assert [main(command.split()) for command in commands] == [0, 0]
 
 
-def test_swa_is_named_on_the_command_line(workplace):
+def test_swa_is_named_on_the_command_line(config_directory):
     page = (ROOT / "docs/finetuning.md").read_text()
     words = re.search(r"`(--trainer\.callbacks\+=SWA [^`]*)`", page)[1].split()
     assert main(["fit", "--config", "line.yaml", *words, "--trainer.max_epochs=2"]) == 0

@@ -11,7 +11,7 @@ from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.pages import snippets
 from tests.helpers.services import of_csv, of_wandb
-from tests.helpers.workplace import LINE as CONFIG  # noqa: F401
+from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # SQLAlchemy to MLflow
 PAGE = (ROOT / "docs/loggers.md").read_text()
@@ -26,7 +26,7 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
     assert said == ["runs/line ['TensorBoardLogger', 'MLFlowLogger']", "True", "4"]
 
 
-def test_the_commands_and_the_yaml_of_the_page_train(workplace):
+def test_the_commands_and_the_yaml_of_the_page_train(config_directory):
     commands = re.findall(r"^lumen (fit .*)", PAGE, re.M)
     assert len(commands) == 2
     words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', commands[0])]

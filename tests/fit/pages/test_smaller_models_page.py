@@ -6,7 +6,7 @@ import torch
 
 import lumen
 from tests.helpers.pages import snippets
-from tests.helpers.quantizing import Quantized, quantized
+from tests.helpers.quantization import Quantized, quantized
 
 PAGE = "docs/smaller-models.md"
 

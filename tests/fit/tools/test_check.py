@@ -8,7 +8,7 @@ import pytest
 
 from lumen.cli import main
 from tests.helpers import ROOT
-from tests.helpers.checking import check, config_of
+from tests.helpers.faulty_trainings import check, config_of
 from tests.helpers.cli import write
 
 

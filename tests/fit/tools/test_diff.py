@@ -15,8 +15,8 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 SAVING = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "keep_last": 9}}
 CONFIG = {
     "seed_everything": 1,
-    "model": {"class_path": "tests.helpers.tracing.Deep"},
-    "data": {"class_path": "tests.helpers.tracing.Points"},
+    "model": {"class_path": "tests.helpers.recorded_trainings.Deep"},
+    "data": {"class_path": "tests.helpers.recorded_trainings.Points"},
     "trainer": {
         "max_steps": 8,
         "val_check_interval": 4,
@@ -27,7 +27,7 @@ CONFIG = {
         "accelerator": "cpu",
     },
 }
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def fit(*words):
@@ -90,9 +90,9 @@ def test_two_equal_runs_are_equal_and_are_not_trained_again(told, found):
 @pytest.mark.parametrize(
     ("words", "kind", "step", "place", "begin"),
     [
-        (["--model=tests.helpers.tracing.OtherLayer"], "initial parameter", 1, "net.4.bias", 1),
-        (["--model=tests.helpers.tracing.OtherDropout"], "random", 2, "training_step", 1),
-        (["--model=tests.helpers.tracing.OtherRate"], "setting", 3, "groups[0].lr", 3),
+        (["--model=tests.helpers.recorded_trainings.OtherLayer"], "initial parameter", 1, "net.4.bias", 1),
+        (["--model=tests.helpers.recorded_trainings.OtherDropout"], "random", 2, "training_step", 1),
+        (["--model=tests.helpers.recorded_trainings.OtherRate"], "setting", 3, "groups[0].lr", 3),
         (["--data.changed=30"], "batch", None, "", None),
     ],
 )
@@ -111,7 +111,7 @@ def test_where_two_runs_part_is_named_from_the_newest_equal_checkpoint_on(found,
 
 
 def test_two_runs_of_one_config_that_differ_are_told_apart_from_what_settings_change(told, found):
-    a, b = (fit("--model=tests.helpers.tracing.WithUnkeyed") for _ in range(2))
+    a, b = (fit("--model=tests.helpers.recorded_trainings.WithUnkeyed") for _ in range(2))
     code, record = found(a, b)
     assert (code, record["configuration"], record["difference"]["repeats"]) == (1, {}, False)
     assert record["unlike_record"].keys() == {"A", "B"}
@@ -134,11 +134,11 @@ def test_records_that_differ_where_trainings_do_not_are_said_to_be_of_something_
 
 
 def test_two_configs_are_compared_without_a_run(found):
-    Path("b.yaml").write_text(yaml.safe_dump(CONFIG | {"model": {"class_path": "tests.helpers.tracing.OtherRate"}}))
+    Path("b.yaml").write_text(yaml.safe_dump(CONFIG | {"model": {"class_path": "tests.helpers.recorded_trainings.OtherRate"}}))
     code, record = found("line.yaml", "b.yaml", "--steps=4")
     assert (code, record["trained"], record["difference"]["step"]) == (1, [1, 4], 3)
     assert record["configuration"] == {
-        "model.class_path": ["tests.helpers.tracing.Deep", "tests.helpers.tracing.OtherRate"]
+        "model.class_path": ["tests.helpers.recorded_trainings.Deep", "tests.helpers.recorded_trainings.OtherRate"]
     }
     code, record = found("line.yaml", "line.yaml", "--steps=2")
     assert (code, record["equal"], record["trained"]) == (0, True, [1, 2])
@@ -160,7 +160,7 @@ def test_errors_are_2_those_of_the_users_code_too(told, capsys):
     assert main(["diff", "line.yaml", "nowhere"]) == 2
     assert "there is no nowhere" in capsys.readouterr().err
     assert main(["diff", "line.yaml"]) == 2
-    run = fit("--model=tests.helpers.tracing.Failing")
+    run = fit("--model=tests.helpers.recorded_trainings.Failing")
     capsys.readouterr()
     assert main(["replay", run, "--step=2"]) == 2
     assert "KeyError: 'nothing'" in capsys.readouterr().err

@@ -43,7 +43,7 @@ class Trailing(Average):
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

@@ -20,7 +20,7 @@ CONFIG = {
     "data": {"class_path": "tests.helpers.cli_tasks.Points"},
     "trainer": {"max_steps": 2, "enable_progress_bar": False, "enable_model_summary": False},
 }
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, 4.0], [7.0, 8.0, 9.0], [1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
 
 

@@ -25,7 +25,7 @@ from tests.helpers.runs import ENDINGS, fit, flip
 CONFIG = runs.CONFIG
 
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = pytest.mark.usefixtures("config_directory")
 
 
 def contents(folder="."):

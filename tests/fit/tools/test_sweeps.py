@@ -11,7 +11,7 @@ from lumen.cli import main
 from lumen.errors import ConfigError
 from tests.helpers.cli import write
 from tests.helpers.tasks import Regression, bare_trainer, loader
-from tests.helpers.workplace import CONFIG
+from tests.helpers.working_directory import CONFIG
 
 RATES = {"slow": 1e-4, "fast": 1e-2, "wild": 10.0}
 

@@ -10,7 +10,7 @@ from lumen.tools.proof.difference import compare, first_difference, record
 from lumen.tools.proof.recorder import Recorder
 from lumen.tools.proof.trace import KINDS, Key
 from tests.helpers.tasks import Regression, weights
-from tests.helpers.tracing import (
+from tests.helpers.recorded_trainings import (
     Deep,
     OtherDropout,
     OtherRate,

@@ -11,15 +11,15 @@ from lumen.tools.proof.observer import lines_of
 from lumen.tools.proof.outcome import Outcome
 from lumen.tools.proof.suspects import suspects
 from lumen.tools.proof.variants import NAME, Variant
-from tests.helpers import proving
-from tests.helpers.proving import Clean, Make, OtherData, Within, observed, why
+from tests.helpers import verified_tasks
+from tests.helpers.verified_tasks import Clean, Make, OtherData, Within, observed, why
 
 STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
 
 
 def line(name, text):
     """Where a text stands in a class of the helpers: file:line."""
-    file, first, last = lines_of(getattr(proving, name))
+    file, first, last = lines_of(getattr(verified_tasks, name))
     with open(file) as source:
         numbered = list(enumerate(source, 1))
     return next(f"{file}:{number}" for number, each in numbered if first <= number <= last and text in each)
@@ -52,13 +52,13 @@ def test_a_task_with_dropout_and_a_schedule_is_equal_to_itself(tmp_path, compare
 
 
 def test_a_task_that_optimizes_by_hand_is_tried_without_accumulation(tmp_path):
-    result = observed(tmp_path, Variant("base", exact=True), Make(proving.ByOwnHand))
+    result = observed(tmp_path, Variant("base", exact=True), Make(verified_tasks.ByOwnHand))
     assert (result.failure, result.outcome.by_hand) == (None, True)
-    assert max(event.step for event in result.outcome.of("parameter")) == proving.SIZE.steps
+    assert max(event.step for event in result.outcome.of("parameter")) == verified_tasks.SIZE.steps
 
 
 def test_gradients_that_a_step_leaves_over_and_nobody_uses_are_no_difference_after_a_resume(tmp_path):
-    assert resumed(tmp_path, Make(proving.InTurns)) is None
+    assert resumed(tmp_path, Make(verified_tasks.InTurns)) is None
 
 
 def test_a_mean_over_samples_is_the_same_in_micro_batches_of_any_size(tmp_path):
@@ -118,17 +118,17 @@ def test_a_count_that_no_checkpoint_has_is_named_where_a_run_is_resumed(tmp_path
 
 
 def test_what_is_drawn_while_building_is_named_with_the_parameter(tmp_path):
-    cause = twice(tmp_path, Make(proving.BuiltApart))
+    cause = twice(tmp_path, Make(verified_tasks.BuiltApart))
     assert cause.kind == "what is built is drawn outside the keys"
     assert cause.place == f"net.0.weight, {line('BuiltApart', 'os.urandom')}"
 
 
 def test_a_loss_over_tokens_without_their_number_is_named_with_what_counts(tmp_path):
-    cause = joined(tmp_path, Make(proving.Tokens, proving.Marked))
+    cause = joined(tmp_path, Make(verified_tasks.Tokens, verified_tasks.Marked))
     assert cause.kind == "the loss is divided by the micro-batch's own count"
     assert cause.verdict == "failed"
     assert "batch[2] != 0: 2 in the first micro-batch, 3 in the second" in cause.text
-    assert lines_of(proving.Tokens)[0] in cause.place
+    assert lines_of(verified_tasks.Tokens)[0] in cause.place
 
 
 def test_batch_norm_in_micro_batches_of_another_size_is_no_fault_and_named(tmp_path):
@@ -137,13 +137,13 @@ def test_batch_norm_in_micro_batches_of_another_size_is_no_fault_and_named(tmp_p
 
 
 def test_a_loss_that_compares_samples_is_no_fault_and_named(tmp_path):
-    cause = joined(tmp_path, Make(proving.Contrasts))
+    cause = joined(tmp_path, Make(verified_tasks.Contrasts))
     assert (cause.kind, cause.verdict) == ("the loss couples samples", "not promised")
 
 
 def test_a_hook_that_moves_batch_norm_in_a_validation_is_named(tmp_path):
-    result = observed(tmp_path, Variant("base", exact=True), Make(proving.MovesNorm))
-    cause = proving.cause_of_moving(result.outcome)
+    result = observed(tmp_path, Variant("base", exact=True), Make(verified_tasks.MovesNorm))
+    cause = verified_tasks.cause_of_moving(result.outcome)
     assert cause.place == "net.2"
     assert "net.2.running_mean" in cause.text
     assert "training mode" in cause.text

@@ -20,7 +20,7 @@ from lumen.errors import ConfigError, RunDirectoryError, TrainingError
 from tests.helpers.ending_run import HOOKS, KINDS, Ended, begin, end_of
 from tests.helpers.run_ends import names
 from tests.helpers.tasks import Regression, loader, quiet_trainer
-from tests.helpers.workplace import LINE
+from tests.helpers.working_directory import LINE
 
 
 class Logging(Regression):

@@ -11,7 +11,7 @@ from lumen.cli import main
 from tests.helpers.cli import write
 from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import Regression, bare_trainer, loader
-from tests.helpers.workplace import CONFIG
+from tests.helpers.working_directory import CONFIG
 
 
 def recorded(directory):

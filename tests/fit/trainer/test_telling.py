@@ -16,7 +16,7 @@ import lumen
 from lumen.cli import main
 from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
-from tests.helpers.workplace import LINE, commands_in
+from tests.helpers.working_directory import LINE, commands_in
 
 
 class Judged(Regression):
@@ -109,7 +109,7 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.usefixtures("workplace")
+@pytest.mark.usefixtures("config_directory")
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_every_printed_command_runs(capsys, situation):
     assert main(["fit", "--config", "line.yaml", *SITUATIONS[situation]]) == 0
@@ -136,7 +136,7 @@ class EndsOnce(lumen.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.usefixtures("workplace")
+@pytest.mark.usefixtures("config_directory")
 @pytest.mark.parametrize("by", ["error", "signal"])
 def test_printed_resuming_commands_run(capsys, by):
     saver = "{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2}}"
@@ -150,7 +150,7 @@ def test_printed_resuming_commands_run(capsys, by):
     assert "finished: max_epochs=3 reached" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("workplace")
+@pytest.mark.usefixtures("config_directory")
 def test_longer_commands_of_scripts_name_the_script(monkeypatch, capsys):
     """`lumen fit` knows neither the script's classes nor its options."""
     ended, words = [], ["train.py", "fit", "--config", "own.yaml"]

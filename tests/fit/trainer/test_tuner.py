@@ -16,7 +16,7 @@ from lumen.cli import main
 from lumen.errors import ConfigError, TrainingError
 from tests.helpers.cli_tasks import Spy
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, regression_data, weights
-from tests.helpers.workplace import LINE as CONFIG  # noqa: F401 (of the fixture)
+from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401 (of the fixture)
 
 SEARCH = {"min_lr": 1e-4, "max_lr": 10.0, "num_training": 40}
 
@@ -303,7 +303,7 @@ def test_the_log_of_a_run_has_of_its_search_what_was_found(tmp_path):
     assert [line.split(":")[0] for line in said[4:]] == ["newest checkpoint", "longer", "curves", "weights"]
 
 
-@pytest.mark.usefixtures("workplace")
+@pytest.mark.usefixtures("config_directory")
 def test_finders_are_named_on_the_command_line():
     words = ["--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=30"]
     assert main(["fit", "--config", "line.yaml", *words, "--trainer.callbacks.min_lr=1e-4"]) == 0
@@ -311,7 +311,7 @@ def test_finders_are_named_on_the_command_line():
     assert finder.optimal_lr.suggestion() == Spy.task.hparams.lr
 
 
-@pytest.mark.usefixtures("workplace")
+@pytest.mark.usefixtures("config_directory")
 def test_of_the_optimizer_in_a_config_the_rate_is_said(capsys):
     words = ["fit", "--config", "line.yaml", "--optimizer=torch.optim.SGD", "--optimizer.lr=1e-6"]
     words += ["--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=30"]

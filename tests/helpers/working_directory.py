@@ -40,7 +40,7 @@ def commands_in(text):
     return dict(re.findall(r"^(\w+): ((?:lumen|python\S*) .*)$", text, re.MULTILINE))
 
 
-def alone(monkeypatch):
+def clear_environment(monkeypatch):
     """No settings of Lumen and no processes from outside; what is started here finds the checkout."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -50,14 +50,14 @@ def alone(monkeypatch):
 
 
 @pytest.fixture
-def for_programs(tmp_path, monkeypatch):
+def program_directory(tmp_path, monkeypatch):
     """A working directory of its own for the programs that a test starts."""
     monkeypatch.chdir(tmp_path)
-    alone(monkeypatch)
+    clear_environment(monkeypatch)
 
 
 @pytest.fixture
-def workplace(request, tmp_path, monkeypatch):
+def config_directory(request, tmp_path, monkeypatch):
     """A working directory of its own, with the module's CONFIG as line.yaml, and no environment from outside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -14,7 +14,7 @@ from lumen.tools.proof.causes import cause_of, cause_of_failure, cause_of_moving
 from lumen.tools.proof.outcome import Outcome
 from lumen.tools.proof.variants import Size
 from lumen.tools.proof.worker import Built, Result, observe, told
-from tests.helpers.following import Asking
+from tests.helpers.following_training import Asking
 from tests.helpers.tasks import FEATURES, regression_data
 
 
