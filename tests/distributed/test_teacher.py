@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import lumen
-from tests.helpers.tasks import loader, quiet_trainer
 from tests.helpers.byol import ByHand, Byol
+from tests.helpers.tasks import loader, quiet_trainer
 
 STRATEGIES = {
     "auto": lambda: "auto",

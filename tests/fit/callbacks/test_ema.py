@@ -9,8 +9,8 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.errors import ConfigError
 from lumen.tools.export.weights import export
-from tests.helpers.manual_optimization import Gan, pair_loader
 from tests.helpers.ema import Kept, Normed, averaged, fit
+from tests.helpers.manual_optimization import Gan, pair_loader
 from tests.helpers.tasks import loader, quiet_trainer
 
 

@@ -11,7 +11,15 @@ from torch import nn
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import ConfigError, TrainingError
-from tests.helpers.manual_optimization import Gan, critic_loss, generator_loss, networks, optimizers_of, pair_loader, pairs
+from tests.helpers.manual_optimization import (
+    Gan,
+    critic_loss,
+    generator_loss,
+    networks,
+    optimizers_of,
+    pair_loader,
+    pairs,
+)
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 

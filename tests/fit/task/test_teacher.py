@@ -9,8 +9,8 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.errors import ConfigError
-from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 from tests.helpers.byol import ByHand, Byol, cosine, loop, student
+from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 
 STEPS = 9
 

@@ -8,8 +8,8 @@ import pytest
 
 from lumen.cli import main
 from tests.helpers import ROOT
-from tests.helpers.faulty_trainings import check, config_of
 from tests.helpers.cli import write
+from tests.helpers.faulty_trainings import check, config_of
 
 
 @pytest.fixture

@@ -134,7 +134,9 @@ def test_records_that_differ_where_trainings_do_not_are_said_to_be_of_something_
 
 
 def test_two_configs_are_compared_without_a_run(found):
-    Path("b.yaml").write_text(yaml.safe_dump(CONFIG | {"model": {"class_path": "tests.helpers.recorded_trainings.OtherRate"}}))
+    Path("b.yaml").write_text(
+        yaml.safe_dump(CONFIG | {"model": {"class_path": "tests.helpers.recorded_trainings.OtherRate"}})
+    )
     code, record = found("line.yaml", "b.yaml", "--steps=4")
     assert (code, record["trained"], record["difference"]["step"]) == (1, [1, 4], 3)
     assert record["configuration"] == {

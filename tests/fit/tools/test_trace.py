@@ -9,7 +9,6 @@ import torch
 from lumen.tools.proof.difference import compare, first_difference, record
 from lumen.tools.proof.recorder import Recorder
 from lumen.tools.proof.trace import KINDS, Key
-from tests.helpers.tasks import Regression, weights
 from tests.helpers.recorded_trainings import (
     Deep,
     OtherDropout,
@@ -21,6 +20,7 @@ from tests.helpers.recorded_trainings import (
     other_layer,
     training,
 )
+from tests.helpers.tasks import Regression, weights
 
 
 def test_equal_trainings_are_equal_and_the_same_record_comes_back_from_json(tmp_path):
