@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 if TYPE_CHECKING:
     import torch
 
+    from lumen.task.running_trainer import AnyTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 
 @final
@@ -179,20 +179,20 @@ class Callback:
         """
         return None
 
-    def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: AnyTrainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Add plain data and tensors to a checkpoint; also called once when training begins, as a trial.
 
         The dictionary is this callback's alone. It does not hold what Lightning keeps there (`state_dict`, `epoch`): to
         ask for that is an error that says where it is.
         """
 
-    def on_load_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: AnyTrainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Get back what `on_save_checkpoint` added: the model is loaded, the optimizers are not built.
 
         `load_state_dict`, which says how tensors come back under FSDP, follows when they are.
         """
 
-    def around_validation(self, trainer: Trainer, task: TaskModule) -> AbstractContextManager[Any]:
+    def around_validation(self, trainer: AnyTrainer, task: TaskModule) -> AbstractContextManager[Any]:
         """The context of each validation in `fit`, from before `on_validation_start` on.
 
         It is left however the validation ends, so that a callback may put something in the task's place meanwhile. No
@@ -200,125 +200,127 @@ class Callback:
         """
         return nullcontext()
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, task: TaskModule, stage: str) -> None:
         """Prepare for a stage: "fit", "validate", "test" or "predict"."""
 
-    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """`fit` begins; optimizers exist, a resumed state is loaded."""
 
-    def on_sanity_check_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_sanity_check_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """The sanity check begins."""
 
-    def on_sanity_check_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_sanity_check_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """The sanity check ends."""
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Training begins, after the sanity check."""
 
-    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """An epoch begins."""
 
-    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, trainer: AnyTrainer, task: TaskModule, batch: Any, batch_idx: int) -> int | None:
         """Before a micro-batch; -1 ends the epoch here."""
 
-    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: AnyTrainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Before the gradients of the last step are dropped."""
 
-    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: AnyTrainer, task: TaskModule, loss: torch.Tensor) -> None:
         """Before backward of one micro-batch."""
 
-    def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_after_backward(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """After backward of one micro-batch; gradients are partial sums."""
 
-    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
 
-    def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """After a micro-batch, and after the update if it was a step's last; gradients can still be read."""
 
-    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """A validation begins."""
 
-    def on_validation_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """The pass over the validation data begins."""
 
     def on_validation_batch_start(
-        self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a validation batch."""
 
     def on_validation_batch_end(
-        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After a validation batch."""
 
-    def on_validation_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """The pass over the validation data ends; what is logged here joins its values."""
 
-    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """A validation ends."""
 
-    def on_train_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """An epoch ends, after its validation."""
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """A step is complete, and what is changed here is a part of it; the place to set `trainer.should_stop`."""
 
-    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """All have acted on a complete step: `trainer.save_checkpoint` is exact here."""
 
-    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Training ends."""
 
-    def on_fit_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_fit_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """`fit` ends."""
 
-    def on_test_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_test_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """A test begins."""
 
-    def on_test_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_test_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """The pass over the test data begins."""
 
     def on_test_batch_start(
-        self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a test batch."""
 
     def on_test_batch_end(
-        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After a test batch."""
 
-    def on_test_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_test_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """The pass over the test data ends."""
 
-    def on_test_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_test_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """A test ends."""
 
-    def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """A prediction begins."""
 
-    def on_predict_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """The pass over the prediction data begins."""
 
     def on_predict_batch_start(
-        self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before a prediction batch."""
 
     def on_predict_batch_end(
-        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After a prediction batch."""
 
-    def on_predict_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """The pass over the prediction data ends."""
 
-    def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """A prediction ends."""
 
-    def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, task: TaskModule, exception: BaseException) -> None:
         """The run ends with an error or a stop request."""
 
-    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, task: TaskModule, stage: str) -> None:
         """Clean up after a stage."""

@@ -17,8 +17,8 @@ from lumen.optim import MultiOptimizer
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from lumen.task.running_trainer import AnyTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 Modules = nn.Module | Iterable["Modules"]
 
@@ -51,16 +51,16 @@ class BaseFinetuning(Callback, ABC):
             optimizer: One of those that `configure_optimizers` returned.
         """
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, task: TaskModule, stage: str) -> None:
         """Freeze before the optimizer is built."""
         if stage == "fit":
             self.freeze_before_training(task)
 
-    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Let the statistics of what a checkpoint has unfrozen move again."""
         _train(each for each in task.modules() if isinstance(each, _NORMS) and _is_trained(each))
 
-    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Unfreeze what is to be trained from this epoch on."""
         for optimizer in trainer.optimizers:
             self.finetune_function(task, trainer.current_epoch, optimizer)
@@ -214,7 +214,7 @@ class BackboneFinetuning(BaseFinetuning):
             )
         self.freeze(backbone, self.train_bn)
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Refuse optimizers that cannot take the backbone later: several, and those that move it already."""
         optimizer, *others = trainer.optimizers
         if others or isinstance(optimizer, MultiOptimizer):

@@ -17,8 +17,8 @@ from lumen.errors.arguments import checked, local_path, optional
 from lumen.internals.whole_files import replaced
 
 if TYPE_CHECKING:
+    from lumen.task.running_trainer import AnyTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 _ROWS, _BYTES = 1 << 14, 1 << 23  # of a group of rows, which readers take at once
 
@@ -110,7 +110,7 @@ class BasePredictionWriter(Callback):
 
     def write_on_batch_end(
         self,
-        trainer: Trainer,
+        trainer: AnyTrainer,
         task: TaskModule,
         prediction: Any,
         batch_indices: list[int] | None,
@@ -131,7 +131,7 @@ class BasePredictionWriter(Callback):
         """
 
     def write_on_epoch_end(
-        self, trainer: Trainer, task: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self, trainer: AnyTrainer, task: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Write all predictions of this process.
 
@@ -143,12 +143,12 @@ class BasePredictionWriter(Callback):
             batch_indices: Of each loader, also of one alone, a list of what `write_on_batch_end` gets.
         """
 
-    def on_predict_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Begin anew."""
         self._predictions, self._indices = [], []
 
     def on_predict_batch_end(
-        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write, or keep, what the step returned."""
         indices = trainer.batch_indices
@@ -161,7 +161,7 @@ class BasePredictionWriter(Callback):
             self._predictions[dataloader_idx].append(move(outputs, torch.device("cpu")))
             self._indices[dataloader_idx].append(indices)
 
-    def on_predict_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Write what was kept."""
         if self.interval != "batch":
             while len(self._predictions) < len(trainer.num_predict_batches):  # this process had no batch of the last
@@ -202,7 +202,7 @@ class PredictionWriter(BasePredictionWriter):
         if format == "parquet":
             optional("pyarrow", "PredictionWriter(format='parquet')", "parquet")
 
-    def on_predict_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Refuse a directory that has predictions of another run. Collective: every rank must call this."""
         self._tables = {}
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ class PredictionWriter(BasePredictionWriter):
 
     def write_on_batch_end(
         self,
-        trainer: Trainer,
+        trainer: AnyTrainer,
         task: TaskModule,
         prediction: Any,
         batch_indices: list[int] | None,
@@ -248,7 +248,7 @@ class PredictionWriter(BasePredictionWriter):
         with (self.directory / f"predictions-rank-{rank}.jsonl").open("a") as file:
             file.writelines(_lines(named, batch_indices, dataloader_idx))
 
-    def on_predict_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Complete the files."""
         for table in self._tables.values():
             table.close()
