@@ -180,7 +180,7 @@ def evaluate_loader(
     outputs: list[Numbered[Any]] = []
     keeps = stage == "predict" and run.values.keeps_predictions
     wanted = bool(ends) or keeps
-    halves = Halves(run, stage, wanted=wanted) if run.plan.halve_on_oom else None
+    halves = Halves(run, stage, keeps_outputs=wanted) if run.plan.halve_on_oom else None
     window: AccumulationWindow | None = None
     limit = run.plan.limit(stage, adapter)
     for window in adapter.windows(0, Position(), limit):

@@ -1,4 +1,8 @@
-"""One micro-batch: its weight, its forward and its backward."""
+"""One micro-batch: its weight, its forward and its backward.
+
+`weigh` runs once at the beginning of a step, `accumulate` for each micro-batch. The other functions are for processes
+without a loss, which take part in the communication of the others, and for errors.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,18 @@ from lumen.task.step_output import read_output, without_gradient
 
 
 def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
-    """Return the micro-batches of a step with the weights that are known, all fetched if the task weighs them."""
+    """Begin the weighting of a step. Returns its micro-batches, which iteration takes from the loader."""
     micro_batches: Iterable[MicroBatch] = window
     planned: float = window.samples
     if run.step.weighting.by_task:
+        # `batch_weight` of the task looks at each batch, so all batches of the step are taken from the loader now.
         micro_batches = list(window)
         for micro in micro_batches:
             micro.weight = 0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch))
         (total,) = run.processes.sum([sum(micro.weight for micro in micro_batches)])
-        planned = total * run.strategy.data_world_size / run.processes.world_size  # a data rank counts once
+        # In tensor parallelism several processes compute the same batch, whose weight counts once.
+        planned = total * run.strategy.data_world_size / run.processes.world_size
+    # `weight_guess` takes the place of the sum if `training_step` returns the weights, which are then known too late.
     run.step.weighting.begin(planned, len(window.sizes), run.progress.weight_guess)
     return micro_batches
 
@@ -36,17 +43,28 @@ def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
 def accumulate(
     run: Run, micro: MicroBatch, batch: Any, weighting: LossWeighting, *, check: bool = True
 ) -> tuple[Any, torch.Tensor | None]:
-    """Forward and backward of one micro-batch: add its part of the step's gradient.
+    """Add the gradient of one micro-batch to the step's, by a forward and a backward.
+
+    Args:
+        run: The run that trains.
+        micro: The micro-batch, with its weight and its place in the step.
+        batch: Its batch on the device; None if this process has none.
+        weighting: The weights of the step, which count this micro-batch.
+        check: Raise if the loss is NaN or infinite.
 
     Returns:
-        What `training_step` returned, and the micro-batch's part of the step's loss; None if it counts nothing.
+        The return value of `training_step`, and the weighted loss; None if the micro-batch adds no gradient.
     """
     hooks, precision, strategy = run.hooks, run.precision, run.strategy
-    output = loss = part = None
+    output = loss = weighted_loss = None
+    # All but the last backward of a step only add to the gradients of this process: sums over the processes cost time.
     with strategy.gradient_sync(last=micro.last):
         if not micro.is_dummy:
+            # A task written for a plain loop may call backward in `training_step`. One step is enough to find it.
             before = None if run.step.weighted_windows else run.optim.gradients()
             with precision.forward():
+                # `training_step` may leave out batch_idx and dataloader_idx in its signature. `call` runs it within the
+                # forward of DDP's or FSDP's wrapper, which has to see the step.
                 arguments = run.calls.arguments("training_step", batch, micro.index, micro.loader)
                 output = strategy.call("training_step", *arguments)
             if before is not None:
@@ -54,21 +72,24 @@ def accumulate(
             loss, returned_weight = read_output(output)
         if loss is not None:
             if weighting.unseeded:
+                # Weights that the task returns have an unknown sum until the step ends. The first one gives a guess.
                 weighting.seed(micro.number, returned_weight)
             loss_factor = weighting.loss_factor(micro.weight, returned_weight)
             if check:
                 run.step.check_loss(loss, loss_factor)
+            # A loss of weight 0 adds no gradient, but the backward of the other processes may wait for this one's.
             if loss_factor or (loss.requires_grad and strategy.communicates_in("backward")):
-                part = loss if loss_factor == 1.0 else loss * loss_factor
-        if part is not None:
-            if weighting.losses is not None:
-                weighting.losses.append(part.detach())
+                weighted_loss = loss if loss_factor == 1.0 else loss * loss_factor
+        if weighted_loss is not None:
+            if weighting.losses is not None:  # A callback asks for the step's mean loss.
+                weighting.losses.append(weighted_loss.detach())
             for hook in hooks.on_before_backward:
-                hook(part)
-            backward(run, micro, part, weighting)
+                hook(weighted_loss)
+            backward(run, micro, weighted_loss, weighting)
             for hook in hooks.on_after_backward:
                 hook()
             if strategy.communicates_in("forward"):
+                # FSDP needs a forward of every process. If a later micro-batch has none, this batch is repeated.
                 run.step.dummy = batch, micro
         elif strategy.communicates_in("backward"):
             backward_of_zero(run, micro, batch, weighting)
@@ -77,27 +98,28 @@ def accumulate(
                 run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
             )
         if micro.last:
-            strategy.after_backward()
-    return output, part
+            strategy.after_backward()  # It raises if a parameter got no gradient, so that other processes would wait.
+    return output, weighted_loss
 
 
 def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWeighting) -> None:
-    """The backward of a micro-batch; what the processes have to tell each other goes beside the last one.
+    """Compute the gradients of a loss; in the last backward of the step all processes sum theirs.
 
     Raises:
-        TrainingError: There is none, or somebody has made it already.
+        TrainingError: The loss requires no gradient, or its backward was called before.
     """
     if not loss.requires_grad:
         raise without_gradient(run.task)
     if weighting.unseeded:
-        weighting.seed(None)
+        weighting.seed(None)  # This process has no weight, but takes part in the exchange of the first guess.
     if micro.last:
+        # The sum of weights and these flags travel while the device computes the backward. `update` waits for them.
         weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits)
     try:
         if run.optim.backward is None:
             run.precision.backward(loss)
         else:
-            run.precision.backward(loss, run.optim.backward)
+            run.precision.backward(loss, run.optim.backward)  # The task overrides `backward`.
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
@@ -109,28 +131,31 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
 
 
 def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWeighting) -> None:
-    """Do this process's part in the backward of the others, adding nothing to the gradient.
+    """Take part in the backward of the other processes, and add nothing to the gradient.
 
     Args:
         run: The run that trains.
-        micro: Its micro-batch, which counts nothing.
-        batch: It; None where there is none; where forwards communicate, one of another process.
-        weighting: The weighting of the losses of the step.
+        micro: The micro-batch of this process, which has no loss.
+        batch: Its batch; None if there is no batch; for a dummy of FSDP the batch of another process.
+        weighting: The weights of the step.
 
     Raises:
-        TrainingError: `training_step` called no unit for any batch.
+        TrainingError: `training_step` has called no module that FSDP shards, for any batch.
     """
     strategy = run.strategy
     refuse_synced_norms(run)
-    borrows = micro.is_dummy and batch is not None and strategy.communicates_in("forward")
-    loss = None if borrows else strategy.zero_loss()
+    has_others_batch = micro.is_dummy and batch is not None and strategy.communicates_in("forward")
+    # Under DDP a sum over all parameters is such a loss; under FSDP one over outputs of the forward, if there was one.
+    loss = None if has_others_batch else strategy.zero_loss()
     if loss is not None:
         backward(run, micro, loss * 0.0, weighting)
         return
-    with unnoticed(run):  # the backward too: it reads buffers that the forward has moved
-        for given, of in filter(None, ((batch, micro) if borrows else None, run.step.dummy)):
+    # Otherwise a forward is needed, of which nothing counts. Its backward belongs into the same context, because the
+    # backward reads buffers as the forward has left them.
+    with unnoticed(run):
+        for other_batch, other in filter(None, ((batch, micro) if has_others_batch else None, run.step.dummy)):
             with run.precision.forward():
-                arguments = run.calls.arguments("training_step", given, of.index, of.loader)
+                arguments = run.calls.arguments("training_step", other_batch, other.index, other.loader)
                 loss, _ = read_output(strategy.call("training_step", *arguments))
             loss = strategy.zero_loss() if loss is None else loss
             if loss is not None:
@@ -182,12 +207,13 @@ def refuse_synced_norms(run: Run) -> None:
 def mark(run: Run) -> Callable[[], None]:
     """Return a function that restores metrics and buffers as they are now."""
     accumulated = metric_states(run.task)
+    # A forward may write to a buffer, or assign a new tensor to its name: both are undone.
     places = [(own, own.copy()) for module in run.task.modules() if (own := own_buffers(module))]
     values = [(buffer, buffer.detach().clone()) for buffer in run.task.buffers()]
 
     def put_back() -> None:
         restore_metrics(accumulated)
-        for buffers, held in places:  # an assignment has put another tensor there
+        for buffers, held in places:
             buffers.clear()
             buffers.update(held)
         with torch.no_grad():
@@ -199,7 +225,7 @@ def mark(run: Run) -> Callable[[], None]:
 
 @contextmanager
 def unnoticed(run: Run) -> Iterator[None]:
-    """Restore afterwards what a forward in this context logs, counts and moves, since it is no part of the run."""
+    """Undo at the end what a forward in this context logs, adds to metrics and changes in buffers."""
     metrics, put_back = run.log.stage, mark(run)
     run.log.stage = StageMetrics()
     try:

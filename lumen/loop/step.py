@@ -1,4 +1,15 @@
-"""One optimizer step, in the order the device sees it."""
+"""One optimizer step, in the order in which the device sees it.
+
+For each micro-batch: seed, copy to the device, forward, backward. After the last one, once: bring the gradients to the
+mean over all processes, clip them, update the parameters, move the schedules.
+
+`train_step`, `update` and `complete_gradients` are the step. `micro_batch` has the forward and the backward. Below the
+three follow two ways to update that few tasks use: an optimizer that evaluates the loss several times, as LBFGS does
+(`Closure`), and a task that overrides `optimizer_step` (`update_by_task`).
+
+`run` holds the state of the training in parts, such as `run.progress` for its counters. `run.hooks.NAME` is the list of
+the methods NAME that the task and the callbacks have, so a loop over it calls them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +25,7 @@ from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
 from lumen.internals.tensors import writes_to
 from lumen.loop.micro_batch import accumulate, weigh
-from lumen.loop.step_in_parts import StepInParts, agree_on_size, say_size
+from lumen.loop.step_in_parts import StepInParts, agree_on_size, warn_of_parts
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.random import GeneratorStates
@@ -27,33 +38,53 @@ class EpochSkipped(Exception):
 
 
 def train_step(run: Run, window: AccumulationWindow) -> bool:
-    """One optimizer step. Returns False if no update was made.
+    """Make one optimizer step: a forward and a backward for each micro-batch, then one update of the parameters.
+
+    Args:
+        run: The run that trains.
+        window: The step's micro-batches on this process. Iterating over the window takes them from the loader.
+
+    Returns:
+        True if the parameters were updated.
 
     Raises:
-        EpochSkipped: A hook asks to end the epoch here: nothing is updated.
+        EpochSkipped: `on_train_batch_start` returned -1, on any process. The parameters were not updated.
     """
-    hooks, optimizer = run.hooks, run.optim.optimizer
+    hooks, optimizer, weighting = run.hooks, run.optim.optimizer, run.step.weighting
     updated = False
+    # `self.log` averages what it gets in one window (the micro-batches of a step) into one value of the step.
     run.log.train.window += 1
     run.log.in_train_step = True
-    run.step.begin()
-    micro_batches, weighting = weigh(run, window), run.step.weighting
+    run.step.begin()  # It numbers the micro-batches of the step, for seeds and errors.
+    # The step's gradient is sum(weight * gradient) / sum(weight), over the micro-batches of all processes. A weight is
+    # a number of samples, or of tokens if the task counts them. Each loss is multiplied by weight / sum(weight).
+    micro_batches = weigh(run, window)
+    # LBFGS and its like compute loss and gradient again within `optimizer.step`. The closure keeps the batches for it.
     closure = Closure(run, weighting) if run.optim.needs_closure else None
-    parts = StepInParts(run, window) if run.plan.halve_on_oom and closure is None else None
+    # With `halve_on_oom` a micro-batch that does not fit into memory is computed again, in parts.
+    halving = StepInParts(run, window) if run.plan.halve_on_oom and closure is None else None
     for micro in micro_batches:
+        # The seed follows from the number of the micro-batch alone, so that any number of processes draws the same.
         run.step.seed(micro)
+        # `self.log` weights a value by the samples of the micro-batch that it was logged in.
         run.log.batch_samples, run.log.batch_index = micro.samples, micro.index
+        # A process that has fewer micro-batches than others gets a dummy, often without a batch. The dummy only takes
+        # part in the communication of the others' backward, so no hook of the user sees it. `receive` copies a batch to
+        # the device.
         batch = run.calls.receive(micro.batch, micro.loader) if micro.batch is not None else None
         for hook in hooks.on_train_batch_start if not micro.is_dummy else ():
             if hook(batch, micro.index) == -1:
-                skip(run, window, micro)
+                skip_epoch(run, window, micro)
         if micro.first:
+            # Gradients of the step before are freed only now, so that the hooks at its end could read them.
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
             run.optim.zero_grad(run.progress.epoch, window.first_index)
+            # DDP and FSDP must know before the forward which parameters were frozen or unfrozen since the last step.
             run.strategy.begin_step()
-        if parts is not None:
-            output = parts.accumulate(micro, batch)
+        # Forward and backward add to `parameter.grad`. Processes sum gradients in the last backward of the step only.
+        if halving is not None:
+            output = halving.accumulate(micro, batch)
         elif closure is not None:
             output = closure.first(micro, batch, weighting)
         else:
@@ -61,6 +92,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         if micro.last:
             updated = update(run, window, weighting, closure)
         if hooks.on_train_batch_end and not micro.is_dummy:
+            # A hook may keep what it gets. With its graph an output would keep all activations in memory.
             output = detached(output)
             for hook in hooks.on_train_batch_end:
                 hook(output, batch, micro.index)
@@ -68,122 +100,149 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     return updated
 
 
-def skip(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:
-    """End the epoch here; where gradients are still under way, at the end of the step, once all ranks know of it."""
+def skip_epoch(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:
+    """End the epoch in this step, because a hook returned -1.
+
+    Raises:
+        EpochSkipped: No other process waits for this one.
+    """
     run.step.skips_epoch = True
     if not run.strategy.communicates_in("backward"):
         run.step.end(window)
         raise EpochSkipped
+    # The other processes wait for this one in the step's last backward. `update` ends the epoch on all of them.
     micro.is_dummy = True
 
 
 def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closure: Closure | None = None) -> bool:
-    """Turn the gradients of a window into one update. Returns False if it was skipped: then no schedule moves."""
+    """Turn the accumulated gradients into one update of the parameters.
+
+    Returns:
+        False if no update was made: then no schedule moves.
+
+    Raises:
+        EpochSkipped: A hook of some process ended the epoch.
+    """
+    optim = run.optim
+    # Each process sent its sum of weights and these flags along with the last backward. Here it waits for the totals,
+    # so that all processes take the same branch below.
     skips_epoch, wants_to_stop, too_large = weighting.agree()
-    run.ending.hear(wants_to_stop=wants_to_stop)
-    if too_large:
-        say_size(run, agree_on_size(run))
+    run.ending.hear(wants_to_stop=wants_to_stop)  # `run.ending` decides at the end of the step whether to stop.
+    if too_large:  # A micro-batch did not fit into the memory of some process, which computed it in parts.
+        warn_of_parts(run, agree_on_size(run))
     if skips_epoch:
-        run.step.end(window)
+        run.step.end(window)  # The batches of the step count as used.
         raise EpochSkipped
-    updated = bool(weighting.total)
-    if updated:
+    updated = False
+    if weighting.total:
         complete_gradients(run, weighting)
-        if run.step.skips_update:
-            return leave_out(run, window)
+    if not weighting.total:
+        # The mean over nothing is 0 / 0, and an update with gradients of 0 would still apply momentum and weight decay.
+        _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
+    elif run.step.skips_update:
+        # A hook has called `trainer.skip_update()`. The loss scale of fp16 adapts to each step, to this one too.
+        run.precision.leave_out(optim.optimizer)
+    else:
+        # A NaN in the gradients would end in every parameter. On CUDA the error may come some steps later, because the
+        # host does not wait for the norm, but no checkpoint is saved before.
         if run.step.grad_norm is not None:
             run.step.check_gradient(run.step.grad_norm)
         if closure is not None:
             closure.hand_over(weighting)
-        run.optim.is_updating = True
-        if "optimizer_step" in run.optim.own:
+        # In a training step `optimizer.step` raises, unless this says that it is Lumen that calls it.
+        optim.is_updating = True
+        if "optimizer_step" in optim.own:  # The task overrides it.
             updated = update_by_task(run, window, closure)
         else:
-            updated = run.precision.step(run.optim.optimizer, closure)
-        run.optim.is_updating = False
-    else:
-        _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
-    run.step.count(window, updated=updated)
+            updated = run.precision.step(optim.optimizer, closure)  # False if gradients overflowed in fp16.
+        optim.is_updating = False
+    run.step.count(window, updated=updated)  # Steps, samples, and the place in the epoch, which a checkpoint keeps.
     if updated:
-        for scheduler in run.optim.schedulers:
-            if scheduler.monitor is None and scheduler.moves_at(run.progress.step):  # a plateau waits for validation
+        for scheduler in optim.schedulers:
+            # A schedule with a monitor (ReduceLROnPlateau) moves after the validation that gives the monitor a value.
+            if scheduler.monitor is None and scheduler.moves_at(run.progress.step):
                 scheduler.step()
-            elif scheduler.interval == "token":
+            elif scheduler.interval == "token":  # A schedule over the sum of weights so far, instead of over steps.
                 scheduler.move_to(run.progress.units, counted=weighting.counted)
-        for teacher in run.optim.teachers:
+        # A teacher is a module whose parameters are moving averages of the trained ones. Its updates count from 0.
+        for teacher in optim.teachers:
             teacher.follow(run.progress.step - 1)
     return updated
 
 
-def leave_out(run: Run, window: AccumulationWindow) -> bool:
-    """Make no update of a step, as a hook has asked: its batches are used. Returns False."""
-    run.step.skips_update = False
-    run.precision.leave_out(run.optim.optimizer)
-    run.step.count(window, updated=False)
-    return False
-
-
 def complete_gradients(run: Run, weighting: LossWeighting) -> None:
-    """Bring the accumulated gradients to the size of the step's mean, and clip them."""
-    plan = run.plan
-    run.precision.unscale(run.optim.optimizer)
+    """Bring the accumulated gradients to those of the step's mean loss, and clip them."""
+    plan, optim = run.plan, run.optim
+    # fp16 has multiplied the losses by its scale. Hooks and thresholds need the gradients without the scale.
+    run.precision.unscale(optim.optimizer)
+    # Where forwards return the weights, the losses were divided by a guess of their sum: planned / total puts it right.
     if (factor := weighting.correction) != 1.0:
-        run.optim.scale_gradients(factor)
+        optim.scale_gradients(factor)
     for hook in run.hooks.on_before_optimizer_step:
-        hook(run.optim.optimizer)
-    if run.optim.own & {"configure_gradient_clipping", "clip_gradients"}:
-        run.step.grad_norm = None  # it may clip in some steps only
+        hook(optim.optimizer)
+    if optim.own & {"configure_gradient_clipping", "clip_gradients"}:
+        # The task clips, perhaps not in this step: the norm of an earlier step must not be logged for this one.
+        run.step.grad_norm = None
         value = plan.clip_norm if plan.clip_value is None else plan.clip_value
         algorithm = None if value is None else "norm" if plan.clip_value is None else "value"
-        run.task.configure_gradient_clipping(run.optim.optimizer, value, algorithm)
+        run.task.configure_gradient_clipping(optim.optimizer, value, algorithm)
         return
     if plan.clip_norm is not None:
-        run.step.grad_norm = run.optim.clip_grad_norm(plan.clip_norm).to(run.strategy.device)
+        # With `FSDP(cpu_offload=True)` the gradients are on the CPU. The norm is logged with the values of the device.
+        run.step.grad_norm = optim.clip_grad_norm(plan.clip_norm).to(run.strategy.device)
     if plan.clip_value is not None:
-        run.optim.clip_grad_value(plan.clip_value)
+        optim.clip_grad_value(plan.clip_value)
+
+
+# ---------------------------------------------------------------------- an optimizer that evaluates the loss again
 
 
 @final
 class Closure:
     """Loss and gradients of a step, for an optimizer that evaluates them several times.
 
-    The first evaluation is the step's own: it alone logs, updates metrics and counts. Every further one is made of the
-    same batches, as they were received, with the same random numbers; gradients are zeroed, brought to the size of the
-    step's mean and clipped as in any step, with the hooks from `on_before_backward` to `on_before_optimizer_step`. Its
-    loss may be infinite or NaN: a line search may look too far. Buffers that the forward changes, such as BatchNorm's
-    statistics, change with every evaluation, as in the loop written by hand.
+    The first evaluation is the step's own: only this one logs, updates metrics and counts. Each further evaluation
+    uses the same batches on the device and the same random numbers. Gradients are dropped, corrected and clipped as in
+    any step, with the hooks from `on_before_backward` to `on_before_optimizer_step`. The loss may be infinite or NaN,
+    because a line search may look too far. Buffers that the forward changes, such as BatchNorm's statistics, change in
+    each evaluation, as in a loop written by hand.
+
+    Args:
+        run: The run that trains.
+        weighting: The weights of the step, before any loss was counted.
     """
 
     def __init__(self, run: Run, weighting: LossWeighting) -> None:
         self._run = run
         self._unused_weighting = copy(weighting)
         self._micro_batches: list[tuple[MicroBatch, Any, GeneratorStates]] = []
-        self._parts: list[torch.Tensor | None] = []
-        self._first: torch.Tensor | None = None
-        self._seen: list[Any] = []
+        self._losses: list[torch.Tensor | None] = []
+        self._first_loss: torch.Tensor | None = None
+        self._writes: list[Any] = []
 
     def first(self, micro: MicroBatch, batch: Any, weighting: LossWeighting) -> Any:
         """Evaluate a micro-batch for the first time, and keep it. Returns what `training_step` returned."""
         self._micro_batches.append((micro, batch, GeneratorStates()))
-        output, part = accumulate(self._run, micro, batch, weighting)
-        self._parts.append(part)
+        output, loss = accumulate(self._run, micro, batch, weighting)
+        self._losses.append(loss)
         return output
 
     def hand_over(self, weighting: LossWeighting) -> None:
-        """The gradients of the first evaluation are complete: from now on it is the optimizer that evaluates."""
-        self._first, self._seen = _mean(self._run, self._parts, weighting), self._look()
+        """Let the optimizer have the first evaluation, whose gradients are complete now."""
+        self._first_loss, self._writes = _mean_loss(self._run, self._losses, weighting), self._count_writes()
 
     def __call__(self) -> torch.Tensor:
-        """Bring the gradients to where the parameters are now.
+        """Compute the gradients for the parameters as they are now.
 
         Returns:
             The mean loss of the step.
 
         Raises:
-            TrainingError: There is none: `training_step` returned None for every micro-batch, or the weight 0.
+            TrainingError: All micro-batches have the weight 0 this time, or `training_step` returned None for all.
         """
-        loss, self._first = self._first, None
-        if loss is not None and self._look() == self._seen:
+        # Most optimizers evaluate before they move: then the step's own evaluation is the answer.
+        loss, self._first_loss = self._first_loss, None
+        if loss is not None and self._count_writes() == self._writes:
             return loss
         run = self._run
         before = run.log.stage, run.step.grad_norm, metric_states(run.task)
@@ -194,15 +253,15 @@ class Closure:
             run.log.stage, run.step.grad_norm, accumulated = before
             restore_metrics(accumulated)
 
-    @torch.enable_grad()
+    @torch.enable_grad()  # Optimizers call the closure under `no_grad`.
     def _evaluate(self) -> torch.Tensor:
         run, weighting = self._run, copy(self._unused_weighting)
-        weighting.losses = None  # those of the first evaluation are the step's
+        weighting.losses = None  # The losses of the first evaluation are the step's.
         run.optim.zero_grad(run.progress.epoch, self._micro_batches[0][0].index)
-        parts = []
+        losses = []
         for micro, batch, states in self._micro_batches:
             states.restore()
-            parts.append(accumulate(run, micro, batch, weighting, check=False)[1])
+            losses.append(accumulate(run, micro, batch, weighting, check=False)[1])
         weighting.agree()
         if not weighting.total:
             raise TrainingError(
@@ -210,10 +269,10 @@ class Closure:
                 "micro-batches weigh 0. Let what training_step leaves out depend on the batch alone."
             )
         complete_gradients(run, weighting)
-        return _mean(run, parts, weighting)
+        return _mean_loss(run, losses, weighting)
 
-    def _look(self) -> list[Any]:
-        """What changes when the optimizer moves parameters or touches gradients before its first evaluation."""
+    def _count_writes(self) -> list[Any]:
+        """Return values that differ once the optimizer has written to a parameter or a gradient."""
         return [
             (writes_to(parameter), gradient is not None and (id(gradient), writes_to(gradient)))
             for parameter in self._run.optim.parameters
@@ -221,36 +280,45 @@ class Closure:
         ]
 
 
-def _mean(run: Run, parts: list[torch.Tensor | None], weighting: LossWeighting) -> torch.Tensor:
-    """The step's mean loss, over all processes."""
-    losses = [part.detach().reshape(()) for part in parts if part is not None]
-    own = torch.stack(losses).sum() if losses else torch.zeros((), device=run.strategy.device)
+def _mean_loss(run: Run, losses: list[torch.Tensor | None], weighting: LossWeighting) -> torch.Tensor:
+    """Return the step's mean loss over all processes. Collective: every rank must call this.
+
+    Args:
+        run: The run that trains.
+        losses: The weighted loss of each micro-batch of this process; None if it had none.
+        weighting: The weights of the step, agreed on.
+    """
+    scalars = [loss.detach().reshape(()) for loss in losses if loss is not None]
+    own = torch.stack(scalars).sum() if scalars else torch.zeros((), device=run.strategy.device)
     return weighting.mean(own, run.strategy.reduce)
+
+
+# ---------------------------------------------------------------------- a task that overrides `optimizer_step`
 
 
 Evaluate = Callable[[], Any]
 
 
 def update_by_task(run: Run, window: AccumulationWindow, closure: Evaluate | None) -> bool:
-    """Let the task's `optimizer_step` make the update. Returns False if there was none."""
+    """Let the task's `optimizer_step` make the update. Returns False if the task made no update."""
     handle = OptimizerOfStep(run, closure)
     last = window.first_index + window.batches - 1
     run.task.optimizer_step(run.progress.epoch, last, handle, closure or handle.loss)
     if not handle.was_called:
-        run.precision.leave_out(run.optim.optimizer)
+        run.precision.leave_out(run.optim.optimizer)  # The loss scale of fp16 adapts to this step too.
     return handle.has_moved
 
 
 @final
 class OptimizerOfStep:
-    """The run's optimizer as `optimizer_step` of a task has it: its attributes are the optimizer's.
+    """The optimizer that `optimizer_step` of a task is given. Other attributes are those of the run's optimizer.
 
     Args:
         run: The run that trains.
-        closure: For an optimizer that evaluates the loss several times; None: this one does not.
+        closure: Loss and gradients again, for an optimizer that evaluates them several times; else None.
 
     Attributes:
-        has_moved: It has made an update.
+        has_moved: True once `step` has updated the parameters.
         was_called: True once `step` was called.
     """
 
@@ -266,12 +334,13 @@ class OptimizerOfStep:
         loss = None if closure in (None, self._closure) else closure()
         if not self.was_called:
             self.has_moved = self._run.precision.step(self._run.optim.optimizer, self._closure)
-        elif self.has_moved:  # a scaler steps once: it would divide the gradients again
+        elif self.has_moved:
+            # The scaler of fp16 has removed its scale already: its `step` would divide the gradients again.
             self._run.optim.optimizer.step(self._closure)
         self.was_called = True
         return loss
 
     def loss(self) -> torch.Tensor | None:
-        """The loss of the step's newest micro-batch, without its graph."""
+        """Return the loss of the step's newest micro-batch, without its graph."""
         newest = self._run.step.loss
         return None if newest is None else newest.detach()

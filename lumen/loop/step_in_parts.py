@@ -1,4 +1,8 @@
-"""A batch that does not fit into memory is made in parts: of a step, whose gradients sum to its own, or evaluated."""
+"""`halve_on_oom`: compute a batch that does not fit into memory in parts.
+
+In training (`StepInParts`) the gradients of the parts sum to that of the whole micro-batch. In an evaluation (`Halves`)
+the values are those of a smaller batch size. At the end of the file are the hints for an error without this setting.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,12 @@ _REFUSED = (
 
 @final
 class StepInParts:
-    """Makes the micro-batches of one step, and again in parts where memory does not suffice.
+    """Forward and backward of the micro-batches of one step, in parts where memory does not suffice.
 
-    Lumen restores what an attempt has logged, added to metrics, drawn and moved in buffers, and makes the gradients of
-    the step so far again, unnoticed. Each process does so alone: processes communicate gradients after the last
-    backward, not in it. There they exchange what has fitted, for all later steps.
+    When an attempt runs out of memory, gradients of this micro-batch are already added to those of earlier ones. So
+    Lumen drops all gradients of the step, computes those of earlier micro-batches again, and tries with smaller parts.
+    What the attempt has logged, added to metrics, drawn and changed in buffers is restored before. Each process does so
+    alone: under DDP processes communicate only after the last backward. There they agree on a size that fits all.
 
     Args:
         run: The run that trains.
@@ -50,57 +55,60 @@ class StepInParts:
 
     def __init__(self, run: Run, window: AccumulationWindow) -> None:
         self._run, self._window = run, window
-        self._wanted = bool(run.hooks.on_train_batch_end)
-        self._made: list[tuple[MicroBatch, Any, GeneratorStates]] = []
+        self._keeps_outputs = bool(run.hooks.on_train_batch_end)
+        self._done: list[tuple[MicroBatch, Any, GeneratorStates]] = []
 
     def accumulate(self, micro: MicroBatch, batch: Any) -> Any:
-        """Add the gradient of a micro-batch; of the last one communicate them.
+        """Add the gradient of a micro-batch; in the last one, sum gradients over the processes.
 
         Returns:
-            What `training_step` returned; outputs of parts are joined along dimension 0.
+            The return value of `training_step`; outputs of parts are joined along dimension 0.
 
         Raises:
             RuntimeError: A single sample does not fit; on accelerators a torch.OutOfMemoryError.
             DataError: It is not known where the samples of the batch are.
-            ConfigError: What the step returned of parts cannot be joined.
+            ConfigError: The return values for the parts cannot be joined.
         """
         output = None
         if not micro.is_dummy:
-            self._made.append((micro, batch, GeneratorStates()))
-            output = self._make(micro, batch)
+            self._done.append((micro, batch, GeneratorStates()))
+            output = self._compute(micro, batch)
             self._run.log.batch_samples = micro.samples
         if micro.last:
+            # No part may communicate, since an attempt may fail after it. So a dummy without a batch ends the step: its
+            # backward of zero sums the gradients over the processes.
             accumulate(self._run, micro.end(), None, self._run.step.weighting)
         return output
 
-    def _make(self, micro: MicroBatch, batch: Any) -> Any:
+    def _compute(self, micro: MicroBatch, batch: Any) -> Any:
         """Add the gradient of the newest micro-batch, in parts as large as fit."""
         run, largest = self._run, micro.samples
-        logged, weighting, again = run.log.stage, run.step.weighting, False
+        logged, weighting, is_repeated = run.log.stage, run.step.weighting, False
         assert logged is not None
         while True:
             before, counted, put_back = logged.mark(), weighting.mark(), mark(run)
             try:
-                if again:
-                    self._make_again(self._made[:-1])
-                    self._made[-1][-1].restore()
+                if is_repeated:
+                    self._compute_again(self._done[:-1])
+                    self._done[-1][-1].restore()
                 return self._in_parts(micro, batch)
             except RuntimeError as error:
                 largest = min(run.step.fits or largest, largest)
                 run.step.fits = smaller(error, largest)
-            # behind the except clause: what the error held of the attempt is free only now, and the loss with its graph
-            run.step.loss, again = None, True
+            # The error holds the tensors of the attempt: they are free only behind the except clause. The next line
+            # frees the graph of the loss.
+            run.step.loss, is_repeated = None, True
             logged.go_back(before)
             put_back()
             weighting.go_back(counted)
             drop_failed_backward()
             empty_device_cache(run.strategy.device)
 
-    def _make_again(self, made: Sequence[tuple[MicroBatch, Any, GeneratorStates]]) -> None:
-        """Make the gradients of micro-batches that are counted already, and no others."""
+    def _compute_again(self, done: Sequence[tuple[MicroBatch, Any, GeneratorStates]]) -> None:
+        """Set the gradients to those of micro-batches that are counted already."""
         run, weighting = self._run, self._run.step.weighting
         run.optim.zero_grad(run.progress.epoch, self._window.first_index)
-        for micro, batch, states in made:
+        for micro, batch, states in done:
             counted = weighting.mark()
             states.restore()
             with unnoticed(run):
@@ -120,24 +128,28 @@ class StepInParts:
             run.log.batch_samples = end - begin
             part = micro.part(end - begin, weight)
             output, _ = accumulate(run, part, of_part, run.step.weighting, check=check)
-            if self._wanted and output is not None:
+            if self._keeps_outputs and output is not None:
                 outputs.append(detached(output))
                 sizes.append(end - begin)
         return joined_outputs(outputs, sizes) if outputs else None
 
 
 def weight_of_part(run: Run, micro: MicroBatch, begin: int, end: int) -> float:
-    """The weight of some samples of a micro-batch, known before their forward."""
+    """Return the weight of some samples of a micro-batch, as known before their forward."""
     if not run.step.weighting.by_task:
         return end - begin
     return float(run.task.batch_weight(cut(micro.batch, micro.samples, begin, end)))
 
 
 def smaller(error: RuntimeError, samples: int) -> int:
-    """How many samples to try instead of those that an error has come of.
+    """Return how many samples to try after an error.
+
+    Args:
+        error: The error of the attempt.
+        samples: How many samples the attempt had.
 
     Raises:
-        RuntimeError: It itself, if it does not say that memory has not sufficed, or a single sample does not fit.
+        RuntimeError: This error, if memory was not the cause, or a single sample does not fit.
     """
     if is_out_of_memory(error) and samples > 1:
         return (samples + 1) // 2
@@ -147,7 +159,12 @@ def smaller(error: RuntimeError, samples: int) -> int:
 
 
 def joined_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What `training_step` returned for parts of a micro-batch, as it would have for all of it."""
+    """Return what `training_step` would have returned for a whole micro-batch.
+
+    Args:
+        outputs: What `training_step` returned for the parts.
+        sizes: Number of samples of each part.
+    """
     losses, weights = zip(*map(read_output, outputs), strict=True)
     if len(outputs) == 1 or None in weights:
         return outputs[0] if len(outputs) == 1 else joined(outputs, sizes, averages=True)
@@ -160,22 +177,22 @@ def joined_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def agree_on_size(run: Run) -> set[int]:
-    """Keep to what fits on every process. Collective: every rank must call this.
+    """Take the smallest size that fits, from here on on every process. Collective: every rank must call this.
 
     Returns:
-        The ranks on which a larger micro-batch has not fitted.
+        The ranks on which a larger micro-batch did not fit.
     """
-    told, before = run.processes.gather(run.step.fits), run.progress.fits
-    run.step.fits = run.progress.fits = min(filter(None, told))
-    return {rank for rank, fits in enumerate(told) if fits != before}
+    found, before = run.processes.gather(run.step.fits), run.progress.fits
+    run.step.fits = run.progress.fits = min(filter(None, found))
+    return {rank for rank, fits in enumerate(found) if fits != before}
 
 
-def say_size(run: Run, ranks: set[int]) -> None:
-    """Say that micro-batches are made in parts from here on.
+def warn_of_parts(run: Run, ranks: set[int]) -> None:
+    """Warn that micro-batches are computed in parts from here on.
 
     Args:
         run: The run that trains.
-        ranks: Where one has not fitted.
+        ranks: The ranks on which a micro-batch did not fit.
     """
     _log.warning(
         "step %d: a micro-batch did not fit into memory%s. It was made in parts, as all larger ones are from here on: "
@@ -201,7 +218,7 @@ def check_halving(run: Run) -> None:
 
 
 def explain(run: Run, error: Exception) -> None:
-    """Say what helps in the error of a step, if that ran out of memory or an optimizer cannot serve here."""
+    """Add a hint to the error of a step that ran out of memory, or whose optimizer does not work here."""
     name = type(run.optim.optimizer).__name__
     if run.optim.is_updating and run.strategy.shards:
         error.add_note(
@@ -236,39 +253,39 @@ _HINT_OF_EVALUATION = (
 
 @final
 class Halves:
-    """Makes the steps of an evaluation, and again for halves of a batch where one runs out of memory.
+    """Evaluation steps, which are repeated with halves of the batch where memory does not suffice.
 
     Lumen restores what the attempt has logged, added to metrics and drawn: values are those of smaller batches, and
     values of single steps are the means of the halves'. Random draws continue from the key of the batch: they are the
-    same in each run, but differ from those of the whole batch. What a step keeps itself, in an attribute or a buffer,
-    is not restored. A step must not communicate.
+    same in each run, but differ from those of the whole batch. Attributes and buffers that a step changes are not
+    restored. A step must not communicate.
 
     Args:
         run: The run that evaluates.
         stage: "validate", "sanity", "test" or "predict".
-        wanted: True if somebody reads what the steps return.
+        keeps_outputs: Return the outputs of the steps.
     """
 
-    def __init__(self, run: Run, stage: str, *, wanted: bool) -> None:
-        self._run, self._wanted = run, wanted
+    def __init__(self, run: Run, stage: str, *, keeps_outputs: bool) -> None:
+        self._run, self._keeps_outputs = run, keeps_outputs
         self._stage = "validate" if stage == "sanity" else stage
         self._metrics = list(metrics_of(run.task).values())
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch) -> Any:
-        """Make a step for a batch.
+        """Evaluate a batch, in halves if memory does not suffice.
 
         Args:
-            step: Makes the step, for the batch that it is given.
+            step: The step of the task, called with a batch.
             batch: The batch on the device.
-            micro: Its micro-batch, with the number of its samples: the weight of its means.
+            micro: The micro-batch, with its number of samples.
 
         Returns:
-            What the step returned; outputs of halves are joined along dimension 0.
+            The return value of the step; outputs of halves are joined along dimension 0.
 
         Raises:
             RuntimeError: A single sample does not fit; on accelerators a torch.OutOfMemoryError.
             DataError: It is not known where the samples of the batch are.
-            ConfigError: What the step returned of halves cannot be joined.
+            ConfigError: The return values for the halves cannot be joined.
         """
         try:
             return self._evaluate(step, batch, micro.samples, 0, micro.samples)
@@ -283,19 +300,19 @@ class Halves:
                 return step(batch if size == samples else cut(batch, samples, begin, end))
             except RuntimeError as error:
                 fits = smaller(error, size)
-            # behind the except clause: what the error held of the attempt is free only now
+            # The error holds the tensors of the attempt: they are free only behind the except clause.
             put_back()
             empty_device_cache(self._run.strategy.device)
-            keep(self._run, self._stage, fits)
+            remember_size(self._run, self._stage, fits)
         middle = begin + (size + 1) // 2
         halves = (begin, middle), (middle, end)
         outputs = [self._evaluate(step, batch, samples, *half) for half in halves]
         sizes = middle - begin, end - middle
-        return joined(outputs, sizes, averages=self._stage != "predict") if self._wanted else None
+        return joined(outputs, sizes, averages=self._stage != "predict") if self._keeps_outputs else None
 
 
 def mark_values(run: Run, metrics: Sequence[Metric]) -> Callable[[], None]:
-    """Return what puts back what an evaluation step changes from here on."""
+    """Return a function that restores logged values, metrics and random states as they are now."""
     logged, drawn = run.log.stage, GeneratorStates()
     assert logged is not None
     mark, states = logged.mark(), [(metric, metric_state(metric)) for metric in metrics]
@@ -309,7 +326,7 @@ def mark_values(run: Run, metrics: Sequence[Metric]) -> Callable[[], None]:
     return put_back
 
 
-def keep(run: Run, stage: str, fits: int) -> None:
+def remember_size(run: Run, stage: str, fits: int) -> None:
     """Try no larger part of a batch again in this stage."""
     if not run.loaders.fits:
         _log.warning(
@@ -322,7 +339,7 @@ def keep(run: Run, stage: str, fits: int) -> None:
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """The context of an evaluation: where it runs out of memory, the error says what helps."""
+    """The context of an evaluation that adds a hint to an error of memory."""
     try:
         yield
     except RuntimeError as error:
