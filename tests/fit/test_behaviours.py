@@ -17,7 +17,7 @@ A stop asked for inside an epoch leaves after the step in progress
     fit/loop/test_loop.py::test_a_stop_leaves_after_the_step_in_progress
 -1 from on_train_batch_start skips the rest of the epoch, and schedules move all the same
     fit/loop/test_loop.py::test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move
-    fit/loop/test_loop.py::test_a_callback_may_skip_the_rest_of_the_epoch_too
+    fit/callbacks/test_callbacks.py::test_a_function_may_end_the_epoch
 Hooks come in one order, in training, with accumulation, resumed, and in each evaluation
     fit/task/test_hooks.py::test_fit_calls_what_the_map_says_in_its_order
     fit/task/test_hooks.py::test_a_fit_resumed_inside_an_epoch_calls_what_the_map_says
@@ -36,7 +36,6 @@ An empty loader is an error in training, and a warning in an evaluation
     fit/data/test_data.py::test_an_empty_training_loader_is_an_error_that_says_what_is_empty
     fit/data/test_data.py::test_an_empty_evaluation_loader_is_one_warning
     fit/loop/test_validation.py::test_an_empty_evaluation_gives_nothing
-    fit/test_behaviours.py::test_an_empty_validation_loader_gives_no_value_and_disturbs_nothing
 A stream needs no length, may give a wrong one, and may have nothing in an epoch
     fit/data/test_data.py::test_a_loader_of_another_kind_repeats_and_resumes
     fit/data/test_loaders.py::test_a_stream_whose_length_is_wrong_is_read_to_its_end
@@ -49,7 +48,7 @@ A limit is a count or a fraction, 0 too; an endless loader needs a count; a frac
     fit/test_behaviours.py::test_endless_evaluation_loaders_need_only_a_count
 Several training loaders combine in every mode; several validation loaders are told apart
     fit/data/test_loaders.py::test_several_loaders_are_read_together
-    fit/data/test_loaders.py::test_several_loaders_can_be_read_one_after_the_other
+    fit/data/test_loaders.py::test_the_mode_is_that_of_all_loaders_however_they_are_nested
     fit/task/test_hooks.py::test_hooks_get_what_they_are_promised
     fit/loop/test_validation.py::test_several_loaders_have_a_value_each
 Loaders are made once, only where they are needed, and anew every so many epochs
@@ -90,7 +89,7 @@ Under fp16 gradients are unscaled before they are clipped, fused or not, and an 
 A loss or a monitor that is not finite ends the run, and the operation behind it is found on demand
     fit/run/test_weights.py::test_a_loss_that_is_not_finite_is_an_error_that_names_the_step
     fit/callbacks/test_callbacks.py::test_early_stopping_stops_at_the_right_epoch
-    fit/test_behaviours.py::test_the_operation_whose_backward_made_a_nan_is_found_on_demand
+    fit/run/test_anomalies.py::test_the_operation_whose_backward_made_a_nan_is_named_with_its_line
 Manual optimization and several optimizers, which there are not, are refused before training
     fit/errors/test_errors.py::test_a_task_that_cannot_be_trained_is_refused
 
@@ -138,7 +137,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import lumen
-from lumen.errors import ConfigError, NonFiniteLoss
+from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS
 from tests.helpers import ROOT
 from tests.helpers.tasks import (
@@ -333,18 +332,6 @@ class Validated(Seeing):
 
     def predict_step(self, batch):
         self.evaluated[-1].append(batch[0].tolist())
-
-
-def test_an_empty_validation_loader_gives_no_value_and_disturbs_nothing(tmp_path):
-    data, empty = DataLoader(numbers(8), 4), DataLoader(numbers(0), 4)
-    for loaders in (empty, [data, empty], [empty, data]):
-        task, trainer = Validated(), bare_trainer(tmp_path, max_epochs=2)
-        trainer.fit(task, data, val_dataloaders=loaders)
-        assert trainer.global_step == 4
-        values = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        full = isinstance(loaders, list) and loaders.index(data)
-        assert values == ({} if loaders is empty else {f"value/dataloader_idx_{full}": 3.5})
-        assert task.evaluated == [[] if loaders is empty else [[0, 1, 2, 3], [4, 5, 6, 7]]] * 3
 
 
 @pytest.mark.parametrize("has_length", [True, False])
@@ -671,14 +658,3 @@ def test_an_exception_anywhere_leaves_a_run_that_goes_on_exactly(tmp_path, undis
     assert all(module.training for module in task.modules())
     again = saving_trainer(tmp_path) if owner is lumen.Callback else trainer
     assert fit(again, Rich()) == undisturbed[True]
-
-
-@pytest.mark.parametrize(("detect", "message"), [(True, "step 1.*MulBackward0"), (False, "step 2.* is nan")])
-def test_the_operation_whose_backward_made_a_nan_is_found_on_demand(tmp_path, detect, message):
-    class Root(Regression):
-        def training_step(self, batch):
-            return (self(batch[0]) * 0.0).sqrt().mean()
-
-    with pytest.raises(NonFiniteLoss, match=message):
-        bare_trainer(tmp_path, max_steps=3, detect_anomaly=detect).fit(Root(), loader())
-    assert not torch.is_anomaly_enabled()

@@ -48,7 +48,7 @@ def what_is_there():
         "threads": {thread.name for thread in threading.enumerate()},
         "processes": multiprocessing.active_children(),
         "files": open_files(),
-        "garbage": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)),
+        "garbage": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0, len(gc.callbacks)),
         "process groups": torch.distributed.is_initialized(),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),

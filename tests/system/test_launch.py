@@ -64,6 +64,7 @@ if __name__ == "__main__":
     MODE, steps, *rest = sys.argv[1:]
     if MODE == "threads":  # fatal if one of them wants Python after its end
         atexit.register(lambda: print(f"gloo's threads: {[name for name in threads() if 'gloo' in name]}"))
+        Path(f"order-{os.environ.get('RANK')}").write_text(str({f"class {number}" for number in range(20)}))
     WAIT = MODE == "slow"
     hanging = lumen.DDP(timeout_s=2, startup_timeout_s=8)
     strategy = hanging if MODE == "hang" else os.environ.get("TEST_STRATEGY", "auto")
@@ -161,7 +162,8 @@ def steps():
 # ---------------------------------------------------------------------- the command line
 
 
-def test_one_flag_runs_a_command_in_two_processes_and_the_saved_config_runs_again(tmp_path):
+def test_one_flag_runs_a_command_in_two_processes(tmp_path):
+    """The saved config and the commands that the run prints run again."""
     code, output = run("-m", "lumen", "fit", "--config", "line.yaml", "--trainer.devices", "2")
     assert code == 0, output
     assert output.count("the run is in runs/line\n") == output.count("model.width is 3, from data.width\n") == 1
@@ -169,6 +171,8 @@ def test_one_flag_runs_a_command_in_two_processes_and_the_saved_config_runs_agai
     saved = yaml.safe_load(Path("runs/line/config.yaml").read_text())
     assert (saved["trainer"]["devices"], saved["trainer"]["strategy"], saved["seed_everything"]) == (2, "auto", 7)
     assert not left_in_tmp()
+    printed = commands_in(output)
+    assert printed.keys() == {"longer", "curves", "weights"}, output
     words = ["test", "--config", "runs/line/config.yaml", "--ckpt_path", "last", "--output"]
     code, output = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lumen", *words, "two.json")
     assert code == 0, output
@@ -176,12 +180,6 @@ def test_one_flag_runs_a_command_in_two_processes_and_the_saved_config_runs_agai
     assert main([*words, "one.json", "--trainer.devices", "1"]) == 0
     one, two = (yaml.safe_load(Path(name).read_text())[0]["test_loss"] for name in ("one.json", "two.json"))
     assert one == pytest.approx(two, rel=1e-6)
-
-
-def test_commands_that_two_processes_print_run():
-    code, output = run("-m", "lumen", "fit", "--config", "line.yaml", "--trainer.devices", "2")
-    printed = commands_in(output)
-    assert (code, printed.keys()) == (0, {"longer", "curves", "weights"}), output
     for command in (printed["curves"], printed["weights"]):
         assert main(shlex.split(command)[1:]) == 0, command
     code, output = run("-m", *shlex.split(printed["longer"]))
@@ -217,24 +215,18 @@ def test_help_and_print_config_start_nothing():
 
 
 @pytest.mark.slow
-def test_a_script_runs_anew_in_its_workers_and_what_follows_fit_never_in_an_untrained_process():
-    code, output = run("train.py", "fine", "4", "2")
+def test_a_script_runs_in_its_workers(monkeypatch):
+    """No process is untrained after `fit`, and none ends with a thread of gloo. A set of strings has one order on all
+    ranks: a label map that a script makes of one is the same everywhere.
+    """
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    code, output = run("train.py", "threads", "4", "2")
     assert code == 0, output
     assert sorted(Path("after").read_text().splitlines()) == ["0 of 2, step 4", "1 of 2, step 4"]
     assert output.count("finished: max_steps=4") == 1
-    assert not left_in_tmp()
-
-
-@pytest.mark.slow
-def test_sets_of_strings_have_one_order_in_workers(monkeypatch):
-    """So a label map that a script makes from a set is the same on all ranks."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    lines = SCRIPT.split("\n    trainer.fit", 1)
-    order = "\n    open(f\"order-{os.environ.get('RANK')}\", 'w').write(str({f'class {n}' for n in range(20)}))"
-    Path("train.py").write_text(f"{lines[0]}{order}\n    trainer.fit{lines[1]}")
-    code, output = run("train.py", "fine", "2", "2")
-    assert code == 0, output
+    assert output.splitlines()[-1] == "gloo's threads: []"
     assert Path("order-0").read_text() == Path("order-1").read_text() != Path("order-None").read_text()
+    assert not left_in_tmp()
 
 
 @pytest.mark.slow
@@ -372,12 +364,6 @@ def test_a_rank_ends_by_itself_after_another(tmp_path, monkeypatch):
     failures = agent.run_workers(2, ["-c", FIRST_OF_TWO], tmp_path, [])
     gc.collect()  # while the warning is ignored
     assert {rank: failure.exitcode for rank, failure in failures.items()} == {0: 75, 1: 3}
-
-
-@pytest.mark.slow
-def test_no_thread_of_gloo_outlives_the_run_of_a_process():
-    code, output = run("train.py", "threads", "4", "2")
-    assert (code, output.splitlines()[-1]) == (0, "gloo's threads: []")
 
 
 @pytest.mark.time_limit(900)

@@ -49,11 +49,6 @@ def test_early_stopping_says_how_each_value_compares_if_asked_to(tmp_path, optio
     ][-1 if not options else 0 :]
 
 
-def test_minimum_epochs_delay_early_stopping(tmp_path):
-    trainer = fit_scripted(tmp_path, [1, 2, 3, 4, 5, 6], [lumen.EarlyStopping("score", patience=1)], min_epochs=5)
-    assert trainer.current_epoch == 5
-
-
 @pytest.mark.parametrize(
     ("values", "minimum", "options", "epochs"),
     [
@@ -413,7 +408,6 @@ def test_what_the_optimizer_does_not_have_cannot_be_logged(tmp_path):
         (lambda: lumen.LambdaCallback(on_fit_end=3), "on_fit_end must be a function, found 3"),
         (lambda: lumen.ThroughputMonitor(window_s=-1), "window_s must be at least 0"),
         (lambda: lumen.ThroughputMonitor(batch_size_fn=len), "Samples are those the loader drew"),
-        (lambda: lumen.Trainer(callbacks=[3]), r"callbacks: expected .* found \[3\]"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(build, message):

@@ -303,10 +303,6 @@ def test_the_checkpoint_callback_runs_after_all_others(tmp_path):
         ({"save_top_k": 3}, "save_top_k=3 needs a monitor"),
         ({"train_time_interval": 10}, "train_time_interval: expected a string, a timedelta"),
         ({"save_last": True, "keep_last": 0}, "save_last=True and keep_last=0 contradict each other"),
-        ({"filename": "{epoch}"}, "Checkpoints are named by their step"),
-        ({"save_weights_only": True}, "init_from reads"),
-        ({"save_on_exception": True}, r"Add lumen.OnExceptionCheckpoint\(\)"),
-        ({"save_on_train_epoch_end": False}, "both done"),
         ({"every_n_steps": 3}, "no argument every_n_steps. Did you mean .*every_n_train_steps"),
     ],
 )

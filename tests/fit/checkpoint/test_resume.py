@@ -1,11 +1,7 @@
 """Runs that go on: from where, into which directory, and what stands in the way."""
 
-import gc
 import json
-import multiprocessing
 import resource
-import signal
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -72,11 +68,6 @@ def test_a_run_stopped_early_is_finished(tmp_path):
     again, _ = fit(tmp_path, resume="auto", log_level="INFO", **stopping)
     assert first.global_step == again.global_step < 9 * 7
     assert "stopped early" in (again.run_directory / "run.log").read_text()
-
-
-def test_last_needs_a_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="no valid checkpoint"):
-        fit(tmp_path, resume="last")
 
 
 def test_best_and_a_path_start_a_new_directory(tmp_path):
@@ -156,12 +147,6 @@ def test_a_run_directory_of_a_live_job_is_refused(tmp_path):
     fit(tmp_path, callbacks=[Second()], resume="auto")
 
 
-def test_a_run_directory_that_cannot_be_made_is_one_clear_error(tmp_path):
-    (tmp_path / "runs").write_text("a file in the way")
-    with pytest.raises(RunDirectoryError, match="runs"):
-        fit(tmp_path)
-
-
 def test_what_cannot_be_saved_is_found_before_training(tmp_path):
     class Unsavable(lumen.Callback):
         def state_dict(self):
@@ -224,12 +209,6 @@ def test_states_of_callbacks_task_and_data_survive(tmp_path):
     assert data.loaded == {"shard": 4}
 
 
-def test_signal_handlers_are_put_back(tmp_path):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    fit(tmp_path)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
 def test_a_full_disk_ends_the_run_with_its_older_checkpoints_intact(tmp_path):
     class FillTheDisk(lumen.Callback):
         def on_train_epoch_start(self, trainer, task):
@@ -255,31 +234,6 @@ def test_state_json_is_json_and_nothing_is_pickled(tmp_path):
     files = [path for path in newest(tmp_path).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
     assert json.loads((newest(tmp_path) / "state.json").read_text())
-
-
-def test_a_run_that_never_started_leaves_no_directory(tmp_path):
-    with pytest.raises(ConfigError):
-        fit(tmp_path, task=Regression(optimizer="SGD"), limit_train_batches=0.0001)
-    assert not (tmp_path / "runs" / "run").exists()
-    trainer, _ = fit(tmp_path)
-    assert trainer.run_directory.name == "run"
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_persistent_workers_end_with_the_run(tmp_path, fails):
-    class Failing(Regression):
-        def training_step(self, batch, batch_idx):
-            if fails and self.global_step == 3:
-                raise RuntimeError("on purpose")
-            return super().training_step(batch)
-
-    before = multiprocessing.active_children()  # other tests' processes
-    trainer = quiet_trainer(tmp_path, max_epochs=2)
-    data = loader(num_workers=2, persistent_workers=True)
-    with pytest.raises(RuntimeError, match="on purpose") if fails else nullcontext():
-        trainer.fit(Failing(), data, val_dataloaders=loader(10, num_workers=1, persistent_workers=True))
-    gc.collect()
-    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_what_hooks_froze_and_put_into_eval_mode_stays_so(tmp_path):

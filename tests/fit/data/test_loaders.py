@@ -1197,21 +1197,6 @@ def test_an_evaluation_refuses_loaders_in_loaders(tmp_path):
             bare_trainer(tmp_path).validate(type("Task", (Seeing,), {"validation_step": print})(), nested)
 
 
-def test_several_loaders_can_be_read_one_after_the_other(tmp_path):
-    task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
-    trainer.fit(task, lumen.CombinedLoader([alphabet(3), alphabet(4, 100)], "sequential"))
-    assert [(content(batch), number) for batch, number in task.epochs[0]] == [
-        ([0, 1], 0), ([2], 0), ([100, 101], 1), ([102, 103], 1),
-    ]  # fmt: skip
-
-
-def test_a_list_or_dictionary_of_training_loaders_repeats_the_shorter_ones(tmp_path):
-    for given in ([alphabet(3), alphabet(7)], {"few": alphabet(3), "many": alphabet(7)}):
-        task = Structures()
-        bare_trainer(tmp_path, max_epochs=1).fit(task, given)
-        assert len(task.epochs[0]) == 4
-
-
 def test_loaders_of_the_same_data_and_rounds_of_one_loader_have_different_orders(tmp_path):
     def shuffled(samples):
         return DataLoader(TensorDataset(torch.arange(samples)), samples, shuffle=True)
@@ -1299,12 +1284,6 @@ def test_named_validation_loaders_give_named_values(tmp_path):
     assert (set(clean), set(noisy)) == ({"mean/clean", "both"}, {"mean/noisy", "both"})
 
 
-def test_numbered_validation_loaders_give_numbered_values(tmp_path):
-    first, second = bare_trainer(tmp_path).validate(Validated(), [alphabet(4), alphabet(3, 100)])
-    assert (set(first), set(second)) == ({"mean/dataloader_idx_0", "both"}, {"mean/dataloader_idx_1", "both"})
-    assert first["mean/dataloader_idx_0"] == 1.5
-
-
 # ---------------------------------------------------------------------- the same batches, and new loaders
 
 
@@ -1382,14 +1361,6 @@ def test_a_run_resumed_at_any_step_reads_what_the_undisturbed_one_read(tmp_path,
 
     assert fit().made == tuple(range(0, 5, every) if every else [0])
     resumed_everywhere(tmp_path, fit)
-
-
-def test_loaders_are_made_once_and_only_where_they_are_needed(tmp_path):
-    task = Growing()
-    bare_trainer(tmp_path, max_epochs=3, limit_val_batches=0).fit(task)
-    assert (task.made, task.made_for_validation) == ([0], [])
-    bare_trainer(tmp_path).validate(task)
-    assert (task.made, task.made_for_validation) == ([0], [0])
 
 
 # ---------------------------------------------------------------------- batches and workers

@@ -26,28 +26,8 @@ class NoOptimizer(lumen.TaskModule):
         return batch[0].sum()
 
 
-class NoParameters(NoOptimizer):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class AnothersParameters(Regression):
-    def configure_optimizers(self):
-        return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-
-
 class Manual(Regression):
     automatic_optimization = False
-
-
-class TwoOptimizers(Regression):
-    def configure_optimizers(self):
-        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
-
-
-class WrongStep(Regression):
-    def training_step(self, batch, batch_idx, dataloader_idx, more):
-        return None
 
 
 class NoneForOptimizers(Regression):
@@ -65,41 +45,14 @@ class NoneForPredictions(Regression):
         (NoneForPredictions, {}, "NoneForPredictions.predict_step is None. Define it, or delete the line"),
         (NoTrainingStep, {}, "NoTrainingStep has no training_step. Define"),
         (NoOptimizer, {}, "NoOptimizer has no configure_optimizers"),
-        (NoParameters, {}, "an optimizer without parameters"),
-        (AnothersParameters, {}, "2 parameters that are not the task's"),
         (Manual, {"accumulate_grad_batches": 2}, "automatic_optimization = False"),
-        (TwoOptimizers, {}, "returned 2 optimizers"),
-        (WrongStep, {}, r"a step takes \(batch\)"),
-        (Regression, {"max_epochs": None}, "Set one of max_epochs, max_steps and max_time"),
-        (nn.Identity, {}, "expected a TaskModule, found Identity"),
+        (Regression, {"max_epochs": None, "max_steps": -1}, "Set one of max_epochs, max_steps and max_time"),
     ],
 )
 def test_a_task_that_cannot_be_trained_is_refused(tmp_path, task, options, message):
     with pytest.raises(ConfigError, match=message):
         quiet_trainer(tmp_path, **{"max_epochs": 1, **options}).fit(task(), loader())
     assert not (tmp_path / "runs" / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "fp8"}, "no precision is named 'fp8'; use one of fp32"),
-        ({"strategy": "ddpp"}, "'ddpp' is unknown"),
-        ({"strategy": "single", "devices": 4}, "runs one process, but devices asks for 4"),
-        ({"accelerator": "tpu"}, "'tpu' is not available here; there are: auto"),
-        ({"global_batch_size": 8, "accumulate_grad_batches": 2}, "Set only one of them"),
-        ({"accumulate_grad_batches": 0}, "at least 1"),
-        ({"max_steps": -7}, "at least 0"),
-        ({"max_time": "soon"}, "DD:HH:MM:SS"),
-        ({"val_check_interval": 1.5}, r"in \(0, 1\]"),
-        ({"val_check_interval": 0}, "at least 1 optimizer step"),
-        ({"limit_val_batches": 1.5}, "fraction of at most 1.0"),
-        ({"gradient_clip_algorithm": "max"}, "expected 'norm' or 'value'"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused_when_the_trainer_is_built(options, message):
-    with pytest.raises(ConfigError, match=message):
-        lumen.Trainer(**options)
 
 
 def test_an_unknown_log_level_is_refused(tmp_path):
@@ -123,16 +76,6 @@ def test_missing_data_is_named(tmp_path):
         quiet_trainer(tmp_path).test(Regression(), lumen.DataModule())
     with pytest.raises(DataError, match="a loader is an iterable of batches, found int"):
         quiet_trainer(tmp_path, max_epochs=1).fit(Regression(), 3)
-
-
-def test_a_global_batch_smaller_than_the_loaders_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="smaller than the loader's batch_size 8"):
-        quiet_trainer(tmp_path, max_epochs=1, global_batch_size=4).fit(Regression(), loader())
-
-
-def test_evaluating_without_a_step_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="NoOptimizer has no test_step"):
-        quiet_trainer(tmp_path).test(NoOptimizer(), loader())
 
 
 def test_what_exists_only_during_a_run_says_so_outside_of_one():
@@ -270,7 +213,7 @@ class Samples(Dataset):
 WORKER_ERRORS = {
     "--shm-size": (lambda: os.kill(os.getpid(), signal.SIGBUS), {}),
     "fewer workers need less": (lambda: os.kill(os.getpid(), signal.SIGKILL), {}),
-    "num_workers=0 shows the slow line": (lambda: time.sleep(60), {"timeout": 1}),
+    "num_workers=0 shows the slow line": (lambda: time.sleep(5), {"timeout": 1}),
     "top of a module": (lambda: None, {"multiprocessing_context": "spawn"}),
 }
 

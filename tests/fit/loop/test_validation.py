@@ -565,11 +565,6 @@ def test_predict_calls_forward_by_default(tmp_path):
         assert torch.equal(torch.cat(predictions), inputs * 2)
 
 
-def test_predict_with_several_loaders_gives_a_list_for_each(tmp_path):
-    predictions = bare_trainer(tmp_path).predict(Regression(), [loader(8, 8), loader(16, 8)])
-    assert [[len(batch) for batch in each] for each in predictions] == [[8], [8, 8]]
-
-
 @pytest.mark.parametrize(("limit", "batches"), [(None, 4), (2, 2), (0.5, 2), (9, 4), (0, 0)])
 def test_limits_hold_for_every_evaluation(tmp_path, limit, batches):
     class Counted(Regression):

@@ -466,7 +466,6 @@ def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
         (lambda parameters: {"optimiser": SGD(parameters, lr=0.1)}, "the keys optimiser"),
         (lambda parameters: {"optimizer": SGD(parameters, lr=0.1), "scheduler": 1}, "the keys optimizer, scheduler"),
         (lambda parameters: SGD([], lr=0.1), "an optimizer without parameters"),
-        (lambda parameters: AdamW(nn.Linear(2, 2).parameters()), "2 parameters that are not the task's"),
         (with_schedule(lambda optimizer, scheduler: ([optimizer], [3])), "expected a scheduler, found int"),
         (with_schedule(lambda optimizer, scheduler: ([optimizer], [{"interval": "step"}])), "'scheduler'"),
         (
@@ -588,16 +587,6 @@ def test_a_plateau_that_moves_by_steps_reads_the_validation_of_its_step(tmp_path
     trainer = bare_trainer(tmp_path, max_steps=9, **options)
     trainer.fit(Worse(), loader(), val_dataloaders=loader(8, 8))
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25  # the first value is the best one, two are worse
-
-
-def test_a_scheduler_of_another_optimizer_is_an_error(tmp_path):
-    class Wrong(Regression):
-        def configure_optimizers(self):
-            other = torch.optim.SGD(self.parameters(), lr=1.0)
-            return [torch.optim.SGD(self.parameters(), lr=1.0)], [torch.optim.lr_scheduler.StepLR(other, 1)]
-
-    with pytest.raises(ConfigError, match="the StepLR moves the learning rates of another optimizer"):
-        bare_trainer(tmp_path, max_steps=1).fit(Wrong(), loader())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torchmetrics import MeanSquaredError
 import lumen
 import lumen.console
 from lumen.cli import main
-from lumen.errors import ConfigError, RunDirectoryError, TrainingError
+from lumen.errors import ConfigError, RunDirectoryError
 from tests.helpers.ending_run import HOOKS, KINDS, Ended, begin, end_of
 from tests.helpers.run_ends import names
 from tests.helpers.tasks import Regression, loader, quiet_trainer
@@ -154,13 +154,6 @@ def test_a_stop_that_waits_for_min_epochs_survives_a_resume(tmp_path):
     assert fit(tmp_path, max_epochs=9, min_epochs=5, callbacks=stopping()).current_epoch == whole.current_epoch == 5
 
 
-def test_two_savers_leave_each_others_checkpoints(tmp_path):
-    best = lumen.ModelCheckpoint(monitor="val_loss", mode="max", every_n_epochs=0, at_end=False, keep_last=0)
-    newest = lumen.ModelCheckpoint(every_n_train_steps=5, keep_last=1)
-    fit(tmp_path, max_epochs=4, callbacks=[best, newest])
-    assert names(tmp_path) == sorted({best.best_model_path.rsplit("/", 1)[1], "step-00000020"})
-
-
 def test_an_epoch_whose_last_update_is_skipped_is_saved_all_the_same(tmp_path):
     class SkipsTheLast(Regression):
         def training_step(self, batch, batch_idx):
@@ -249,25 +242,6 @@ def test_a_plateau_may_watch_the_training_loss_of_each_step(tmp_path):
 
     trainer = fit(tmp_path, Plateau(), max_steps=3)
     assert trainer.optimizers[0].param_groups[0]["lr"] < 1e-2
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_training_that_never_counts_anything_ends_with_an_error(tmp_path, precision):
-    class Nothing(Regression):
-        def training_step(self, batch):
-            return None
-
-    with pytest.raises(TrainingError, match="training would never end"):
-        fit(tmp_path, Nothing(), max_steps=3, precision=precision)
-
-
-def test_what_lightning_calls_and_lumen_does_not_is_an_error(tmp_path):
-    class Overriding(Regression):
-        def training_epoch_end(self, outputs):
-            raise AssertionError("never called")
-
-    with pytest.raises(ConfigError, match="training_epoch_end: Keep what the steps compute"):
-        fit(tmp_path, Overriding(), max_steps=1)
 
 
 def test_after_an_evaluation_what_only_training_has_says_so(tmp_path):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 import lumen
 from lumen.errors import ConfigError
-from tests.helpers.garbage import nothing_frozen
 from tests.helpers.process_state import what_is_there
 from tests.helpers.tasks import Drawing, Regression, bare_trainer, loader, quiet_trainer, weights
 
@@ -309,10 +308,9 @@ RUNS = {
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
     """What the first run of a process imports, and what that leaves, is there."""
-    with nothing_frozen():
-        fit(tmp_path_factory.mktemp("warm"))
-        gc.collect()
-        yield
+    fit(tmp_path_factory.mktemp("warm"))
+    gc.collect()
+    gc.freeze()  # A collection after each run would look through all imports.
 
 
 @pytest.mark.usefixtures("warm")
