@@ -366,6 +366,7 @@ trainer: {max_steps: 6, accelerator: cpu, enable_progress_bar: false}
 """
 
 
+@pytest.mark.slow
 def test_the_command_line_validates_averages_as_python_does(capsys):
     Path("line.yaml").write_text(LINE)
     saver = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2"]

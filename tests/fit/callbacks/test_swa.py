@@ -14,6 +14,7 @@ from tests.helpers.swa import EPOCHS, SAMPLES, START, Scheduled, average, by_han
 from tests.helpers.tasks import loader, quiet_trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("annealing", "strategy"), [(2, "cos"), (2, "linear"), (10, "cos")])
 def test_mean_and_rates_are_those_of_torchs_own_tools(tmp_path, annealing, strategy):
     rates = Rates()
@@ -40,6 +41,7 @@ def test_buffers_may_be_left_as_they_are(tmp_path):
     assert_equal({"mean": ours["net.1.running_mean"]}, {"mean": last["net.1.running_mean"].numpy()}, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [8, 18, 20, 24, 30, 33])
 def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut):
     """An epoch has six steps, and three are averaged."""

@@ -106,6 +106,7 @@ def test_a_resume_opens_no_file_more_often_with_ten_times_the_tensors(tmp_path):
     assert set(few) == {"model/00000-00000.safetensors", "optimizer/00000-00000.safetensors"}
 
 
+@pytest.mark.slow
 def test_a_resume_takes_ten_times_the_work_for_ten_times_the_tensors(tmp_path, monkeypatch):
     asked, names = Counter(), Checkpoint.names
 
@@ -177,6 +178,7 @@ def test_small_tensors_whose_memory_was_freed_are_an_error_and_no_crash(tmp_path
         Snapshot().take({"model": tensors})
 
 
+@pytest.mark.slow
 def test_no_save_and_no_resume_looks_through_all_objects_for_garbage(tmp_path):
     looked, seen = [], []
 
@@ -416,6 +418,7 @@ def is_covered(shape, boxes):
     return bool((count == 1).all())
 
 
+@pytest.mark.slow
 def test_chunks_pass_exactly_where_they_hold_each_element_once(tmp_path):
     path, verdicts = save(tmp_path / "step-1", model={"w": tensor_of(torch.float32, (1,))}), Counter()
     original = (path / "manifest.json").read_bytes()

@@ -257,6 +257,7 @@ def test_a_damaged_checkpoint_is_no_beginning(tmp_path):
         begin(tmp_path, path)
 
 
+@pytest.mark.slow
 def test_a_pickle_is_never_read_and_the_error_converts_it(tmp_path, monkeypatch):
     class Bomb:
         def __reduce__(self):

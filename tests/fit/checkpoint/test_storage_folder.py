@@ -102,6 +102,7 @@ def test_what_has_a_manifest_is_found_without_reading_it(tmp_path):
     assert [path.name for path in find_unread(tmp_path)] == ["step-9", "step-10-validating", "step-10", "step-11"]
 
 
+@pytest.mark.slow
 def test_a_save_reads_no_manifest_of_another_checkpoint(tmp_path, monkeypatch):
     reads, opened = [], LocalStorage.open
 
@@ -128,6 +129,7 @@ def test_what_was_never_a_checkpoint_outlives_those_that_nobody_keeps(tmp_path):
     assert names(tmp_path / "kept/step-1") == ["manifest.json", "notes.txt", "x"]
 
 
+@pytest.mark.slow
 def test_damaged_manifests_take_no_place_of_those_that_are_kept(tmp_path):
     fit(tmp_path, 6, keep_last=-1)
     for step in (4, 5, 6):
@@ -170,6 +172,7 @@ def test_what_is_removed_while_it_is_verified_is_no_damage(tmp_path):
     assert verify(tmp_path) == "step-3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
 def test_a_damaged_manifest_costs_no_run_its_last_checkpoint(tmp_path, keep_last):
     fit(tmp_path, 4, keep_last=2)

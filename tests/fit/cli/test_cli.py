@@ -108,6 +108,7 @@ def test_values_are_read_by_the_type_of_their_parameter():
     assert (trainer.plan.max_time_s, trainer.plan.val_every_epoch_fraction) == (60.0, 1.0)
 
 
+@pytest.mark.slow
 def test_print_config_is_a_config_that_means_the_same(capsys):
     assert main(["fit", "--config", "line.yaml", "--model.lr", "0.3", "--optimizer", "SGD", "--print_config"]) == 0
     printed = capsys.readouterr().out
@@ -235,6 +236,7 @@ EARLY_WORDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plus_adds_to_a_list_and_what_follows_is_for_what_was_added(capsys):
     write(
         "listed.yaml",
@@ -426,6 +428,7 @@ def test_callbacks_may_be_listed_on_the_command_line():
     assert [callback.name for callback in trainer.callbacks if type(callback) is Spy] == ["listed"]
 
 
+@pytest.mark.slow
 def test_a_word_replaces_an_object_where_both_are_accepted():
     write("traced.yaml", {"trainer": {"profiler": {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 1}}}})
     assert type(fit("--config", "traced.yaml")[0].profiler) is TorchProfiler
@@ -606,6 +609,7 @@ def test_the_seed_is_that_of_the_checkpoint_that_is_read_and_not_of_another_run(
         assert saved(Spy.trainer.run_directory)["seed_everything"] == seed
 
 
+@pytest.mark.slow
 def test_a_resume_with_changed_options_keeps_the_old_config():
     fit()
     first = saved()
@@ -650,6 +654,7 @@ def values(*words):
     return json.loads(Path("values.json").read_text())
 
 
+@pytest.mark.slow
 def test_evaluation_prints_a_table_and_writes_json(capsys):
     fit()
     capsys.readouterr()
@@ -761,6 +766,7 @@ def test_of_many_or_large_predictions_the_first_and_their_shapes_are_shown(capsy
     assert "To keep" not in shown.err
 
 
+@pytest.mark.slow
 def test_predicted_tensors_are_written_line_by_line_or_joined(capsys):
     fit()
     capsys.readouterr()

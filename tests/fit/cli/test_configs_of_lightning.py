@@ -282,6 +282,7 @@ def test_a_config_of_an_old_version(capsys):
     runs(config)
 
 
+@pytest.mark.slow
 def test_a_config_with_every_argument_of_its_callbacks(capsys):
     said = problems(PRINTED, capsys)
     lightnings = {key: text for key, text in said.items() if " is Lightning's. Write lumen." in text}

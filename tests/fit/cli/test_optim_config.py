@@ -139,6 +139,7 @@ def test_nesterov_inside_lookahead_follows_both_formulas():
     assert len(task.gradients) > 6
 
 
+@pytest.mark.slow
 def test_the_saved_configuration_repeats_the_run_and_goes_on_with_it(tmp_path):
     _, first = fit()
     saved = tmp_path / "runs/full/config.yaml"
@@ -185,6 +186,7 @@ def ramp(epoch):
     return 0.1 * (1 + epoch)
 
 
+@pytest.mark.slow
 def test_a_config_warms_up_by_epochs_and_a_function_before_a_plateau():
     off = ("lookahead.k", "parameter_groups.layer_decay", "parameter_groups.blocks", "parameter_groups.no_decay")
     words = [f"--{name}=null" for name in off]
@@ -330,6 +332,7 @@ def test_several_schedulers_of_a_config_move_as_those_of_a_list_in_python():
     assert torch.equal(weights(task), weights(other))
 
 
+@pytest.mark.slow
 def test_several_schedulers_go_on_exactly_and_the_saved_config_repeats_them(capsys):
     _, whole = several("--trainer.name=whole")
     saved = yaml.safe_load(Path("runs/whole/config.yaml").read_text())["lr_scheduler"]
@@ -354,6 +357,7 @@ def test_several_schedulers_go_on_exactly_and_the_saved_config_repeats_them(caps
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_word_adds_a_scheduler_to_those_of_the_config():
     words = ["--lr_scheduler+=StepLR", "--lr_scheduler.step_size=2"]
     trainer, _ = several(*words, "--lr_scheduler+={scheduler: {class_path: ExponentialLR, gamma: 0.9}, frequency: 2}")

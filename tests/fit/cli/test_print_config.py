@@ -64,6 +64,7 @@ def test_it_has_what_differs_and_nothing_else(capsys):
     }
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_repeated_with_its_checkpoint_its_average_and_its_output(capsys):
     assert main(["fit", "--config", "line.yaml", *WORDS]) == 0
     for command, output in (("validate", "out.json"), ("test", "out.json"), ("predict", "out.jsonl")):

@@ -100,6 +100,7 @@ def test_references_are_kept_in_every_file(monkeypatch):
     assert state["data_hyperparameters"]["password"] == {"$env": "${oc.env:SECRET}"}
 
 
+@pytest.mark.slow
 def test_a_repeated_run_needs_the_variable(monkeypatch, capsys):
     monkeypatch.setenv("SECRET", VALUE)
     first = fit("--model.label=${oc.env:SECRET}")[1].hparams

@@ -332,6 +332,7 @@ class Broken(Transformed):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_workers_may_be_spawned(tmp_path):
     data = DataLoader(Drawing(20), 5, shuffle=True, num_workers=1, multiprocessing_context="spawn")
     spawned, here = (
@@ -396,6 +397,7 @@ class Collating(lumen.DataModule):
         return DataLoader(Drawing(8), 4, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate)
 
 
+@pytest.mark.slow
 def test_spawned_workers_get_the_data_module_without_its_run(tmp_path):
     task = Seeing()
     bare_trainer(tmp_path, max_epochs=1).fit(task, Collating())
@@ -536,6 +538,7 @@ OTHER_LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHER_LOADERS)
 def test_a_loader_of_another_kind_repeats_and_resumes(tmp_path, kind):
     """Two runs see the same batches, and so does one that goes on from the middle of an epoch or from its end."""

@@ -1033,6 +1033,7 @@ def test_a_stream_with_a_state_may_be_cut_otherwise_in_the_middle_of_an_epoch(tm
     assert [int(number) for number in task.samples(0)] == list(range(5, 21))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdatas_loader_goes_on_from_its_state(tmp_path, workers):

@@ -189,6 +189,7 @@ def looked(request, tmp_path_factory):
     return request.param, look(tmp_path_factory.mktemp("looked"), LOADERS[request.param], 32)
 
 
+@pytest.mark.slow
 def test_every_stage_and_loader_draws_numbers_of_its_own(looked):
     kind, task = looked
     rows = [task.rows(name, number) for name, number in STAGES]
@@ -208,6 +209,7 @@ def test_every_validation_draws_alike_after_the_fit_too(looked):
         assert torch.equal(first, task.rows(loader, 2))  # by trainer.validate
 
 
+@pytest.mark.slow
 def test_draws_of_stages_loaders_and_epochs_are_independent(tmp_path):
     task = look(tmp_path, LOADERS["map-style"], 2_000)
     columns = [task.rows(name, number)[:, word].numpy() for name, number in STAGES for word in (1, 2, 3)]

@@ -218,6 +218,7 @@ WORKER_ERRORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 @pytest.mark.parametrize("advice", WORKER_ERRORS)
 def test_errors_of_workers_say_what_to_do(tmp_path, advice):

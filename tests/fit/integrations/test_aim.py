@@ -17,6 +17,7 @@ EVERY_STEP = {"max_epochs": None, "val_check_interval": 4}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:aim")
 
 
+@pytest.mark.slow
 def test_aim_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path):
     class Nested(Everything):
         def __init__(self, nested):
@@ -47,6 +48,7 @@ def test_aim_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_
     assert [each.data for each in texts] == [f"step *{step}*" for step in (0, 2, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["failed", "interrupted"])
 def test_aim_knows_how_a_run_ended_and_goes_on_in_it_without_a_step_twice(tmp_path, status):
     def end(trainer):
@@ -69,6 +71,7 @@ def test_aim_knows_how_a_run_ended_and_goes_on_in_it_without_a_step_twice(tmp_pa
     assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_archived(tmp_path):
     def end(trainer):
         raise InterruptedError
@@ -85,6 +88,7 @@ def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_archived(t
     assert [(run["status"], run.archived) for run in runs] == [("interrupted", True), ("success", False)]
 
 
+@pytest.mark.slow
 def test_it_is_resumed_from_the_command_line_and_a_run_is_named_by_hash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["fit", "--model", "tests.helpers.cli_tasks.Line", "--data", "tests.helpers.cli_tasks.Points"]

@@ -53,6 +53,7 @@ def uri(databases, tmp_path):
 # ---------------------------------------------------------------------- MLflow
 
 
+@pytest.mark.slow
 def test_mlflow_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path, uri):
     class Long(Everything):
         def __init__(self, nested, text):
@@ -125,6 +126,7 @@ def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_as_killed(
     assert [step for step, _ in of_mlflow(uri, second.info.run_id)["loss"]] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_what_mlflow_missed_it_gets_when_it_answers_again_and_training_goes_on(tmp_path, uri, caplog, synchronous):
     place = tmp_path / "runs/mlflow.db"
@@ -181,6 +183,7 @@ def test_names_that_collide_in_mlflow_are_refused(tmp_path, uri):
         fit(tmp_path, Twice(), max_steps=1, logger="mlflow", enable_checkpointing=False)
 
 
+@pytest.mark.slow
 def test_resumed_runs_connect_to_mlflow_later(tmp_path, uri):
     there = lumen.MLFlowLogger(tracking_uri=uri)
     fit(tmp_path, max_steps=3, logger=there, **EVERY_STEP)
@@ -213,6 +216,7 @@ def test_mlflow_keeps_records_in_a_directory_where_that_is_allowed(tmp_path, mon
 # ---------------------------------------------------------------------- Weights & Biases
 
 
+@pytest.mark.slow
 def test_wandb_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path):
     logger = lumen.WandbLogger(project="lines", prefix="a", tags=["one"])
     task = Everything(lr=0.125)
@@ -330,6 +334,7 @@ class Scaled(Regression):
         return loss
 
 
+@pytest.mark.slow
 def test_abandoned_branches_are_sent_again_and_marked(tmp_path, uri):
     def end(trainer):
         raise InterruptedError
@@ -368,6 +373,7 @@ def test_outside_of_fit_a_service_records_nothing_and_says_so_once(tmp_path, cap
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_services_by_name_in_a_config_are_resumed_from_the_command_line(tmp_path, monkeypatch, uri):
     monkeypatch.chdir(tmp_path)
     words = [

@@ -34,6 +34,7 @@ def collections():
         yield seen, noted
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_at_every_nth_step_and_at_no_other(tmp_path, collections):
     seen, noted = collections
     trainer = bare_trainer(tmp_path, max_steps=9, gc_every_n_steps=3, val_check_interval=100)
@@ -43,12 +44,14 @@ def test_garbage_is_collected_at_every_nth_step_and_at_no_other(tmp_path, collec
     assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
 
 
+@pytest.mark.slow
 def test_without_it_python_collects_when_it_wants_to(tmp_path, collections):
     seen, noted = collections
     bare_trainer(tmp_path, max_steps=9, val_check_interval=100).fit(Untidy(noted), loader())
     assert len([found for found in seen if str(found[0]).startswith("step")]) > 9
 
 
+@pytest.mark.slow
 def test_evaluations_count_their_batches(tmp_path, collections):
     seen, noted = collections
     data = loader(56, 8, shuffle=False)  # 7 batches
@@ -60,6 +63,7 @@ def test_evaluations_count_their_batches(tmp_path, collections):
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_it_is_restored_after_an_error(tmp_path, collections):
     class Failing(Regression):
         def training_step(self, batch):
@@ -72,6 +76,7 @@ def test_it_is_restored_after_an_error(tmp_path, collections):
     assert gc.get_freeze_count() <= FROZEN_BY_PYTHON
 
 
+@pytest.mark.slow
 def test_who_has_it_off_finds_it_off_and_what_was_set_aside_stays_so(tmp_path, collections):
     gc.disable()
     gc.freeze()
@@ -94,6 +99,7 @@ class Asking(Dataset):
 PROCESS = os.getpid()
 
 
+@pytest.mark.slow
 def test_workers_of_the_loader_go_on_collecting(tmp_path, collections):
     class Looking(lumen.TaskModule):
         answers = None

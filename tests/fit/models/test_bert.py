@@ -89,6 +89,7 @@ def test_one_more_layer_is_trained_with_every_epoch(tmp_path):
     assert seen == [(epoch, True, expected[epoch]) for epoch in range(4) for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 6])
 def test_a_run_resumed_within_or_between_epochs_unfreezes_as_one_that_never_stopped(tmp_path, step):
     straight, _, seen = train(tmp_path / "straight", 4, limit_val_batches=0)
@@ -113,6 +114,7 @@ def accuracy(tmp_path, *arguments):
     return json.loads((tmp_path / "values.json").read_text())[0]["val_acc"]
 
 
+@pytest.mark.slow
 def test_what_was_pre_trained_is_fine_tuned_and_exported_as_from_pretrained_reads_it(tmp_path):
     run_model("fit", "bert_pretrain", tmp_path, "--trainer.max_steps=20", "--trainer.limit_val_batches=2")
     init_from = f"--trainer.init_from.path={tmp_path}/bert_pretrain"

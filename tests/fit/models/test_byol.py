@@ -69,6 +69,7 @@ def test_a_run_that_goes_on_has_the_bits_of_a_whole_one(tmp_path, step):
         assert torch.equal(again.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 def test_after_one_epoch_a_probe_reads_more_digits_than_with_random_weights(tmp_path):
     task, data = byol(), TwoViews(batch_size=128)
     (before,) = bare_trainer(tmp_path).validate(task, data)

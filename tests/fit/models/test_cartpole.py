@@ -78,6 +78,7 @@ def train(folder, steps, **options):
     return task, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 5, 7])
 def test_a_run_that_goes_on_plays_the_games_that_it_played(tmp_path, step):
     whole, seen = train(tmp_path / "whole", 12)
@@ -87,6 +88,7 @@ def test_a_run_that_goes_on_plays_the_games_that_it_played(tmp_path, step):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_hundred_updates_keep_the_pole_up_five_times_as_long(tmp_path):
     task = player()
     (before,) = bare_trainer(tmp_path).validate(task)

@@ -130,6 +130,7 @@ def train_vae(folder, epochs, **options):
     return task, trainer
 
 
+@pytest.mark.slow
 def test_ten_numbers_say_more_of_an_unseen_image_than_the_middle_digit_and_a_resumed_run_has_the_same_bits(tmp_path):
     whole, trainer = train_vae(tmp_path / "whole", 3)
     assert trainer.callback_metrics["val_bound"] < MIDDLE_DIGIT_NATS - 15

@@ -328,6 +328,7 @@ def quiet_trainer(tmp_path, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_gpt_learns_a_text_and_continues_it(tmp_path):
     sentence = "the quick brown fox jumps over the lazy dog; "
     (tmp_path / "book.txt").write_text(sentence * 60)

@@ -76,6 +76,7 @@ def test_a_frozen_embedding_freezes_the_head_and_both_learn_again_afterwards(tmp
 # -------------------------------------------------------------------- the configs, through the command line
 
 
+@pytest.mark.slow
 def test_tied_weights_are_begun_with_fine_tuned_and_exported_as_from_pretrained_reads_them(tmp_path, capsys):
     run_model("fit", "gpt2_pretrain", tmp_path, "--trainer.max_steps=5", "--trainer.limit_val_batches=1")
     init_from = f"--trainer.init_from.path={tmp_path}/gpt2_pretrain"

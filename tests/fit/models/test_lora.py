@@ -73,6 +73,7 @@ def test_the_base_stays_to_the_bit_and_peft_reads_the_adapter_that_a_resumed_run
     assert not torch.allclose(read(ids).logits, alone, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(PEFT)
 @pytest.mark.usefixtures("program_directory")
 def test_commands_that_lora_runs_print_run(capsys):

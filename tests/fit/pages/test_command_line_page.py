@@ -26,6 +26,7 @@ def start(words, monkeypatch):
     exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 def test_the_script_and_its_commands_run(monkeypatch, capsys):
     first, again, validate, printed = [words[2:] for words in COMMANDS if words[0] == "python"]
     start(first, monkeypatch)
@@ -39,6 +40,7 @@ def test_the_script_and_its_commands_run(monkeypatch, capsys):
     assert capsys.readouterr().out == "stopping:\n  patience: 5\n"
 
 
+@pytest.mark.slow
 def test_the_commands_for_other_formats_run(monkeypatch, tmp_path):
     (tmp_path / "line.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # SQLAl
 PAGE = (ROOT / "docs/loggers.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     found, said = {"__name__": "page"}, []
@@ -26,6 +27,7 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
     assert said == ["runs/line ['TensorBoardLogger', 'MLFlowLogger']", "True", "4"]
 
 
+@pytest.mark.slow
 def test_the_commands_and_the_yaml_of_the_page_train(config_directory):
     commands = re.findall(r"^lumen (fit .*)", PAGE, re.M)
     assert len(commands) == 2

@@ -7,6 +7,7 @@ from PIL import Image
 from tests.helpers.pages import snippets
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {"__name__": "page"}

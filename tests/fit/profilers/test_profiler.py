@@ -553,6 +553,7 @@ def configured(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_a_config_names_a_profiler_or_describes_it(configured, tmp_path, capsys):
     described = {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 0, "warmup": 1, "active": 1}}
     kind, length = "--trainer.profiler", "--trainer.profiler.row_limit"

@@ -116,6 +116,7 @@ def test_layers_may_be_built_late(tmp_path):
 # ---------------------------------------------------------------------- nothing else changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "backend"),
     [("fp32", "aot_eager"), ("fp64", "aot_eager"), ("bf16", "eager"), ("fp16", "eager"), ("bf16-true", "eager")],
@@ -131,6 +132,7 @@ def test_it_computes_logs_and_evaluates_what_it_does_uncompiled(tmp_path, precis
     assert trainers[0].callback_metrics == trainers[1].callback_metrics
 
 
+@pytest.mark.slow
 def test_checkpoints_of_compiled_and_other_runs_are_the_same(tmp_path):
     """A run that changes between compiled and not, at every resumption, ends where an undisturbed one does."""
     whole, parts = Stack(dropout=0.3), None
@@ -166,6 +168,7 @@ def test_afterwards_the_task_is_as_it_was(tmp_path, fail):
     assert limits == (torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit)
 
 
+@pytest.mark.slow
 def test_afterwards_a_task_can_be_copied_and_pickled(tmp_path):
     class Copying(Stack):
         def on_train_start(self):
@@ -180,6 +183,7 @@ def test_afterwards_a_task_can_be_copied_and_pickled(tmp_path):
         assert task.copied[0](inputs).shape == inputs.shape
 
 
+@pytest.mark.slow
 def test_a_forward_that_logs_is_compiled_around_it(tmp_path):
     class Logging(Stack):
         def forward(self, inputs):
@@ -206,6 +210,7 @@ class Wide(Regression):
         self.net = nn.Sequential(*layers, nn.Linear(48, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize(("kind", "setting"), [pytest.param(Wide, True, marks=pytest.mark.slow), (Stack, "Block")])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, kind, setting):
@@ -311,6 +316,7 @@ class Lengths(Regression):
         return inputs.expand(length, -1), targets.expand(length, -1)
 
 
+@pytest.mark.slow
 def test_too_many_shapes_are_one_clear_error_that_knows_the_way_out(tmp_path):
     options = {"max_epochs": 1, "enable_checkpointing": False}
     with pytest.raises(ConfigError, match=r"compile: .* more than 32 .*dynamic: true"):

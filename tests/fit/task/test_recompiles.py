@@ -180,6 +180,7 @@ def test_a_number_that_changes_is_compiled_into_the_code(tmp_path):
     assert [graphs for graphs, _, _ in counted] == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_with_every_step_is_one_clear_error(tmp_path):
     class Stepping(Regression):
         def forward(self, inputs):

@@ -61,6 +61,7 @@ class Net(nn.Module):
         return self.model.eval()(x)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_lightnings_has_its_tensors_and_hyperparameters_taken_out(capsys):
     net = Net()
     torch.save(lightnings(net), "last.ckpt")
@@ -73,6 +74,7 @@ def test_a_checkpoint_of_lightnings_has_its_tensors_and_hyperparameters_taken_ou
     assert said == f"out.safetensors: 9 tensors (8 float32, 1 int64), {size} B, from last.ckpt, state_dict\n"
 
 
+@pytest.mark.slow
 def test_a_part_of_it_by_the_names_it_has_there_and_other_names():
     net = Net()
     torch.save(lightnings(net), "last.ckpt")
@@ -81,6 +83,7 @@ def test_a_part_of_it_by_the_names_it_has_there_and_other_names():
     assert torch.equal(tensors["first.weight"], net.model[0].weight)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_ddp_checkpoint(tmp_path, capsys):
     old = Regression()
     torch.save({f"module.{name}": value for name, value in old.state_dict().items()}, "ddp.pt")
@@ -110,12 +113,14 @@ def test_plain_dictionaries_and_those_inside_others():
         Path("out.safetensors").unlink()
 
 
+@pytest.mark.slow
 def test_parameters_are_converted_as_tensors():
     net = nn.Linear(2, 2)
     torch.save(dict(net.named_parameters()), "in.pt")
     torch.testing.assert_close(convert("in.pt", "out.safetensors"), net.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_an_old_format_compiled_names_and_tied_tensors():
     weight = torch.randn(3, 3)
     tied = {"_orig_mod.a.weight": weight, "_orig_mod.b.weight": weight, "c": weight.t()}
@@ -156,6 +161,7 @@ def test_a_name_module_that_not_all_share_stays(capsys):
     assert json.loads(capsys.readouterr().out)["unwrapped"] == []
 
 
+@pytest.mark.slow
 def test_hyperparameters_that_are_no_plain_data_are_named(capsys):
     torch.save(lightnings(Net(), hyper_parameters={"lr": 0.1, "prior": torch.ones(2)}), "last.ckpt")
     convert("last.ckpt", "out.safetensors")
@@ -169,6 +175,7 @@ class Bomb:
         return (Path.touch, (Path("went-off"),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [Bomb(), Namespace(lr=1)], ids=["code", "object"])
 def test_what_only_code_could_make_is_not_made(capsys, what):
     torch.save(lightnings(Net(), hyper_parameters={"args": what}), "last.ckpt")
@@ -232,6 +239,7 @@ def test_who_is_given_a_pickle_says_how_it_is_converted(tmp_path):
         lumen.Weights("last.ckpt")
 
 
+@pytest.mark.slow
 def test_the_pickle_is_read_by_another_process(monkeypatch):
     torch.save(nn.Linear(1, 1).state_dict(), "plain.pt")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("read here"))

@@ -87,6 +87,7 @@ def test_two_equal_runs_are_equal_and_are_not_trained_again(told, found):
     assert out.endswith("A and B are equal.\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "kind", "step", "place", "begin"),
     [
@@ -110,6 +111,7 @@ def test_where_two_runs_part_is_named_from_the_newest_equal_checkpoint_on(found,
     assert contents("runs") == untouched
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_config_that_differ_are_told_apart_from_what_settings_change(told, found):
     a, b = (fit("--model=tests.helpers.recorded_trainings.WithUnkeyed") for _ in range(2))
     code, record = found(a, b)
@@ -133,6 +135,7 @@ def test_records_that_differ_where_trainings_do_not_are_said_to_be_of_something_
     assert "A has not" not in out
 
 
+@pytest.mark.slow
 def test_two_configs_are_compared_without_a_run(found):
     Path("b.yaml").write_text(
         yaml.safe_dump(CONFIG | {"model": {"class_path": "tests.helpers.recorded_trainings.OtherRate"}})

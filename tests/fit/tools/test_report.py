@@ -233,6 +233,7 @@ def test_a_run_of_a_million_rows_fits_with_its_peak(tmp_path, report):
     assert max(map(len, page.drawn()["y"])) <= 2000
 
 
+@pytest.mark.slow
 def test_a_thousand_names_and_a_log_of_megabytes_fit_and_it_is_said_what_is_not_drawn(tmp_path, report):
     names = [f"metric_{number}" for number in range(1000)]
     lines = [",".join([str(step), "0", *["0.5"] * 1000]) for step in range(40)]
@@ -324,6 +325,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_training(tmp_path):
     assert " WARNING no report was written: RunDirectoryError: " in log
 
 
+@pytest.mark.slow
 def test_the_program_and_the_commands_of_the_page_work(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (program,) = snippets("docs/report.md")

@@ -56,6 +56,7 @@ def test_a_finished_run_is_shown_with_its_checkpoints_and_the_best_one(listed):
         assert abs(datetime.fromisoformat(each["saved"]).timestamp() - time.time()) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "CRITICAL"])
 def test_how_a_run_has_ended_is_known_at_every_log_level(listed, level):
     Path("endings.py").write_text(ENDINGS)
@@ -179,6 +180,7 @@ def test_looking_changes_nothing(shown):
     assert contents() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_and_removes_meanwhile_is_never_called_damaged():
     folder = Path("runs/mine/checkpoints")
     stop = threading.Event()

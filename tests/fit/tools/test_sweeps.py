@@ -49,6 +49,7 @@ def names(*words, **settings):
 # ---------------------------------------------------------------------- in Python
 
 
+@pytest.mark.slow
 def test_runs_are_plain_records_of_settings_and_last_metrics():
     found = {each["name"]: each for each in lumen.runs()}
     assert {*found} == {*RATES, "run"}

@@ -82,6 +82,7 @@ def phases_with(place, *, while_open):
     return (*session.PHASES[:index], refuse, *session.PHASES[index:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", NAMES)
 def test_failure_after_a_phase_releases_everything(tmp_path, monkeypatch, expected, place):
     task = Regression()
@@ -92,6 +93,7 @@ def test_failure_after_a_phase_releases_everything(tmp_path, monkeypatch, expect
     assert_next_fit_works(tmp_path, task, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", NAMES)
 def test_failure_while_closing_releases_the_rest(tmp_path, monkeypatch, expected, place):
     with monkeypatch.context() as patched:

@@ -313,6 +313,7 @@ def warm(tmp_path_factory):
     gc.freeze()  # A collection after each run would look through all imports.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_leaves_nothing_behind_in_its_process_however_it_ends(tmp_path, name):

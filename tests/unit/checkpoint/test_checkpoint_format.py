@@ -99,6 +99,7 @@ def written(group, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_the_reader_reads_what_lumen_reads_from_what_a_run_has_written(written, strategy):
     tensors, state, info = assert_read_alike(written / strategy)
