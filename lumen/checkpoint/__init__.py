@@ -46,7 +46,6 @@ from lumen.checkpoint.load.weights_source import (
     find_checkpoint as find_checkpoint,
     is_weights as is_weights,
 )
-from lumen.checkpoint.optimizer_layout import keeps_unknown_state as keeps_unknown_state
 from lumen.checkpoint.optimizer_state import groups_of as groups_of
 from lumen.checkpoint.save.async_save import Saves as Saves
 from lumen.checkpoint.save.collect import check_savable as check_savable

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import PurePath
 from typing import Any, NoReturn, final
 
 from lumen.console import logger as _log
 from lumen.errors import CheckpointError, ConfigError
 from lumen.run.run import Run
-from lumen.task.hooks import overrides
 
 
 def states_of(things: Iterable[Any]) -> dict[str, Any]:
@@ -158,13 +156,12 @@ def added_to_checkpoint(run: Run) -> dict[str, Any]:
         ConfigError: Two callbacks that add something share a key.
     """
     of_callbacks: dict[str, dict[str, Any]] = {}
-    for callback in run.trainer.callbacks:
-        if overrides(callback, "on_save_checkpoint"):
-            key = callback.state_key
-            if added := _added(key, partial(callback.on_save_checkpoint, run.trainer, run.task)):
-                if key in of_callbacks:
-                    raise ambiguous(key)
-                of_callbacks[key] = added
+    for callback, hook in run.hooks.of_callbacks("on_save_checkpoint"):
+        key = callback.state_key
+        if added := _added(key, hook):
+            if key in of_callbacks:
+                raise ambiguous(key)
+            of_callbacks[key] = added
     task = run.task
     return {"on_save_checkpoint": of_callbacks, "task": _added(type(task).__name__, task.on_save_checkpoint)}
 
@@ -190,13 +187,13 @@ def hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
     Raises:
         ConfigError: Several callbacks have the key of one entry.
     """
-    loading = [callback for callback in run.trainer.callbacks if overrides(callback, "on_load_checkpoint")]
-    keys = Counter(each.state_key for each in loading)
+    loading = run.hooks.of_callbacks("on_load_checkpoint")
+    keys = Counter(callback.state_key for callback, _ in loading)
     for key in saved:
         if keys[key] > 1:
             raise ambiguous(key)
-    for callback in loading:
+    for callback, hook in loading:
         key = callback.state_key
-        callback.on_load_checkpoint(run.trainer, run.task, Additions(key, saved.get(key, {})))
-    if lost := ", ".join(saved.keys() - {each.state_key for each in run.trainer.callbacks}):
+        hook(Additions(key, saved.get(key, {})))
+    if lost := ", ".join(saved.keys() - {each.state_key for each in run.hooks.callbacks}):
         _log.warning("%s holds what %s added, which this run does not have", path, lost)

@@ -84,10 +84,10 @@ def keep_given(
     for key, owner in (("model", model), ("data", data)):
         if isinstance(owner, HasHyperparameters):
             found = {path[2:]: each for path, each in references.items() if path[:2] == (key, "init_args")}
-            owner.hparams_references = found
+            owner._refer(found)
     for name in links:
         if (reference := references.get(("data", "init_args", name))) is not None:
-            model.hparams_references = {**model.hparams_references, (name,): reference}
+            model._refer({**model.hparams_references, (name,): reference})
             continue  # a repeated run takes the value from the data again
         with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
             yaml.safe_dump(value := getattr(data, name))

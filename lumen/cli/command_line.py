@@ -307,8 +307,7 @@ class CLI:
         seed = record["seed_everything"] = draw() if processes.are_missing else processes.on_rank_zero(draw)
         seed_for_building(seed)
         self.instantiate_classes()
-        self.trainer.seed, self.trainer._given = seed, None  # the whole config is kept, or nothing
-        self.trainer._command = self._fit_command()
+        self.trainer._use_config(seed, self._fit_command())
         keep_given(record["model"], self._links, self.model, self.datamodule, self._references)
         return record
 

@@ -101,6 +101,10 @@ class LoaderAdapter(ABC):
     def nothing(self) -> str:
         """The reason why there is no batch, for an error: what is empty, or smaller than a batch."""
 
+    def call(self, name: str) -> None:
+        """Give the loader the name that messages and logged values have."""
+        self.name = name
+
     def regroup(self, per_step: int) -> None:
         """From the next pass on, make an optimizer step of so many micro-batches, of all processes together."""
         self.per_step = per_step

@@ -169,7 +169,7 @@ class MapStyleAdapter(LoaderAdapter):
             (requests, assigned, state), ahead = ahead, next(plan, None)
             sizes = [len(request.indices) for request in requests]
             own = rank_slice.take(requests, assigned)
-            fetch = ((load(request), 0) for request in own).__next__  # zip would keep the batch
+            fetch = map(partial(_loaded, load), own).__next__  # zip would keep the batch
             window = AccumulationWindow(
                 fetch, sizes, index, state, 0.0, rank_slice, assigned, last=ahead is None, whole=self._parts > 1
             )
@@ -198,6 +198,10 @@ class MapStyleAdapter(LoaderAdapter):
         self._iterator = None
         if self._loader is not None:  # its workers are persistent
             end_persistent_workers(self._loader)
+
+
+def _loaded(load: Load, request: BatchRequest) -> tuple[Any, int]:
+    return load(request), 0
 
 
 def _as_it_is(batch: Any) -> Any:

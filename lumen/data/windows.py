@@ -109,6 +109,14 @@ class MicroBatch:
         self.loader = 0
         self.first = self.last = self.is_dummy = False
 
+    def weigh(self, weight: float) -> None:
+        """Give the loss another weight in the step."""
+        self.weight = weight
+
+    def leave_out(self) -> None:
+        """Let the batch count nothing, like a dummy."""
+        self.is_dummy = True
+
     def part(self, samples: int, weight: float) -> MicroBatch:
         """A part of it, without the batch and not the last of the step."""
         part = MicroBatch(self.index, self.number, samples)
@@ -194,6 +202,10 @@ class AccumulationWindow:
         ]
         if self._micro_batches:
             self._micro_batches[0].first = self._micro_batches[-1].last = True
+
+    def wrap_fetch(self, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
+        """Let a function wrap how micro-batches are fetched, to measure it."""
+        self.fetch = wrap(self.fetch)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         micro_batches, self._micro_batches = self._micro_batches[::-1], []

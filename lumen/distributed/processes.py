@@ -118,6 +118,10 @@ class Processes:
         """Whether the other processes have yet to be started."""
         return self.world_size > 1 and self.started_by is None
 
+    def set_timeouts(self, timeout_s: float, startup_timeout_s: float) -> None:
+        """Set how long a process waits for the others, once training has begun and until then: seconds, > 0."""
+        self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
+
     def connect(
         self, device: torch.device, *, timeout_s: float = TIMEOUT_S, startup_timeout_s: float = STARTUP_TIMEOUT_S
     ) -> None:
@@ -135,7 +139,7 @@ class Processes:
             ConfigError: This version of torch lacks what process groups need.
         """
         global _groups
-        self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
+        self.set_timeouts(timeout_s, startup_timeout_s)
         if self.started_by == "torchrun" and self.launcher is not None:
             end_with_parent()
         if device.type == "cuda":

@@ -82,22 +82,22 @@ def evaluate(run: Run, stage: str) -> bool:
             apart.states.put_aside()
             named = zip(run.loaders.evaluation, run.loaders.suffixes(), strict=True)
             for number, (adapter, suffix) in enumerate(named):
-                run.log.loader_suffix, run.log.in_evaluation_pass = suffix, True
+                run.log.begin_loader(suffix)
                 with explained(run):
                     outputs = evaluate_loader(run, stage, name, adapter, number, apart)
-                run.log.in_evaluation_pass = False
+                run.log.end_loader()
                 if run.ending.vote.stop_signal is not None:
                     return False
                 if stage == "predict" and run.values.keeps_predictions:
-                    run.values.predictions.append(in_order(run, outputs))
+                    run.values.keep_predictions(in_order(run, outputs))
             end_pass(run, stage, name, apart)
-        apart.metrics.closed = True
+        apart.metrics.close()
         with apart.modes.choosing():
             for hook in getattr(run.hooks, f"on_{name}_end"):
                 hook()
         if overrides(run.task, f"on_{name}_model_train"):
             apart.modes.leave_to(getattr(run.task, f"on_{name}_model_train"))
-    run.records.before_evaluation = None
+    run.records.end_evaluation()
     return True
 
 
@@ -115,31 +115,29 @@ def set_apart(run: Run, stage: str) -> Iterator[SetApart]:
     """The context of an evaluation: what training goes on with is kept, and put back whatever happens."""
     run.records.write_row()
     apart = SetApart(StageMetrics(), Modes(run.task), StatesApart(run.task))
-    run.records.before_evaluation = logger_states(run)
-    before = run.stage, run.log.stage
-    run.stage, run.log.stage, run.log.batch_samples = stage, apart.metrics, 1
-    run.log.share_metrics(run.task)
-    sync_buffers(run.strategy, run.task)
-    run.ending.vote.change_pace()
-    for adapter in run.loaders.evaluation:
-        adapter.measure()
-    try:
-        yield apart
-    except Exception as error:
-        note_place(run, error)
-        raise
-    finally:
-        run.ending.vote.change_pace()
-        apart.metrics.reset_metrics()
-        apart.states.restore(everything=not apart.complete or stage == "sanity")
-        run.log.loader_suffix, run.log.in_evaluation_pass = "", False
-        run.stage, run.log.stage = before
-        apart.modes.restore()
+    run.records.begin_evaluation(logger_states(run))
+    with run.in_stage(stage, apart.metrics):
+        try:
+            run.log.share_metrics(run.task)
+            sync_buffers(run.strategy, run.task)
+            run.ending.vote.change_pace()
+            for adapter in run.loaders.evaluation:
+                adapter.measure()
+            try:
+                yield apart
+            finally:
+                run.ending.vote.change_pace()
+                apart.metrics.reset_metrics()
+                apart.states.restore(everything=not apart.complete or stage == "sanity")
+                apart.modes.restore()
+        except Exception as error:
+            note_place(run, error)
+            raise
 
 
 def end_pass(run: Run, stage: str, name: str, apart: SetApart) -> None:
     """All batches are evaluated: call the hooks that may still log, and publish the values. Collective."""
-    run.log.loader_suffix, run.log.batch_samples = "", 1
+    run.log.end_loaders()
     seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
     apart.states.settle(run.log.gather if run.log.has_metrics else None)
     with apart.modes.choosing():
@@ -187,8 +185,7 @@ def evaluate_loader(
         for micro in window:
             if micro.is_dummy and micro.batch is None:
                 continue
-            metrics.window += 1
-            run.log.batch_samples, run.log.batch_index = micro.samples, micro.index
+            run.log.begin_batch(micro.samples, micro.index)
             seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
             batch = run.calls.receive(micro.batch, dataloader_idx)
             if micro.is_dummy:  # in a forward that all ranks make together
@@ -196,7 +193,7 @@ def evaluate_loader(
                     forward(run, step, micro, dataloader_idx, batch)
                 continue
             if stage == "predict":
-                run.values.batch_indices = sample_indices(window)
+                run.values.note_batch(sample_indices(window))
             for hook in starts:
                 hook(batch, micro.index, dataloader_idx)
             if halves is not None:
@@ -211,7 +208,7 @@ def evaluate_loader(
                 outputs.append((micro.index, run.calls.to_host(output)))
             if row := metrics.step_values(for_loggers):
                 apart.rows.append(((dataloader_idx, micro.index), row))
-        run.log.batch_index = None
+        run.log.end_batch()
         run.ending.vote.poll()
         if run.ending.vote.stop_signal is not None:
             break

@@ -15,7 +15,6 @@ from lumen.loop.evaluate import evaluate, publish
 from lumen.loop.manual import manual_step
 from lumen.loop.step import EpochSkipped, train_step
 from lumen.loop.step_in_parts import explain
-from lumen.metrics.collector import StageMetrics
 from lumen.metrics.step_values import for_loggers
 from lumen.metrics.torchmetrics_states import metrics_of
 from lumen.random import preserved_generators
@@ -64,16 +63,16 @@ def train(run: Run) -> list[int] | None:
         for hook in run.hooks.on_train_start:
             hook()
     modes.warn_if_left_in_eval(run.optim.built["evaluating"])
-    if run.trainer.enable_checkpointing:
+    if run.saves.are_on:
         check_additions(run)
-    asked = any(callback.reads_step_loss for callback in run.trainer.callbacks)
+    asked = any(callback.reads_step_loss for callback in run.hooks.callbacks)
     own_time = run.records.guard.own_time
     run.step.start_weighing(run.task, run.log.gather, own_time.begin_sum, keeps_losses=asked)
-    (run.log.has_metrics,) = run.ending.agree(bool(metrics_of(run.task)))
+    (has_metrics,) = run.ending.agree(bool(metrics_of(run.task)))
+    run.log.note_metrics(has_metrics=has_metrics)
     run.ending.start_clock()
     run.records.goodput.train(run.progress.step)
     ending = run.ending
-    ending.finished = ending.limit_reached is not None
     if ending.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
         end_epoch(run, complete=False)
     while not ending.finished:
@@ -97,12 +96,12 @@ def train_epoch(run: Run) -> None:
     if fresh:
         open_loaders(run)
         run.loaders.measure()
-        progress.in_epoch = True
-        run.log.train = run.log.stage = StageMetrics()
+        progress.begin_epoch()
+        run.log.begin_epoch()
         run.step.seed_hooks(0)
         run.log.call_hooks("on_train_epoch_start")
         check_held(run.task, run.optim.optimizer)  # hooks may have replaced parameters
-    run.log.stage = run.log.train
+    run.log.resume_epoch()
 
     adapter = run.loaders.measure()  # hooks may have changed the data
     limit = plan.limit("train", adapter)
@@ -111,16 +110,19 @@ def train_epoch(run: Run) -> None:
     if window is None and fresh and not (progress.step or skipped):
         raise DataError(NO_TRAINING.format(adapter.nothing()))
     make_step = train_step if run.optim.manual is None else manual_step
-    over = progress.validation_due and finish_step(run, updated=True, last=window is None)  # saved while validating
+    over = False
+    if progress.validation_due:  # saved while validating
+        run.ending.end_epoch(complete=window is None)
+        over = finish_step(run, updated=True, last=window is None)
     while window is not None and not over:
-        run.loaders.requests = window.requests
         try:
             if progress.left_out and is_left_out(run):
                 updated, fresh = leave_out(run, window), False  # ranges end: an epoch without a step is no failure
             else:
                 updated = make_step(run, window)
         except EpochSkipped:
-            run.log.in_train_step, run.log.batch_index, skipped = False, None, True
+            run.log.end_step()
+            skipped = True
             break
         except Exception as error:
             explain(run, error)
@@ -129,13 +131,14 @@ def train_epoch(run: Run) -> None:
             check_first_state(run)
         if run.ending.rolls_back is not None:
             raise RolledBack(run, window, *run.ending.rolls_back)
-        run.records.write_row()  # of a step before, whose values have arrived meanwhile
+        if run.records.pending is not None:  # Of a step before, whose values have arrived meanwhile.
+            run.records.write_row()
         if guard.is_on:
             guard.look()
         if updated and progress.step % plan.log_every_n_steps == 0:
             run.records.log_step()
             guard.begin()
-        progress.validation_due = validation_due(run, window, updated=updated)
+        run.ending.decide_validation(window, run.loaders, updated=updated)
         over = finish_step(run, updated=updated, last=window.last)
         if guard.is_on:
             guard.own_time.start()
@@ -179,13 +182,13 @@ def say_empty_epoch(run: Run, *, skipped: bool) -> None:
 
 def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
     """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
-    validates, run.ending.ends_epoch = run.progress.validation_due, last
+    validates = run.progress.validation_due
     if validates:
         with run.records.goodput.within("evaluation"):
             complete = evaluate(run, "validate")
         if complete:
-            validation_done(run)
-        run.log.stage = run.log.train
+            run.ending.validation_done()
+            run.values.note_validation()
     if run.progress.validation_due:
         run.records.keep_row()
         return reach_boundary(run)
@@ -211,18 +214,15 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
     run.ending.tick()
     if run.ending.vote.now_s >= run.records.goodput.due_s:
         run.records.goodput.write(run.progress.step)
-    metrics, run.log.stage = run.log.stage, None  # what is logged here would belong to no step
     for hook in run.hooks.on_step_end if not run.progress.validation_due else ():  # the step goes on when resumed
         hook()
     if run.ending.is_asked or run.ending.asks_each_step:
         run.ending.agree()
-    run.ending.finished, run.ending.is_asked, run.ending.is_decided = run.ending.limit_reached is not None, False, True
-    if run.ending.finished:
+    if run.ending.decide():
         run.records.log_last_step()
     for hook in run.hooks.on_step_checkpoint:
         hook()
-    run.ending.is_decided, run.log.stage = False, metrics
-    run.values.updated.clear()
+    run.end_boundary()
     if run.ending.vote.stop_signal is not None:
         run.records.write_row()
         raise StopRequested
@@ -234,10 +234,11 @@ def end_epoch(run: Run, *, complete: bool) -> None:
 
     Where it is not complete, because the run ends in its middle, progress keeps its place for a longer run to go on.
     """
-    progress, run.ending.ends_epoch = run.progress, complete
+    progress = run.progress
+    run.ending.end_epoch(complete=complete)
     run.records.write_row()
     run.step.seed_hooks(1)
-    run.log.batch_samples = 1
+    run.log.weigh(1)
     (has_values,) = run.ending.agree(run.log.train.has_values)
     values = publish(run, run.log.train, run.log.gather if has_values else None)
     if run.log.has_epoch_ends:
@@ -245,7 +246,8 @@ def end_epoch(run: Run, *, complete: bool) -> None:
         values = publish(run, run.log.train, run.log.gather)  # once more: with what the hooks logged
     run.records.write({name: values[name] for name in run.log.train.epoch_names(for_loggers)})
     run.log.train.reset_metrics()
-    run.log.stage, run.values.has_ended_epoch = None, True
+    run.log.end_epoch()
+    run.values.note_epoch()
     if complete:
         for scheduler in run.optim.schedulers:
             if scheduler.interval == "epoch" and (progress.epoch + 1) % scheduler.frequency == 0:
@@ -277,41 +279,6 @@ def step_values(run: Run) -> dict[str, float]:
     return {name: float(value) for name, value in run.log.train.step_values(gather=run.log.gather).items()}
 
 
-def validation_due(run: Run, window: AccumulationWindow, *, updated: bool) -> bool:
-    """Whether the plan asks for a validation now.
-
-    Args:
-        run: The run that trains.
-        window: The step that has just ended.
-        updated: The step has updated the parameters.
-    """
-    plan, progress, loaders = run.plan, run.progress, run.loaders
-    if not loaders.evaluation or (progress.epoch + 1) % plan.val_every_n_epochs:
-        return False
-    if plan.val_every_n_steps is not None:
-        return updated and progress.step % plan.val_every_n_steps == 0
-    if plan.val_every_s is not None:
-        return run.ending.vote.now_s - run.ending.validated_at_s >= plan.val_every_s
-    fraction = plan.val_every_epoch_fraction
-    if fraction is None:
-        return False
-    if fraction == 1.0:
-        return window.last
-    assert loaders.train is not None
-    batches = plan.batches("train", loaders.train)
-    assert batches is not None  # Plan.check_validation
-    done = progress.batches
-    before = done - window.batches
-    return int(done / (batches * fraction) + 1e-9) > int(before / (batches * fraction) + 1e-9)
-
-
-def validation_done(run: Run) -> None:
-    """The validation of this step is complete."""
-    run.progress.validation_due = False
-    run.values.has_validated = True
-    run.ending.validated_at_s = run.ending.vote.now_s
-
-
 def is_left_out(run: Run) -> bool:
     """Return True if the next step is left out of the training."""
     return any(begin <= run.progress.micro_batches < end for begin, end in run.progress.left_out)
@@ -319,9 +286,7 @@ def is_left_out(run: Run) -> bool:
 
 def leave_out(run: Run, window: AccumulationWindow) -> bool:
     """Read the batches of a step without training on them. Returns False: no update is made."""
-    run.step.begin()
     for _ in window:  # what was asked of a loader's workers comes in order
         pass
-    run.progress.advance(window, updated=False)
-    run.step.end(window)
+    run.step.leave_out(window)
     return False

@@ -20,13 +20,10 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
     """
     hooks, manual, weighting = run.hooks, run.optim.manual, run.step.weighting
     assert manual is not None
-    run.log.train.window += 1
-    run.log.in_train_step = True
-    run.step.begin()
+    run.step.begin(window)
     (micro,) = weigh(run, window)
     index = window.first_index // (1 if window.whole else run.strategy.data_world_size)  # the same on all processes
-    run.step.seed(micro)
-    run.log.batch_samples, run.log.batch_index = micro.samples, index
+    run.step.seed(micro, index)
     batch = run.calls.receive(micro.batch, micro.loader)
     if hooks.on_train_batch_start:
         leave_epoch(run, window, asked=not micro.is_dummy and _asks_to_leave(run, batch, index))
@@ -43,7 +40,8 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
         output = run.strategy.call("training_step", *run.calls.arguments("training_step", batch, index, micro.loader))
     weighting.begin_agreement(run.progress.should_stop)
     (wants_to_stop,) = weighting.agree()
-    run.ending.hear(wants_to_stop=wants_to_stop)
+    if wants_to_stop or run.ending.stop_agreed:  # Else nothing has changed.
+        run.ending.hear(wants_to_stop=wants_to_stop)
     updated = manual.end()
     run.step.count(window, updated=updated, tried=manual.has_tried)
     for teacher in run.optim.teachers if updated else ():
@@ -52,7 +50,7 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
         output = detached(output)
         for hook in hooks.on_train_batch_end:
             hook(output, batch, index)
-    run.log.in_train_step, run.log.batch_index = False, None
+    run.log.end_step()
     return updated
 
 

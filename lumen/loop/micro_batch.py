@@ -16,7 +16,6 @@ from lumen.data.nested import fill
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import TrainingError
 from lumen.internals.tensors import own_buffers
-from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
@@ -31,7 +30,7 @@ def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:
         # `batch_weight` of the task looks at each batch, so all batches of the step are taken from the loader now.
         micro_batches = list(window)
         for micro in micro_batches:
-            micro.weight = 0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch))
+            micro.weigh(0.0 if micro.is_dummy else float(run.task.batch_weight(micro.batch)))
         (total,) = run.processes.sum([sum(micro.weight for micro in micro_batches)])
         # In tensor parallelism several processes compute the same batch, whose weight counts once.
         planned = total * run.strategy.data_world_size / run.processes.world_size
@@ -82,7 +81,7 @@ def accumulate(
                 weighted_loss = loss if loss_factor == 1.0 else loss * loss_factor
         if weighted_loss is not None:
             if weighting.losses is not None:  # A callback asks for the step's mean loss.
-                weighting.losses.append(weighted_loss.detach())
+                weighting.keep_loss(weighted_loss)
             for hook in hooks.on_before_backward:
                 hook(weighted_loss)
             backward(run, micro, weighted_loss, weighting)
@@ -90,13 +89,11 @@ def accumulate(
                 hook()
             if strategy.communicates_in("forward"):
                 # FSDP needs a forward of every process. If a later micro-batch has none, this batch is repeated.
-                run.step.dummy = batch, micro
+                run.step.keep_dummy(batch, micro)
         elif strategy.communicates_in("backward"):
             backward_of_zero(run, micro, batch, weighting)
         elif micro.last:
-            weighting.begin_agreement(
-                run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits
-            )
+            weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, run.step.has_shrunk)
         if micro.last:
             strategy.after_backward()  # It raises if a parameter got no gradient, so that other processes would wait.
     return output, weighted_loss
@@ -114,7 +111,7 @@ def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWei
         weighting.seed(None)  # This process has no weight, but takes part in the exchange of the first guess.
     if micro.last:
         # The sum of weights and these flags travel while the device computes the backward. `update` waits for them.
-        weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, run.step.fits != run.progress.fits)
+        weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, run.step.has_shrunk)
     try:
         if run.optim.backward is None:
             run.precision.backward(loss)
@@ -226,10 +223,9 @@ def mark(run: Run) -> Callable[[], None]:
 @contextmanager
 def unnoticed(run: Run) -> Iterator[None]:
     """Undo at the end what a forward in this context logs, adds to metrics and changes in buffers."""
-    metrics, put_back = run.log.stage, mark(run)
-    run.log.stage = StageMetrics()
-    try:
-        yield
-    finally:
-        run.log.stage = metrics
-        put_back()
+    put_back = mark(run)
+    with run.log.collected_apart():
+        try:
+            yield
+        finally:
+            put_back()

@@ -26,7 +26,6 @@ from lumen.errors import TrainingError
 from lumen.internals.tensors import writes_to
 from lumen.loop.micro_batch import accumulate, weigh
 from lumen.loop.step_in_parts import StepInParts, agree_on_size, warn_of_parts
-from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.random import GeneratorStates
 from lumen.run.loss_weighting import LossWeighting
@@ -52,10 +51,8 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     """
     hooks, optimizer, weighting = run.hooks, run.optim.optimizer, run.step.weighting
     updated = False
-    # `self.log` averages what it gets in one window (the micro-batches of a step) into one value of the step.
-    run.log.train.window += 1
-    run.log.in_train_step = True
-    run.step.begin()  # It numbers the micro-batches of the step, for seeds and errors.
+    # The step numbers its micro-batches, for seeds and errors. `self.log` averages what it gets in them into one value.
+    run.step.begin(window)
     # The step's gradient is sum(weight * gradient) / sum(weight), over the micro-batches of all processes. A weight is
     # a number of samples, or of tokens if the task counts them. Each loss is multiplied by weight / sum(weight).
     micro_batches = weigh(run, window)
@@ -65,9 +62,8 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     halving = StepInParts(run, window) if run.plan.halve_on_oom and closure is None else None
     for micro in micro_batches:
         # The seed follows from the number of the micro-batch alone, so that any number of processes draws the same.
-        run.step.seed(micro)
         # `self.log` weights a value by the samples of the micro-batch that it was logged in.
-        run.log.batch_samples, run.log.batch_index = micro.samples, micro.index
+        run.step.seed(micro, micro.index)
         # A process that has fewer micro-batches than others gets a dummy, often without a batch. The dummy only takes
         # part in the communication of the others' backward, so no hook of the user sees it. `receive` copies a batch to
         # the device.
@@ -96,7 +92,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
             output = detached(output)
             for hook in hooks.on_train_batch_end:
                 hook(output, batch, micro.index)
-    run.log.in_train_step, run.log.batch_index = False, None
+    run.log.end_step()
     return updated
 
 
@@ -106,12 +102,12 @@ def skip_epoch(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:
     Raises:
         EpochSkipped: No other process waits for this one.
     """
-    run.step.skips_epoch = True
+    run.step.skip_epoch()
     if not run.strategy.communicates_in("backward"):
         run.step.end(window)
         raise EpochSkipped
     # The other processes wait for this one in the step's last backward. `update` ends the epoch on all of them.
-    micro.is_dummy = True
+    micro.leave_out()
 
 
 def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closure: Closure | None = None) -> bool:
@@ -127,7 +123,8 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
     # Each process sent its sum of weights and these flags along with the last backward. Here it waits for the totals,
     # so that all processes take the same branch below.
     skips_epoch, wants_to_stop, too_large = weighting.agree()
-    run.ending.hear(wants_to_stop=wants_to_stop)  # `run.ending` decides at the end of the step whether to stop.
+    if wants_to_stop or run.ending.stop_agreed:  # Else nothing has changed.
+        run.ending.hear(wants_to_stop=wants_to_stop)  # `run.ending` decides at the end of the step whether to stop.
     if too_large:  # A micro-batch did not fit into the memory of some process, which computed it in parts.
         warn_of_parts(run, agree_on_size(run))
     if skips_epoch:
@@ -144,18 +141,15 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
         run.precision.leave_out(optim.optimizer)
     else:
         # A NaN in the gradients would end in every parameter. On CUDA the error may come some steps later, because the
-        # host does not wait for the norm, but no checkpoint is saved before.
-        if run.step.grad_norm is not None:
-            run.step.check_gradient(run.step.grad_norm)
+        # host does not wait for the norm, but no checkpoint is saved before. From here to `count`, Lumen alone may call
+        # `optimizer.step`: elsewhere in a training step it raises.
+        run.step.begin_update()
         if closure is not None:
             closure.hand_over(weighting)
-        # In a training step `optimizer.step` raises, unless this says that it is Lumen that calls it.
-        optim.is_updating = True
         if "optimizer_step" in optim.own:  # The task overrides it.
             updated = update_by_task(run, window, closure)
         else:
             updated = run.precision.step(optim.optimizer, closure)  # False if gradients overflowed in fp16.
-        optim.is_updating = False
     run.step.count(window, updated=updated)  # Steps, samples, and the place in the epoch, which a checkpoint keeps.
     if updated:
         for scheduler in optim.schedulers:
@@ -182,14 +176,14 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
         hook(optim.optimizer)
     if optim.own & {"configure_gradient_clipping", "clip_gradients"}:
         # The task clips, perhaps not in this step: the norm of an earlier step must not be logged for this one.
-        run.step.grad_norm = None
+        run.step.keep_norm(None)
         value = plan.clip_norm if plan.clip_value is None else plan.clip_value
         algorithm = None if value is None else "norm" if plan.clip_value is None else "value"
         run.task.configure_gradient_clipping(optim.optimizer, value, algorithm)
         return
     if plan.clip_norm is not None:
         # With `FSDP(cpu_offload=True)` the gradients are on the CPU. The norm is logged with the values of the device.
-        run.step.grad_norm = optim.clip_grad_norm(plan.clip_norm).to(run.strategy.device)
+        run.step.keep_norm(optim.clip_grad_norm(plan.clip_norm))
     if plan.clip_value is not None:
         optim.clip_grad_value(plan.clip_value)
 
@@ -245,18 +239,17 @@ class Closure:
         if loss is not None and self._count_writes() == self._writes:
             return loss
         run = self._run
-        before = run.log.stage, run.step.grad_norm, metric_states(run.task)
-        run.log.stage = StageMetrics()
-        try:
-            return self._evaluate()
-        finally:
-            run.log.stage, run.step.grad_norm, accumulated = before
-            restore_metrics(accumulated)
+        accumulated = metric_states(run.task)
+        with run.step.evaluated_again():
+            try:
+                return self._evaluate()
+            finally:
+                restore_metrics(accumulated)
 
     @torch.enable_grad()  # Optimizers call the closure under `no_grad`.
     def _evaluate(self) -> torch.Tensor:
         run, weighting = self._run, copy(self._unused_weighting)
-        weighting.losses = None  # The losses of the first evaluation are the step's.
+        weighting.drop_losses()  # The losses of the first evaluation are the step's.
         run.optim.zero_grad(run.progress.epoch, self._micro_batches[0][0].index)
         losses = []
         for micro, batch, states in self._micro_batches:

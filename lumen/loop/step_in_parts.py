@@ -73,7 +73,7 @@ class StepInParts:
         if not micro.is_dummy:
             self._done.append((micro, batch, GeneratorStates()))
             output = self._compute(micro, batch)
-            self._run.log.batch_samples = micro.samples
+            self._run.log.weigh(micro.samples)
         if micro.last:
             # No part may communicate, since an attempt may fail after it. So a dummy without a batch ends the step: its
             # backward of zero sums the gradients over the processes.
@@ -93,11 +93,10 @@ class StepInParts:
                     self._done[-1][-1].restore()
                 return self._in_parts(micro, batch)
             except RuntimeError as error:
-                largest = min(run.step.fits or largest, largest)
-                run.step.fits = smaller(error, largest)
-            # The error holds the tensors of the attempt: they are free only behind the except clause. The next line
-            # frees the graph of the loss.
-            run.step.loss, is_repeated = None, True
+                largest = min(run.progress.fits or largest, largest)
+                run.step.shrink_parts(smaller(error, largest))  # It lets go of the loss with its graph, too.
+            # The error holds the tensors of the attempt: they are free only behind the except clause.
+            is_repeated = True
             logged.go_back(before)
             put_back()
             weighting.go_back(counted)
@@ -117,7 +116,7 @@ class StepInParts:
 
     def _in_parts(self, micro: MicroBatch, batch: Any, *, check: bool = True) -> Any:
         run, samples = self._run, micro.samples
-        parts = [*spans(0, samples, run.step.fits or samples)]
+        parts = [*spans(0, samples, run.progress.fits or samples)]
         outputs, sizes = [], []
         if len(parts) > 1:
             run.step.weighting.plan_with_guess()
@@ -125,7 +124,7 @@ class StepInParts:
             of_part, weight = batch, micro.weight
             if len(parts) > 1:
                 of_part, weight = cut(batch, samples, begin, end), weight_of_part(run, micro, begin, end)
-            run.log.batch_samples = end - begin
+            run.log.weigh(end - begin)
             part = micro.part(end - begin, weight)
             output, _ = accumulate(run, part, of_part, run.step.weighting, check=check)
             if self._keeps_outputs and output is not None:
@@ -182,9 +181,9 @@ def agree_on_size(run: Run) -> set[int]:
     Returns:
         The ranks on which a larger micro-batch did not fit.
     """
-    found, before = run.processes.gather(run.step.fits), run.progress.fits
-    run.step.fits = run.progress.fits = min(filter(None, found))
-    return {rank for rank, fits in enumerate(found) if fits != before}
+    found = run.processes.gather((run.progress.fits, run.step.has_shrunk))
+    run.step.agree_on_parts(min(fits for fits, _ in found if fits))
+    return {rank for rank, (_, has_shrunk) in enumerate(found) if has_shrunk}
 
 
 def warn_of_parts(run: Run, ranks: set[int]) -> None:
@@ -220,12 +219,12 @@ def check_halving(run: Run) -> None:
 def explain(run: Run, error: Exception) -> None:
     """Add a hint to the error of a step that ran out of memory, or whose optimizer does not work here."""
     name = type(run.optim.optimizer).__name__
-    if run.optim.is_updating and run.strategy.shards:
+    if run.step.is_updating and run.strategy.shards:
         error.add_note(
             f"{name} failed on parameters that are cut up over processes. Write lumen.optim.WholeMatrices({name}(...))"
             ", which gives it whole ones, if it treats each parameter by itself; or use strategy: ddp."
         )
-    if run.optim.is_updating and "does not require grad" in str(error):
+    if run.step.is_updating and "does not require grad" in str(error):
         error.add_note(
             f"If {name} computes second derivatives, let the task's backward(self, loss, *args, **kwargs) call "
             "loss.backward(create_graph=True)."
@@ -290,10 +289,11 @@ class Halves:
         try:
             return self._evaluate(step, batch, micro.samples, 0, micro.samples)
         finally:
-            self._run.log.batch_samples = micro.samples
+            self._run.log.weigh(micro.samples)
 
     def _evaluate(self, step: Callable[[Any], Any], batch: Any, samples: int, begin: int, end: int) -> Any:
-        size = self._run.log.batch_samples = end - begin
+        size = end - begin
+        self._run.log.weigh(size)
         if size <= self._run.loaders.fits.get(self._stage, size):
             put_back = mark_values(self._run, self._metrics)
             try:
@@ -334,7 +334,7 @@ def remember_size(run: Run, stage: str, fits: int) -> None:
             "smaller batch_size of the evaluation loader gives the same values",
             fits,
         )
-    run.loaders.fits[stage] = fits
+    run.loaders.shrink_parts(stage, fits)
 
 
 @contextmanager

@@ -99,6 +99,14 @@ class StageMetrics:
             metrics._add(name, _Entry(LogOptions(**each), None))
         return metrics
 
+    def begin_window(self) -> None:
+        """Begin the next optimizer step, or evaluation batch."""
+        self.window += 1
+
+    def close(self) -> None:
+        """Note that the values are published."""
+        self.closed = True
+
     def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: Given) -> None:
         """Collect a value; nobody waits for a CUDA device."""
         entry = self._entries.get(name)

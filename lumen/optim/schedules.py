@@ -94,6 +94,10 @@ class Warmup(LRScheduler):
         """Whether the warm-up is over, so that the learning rates are those of the scheduler."""
         return self.last_epoch >= self.steps
 
+    def leave_steps(self) -> None:
+        """Step the scheduler no longer after the warm-up: the run does, with its metric."""
+        self.leads = False
+
     def step(self) -> None:  # type: ignore[override]
         """Move by one: the warm-up, or the scheduler after it."""
         if not self.over:

@@ -137,7 +137,7 @@ class Overlay:
                 window = next(found, None)
             if window is None:
                 return
-            window.fetch = self._timed(name, window.fetch)
+            window.wrap_fetch(partial(self._timed, name))
             yield window
 
     def _step(self, *_: Any) -> None:

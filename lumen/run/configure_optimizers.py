@@ -268,7 +268,8 @@ def _paired(configs: list[SchedulerConfig]) -> list[SchedulerConfig]:
             if rest is None:
                 raise _no_monitor()
         elif rest is not None:
-            warmup.leads, rest.warmup = False, warmup
+            warmup.leave_steps()
+            rest.warmup = warmup
             configs.remove(rest)
             configs.insert(configs.index(config), rest)
     return configs

@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from typing import final
 
+from lumen.data.windows import AccumulationWindow
 from lumen.distributed.processes import Processes
+from lumen.run.loaders import Loaders
+from lumen.run.log_context import LogContext
 from lumen.run.plan import Plan, Progress
 
 _INTERVAL_S = 0.5
@@ -42,6 +45,14 @@ class StopVote:
         self.stop_signal: int | None = None
         self.save_ended_here = self.save_ended = self._is_stale = False
         self.now_s = self._processes.broadcast(time.monotonic())  # how often to look is told by agreed times alone
+
+    def request(self, number: int) -> None:
+        """Note a signal that asks this process to end. To be called in its handler."""
+        self.requested = number
+
+    def note_save(self) -> None:
+        """Note that a save of this process has ended. To be called in its thread."""
+        self.save_ended_here = True
 
     def poll(self) -> None:
         """Look at the clock and for signals, if it is time to. Collective: every rank must call this."""
@@ -109,6 +120,7 @@ class Ending:
         plan: Limits of the run, by epochs, steps and time.
         progress: Counters of the run.
         processes: Those of the run, which agree.
+        log: Where the values of the run are collected.
 
     Attributes:
         vote: The time and the stop request that all processes act on.
@@ -117,32 +129,95 @@ class Ending:
         is_asked: A callback has asked on all ranks, in `on_step_end`, to agree on the end at this boundary.
         asks_each_step: A rank has hooks between the last backward of a step and its end, in which it may wish to stop.
         is_decided: Whether the run ends here is decided, as callbacks that save have to know.
+        stop_agreed: All processes know of the request to stop, if there is one.
         rolls_back: The run is to go back to a checkpoint after this step; how many steps before and after it are to be
             left out with it then. None: it goes on.
         validated_at_s: When the last validation was complete, or training began; as `vote.now_s`.
     """
 
-    def __init__(self, plan: Plan, progress: Progress, processes: Processes) -> None:
-        self._plan, self._progress, self._processes = plan, progress, processes
+    def __init__(self, plan: Plan, progress: Progress, processes: Processes, log: LogContext) -> None:
+        self._plan, self._progress, self._processes, self._log = plan, progress, processes, log
         self.vote = StopVote(processes)
         self.finished = self.ends_epoch = False
-        self._stop_agreed = True  # all know of the wish: one that comes from a checkpoint is that of all
+        self.stop_agreed = True  # a request that a checkpoint holds is that of all
         self.is_asked = self.asks_each_step = False
         self.is_decided = False
         self.rolls_back: tuple[int, int] | None = None
         self._clock_s = self.validated_at_s = self.vote.now_s
 
+    def request_stop(self, *, value: bool = True) -> None:
+        """Note that this process asks the run to end once its minimum is reached; False: it does so no longer."""
+        self._progress.should_stop = value
+
+    def request_agreement(self) -> None:
+        """Let all processes agree on the end after `on_step_end`. To be called in it, on every rank."""
+        self.is_asked = True
+
+    def roll_back(self, before: int, after: int) -> None:
+        """Go back to a checkpoint after this step.
+
+        Args:
+            before: Steps before this one that are left out then.
+            after: Steps after it, likewise.
+        """
+        self.rolls_back = before, after
+
     def start_clock(self) -> None:
         """Training begins now; what came before does not count."""
         self._clock_s = self.validated_at_s = self.vote.now_s
         self.tick()
+        self.finished = self.limit_reached is not None
 
     def tick(self) -> None:
-        """Read the clock, at boundaries only. Collective."""
+        """Read the clock, at boundaries only, where what is logged belongs to no step. Collective."""
+        self._log.stage = None
         self.vote.poll()
         now_s = self.vote.now_s
         self._progress.elapsed_s += now_s - self._clock_s
         self._clock_s = now_s
+
+    def decide(self) -> bool:
+        """Decide whether the run ends at this boundary. Returns True if it does."""
+        self.finished, self.is_asked, self.is_decided = self.limit_reached is not None, False, True
+        return self.finished
+
+    def decide_validation(self, window: AccumulationWindow, loaders: Loaders, *, updated: bool) -> None:
+        """Decide whether a validation follows the step that has just ended.
+
+        Args:
+            window: The micro-batches of the step.
+            loaders: The loaders of the run.
+            updated: The step has updated the parameters.
+        """
+        self.ends_epoch = window.last
+        plan, progress = self._plan, self._progress
+        progress.validation_due = False
+        if not loaders.evaluation or (progress.epoch + 1) % plan.val_every_n_epochs:
+            return
+        fraction = plan.val_every_epoch_fraction
+        if plan.val_every_n_steps is not None:
+            progress.validation_due = updated and progress.step % plan.val_every_n_steps == 0
+        elif plan.val_every_s is not None:
+            progress.validation_due = self.vote.now_s - self.validated_at_s >= plan.val_every_s
+        elif fraction == 1.0:
+            progress.validation_due = window.last
+        elif fraction is not None:
+            assert loaders.train is not None
+            batches = plan.batches("train", loaders.train)
+            assert batches is not None  # Plan.check_validation
+            done = progress.batches
+            before = done - window.batches
+            due = int(done / (batches * fraction) + 1e-9) > int(before / (batches * fraction) + 1e-9)
+            progress.validation_due = due
+
+    def validation_done(self) -> None:
+        """Note that the validation of this step is complete."""
+        self._progress.validation_due = False
+        self.validated_at_s = self.vote.now_s
+
+    def end_epoch(self, *, complete: bool) -> None:
+        """Note that all batches of the epoch are done, or that the run ends in its middle."""
+        self.ends_epoch = complete
 
     def agree(self, *wishes: bool) -> list[bool]:
         """Vote now, and look at the clocks, for signals, and whether a callback wants to end the run.
@@ -161,7 +236,7 @@ class Ending:
 
     def hear(self, *, wants_to_stop: bool) -> None:
         """Take over what the processes have agreed on: whether some process wishes to stop."""
-        self._stop_agreed = wants_to_stop
+        self.stop_agreed = wants_to_stop
         if wants_to_stop:
             self._progress.should_stop = True
 
@@ -177,7 +252,7 @@ class Ending:
             return f"max_epochs={plan.max_epochs} reached"
         if plan.max_time_s is not None and progress.elapsed_s >= plan.max_time_s:
             return f"max_time of {plan.max_time_s:g} s reached"
-        wishes = progress.should_stop and (self._stop_agreed or self._processes.world_size == 1)
+        wishes = progress.should_stop and (self.stop_agreed or self._processes.world_size == 1)
         return _STOPPED if wishes and self.may_stop else None
 
     @property

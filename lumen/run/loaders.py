@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, final
 
 from lumen.console import logger as _log
@@ -30,8 +29,6 @@ class Loaders:
         epoch: The epoch as of which those of `fit` were asked for.
         empty: Why evaluation loaders gave no batch, a sentence each.
         fits: Samples of the largest part of a batch that is tried, by stage of evaluation; none: all have fitted.
-        requests: What this process asks a map-style data set for in the training step in progress, a request for each
-            of its micro-batches; None: it is no such set.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class Loaders:
         self.epoch = 0
         self.empty: list[str] = []
         self.fits: dict[str, int] = {}
-        self.requests: Sequence[Any] | None = None
 
     def measure(self) -> LoaderAdapter:
         """The training data, with the length and the steps of the epoch in progress."""
@@ -70,6 +66,10 @@ class Loaders:
         }
         known = {epoch: steps for epoch, steps in lengths.items() if steps is not None}
         return EpochLengths(known) if known else None
+
+    def shrink_parts(self, stage: str, fits: int) -> None:
+        """Try no larger part of a batch again in a stage of evaluation."""
+        self.fits[stage] = fits
 
     def say_empty(self, stage: str, adapter: LoaderAdapter) -> None:
         """Warn once that a loader gave an evaluation no batch; who misses its values hears of it again.

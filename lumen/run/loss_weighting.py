@@ -134,6 +134,15 @@ class LossWeighting:
         if self._returned:
             self.planned = self._guess
 
+    def keep_loss(self, part: torch.Tensor) -> None:
+        """Keep what a micro-batch adds to the step's loss, if somebody asks for it."""
+        if self.losses is not None:
+            self.losses.append(part.detach())
+
+    def drop_losses(self) -> None:
+        """Keep no losses."""
+        self.losses = None
+
     def mark(self) -> tuple[float, int]:
         """What is counted of this process by now, for `go_back`."""
         return self.total, len(self.losses or ())

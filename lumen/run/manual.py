@@ -309,14 +309,14 @@ class ManualOptimization:
         of.forget()
         if skips:
             return None
-        self._optim.is_updating = True
+        self._step.is_updating = True
         if torch.is_autocast_enabled(self._kind):
             with torch.autocast(self._kind, enabled=False):
                 found = update()
             torch.clear_autocast_cache()  # it holds the parameters in 16 bits as they were
         else:
             found = update()
-        self._optim.is_updating, self._has_moved = False, True
+        self._step.is_updating, self._has_moved = False, True
         of.forget()  # a closure may have left gradients
         return found
 

@@ -77,7 +77,7 @@ def _open_loaders(run: Run) -> None:
     )
     steps, length = run.loaders.train.steps(None), run.loaders.train.length or 0
     accumulates = plan.accumulates or (steps is not None and length > steps * rank_slice.world)
-    run.trainer.compilation.check_graphs(run.strategy, accumulates=accumulates)
+    run.calls.compilation.check_graphs(run.strategy, accumulates=accumulates)
     plan.limit("train", run.loaders.train)
     plan.check_validation(run.loaders.train)
     if run.loaders.train.length == 0 and not _may_be_filled(run):
@@ -93,7 +93,7 @@ def _open_loaders(run: Run) -> None:
 
 def _may_be_filled(run: Run) -> bool:
     """Whether somebody has a hook that runs before the first epoch and may give the data its first samples."""
-    owners = (each for each in (run.task, *run.trainer.callbacks) if not type(each).__module__.startswith("lumen."))
+    owners = (each for each in (run.task, *run.hooks.callbacks) if not type(each).__module__.startswith("lumen."))
     return any(overrides(owner, hook) for owner in owners for hook in _BEFORE_THE_FIRST_EPOCH)
 
 
@@ -119,6 +119,12 @@ def one_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = N
     check_loaders("dataloaders", source)
     check_loaders("val_dataloaders", val_loaders)
     return source
+
+
+def open_for_evaluation(run: Run, stage: str) -> None:
+    """Take over the loaders of an evaluation that no training surrounds; see `open_evaluation_loaders`."""
+    run.loaders.evaluation = open_evaluation_loaders(run, stage)
+    run.calls.bind(run.loaders)
 
 
 def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, beside: Any = None) -> list[LoaderAdapter]:
@@ -163,7 +169,7 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
         for loader, seed in zip(loaders, seeds, strict=True)
     ]
     for adapter, name in zip(adapters, given if isinstance(given, Mapping) else [""] * len(adapters), strict=True):
-        adapter.name = str(name)
+        adapter.call(str(name))
         run.plan.limit(stage, adapter)
     if required and rank_slice.processes > 1:  # Within fit they are compared together with the training data.
         check_same_data(rank_slice, {f"{stage} data": given})

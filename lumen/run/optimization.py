@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -39,7 +40,6 @@ class Optimization:
         schedulers: When each is moved, by what.
         manual: What the task calls where it optimizes by hand; None: the run does.
         needs_closure: The optimizer evaluates a step's loss several times.
-        is_updating: The run calls the `step` of an optimizer now.
         backward: The task's own; None: it has none.
         own: Names of the parts of a step that the task overrides.
         built_groups: Names of the parameters in each of its groups, when it was built.
@@ -56,7 +56,7 @@ class Optimization:
         self._guards: list[StepGuard] = []
         self.schedulers: list[SchedulerConfig] = []
         self.manual: ManualOptimization | None = None
-        self.needs_closure = self.is_updating = False
+        self.needs_closure = False
         self.backward: Callable[[torch.Tensor], None] | None = None
         self.own: frozenset[str] = frozenset()
         self.teachers: list[Teacher] = []
@@ -93,6 +93,41 @@ class Optimization:
         if "lr_scheduler_step" in self.own:
             for config in schedulers:
                 config.mover = task.lr_scheduler_step
+
+    def note_built(self, groups: list[list[str]], configured: dict[str, Any], modes: dict[str, list[str]]) -> None:
+        """Note how the optimizer, the schedulers and the modules are before a checkpoint is loaded.
+
+        Args:
+            groups: Names of the parameters in each group of the optimizer.
+            configured: The settings of the optimizer and the schedulers.
+            modes: The parameters that are frozen and the modules in eval mode.
+        """
+        self.built_groups, self.configured, self.built = groups, configured, modes
+
+    def keep_settings(self, saved: dict[str, Any]) -> None:
+        """Note the settings of a checkpoint that replace the configured ones."""
+        self.configured |= saved
+
+    @contextmanager
+    def moving(self, moves: Callable[[SchedulerConfig], bool]) -> Iterator[None]:
+        """The context in which only some of the schedulers move."""
+        every, self.schedulers = self.schedulers, [each for each in self.schedulers if moves(each)]
+        try:
+            yield
+        finally:
+            self.schedulers = every
+
+    def keep_modes(self, saved: dict[str, list[str]]) -> None:
+        """Note the modes of a checkpoint that replace those of the built modules."""
+        self.built = saved
+
+    def drop_schedulers(self) -> None:
+        """Move no schedule in this run."""
+        self.schedulers.clear()
+
+    def follow(self, teachers: list[Teacher]) -> None:
+        """Let teachers follow the task in each update."""
+        self.teachers = teachers
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -258,7 +258,8 @@ class Progress:
         weight_guess: See `LossWeighting`.
         units: Weight of all updates: the tokens, boxes or samples learned from.
         loader: Where the training loader stands, as its adapter says after the last step.
-        fits: Samples of the largest part of a micro-batch that fits into memory, on every process; 0: all have fitted.
+        fits: Samples of the largest part of a micro-batch that fits into memory; 0: all have fitted. Processes agree on
+            it at the end of the step in which one part did not fit.
         left_out: Steps whose first micro-batch lies in one of these ranges (from, to) of the run's are not trained on.
     """
 
@@ -294,6 +295,14 @@ class Progress:
         self.samples += window.samples
         self.batches += window.batches
         self.loader = window.state
+
+    def begin_epoch(self) -> None:
+        """Note that the epoch in progress has begun."""
+        self.in_epoch = True
+
+    def leave_out(self, ranges: list[list[int]]) -> None:
+        """Train on no step whose first micro-batch is in one of these ranges, from and to."""
+        self.left_out = ranges
 
     def leave_epoch(self) -> None:
         """Stand before the epoch in progress."""

@@ -1,83 +1,23 @@
-"""Where `self.log` writes, and the rows that a run's loggers get of it."""
+"""Records: the rows that a run's loggers get."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from lumen.loggers import takes_epoch
-from lumen.metrics.collector import StageMetrics
-from lumen.metrics.log_call import Doubts
 from lumen.metrics.step_values import PendingStepLog
-from lumen.metrics.torchmetrics_states import Gather, metrics_of, share_metrics
 from lumen.run.agreement_guard import AgreementGuard
 from lumen.run.goodput import Goodput
+from lumen.run.log_context import LogContext
 from lumen.run.plan import Plan, Progress
 from lumen.run.step_context import StepContext
-from lumen.strategies import Strategy, gather_values
-from lumen.task.hooks import Hooks
-from lumen.task.task_module import TaskModule
+from lumen.strategies import Strategy
 
 if TYPE_CHECKING:
     from lumen.loggers import Logger
-
-
-@final
-class LogContext:
-    """Where in a run a value is logged.
-
-    Args:
-        task: Its torchmetrics objects are those that may be logged.
-        hooks: Hooks of the run, which may log.
-        strategy: The run's strategy, whose processes merge values.
-
-    Attributes:
-        train: The values of the training epoch in progress.
-        stage: Where values go that are logged now: `train`, or those of an evaluation; None: nowhere.
-        batch_samples: Samples of the micro-batch in progress: what a mean is weighed with.
-        batch_index: The `batch_idx` of the micro-batch in progress; None: there is none, but data may be awaited.
-        loader_suffix: Added to the names that are logged for one of several evaluation loaders.
-        in_train_step: A training step is in progress.
-        in_evaluation_pass: An evaluation reads its loaders.
-        hook: The hook that is being called, of those around steps; "" in steps.
-        doubts: Finds numbers that one process has logged as if they were of all.
-        has_epoch_ends: A rank has a hook at the end of training epochs.
-        has_metrics: A rank has torchmetrics objects.
-    """
-
-    def __init__(self, task: TaskModule, hooks: Hooks, strategy: Strategy) -> None:
-        self._hooks, self._strategy = hooks, strategy
-        self.train = StageMetrics()
-        self.stage: StageMetrics | None = None
-        self.batch_samples = 1
-        self.batch_index: int | None = None
-        self.loader_suffix = ""
-        self.in_train_step = False
-        self.in_evaluation_pass = False
-        self.hook = ""
-        self.doubts = Doubts()
-        self.has_epoch_ends = bool(hooks.on_train_epoch_end)
-        self.has_metrics = bool(metrics_of(task))
-
-    @property
-    def gather(self) -> Gather | None:
-        """The function that gathers values of all ranks; None where one process has nothing to merge."""
-        return partial(gather_values, self._strategy) if self._strategy.processes.world_size > 1 else None
-
-    def call_hooks(self, name: str) -> None:
-        """Call hooks that stand around steps: a number that they log is of this process, not of samples."""
-        self.hook = name
-        for hook in getattr(self._hooks, name):
-            hook()
-        self.hook = ""
-
-    def share_metrics(self, task: TaskModule) -> None:
-        """Let the task's torchmetrics objects compute over all processes, except where these go ways of their own."""
-        if self.gather is not None:
-            share_metrics(task, self.gather, lambda: self.in_train_step or self.in_evaluation_pass)
 
 
 @final
@@ -91,9 +31,11 @@ class Records:
         log: Collected values of the run's steps.
         step: The step in progress, with the newest gradient norm, and whether there was an update.
         strategy: Where values are computed, and which of them all ranks must have alike.
+        goodput: Measures where the time goes.
 
     Attributes:
         loggers: Loggers that are given each row.
+        pending: The row that is on its way to the loggers; None: none is.
         is_logged: A rank has loggers.
         absent: States of the loggers that the run had in an earlier part only, by key.
         before_evaluation: States of the loggers before an evaluation that is not complete; None: there is none.
@@ -110,23 +52,41 @@ class Records:
         log: LogContext,
         step: StepContext,
         strategy: Strategy,
+        goodput: Goodput,
     ) -> None:
         self._plan, self._progress, self._log, self._step = plan, progress, log, step
         self._device = strategy.device
         self.guard = AgreementGuard(strategy, progress, step)
-        self._pending: PendingStepLog | None = None  # on its way to the loggers
+        self.pending: PendingStepLog | None = None
         self.loggers = loggers
         self._told_epochs = [takes_epoch(logger) for logger in loggers]
         self.is_logged = bool(loggers)
         self.absent: dict[str, Any] = {}
         self.before_evaluation: dict[str, Any] | None = None
-        self.goodput = Goodput(None, lambda: 0.0)
+        self.goodput = goodput
         self.kept_row: tuple[int, dict[str, float]] = 0, {}
+
+    def restore_row(self, row: tuple[int, dict[str, float]] | None) -> None:
+        """Take over the `kept_row` of a checkpoint, if it has one."""
+        self.kept_row = row or self.kept_row
+
+    def continue_records(self, states: Mapping[str, Any]) -> None:
+        """Note the states of a checkpoint whose loggers this run does not have."""
+        present = {each.state_key for each in self.loggers}
+        self.absent = {key: state for key, state in states.items() if key not in present}
+
+    def begin_evaluation(self, states: dict[str, Any]) -> None:
+        """Keep the states that the loggers have before an evaluation, for a checkpoint that is saved within it."""
+        self.before_evaluation = states
+
+    def end_evaluation(self) -> None:
+        """Note that the evaluation is complete."""
+        self.before_evaluation = None
 
     def log_step(self) -> None:
         """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
         if self.is_logged:
-            self._pending = self._newest_log()
+            self.pending = self._newest_log()
             if not self.is_asynchronous:
                 self.write_row()
 
@@ -145,8 +105,8 @@ class Records:
 
     def write_row(self) -> None:
         """Write what `log_step` has left, before anything else is written or saved. Collective."""
-        if self._pending is not None:
-            row, self._pending = self._pending, None
+        if self.pending is not None:
+            row, self.pending = self.pending, None
             self._write(row.values(self._log.gather), row.step, row.epoch)
 
     def write(self, values: Mapping[str, float | torch.Tensor]) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
+from lumen.metrics.collector import StageMetrics
+from lumen.metrics.torchmetrics_states import unshare_metrics
 from lumen.precision import Precision
 from lumen.run.ending import Ending
+from lumen.run.goodput import Goodput
 from lumen.run.loaders import Loaders
+from lumen.run.log_context import LogContext
 from lumen.run.optimization import Optimization
 from lumen.run.plan import Plan, Progress
-from lumen.run.records import LogContext, Records
+from lumen.run.records import Records
 from lumen.run.step_context import StepContext, TaskCalls
 from lumen.run.values import LoggedValues
 from lumen.strategies import Strategy
+from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import Hooks
 from lumen.task.task_module import TaskModule
@@ -28,14 +34,20 @@ class Run:
     """The parts of a run. The trainer makes one for each stage.
 
     Args:
-        trainer: The trainer that the run belongs to.
         stage: "fit", "validate", "test" or "predict".
-        task: What is trained or evaluated.
+        task: The task that is trained or evaluated.
         datamodule: None: the loaders were given, or are the task's.
         loaders: The loaders that were given, for training and for evaluation; None: none were.
-        precision: In which dtype the task computes.
+        strategy: The strategy of the trainer, whose processes are connected.
+        plan: The settings of the trainer in resolved units.
+        precision: The dtype that the task computes in.
+        hooks: The hooks of the task and of the trainer's callbacks.
+        compilation: The modules that are compiled during the run.
         seed: 0 to 2**63 - 1; keys everything random.
         loggers: Loggers of this process; empty on all ranks but 0.
+        goodput: Measures where the time goes.
+        checkpoint: The checkpoint that `fit` resumes; None: a new run.
+        make_saves: Makes the part that writes checkpoints of this run.
 
     Attributes:
         stage: As given; "sanity" and "validate" during the evaluations of `fit`, "" when the run is over.
@@ -56,24 +68,25 @@ class Run:
         saves: The checkpoints that the run writes.
     """
 
-    checkpoint: Checkpoint | None
-    saves: Saves
-
     def __init__(
         self,
-        trainer: Any,
         stage: str,
         task: TaskModule,
         datamodule: DataModule | None,
         loaders: tuple[Any, Any] | None,
+        *,
+        strategy: Strategy,
+        plan: Plan,
         precision: Precision,
+        hooks: Hooks,
+        compilation: Compilation,
         seed: int,
         loggers: Sequence[Logger],
+        goodput: Goodput,
+        checkpoint: Checkpoint | None,
+        make_saves: Callable[[Run], Saves],
     ) -> None:
-        strategy: Strategy = trainer.strategy
-        plan: Plan = trainer.plan
-        replays_graphs = trainer.compilation.replays_graphs(strategy.device)
-        self.trainer = trainer
+        replays_graphs = compilation.replays_graphs(strategy.device)
         self.stage = stage
         self.task = task
         self.strategy = strategy
@@ -81,13 +94,50 @@ class Run:
         self.precision = precision
         self.plan = plan
         self.seed = seed
-        self.hooks = Hooks(task, trainer.callbacks, trainer)
+        self.hooks = hooks
         self.progress = Progress()
-        self.ending = Ending(plan, self.progress, strategy.processes)
-        self.loaders = Loaders(datamodule, loaders, plan, self.progress, strategy.data_world_size)
-        self.calls = TaskCalls(task, datamodule, strategy, precision, replays_graphs=replays_graphs)
-        self.step = StepContext(strategy, precision, self.progress, seed, replays_graphs=replays_graphs)
-        self.optim = Optimization(task)
         self.log = LogContext(task, self.hooks, strategy)
+        self.ending = Ending(plan, self.progress, strategy.processes, self.log)
+        self.loaders = Loaders(datamodule, loaders, plan, self.progress, strategy.data_world_size)
+        self.calls = TaskCalls(task, datamodule, strategy, precision, compilation)
+        self.step = StepContext(strategy, precision, self.progress, self.log, seed, replays_graphs=replays_graphs)
+        self.optim = Optimization(task)
         self.values = LoggedValues(task, self.loaders)
-        self.records = Records(loggers, plan, self.progress, self.log, self.step, strategy)
+        self.records = Records(loggers, plan, self.progress, self.log, self.step, strategy, goodput)
+        self.checkpoint = checkpoint
+        self.saves = make_saves(self)
+
+    def agree_on_logging(self) -> None:
+        """Find out what any rank logs and asks for. Collective: every rank must call this."""
+        asks = self.hooks.may_stop_at_steps and self.processes.world_size > 1
+        flags = self.records.is_logged, self.log.has_epoch_ends, self.log.has_metrics, asks
+        of_any = (ranks > 0 for ranks in self.processes.sum([*map(float, flags)]))
+        self.records.is_logged, self.log.has_epoch_ends, self.log.has_metrics, self.ending.asks_each_step = of_any
+
+    @contextmanager
+    def in_stage(self, stage: str, metrics: StageMetrics) -> Iterator[None]:
+        """The context of an evaluation, whose values `metrics` collects."""
+        before = self.stage, self.log.stage
+        self.stage, self.log.stage, self.log.batch_samples = stage, metrics, 1
+        try:
+            yield
+        finally:
+            self.log.loader_suffix, self.log.in_evaluation_pass = "", False
+            self.stage, self.log.stage = before
+
+    def end_boundary(self) -> None:
+        """Let what is logged belong to the training epoch in progress again, if there is one."""
+        self.ending.is_decided = False
+        self.log.stage = self.log.train if self.progress.in_epoch else None
+        self.values.updated.clear()
+
+    def evaluate_checkpoint(self, checkpoint: Checkpoint | None) -> None:
+        """Note the checkpoint whose parameters this run evaluates; None: it evaluates those that the task has."""
+        self.checkpoint = checkpoint
+
+    def close(self) -> None:
+        """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
+        self.stage = ""
+        self.optim.release()
+        self.loaders.close()
+        unshare_metrics(self.task)

@@ -93,6 +93,11 @@ class SchedulerConfig:
         if self.monitor is not None and self.monitor in values:
             self.unread, self.known = values[self.monitor], True
 
+    def restore(self, state: dict[str, Any], monitor: tuple[bool, float | None]) -> None:
+        """Take over the state of a scheduler, and `known` and `unread` of its monitor."""
+        self.known, self.unread = monitor
+        self.scheduler.load_state_dict(state)
+
     def step(self) -> None:
         """Move the schedule by one, a plateau if there is something new to look at."""
         if self.warmup is not None and not self.warmup.over:

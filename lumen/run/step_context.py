@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,9 +16,11 @@ from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
 from lumen.run.anomalies import NonFiniteCheck, OperationFinder, Place
 from lumen.run.loaders import Loaders
+from lumen.run.log_context import LogContext
 from lumen.run.loss_weighting import BeginSum, LossWeighting
 from lumen.run.plan import Progress
 from lumen.strategies import Strategy
+from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import fitted, overrides
 from lumen.task.step_arguments import step_arguments
@@ -48,6 +51,7 @@ class StepContext:
         strategy: Strategy of the run, whose processes sum weights.
         precision: The run's precision; fp16 skips non-finite updates itself.
         progress: Counters of the run.
+        log: Where the values of the run are collected.
         seed: The run's seed, which keys everything random.
         replays_graphs: Compiled modules write what they return into the same memory for each batch.
 
@@ -56,8 +60,10 @@ class StepContext:
         nonfinite: Finds losses and gradients that are not finite.
         skips_epoch: A hook of this process has ended the epoch in this step.
         skips_update: Hooks of all processes have asked for no update of the step.
-        fits: Samples of the largest part of a micro-batch that is tried in this process; 0: none was too large. It is
-            another number than that of `Progress` where one was too large in this step.
+        has_shrunk: A part of a micro-batch was too large in this process, as the others do not know yet.
+        is_updating: The run calls the `step` of an optimizer now.
+        requests: What this process asks a map-style data set for in this step, a request for each of its
+            micro-batches; None: it is no such set.
         dummy: A batch that gave a loss, with its micro-batch: it is run again where a rank has none.
         loss: The newest loss, without dimensions; on the device, perhaps with its graph.
         grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
@@ -67,16 +73,25 @@ class StepContext:
     """
 
     def __init__(
-        self, strategy: Strategy, precision: Precision, progress: Progress, seed: int, *, replays_graphs: bool
+        self,
+        strategy: Strategy,
+        precision: Precision,
+        progress: Progress,
+        log: LogContext,
+        seed: int,
+        *,
+        replays_graphs: bool,
     ) -> None:
-        self._strategy, self._precision, self._progress, self._seed = strategy, precision, progress, seed
+        self._strategy, self._precision, self._progress, self._log = strategy, precision, progress, log
+        self._seed = seed
         self._replays_graphs = replays_graphs
         self._first_micro_batch = 0
         self.weighting: LossWeighting
         finds = torch.is_anomaly_enabled()
         self.nonfinite = NonFiniteCheck(OperationFinder.over(precision, self.where).told if finds else None)
         self.skips_epoch = self.skips_update = False
-        self.fits = progress.fits
+        self.has_shrunk = self.is_updating = False
+        self.requests: Sequence[Any] | None = None
         self.dummy: tuple[Any, MicroBatch] | None = None
         self.loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
@@ -102,14 +117,22 @@ class StepContext:
             keeps_losses=keeps_losses,
         )  # fmt: skip
 
-    def begin(self) -> None:
-        """Count micro-batches from here."""
+    def begin(self, window: AccumulationWindow) -> None:
+        """Begin a step: its micro-batches are counted, and its values collected, from here."""
         self.skips_epoch = self.skips_update = False
-        self.fits = self._progress.fits
+        self.requests = window.requests
+        self._log.in_train_step = True
+        self._log.train.begin_window()
         self._first_micro_batch = self._progress.micro_batches
 
-    def seed(self, micro: MicroBatch) -> None:
-        """Key everything random in a training micro-batch by its number in the run."""
+    def seed(self, micro: MicroBatch, index: int) -> None:
+        """Key everything random in a training micro-batch by its number in the run.
+
+        Args:
+            micro: The micro-batch whose forward comes next.
+            index: The `batch_idx` of the micro-batch.
+        """
+        self._log.batch_samples, self._log.batch_index = micro.samples, index
         number = self._first_micro_batch + micro.number
         seed_generators(make_key(self._seed, Domain.TRAIN, number))
         self._progress.micro_batches = number + 1
@@ -118,10 +141,51 @@ class StepContext:
         """Key what hooks draw at the start (0) and the end (1) of an epoch, and where its loaders are opened (2)."""
         seed_generators(make_key(self._seed, Domain.HOOK, self._progress.epoch, place))
 
+    def skip_epoch(self) -> None:
+        """End the epoch in this step, as a hook of this process asks."""
+        self.skips_epoch = True
+
+    def keep_dummy(self, batch: Any, micro: MicroBatch) -> None:
+        """Keep a batch that gave a loss, for ranks that have none."""
+        self.dummy = batch, micro
+
+    @contextmanager
+    def evaluated_again(self) -> Iterator[None]:
+        """The context of a further evaluation of the step: what it logs and the norm of its gradients are dropped."""
+        before = self.grad_norm
+        with self._log.collected_apart():
+            try:
+                yield
+            finally:
+                self.grad_norm = before
+
+    def skip_update(self) -> None:
+        """Make no update of this step. To be called on every rank."""
+        self.skips_update = True
+
+    def keep_norm(self, norm: torch.Tensor | None) -> None:
+        """Keep the norm of the gradients before clipping; None: they were not clipped."""
+        self.grad_norm = None if norm is None else norm.to(self._strategy.device)
+
+    def shrink_parts(self, fits: int) -> None:
+        """Try parts of at most so many samples from here on, since a larger one did not fit in this process."""
+        self._progress.fits, self.has_shrunk, self.loss = fits, True, None
+
+    def agree_on_parts(self, fits: int) -> None:
+        """Keep to the number of samples that fits on every process."""
+        self._progress.fits, self.has_shrunk = fits, False
+
     def end(self, window: AccumulationWindow) -> None:
         """The step's micro-batches are used, those of all processes, for no update so far."""
         self.updated = False
         self._progress.micro_batches = self._first_micro_batch + len(window.sizes)
+
+    def leave_out(self, window: AccumulationWindow) -> None:
+        """Count a window that is not trained on."""
+        self.skips_epoch = self.skips_update = False
+        self._first_micro_batch = self._progress.micro_batches
+        self._progress.advance(window, updated=False)
+        self.end(window)
 
     def where(self) -> Place:
         """The step in progress, its epoch, and its newest micro-batch."""
@@ -138,10 +202,11 @@ class StepContext:
         if not (loss_factor and self._precision.handles_overflow):
             self.nonfinite.check(loss, loss_factor, self.where)
 
-    def check_gradient(self, norm: torch.Tensor) -> None:
-        """Refuse a NaN or infinite norm of the gradients; fp16 leaves one to its scaler."""
-        if not self._precision.handles_overflow:
-            self.nonfinite.check(norm, None, self.where)
+    def begin_update(self) -> None:
+        """Refuse a NaN or infinite norm of the gradients, which fp16 leaves to its scaler; the update comes next."""
+        if self.grad_norm is not None and not self._precision.handles_overflow:
+            self.nonfinite.check(self.grad_norm, None, self.where)
+        self.is_updating = True
 
     def count(self, window: AccumulationWindow, *, updated: bool, tried: bool = True) -> None:
         """Advance the run by one window.
@@ -152,10 +217,10 @@ class StepContext:
             tried: An update was tried; one may have been skipped in fp16.
         """
         progress, weighting = self._progress, self.weighting
-        counted = weighting.counted
+        counted = weighting.by_task or bool(weighting._returned)
         progress.advance(window, updated=updated)
-        self.end(window)
-        self.updated = updated
+        progress.micro_batches = self._first_micro_batch + len(window.sizes)
+        self.updated, self.is_updating, self.skips_update = updated, False, False
         if counted or not progress.weight_guess:
             progress.weight_guess = weighting.next_guess
         if updated:
@@ -186,7 +251,10 @@ class TaskCalls:
         datamodule: None: there is none.
         strategy: Knows the device.
         precision: May change the dtype of batches.
-        replays_graphs: Compiled modules write what they return into the same memory for each batch.
+        compilation: Knows whether compiled modules write what they return into the same memory for each batch.
+
+    Attributes:
+        compilation: The modules of the task that are compiled during the run.
     """
 
     def __init__(
@@ -195,13 +263,14 @@ class TaskCalls:
         datamodule: DataModule | None,
         strategy: Strategy,
         precision: Precision,
-        *,
-        replays_graphs: bool,
+        compilation: Compilation,
     ) -> None:
+        self.compilation = compilation
         self._task = task
         self._device = strategy.device
         self._arguments = _step_arguments(task, {})
-        self._hooks = _transfer_hooks(task, datamodule, strategy.device, precision.dtype, marks_steps=replays_graphs)
+        marks_steps = compilation.replays_graphs(strategy.device)
+        self._hooks = _transfer_hooks(task, datamodule, strategy.device, precision.dtype, marks_steps=marks_steps)
 
     def bind(self, loaders: Loaders) -> None:
         """Find out what the steps are called with, now that these loaders are open."""

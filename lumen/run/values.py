@@ -49,6 +49,26 @@ class LoggedValues:
         self.batch_indices: list[int] | None = None
         self.has_ended_epoch = self.has_validated = False
 
+    def choose(self, *, keeps_predictions: bool, are_shown: bool) -> None:
+        """Choose what is kept and shown of an evaluation; see the attributes."""
+        self.keeps_predictions, self.are_shown = keeps_predictions, are_shown
+
+    def note_epoch(self) -> None:
+        """Note that a training epoch has ended."""
+        self.has_ended_epoch = True
+
+    def note_validation(self) -> None:
+        """Note that a validation is complete."""
+        self.has_validated = True
+
+    def note_batch(self, indices: list[int] | None) -> None:
+        """Note the indices in the data set of the samples of a prediction's batch."""
+        self.batch_indices = indices
+
+    def keep_predictions(self, outputs: list[Any]) -> None:
+        """Keep what `predict_step` returned for the batches of one loader."""
+        self.predictions.append(outputs)
+
     def publish(self, stage: str, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
         """Compute the values of an epoch or evaluation, and keep them. Collective: every rank must call this."""
         values = metrics.epoch_values(self._task, gather)
@@ -85,9 +105,10 @@ class LoggedValues:
         """How names were logged in each stage, for checkpoints: what `forks` and `unlogged` need to know."""
         return {stage: metrics.options() for stage, metrics in self._of_stages.items()}
 
-    @options.setter
-    def options(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        self._of_stages = {stage: StageMetrics.of_options(each) for stage, each in saved.items()}
+    def restore(self, newest: dict[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the newest values of a checkpoint, and its `options`."""
+        self.newest = newest
+        self._of_stages = {stage: StageMetrics.of_options(each) for stage, each in options.items()}
 
     def forget(self) -> None:
         """Those of a sanity check are nobody's."""

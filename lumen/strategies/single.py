@@ -38,7 +38,7 @@ class SingleDevice(Strategy):
 
     def connect(self) -> None:
         """Make the device the current one, so that tensors created on "cuda" are there too."""
-        self.processes.timeout_s, self.processes.startup_timeout_s = self._timeouts
+        self.processes.set_timeouts(*self._timeouts)
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)
 

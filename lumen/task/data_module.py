@@ -25,10 +25,15 @@ class Attached:
     """Mixin: the run that a task or data module is attached to while it lasts."""
 
     _run: Run | None = None
+    _trainer: Trainer | None = None
+
+    def _attach(self, run: Run | None, trainer: Trainer | None) -> None:
+        """Let the object know its run, and the trainer that has opened the run."""
+        self._run, self._trainer = run, trainer
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run out of copies, and of what is sent to workers."""
-        return {name: value for name, value in self.__dict__.items() if name != "_run"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_run", "_trainer")}
 
 
 class DataHooks:
@@ -141,7 +146,7 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
     @property
     def trainer(self) -> Trainer | None:
         """The trainer of the run; None before the first one."""
-        return None if self._run is None else self._run.trainer
+        return self._trainer
 
     def setup(self, stage: str) -> None:
         """Build data sets for a stage: "fit", "validate", "test" or "predict"."""

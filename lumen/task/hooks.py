@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -129,12 +129,14 @@ class Hooks:
         trainer: The trainer, the first argument of every callback's hook.
 
     Attributes:
+        callbacks: The callbacks, as they were given.
         around_validation: Each gives the context of a validation in `fit`.
         may_stop_at_steps: There is a hook between the last backward of a step and its end that may wish to stop.
     """
 
-    def __init__(self, task: TaskModule, callbacks: Iterable[Any], trainer: Any) -> None:
-        callbacks = list(callbacks)
+    def __init__(self, task: TaskModule, callbacks: Sequence[Any], trainer: Any) -> None:
+        self.callbacks = callbacks
+        self._first_arguments = trainer, task
         stopping = [task, *(callback for callback in callbacks if callback.stops_at_steps)]
         self.may_stop_at_steps = any(overrides(owner, name) for owner in stopping for name in _AFTER_THE_BACKWARD)
         self.around_validation = [
@@ -151,7 +153,12 @@ class Hooks:
                 calls.append(fitted(task, name))
             self._calls[name] = tuple(calls)
 
-    def add(self, name: str, call: Callable[..., Any]) -> None:
+    def of_callbacks(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
+        """Return the callbacks that override a hook, each with the hook to call."""
+        found = (each for each in self.callbacks if overrides(each, name))
+        return [(each, partial(getattr(each, name), *self._first_arguments)) for each in found]
+
+    def call_last(self, name: str, call: Callable[..., Any]) -> None:
         """Call a function after all others of a hook."""
         setattr(self, name, (*getattr(self, name), call))
 

@@ -48,6 +48,10 @@ class HasHyperparameters:
         """The entries of `hparams` as `save_hyperparameters` left them, whatever has been set since."""
         return Hyperparameters(self.__dict__.get("hparams_as_saved", {}))
 
+    def _refer(self, references: References) -> None:
+        """Note which hyperparameters a config took from the environment."""
+        self.hparams_references = references
+
     @property
     def recorded_hparams(self) -> dict[str, Any]:
         """The entries of `hparams` as files keep them: secrets are masked, references to the environment kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
@@ -24,6 +25,15 @@ class OfRun(Attached):
 
     _opener: Trainer | None = None  # while it is asked for its callbacks
 
+    @contextmanager
+    def _opened_by(self, trainer: Trainer) -> Iterator[None]:
+        """The context in which a trainer asks the task for its callbacks."""
+        self._opener = trainer
+        try:
+            yield
+        finally:
+            del self._opener
+
     @property
     def trainer(self) -> Trainer:
         """The trainer of the run.
@@ -31,11 +41,10 @@ class OfRun(Attached):
         Raises:
             ConfigError: The task is not in a run.
         """
-        if self._opener is not None:
-            return self._opener
-        if self._run is None:
+        trainer = self._opener or self._trainer
+        if trainer is None:
             raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
-        return self._run.trainer  # type: ignore[no-any-return]
+        return trainer
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +81,7 @@ class OfRun(Attached):
     @property
     def loggers(self) -> list[Any]:
         """All loggers."""
-        return [] if self._run is None else self._run.trainer.loggers
+        return [] if self._trainer is None else self._trainer.loggers
 
     @property
     def logger(self) -> Any:

@@ -109,7 +109,7 @@ class OptimizerHooks(Attached):
         if gradient_clip_algorithm == "value":
             run.optim.clip_grad_value(gradient_clip_val, optimizer)
         else:
-            run.step.grad_norm = run.optim.clip_grad_norm(gradient_clip_val, optimizer).to(run.strategy.device)
+            run.step.keep_norm(run.optim.clip_grad_norm(gradient_clip_val, optimizer))
 
     def _in_fit(self, what: str) -> Any:
         """The run, while it trains."""

@@ -321,6 +321,15 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, OfRu
         task._is_filled = True
         return task if device is None else task.to(device)
 
+    def _configure(self) -> None:
+        """Call `configure_model` before a run does."""
+        self.configure_model()
+        self._is_configured = True
+
+    def _note_filled(self) -> None:
+        """Note that training or a file gives the task its parameters."""
+        self._is_filled = True
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; an evaluation then no longer warns of parameters that nobody has trained."""
         self._is_filled = True

@@ -36,20 +36,20 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         run: A run of the stage "fit" that has just been opened.
         configure_optimizers: Used instead of the task's.
     """
-    checkpoint = prepare(run, given=configure_optimizers)
-    prepare_training(run, configure_optimizers or run.task.configure_optimizers, checkpoint)
+    checkpoint = prepare(trainer, run, given=configure_optimizers)
+    prepare_training(trainer, run, configure_optimizers or run.task.configure_optimizers, checkpoint)
     origin = trainer.origin
     if origin.rolled_back is None:
         saved = places_of(run.task, buffers=True, persistent=True)
         found = places_of(run.task, buffers=True).items()
         origin.unsaved = [(place, place[0][place[1]].clone()) for name, place in found if name not in saved]
     else:
-        run.progress.left_out = origin.rolled_back[1]
+        run.progress.leave_out(origin.rolled_back[1])
         reset_buffers(origin.unsaved)
     if checkpoint is not None and (reason := run.ending.limit_reached):
         record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
     trainer._started = True
-    note_steps(run)
+    note_steps(run, trainer.run_directory)
     record_script(trainer, run)
     owners = {"model": run.task, "data": run.loaders.datamodule}
     hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
@@ -71,7 +71,7 @@ def reset_buffers(places: Iterable[tuple[Place, torch.Tensor]]) -> None:
             held[key] = value.clone()
 
 
-def end_training(run: Run) -> None:
+def end_training(trainer: Trainer, run: Run) -> None:
     """Call the last hooks, and say how the run has ended."""
     for hook in run.hooks.on_fit_end:
         hook()
@@ -80,8 +80,8 @@ def end_training(run: Run) -> None:
         run.optim.manual.say_idle()
     if skipped := run.precision.skipped_updates:
         _log.info("%s: %d updates were skipped: their gradients overflowed", run.precision.name, skipped)
-    home = run.trainer.run_directory
-    tell_end(run, [] if home is None else checkpoints_of(run.trainer, home))
+    home = trainer.run_directory
+    tell_end(trainer, run, [] if home is None else checkpoints_of(trainer, home))
 
 
 def go_back(trainer: Trainer, run: Run, left_out: list[int]) -> Origin:

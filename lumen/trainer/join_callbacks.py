@@ -29,11 +29,8 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[Callb
     replaced: list[Callback] = []
     if trainer._asks_task and not goes_back and overrides(task, "configure_callbacks"):
         where = f"{type(task).__name__}.configure_callbacks"
-        task._opener = trainer
-        try:
+        with task._opened_by(trainer):
             given = listed(where, task.configure_callbacks())
-        finally:
-            del task._opener
         saving = any(isinstance(each, ModelCheckpoint) for each in given)
         if saving and stage == "fit" and not (trainer.enable_checkpointing or trainer.fast_dev_run):
             raise ConfigError(

@@ -17,7 +17,6 @@ from lumen.checkpoint import (
     Part,
     Weights,
     as_weights,
-    check_savable,
     check_there,
     choose_parts,
     compare,
@@ -25,7 +24,6 @@ from lumen.checkpoint import (
     find_checkpoint,
     groups_of,
     is_weights,
-    keeps_unknown_state,
     load_model_and_data,
     load_run,
     load_weights,
@@ -43,7 +41,7 @@ from lumen.loop.step_in_parts import check_halving
 from lumen.random import Domain, chosen_seed, draw_seed, make_key, seed_generators
 from lumen.run.configure_optimizers import build_optimizers
 from lumen.run.manual import ManualOptimization, check_plan
-from lumen.run.open_loaders import open_evaluation_loaders, open_loaders
+from lumen.run.open_loaders import open_for_evaluation, open_loaders
 from lumen.run.run import Run
 from lumen.run.scheduler_config import check_horizons
 from lumen.task.data_module import DataModule
@@ -220,7 +218,8 @@ class Origin:
                 "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
                 stage, type(task).__name__, trained,
             )  # fmt: skip
-        task._is_filled |= stage == "fit" or checkpoint is not None or weights is not None
+        if stage == "fit" or checkpoint is not None or weights is not None:
+            task._note_filled()
         return checkpoint
 
 
@@ -231,6 +230,7 @@ def _set_aside_newer(path: PurePath, folders: Sequence[PurePath]) -> None:
 
 
 def prepare(
+    trainer: Trainer,
     run: Run,
     ckpt_path: Weights | str | Path | None = None,
     given: Callable[[], Any] | None = None,
@@ -239,6 +239,7 @@ def prepare(
     """Prepare the data, set up, place and load the model. Collective: every rank must call this.
 
     Args:
+        trainer: The trainer that has opened the run.
         run: Just opened, of any stage.
         ckpt_path: The parameters to evaluate with; None: those that the task has, or that the run begins with.
         given: What `fit` was given in place of the task's `configure_optimizers`, for searches in `setup`.
@@ -247,8 +248,8 @@ def prepare(
     Returns:
         The checkpoint that the run goes on from.
     """
-    run.trainer._given_optimizers = given
-    trainer, strategy, task, datamodule, stage = run.trainer, run.strategy, run.task, run.loaders.datamodule, run.stage
+    trainer._given_optimizers = given
+    strategy, task, datamodule, stage = run.strategy, run.task, run.loaders.datamodule, run.stage
     if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
         trainer.compilation.check(task)
     seed_generators(make_key(run.seed, Domain.INIT, 1))
@@ -276,10 +277,13 @@ def prepare(
     return found
 
 
-def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoint: Checkpoint | None) -> None:
+def prepare_training(
+    trainer: Trainer, run: Run, configure_optimizers: Callable[[], Any], checkpoint: Checkpoint | None
+) -> None:
     """Build the optimizer, open the loaders, and take over what a checkpoint holds. Collective.
 
     Args:
+        trainer: The trainer that has opened the run.
         run: Of `fit`; its model is placed and loaded.
         configure_optimizers: The task's, or what was given in its place.
         checkpoint: What the run goes on from; None: it begins anew.
@@ -288,7 +292,7 @@ def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoi
         LumenError: Something does not fit: the optimizer to the task, a schedule to the run's length, the checkpoint to
             the configuration; or something cannot be saved.
     """
-    trainer, task, optim = run.trainer, run.task, run.optim
+    task, optim = run.task, run.optim
     with only_young_collected():  # the first optimizer of a process makes torch import its compiler
         built = build_optimizers(task, configure_optimizers, run.precision)
     if not task.automatic_optimization:
@@ -296,28 +300,27 @@ def prepare_training(run: Run, configure_optimizers: Callable[[], Any], checkpoi
     by_hand = partial(
         ManualOptimization, task, hooks=run.hooks, precision=run.precision, strategy=run.strategy, step=run.step
     )
-    optim.take(*built, may_step=lambda: optim.is_updating or not run.log.in_train_step, by_hand=by_hand)
+    optim.take(*built, may_step=lambda: run.step.is_updating or not run.log.in_train_step, by_hand=by_hand)
     for each in optim.optimizers:
         run.strategy.check_optimizer(each)
-    optim.built_groups = groups_of(task, optim.optimizer)
-    optim.configured, optim.built = configured(run), modes_of(task)
+    optim.note_built(groups_of(task, optim.optimizer), configured(run), modes_of(task))
     origin = trainer.origin
     if checkpoint is not None:
         load_run(run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero)
-        run.progress.should_stop &= origin.stays  # a new run may go on where a callback ended the old one
+        if not origin.stays:  # a new run may go on where a callback ended the old one
+            run.ending.request_stop(value=False)
     open_loaders(run)
     if run.plan.accumulates:
         run.strategy.gradient_sync(last=False)  # one that cannot says so now, not in the epoch that needs it first
     if checkpoint is not None:
         compare(run, checkpoint, origin.parts)
-    optim.teachers = teachers_of(task)
+    optim.follow(teachers_of(task))
     for teacher in optim.teachers:
         teacher.begin(task, lambda: trainer.estimated_stepping_batches)
     if not trainer.fast_dev_run:
         check_horizons(run)
-    if trainer.enable_checkpointing:
-        check_savable(run)  # what cannot be saved is found now, not after the first epoch
-        run.saves.checks_update = keeps_unknown_state(optim.optimizer)
+    if run.saves.are_on:
+        run.saves.check_begin()  # what cannot be saved is found now, not after the first epoch
 
 
 def _prepare_data(datamodule: DataModule | None, task: TaskModule, *, is_first: bool) -> None:
@@ -365,10 +368,9 @@ def evaluate_all(
             "ckpt_path='last'; after fit with EMA or SWA the task itself holds the average."
         )
     with opened(trainer, stage, task, data, data) as run:
-        run.checkpoint = prepare(run, ckpt_path, average=average)
-        run.loaders.evaluation = open_evaluation_loaders(run, stage)
-        run.calls.bind(run.loaders)
-        run.values.keeps_predictions, run.values.are_shown = keeps_outputs, verbose
+        run.evaluate_checkpoint(prepare(trainer, run, ckpt_path, average=average))
+        open_for_evaluation(run, stage)
+        run.values.choose(keeps_predictions=keeps_outputs, are_shown=verbose)
         if not evaluate(run, stage):
             raise StopRequested
     return run

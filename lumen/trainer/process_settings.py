@@ -202,7 +202,7 @@ def turn(task: TaskModule, datamodule: DataModule | None, *, trains: bool) -> It
             if _open:
                 closing.enter_context(preserved_generators())
                 if attached is not None and attached.stage and datamodule is not None:
-                    closing.callback(setattr, datamodule, "_run", attached)
+                    closing.callback(datamodule._attach, attached, datamodule._trainer)
             if trains:
                 closing.enter_context(torch.inference_mode(False))
                 closing.enter_context(torch.enable_grad())

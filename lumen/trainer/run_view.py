@@ -85,7 +85,7 @@ class RunView(ViewOfSettings):
                 "should_stop was set in on_step_checkpoint, where it is decided whether the run ends here. "
                 "Set it in on_step_end."
             )
-        self.run.progress.should_stop = value
+        self.run.ending.request_stop(value=value)
 
     @property
     def may_stop(self) -> bool:
@@ -112,9 +112,9 @@ class RunView(ViewOfSettings):
 
         To be called in `on_before_optimizer_step`, on every rank; elsewhere it is a `TrainingError`.
         """
-        if not self.in_training_step or self.run.optim.is_updating:
+        if not self.in_training_step or self.run.step.is_updating:
             raise TrainingError("skip_update: no update is about to be made. Call it in on_before_optimizer_step.")
-        self.run.step.skips_update = True
+        self.run.step.skip_update()
 
     def roll_back(self, before: int = 0, after: int = 0) -> None:
         """Undo the step in progress, and go on from a checkpoint without it and so many steps around it.
@@ -129,9 +129,10 @@ class RunView(ViewOfSettings):
             after: Steps after it, likewise.
         """
         at_least(0, before=before, after=after)
-        if not self.in_training_step or self.run.optim.is_updating:
+        if not self.in_training_step or self.run.step.is_updating:
             raise TrainingError("roll_back: no step is in progress. Call it in on_before_optimizer_step.")
-        self.run.step.skips_update, self.run.ending.rolls_back = True, (before, after)
+        self.run.step.skip_update()
+        self.run.ending.roll_back(before, after)
 
     @property
     def progress(self) -> Progress:
@@ -163,7 +164,7 @@ class RunView(ViewOfSettings):
 
         To be called in `on_step_end`, on every rank.
         """
-        self.run.ending.is_asked = True
+        self.run.ending.request_agreement()
 
     @property
     def validation_due(self) -> bool:

@@ -54,7 +54,6 @@ from lumen.internals.garbage import collected_every
 from lumen.internals.stop_signals import LEFT
 from lumen.loggers import Logger, with_own_record
 from lumen.loop.fit import StopRequested
-from lumen.metrics.torchmetrics_states import unshare_metrics
 from lumen.precision import make_precision
 from lumen.profilers import profiled
 from lumen.run.anomalies import OperationFinder
@@ -65,7 +64,7 @@ from lumen.strategies import check_data_ranks
 from lumen.strategies.factory import unused_devices
 from lumen.task.data_module import DataModule
 from lumen.task.given import check_task
-from lumen.task.hooks import check_hooks, fitted, misspelt_hooks, overridden_state_dicts
+from lumen.task.hooks import Hooks, check_hooks, fitted, misspelt_hooks, overridden_state_dicts
 from lumen.task.task_module import TaskModule
 from lumen.trainer.join_callbacks import join_callbacks
 from lumen.trainer.logs import apart_from_others, console_log, log_file
@@ -308,21 +307,48 @@ def make_run(session: Session) -> Iterator[None]:
     with ExitStack() as closing:
         closing.callback(OperationFinder.lift, precision)
         run = session.run = trainer._run = Run(
-            trainer, session.stage, session.task, session.datamodule, session.given, precision, seed, session.loggers
+            session.stage,
+            session.task,
+            session.datamodule,
+            session.given,
+            strategy=trainer.strategy,
+            plan=trainer.plan,
+            precision=precision,
+            hooks=Hooks(session.task, trainer.callbacks, trainer),
+            compilation=trainer.compilation,
+            seed=seed,
+            loggers=session.loggers,
+            goodput=goodput,
+            checkpoint=checkpoint,
+            make_saves=partial(
+                Saves,
+                check_home=session.check_home,
+                are_on=trainer.enable_checkpointing,
+                stays=origin.stays,
+                switches=_switches(trainer),
+            ),
         )
         if session.trains:
             trainer._counted = run.progress
         if writes:
-            run.records.goodput = goodput
             closing.callback(lambda: goodput.close(run.progress.step))
-        run.checkpoint, run.saves = checkpoint, Saves(run, session.check_home)
         yield
+
+
+def _switches(trainer: Trainer) -> dict[str, bool | str | None]:
+    """Return the arguments that change what is computed, and that no part of the run has."""
+    return {
+        "matmul_precision": trainer.matmul_precision,
+        "benchmark": trainer.benchmark,
+        "deterministic": trainer.deterministic,
+        "sync_batchnorm": trainer.sync_batchnorm,
+    }
 
 
 @contextmanager
 def watch_progress(session: Session) -> Iterator[None]:
     """Watch for a hang; let `breakpoint()` ask on one of several ranks."""
-    with debuggable(session.trainer.processes), watched(session.run) as session.watch:
+    with debuggable(session.trainer.processes), watched(session.run, session.trainer.run_directory) as session.watch:
         yield
 
 
@@ -330,7 +356,7 @@ def watch_progress(session: Session) -> Iterator[None]:
 def open_loggers(session: Session) -> Iterator[None]:
     """Open the loggers on the first process, for a run with a directory. Collective: every rank must call this."""
     trainer, run, directory = session.trainer, session.run, session.directory
-    _agree_on_logging(run)
+    run.agree_on_logging()
     with ExitStack() as closing:
         if directory is not None:
             if trainer.is_global_zero:
@@ -339,15 +365,6 @@ def open_loggers(session: Session) -> Iterator[None]:
                 logger.run_directory = directory
             trainer.processes.on_rank_zero(partial(_open_loggers, session, directory, closing))
         yield
-
-
-def _agree_on_logging(run: Run) -> None:
-    """Find out what any rank logs and asks for. Collective: every rank must call this."""
-    records, log, ending = run.records, run.log, run.ending
-    asks = run.hooks.may_stop_at_steps and run.processes.world_size > 1
-    flags = records.is_logged, log.has_epoch_ends, log.has_metrics, asks
-    of_any = (ranks > 0 for ranks in run.processes.sum([*map(float, flags)]))
-    records.is_logged, log.has_epoch_ends, log.has_metrics, ending.asks_each_step = of_any
 
 
 def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None:
@@ -360,7 +377,7 @@ def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None
 @contextmanager
 def catch_signals(session: Session) -> Iterator[None]:
     """Let the first signal finish the step, save and end the run."""
-    with stop_signals(session.run, session.grace, session.folders):
+    with stop_signals(session.trainer, session.run, session.grace, session.folders):
         yield
 
 
@@ -381,25 +398,17 @@ def attach_task(session: Session) -> Iterator[None]:
     run, task, datamodule = session.run, session.task, session.datamodule
     with ExitStack() as closing:  # The last callback is called first, and each one whatever happens in others.
         closing.callback(run.strategy.teardown)
-        closing.callback(_close, run)
+        closing.callback(run.close)
         closing.callback(run.saves.close)
         for hook in reversed(run.hooks.teardown):
             closing.callback(hook, session.stage)
         if datamodule is not None:
             closing.callback(fitted(datamodule, "teardown"), session.stage)
         closing.callback(session.watch.set)  # From there on it may wait for a save as long as that takes.
-        task._run = run
+        task._attach(run, session.trainer)
         if datamodule is not None:
-            datamodule._run = run
+            datamodule._attach(run, session.trainer)
         yield
-
-
-def _close(run: Run) -> None:
-    """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
-    run.stage = ""
-    run.optim.release()
-    run.loaders.close()
-    unshare_metrics(run.task)
 
 
 @contextmanager
@@ -430,7 +439,13 @@ def _leave(session: Session) -> None:
     leaving = interruption(number)
     for hook in run.hooks.on_exception:
         hook(leaving)
-    tell_stop(run, number, directory, checkpoints_of(session.trainer, directory) if directory is not None else [])
+    tell_stop(
+        session.trainer,
+        run,
+        number,
+        directory,
+        checkpoints_of(session.trainer, directory) if directory is not None else [],
+    )
     raise leaving from None
 
 

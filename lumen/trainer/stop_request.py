@@ -14,13 +14,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from lumen.console import in_notebook, logger, stderr, stdout
 from lumen.internals.stop_signals import SIGNALS, exit_code, is_obeyed, is_same_request
 from lumen.run.run import Run
 from lumen.trainer.logs import record
 from lumen.trainer.telling import tell_stop
+
+if TYPE_CHECKING:
+    from lumen.trainer.trainer import Trainer
 
 _LAST_WORDS_S = 2.0  # a terminal or a store that stands still keeps nobody
 _EVALUATION_S = 30.0  # an evaluation has nothing to save
@@ -154,13 +157,14 @@ os.register_at_fork(after_in_child=_hear_no_more)
 
 
 @contextmanager
-def stop_signals(run: Run, grace: Grace, folders: Sequence[PurePath]) -> Iterator[None]:
+def stop_signals(trainer: Trainer, run: Run, grace: Grace, folders: Sequence[PurePath]) -> Iterator[None]:
     """The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 lets the step finish and the run save.
 
     A second one waits for no more than a save. SIGHUP and SIGUSR1 are left alone where they are ignored, as under
     nohup, or have a handler of the user's.
 
     Args:
+        trainer: The trainer of the run.
         run: The run that they ask to stop.
         grace: How long it has then.
         folders: Where its checkpoints lie.
@@ -170,7 +174,7 @@ def stop_signals(run: Run, grace: Grace, folders: Sequence[PurePath]) -> Iterato
         return
 
     def tell(number: int, reason: str) -> None:
-        tell_stop(run, number, run.trainer.run_directory, folders, reason)
+        tell_stop(trainer, run, number, trainer.run_directory, folders, reason)
 
     before: dict[int, Any] = {}
     request = _StopRequest(run, before)
@@ -216,7 +220,9 @@ class _StopRequest:
         elif vote.requested is not None:  # also where a terminal that stands still keeps the answer from being written
             self._leave(number)
         else:
-            vote.requested, self._first_s, self._is_telling = number, time.monotonic(), True
+            self._first_s = time.monotonic()  # before the request: a signal may come between these lines
+            vote.request(number)
+            self._is_telling = True
             logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
             self._is_telling = False
             if self._meanwhile is not None:

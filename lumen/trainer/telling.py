@@ -52,7 +52,7 @@ def tell_place(directory: Path) -> None:
 
 def tell_setup(run: Run) -> None:
     """Say in one line on what a run trains, how, and how much in each step; only what is known."""
-    if run.trainer.is_global_zero:
+    if run.processes.is_global_zero:
         strategy = run.strategy
         how = [strategy.__class__.__name__] * strategy.spans_processes
         pieces = [_devices(strategy), *how, run.precision.name, *_step_size(run), f"seed {run.seed}"]
@@ -86,10 +86,11 @@ def _step_size(run: Run) -> Iterator[str]:
     yield f"global batch {size * adapter.per_step}" + (f" = {' x '.join([str(size), *factors])}" if factors else "")
 
 
-def tell_end(run: Run, folders: Iterable[PurePath]) -> None:
+def tell_end(trainer: Trainer, run: Run, folders: Iterable[PurePath]) -> None:
     """Say why a run is over, what was best, and what can be done with it.
 
     Args:
+        trainer: The trainer of the run.
         run: A run of `fit` whose last hook has been called.
         folders: Where its checkpoints lie, first those of the callback that says which is best.
     """
@@ -97,27 +98,27 @@ def tell_end(run: Run, folders: Iterable[PurePath]) -> None:
     record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
     _tell_idle_monitors(run)
     run.records.goodput.write(progress.step)
-    directory = run.trainer.run_directory
-    if directory is None or not run.trainer.is_global_zero:
+    directory = trainer.run_directory
+    if directory is None or not trainer.is_global_zero:
         return
     if run.records.goodput.is_on:
         with suppress(FileNotFoundError):  # it could not be written
             spent = goodput(directory)
             if spent.wall_s >= _WORTH_TELLING_S:
                 _log.info("%s", spent)
-    for line in _what_now(run, directory, _newest(folders)):
+    for line in _what_now(trainer, run, directory, _newest(folders)):
         _log.info("%s", line)
 
 
 def _tell_idle_monitors(run: Run) -> None:
     """Say which monitors never had a value because the run was too short; in a longer one that is an error."""
     waiting: dict[str, list[str]] = {}
-    for each in run.trainer.callbacks:
+    for each in run.hooks.callbacks:
         if isinstance(each, EarlyStopping | ModelCheckpoint) and each.monitor not in (None, *run.values.newest):
             waiting.setdefault(str(each.monitor), []).append(type(each).__name__)
     if not waiting or not (missing := run.values.yet_to_log):
         return
-    named = texts_of([run.task, *run.trainer.callbacks])
+    named = texts_of([run.task, *run.hooks.callbacks])
     for name, who in waiting.items():
         near = did_you_mean(name, named, cutoff=_NEARLY_THE_SAME)
         near = "" if name in named else near or f" No text in the code of {type(run.task).__name__} reads so."
@@ -126,8 +127,8 @@ def _tell_idle_monitors(run: Run) -> None:
                   " and ".join(missing), waited, near)  # fmt: skip
 
 
-def _what_now(run: Run, directory: Path, newest: PurePath | None) -> Iterator[str]:
-    saver, found = run.trainer.checkpoint_callback, monitored(run.trainer)
+def _what_now(trainer: Trainer, run: Run, directory: Path, newest: PurePath | None) -> Iterator[str]:
+    saver, found = trainer.checkpoint_callback, monitored(trainer)
     best = f"{found.name} {number(found.best, 4)}" if found is not None and found.best is not None else ""
     saved = None if newest is None else str(newest)
     if best and saver is not None and saver.monitor is not None:
@@ -136,9 +137,9 @@ def _what_now(run: Run, directory: Path, newest: PurePath | None) -> Iterator[st
     elif best or saved is not None:
         yield "; ".join([f"best: {best}"] * bool(best) + [f"newest checkpoint: {saved}"] * (saved is not None))
     if newest is not None and (limit := _longer(run)) is not None:
-        yield f"longer: {longer_command(directory, run.trainer._command, *limit)}"
+        yield f"longer: {longer_command(directory, trainer._command, *limit)}"
     shell = "!" if in_notebook else ""
-    if run.trainer.loggers:
+    if trainer.loggers:
         yield f"curves: {shell}lumen report {shlex.quote(str(directory))}"
     if saved is not None:
         words = ["lumen", "export", saved, "--output", f"{directory.name}.safetensors"]
@@ -162,11 +163,17 @@ def _longer(run: Run) -> tuple[str, int | str] | None:
 
 
 def tell_stop(
-    run: Run, number: int | None, directory: Path | None, folders: Iterable[PurePath], reason: str = ""
+    trainer: Trainer,
+    run: Run,
+    number: int | None,
+    directory: Path | None,
+    folders: Iterable[PurePath],
+    reason: str = "",
 ) -> None:
     """Say by what a run was stopped, where, what of it is saved, and how to go on.
 
     Args:
+        trainer: The trainer of the run.
         run: The run, at its last boundary unless it has overrun.
         number: The signal that it obeys.
         directory: Of the run, if it has one.
@@ -174,8 +181,8 @@ def tell_stop(
         reason: Why the run is left where it stands, such as "not done within grace_s=8"; "" for a run at a boundary.
     """
     by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"
-    if run.trainer.state.fn != "fit":
-        record("%s stopped %s", run.trainer.state.fn, by)
+    if trainer.state.fn != "fit":
+        record("%s stopped %s", trainer.state.fn, by)
         return
     at = f"stopped at step {run.progress.step} {by}"
     newest = _newest(folders)
@@ -188,7 +195,7 @@ def tell_stop(
         at,
         newest.name,
         again,
-        resume_command(directory, run.trainer._command),
+        resume_command(directory, trainer._command),
     )
 
 
@@ -229,14 +236,13 @@ def _newest(folders: Iterable[PurePath]) -> PurePath | None:
     return None
 
 
-def note_steps(run: Run) -> None:
+def note_steps(run: Run, directory: Path | None) -> None:
     """Note where a training begins, and each of its steps, for a launcher that may start it again."""
-    directory = run.trainer.run_directory
     if has_lives() and directory is not None:
         progress = run.progress
         report_steps(lambda: progress.step)
         note = step_notes(run.processes.rank, directory, progress.step)
-        run.hooks.add("on_step_end", lambda: note(progress.step))
+        run.hooks.call_last("on_step_end", lambda: note(progress.step))
 
 
 def tell_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:

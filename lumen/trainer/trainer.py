@@ -299,7 +299,7 @@ class Trainer(RunView):
                 begin_training(self, run, configure_optimizers)
                 left_out = train(run)
                 if left_out is None:
-                    end_training(run)
+                    end_training(self, run)
                 origin = None if left_out is None else go_back(self, run, left_out)
 
     def validate(
@@ -373,6 +373,15 @@ class Trainer(RunView):
         if not keeps:
             return None
         return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
+
+    def _use_config(self, seed: int, command: str) -> None:
+        """Take over what the command line knows, which keeps the whole config itself.
+
+        Args:
+            seed: The seed with which everything was built.
+            command: First words of a command that trains.
+        """
+        self.seed, self._given, self._command = seed, None, command
 
     def save_checkpoint(
         self, filepath: str | PurePath, *, info: Mapping[str, Any] | None = None, **unknown: Any

@@ -55,7 +55,7 @@ _UNMATCHED_AFTER_S = 3.0  # A step that waits less long is not looked at.
 
 
 @contextmanager
-def watched(run: Run) -> Iterator[threading.Event]:
+def watched(run: Run, directory: Path | None) -> Iterator[threading.Event]:
     """The context of a run that ends the job where it hangs: where no step and no batch is done for too long.
 
     Too long is `timeout_s` in a step and where other processes are waited for; until the first step is done, in an
@@ -67,7 +67,7 @@ def watched(run: Run) -> Iterator[threading.Event]:
         An event that ends the watch, if set.
     """
     over = threading.Event()
-    watch = _Watch(run, over, threading.get_ident())
+    watch = _Watch(run, directory, over, threading.get_ident())
     thread = threading.Thread(target=watch.keep, name="lumen-watch", daemon=True)
     thread.start()
     try:
@@ -83,12 +83,13 @@ class _Watch:
 
     Args:
         run: The run that is watched.
+        directory: The run directory, where it writes the stacks; None if the run writes nothing.
         over: Set when the run is over.
         thread: The number of the thread that the run is in.
     """
 
-    def __init__(self, run: Run, over: threading.Event, thread: int) -> None:
-        self._run, self._over, self._thread = run, over, thread
+    def __init__(self, run: Run, directory: Path | None, over: threading.Event, thread: int) -> None:
+        self._run, self._directory, self._over, self._thread = run, directory, over, thread
         self._processes, self._stacks = run.processes, run.processes.stacks
         self._file, self._is_fit = own_stacks(), run.stage == "fit"
         self._is_traced = sys.gettrace() is not None
@@ -261,9 +262,8 @@ class _Watch:
                 file.write_bytes(text)
 
     def _log_of(self, what: str, suffix: str) -> Path | None:
-        directory = self._run.trainer.run_directory
         name = f"{what}-{socket.gethostname()}-step{self._run.progress.step}{suffix}"
-        return None if directory is None else directory / "logs" / name
+        return None if self._directory is None else self._directory / "logs" / name
 
     def _own_place(self) -> Place:
         return look_at({self._processes.rank: (os.getpid(), self._file)}, OWN_SIGNAL)[self._processes.rank]

@@ -21,11 +21,11 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import lumen
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.loop import fit, micro_batch, step
-from lumen.loop.fit import validation_due
 from lumen.run.ending import Ending
 from lumen.run.optimization import Optimization
 from lumen.run.plan import Progress
 from lumen.run.records import Records
+from lumen.run.run import Run
 from lumen.run.step_context import StepContext, TaskCalls
 from tests.helpers.tasks import Regression, bare_trainer, quiet_trainer
 
@@ -114,8 +114,8 @@ EVERY_STEP = [
     step.train_step, step.weigh, step.update, step.complete_gradients,
     micro_batch.accumulate, micro_batch.read_output, micro_batch.backward,
     fit.finish_step, fit.reach_boundary, StepContext.begin, StepContext.seed, TaskCalls.receive, TaskCalls.arguments,
-    Optimization.zero_grad, StepContext.check_loss, StepContext.count, Ending.tick, Records.write_row, validation_due,
-    Progress.advance,
+    Optimization.zero_grad, StepContext.check_loss, StepContext.count, Ending.tick, Records.write_row,
+    Ending.decide, Ending.decide_validation, Progress.advance, Run.end_boundary,
     AccumulationWindow.__init__, AccumulationWindow.__iter__, MicroBatch.__init__,
 ]  # fmt: skip
 #: How Python 3.11 to 3.14 make strings and dictionaries.

@@ -108,17 +108,14 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
 
     Left out: the length of the run, and what is shown and saved.
     """
-    trainer, plan = run.trainer, run.plan
+    plan = run.plan
     interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
     return {
         "precision": run.precision.name,
         **run.precision.numerics,
         **run.strategy.numerics,
-        "matmul_precision": trainer.matmul_precision,
-        "benchmark": trainer.benchmark,
-        "deterministic": trainer.deterministic,
-        "sync_batchnorm": trainer.sync_batchnorm,
-        "compile": str(trainer.compilation.setting),
+        **run.saves.switches,
+        "compile": str(run.calls.compilation.setting),
         "processes": run.processes.world_size,
         "strategy": run.strategy.__class__.__name__,
         "accumulate_grad_batches": by_epoch(plan.accumulate),
@@ -279,4 +276,4 @@ def compare_modes(run: Run, checkpoint: Checkpoint) -> None:
             "on exactly. For the task's own, %s",
             checkpoint.path, listed(changed), without(checkpoint, "progress", "data"),
         )  # fmt: skip
-    run.optim.built = checkpoint.state["built"]
+    run.optim.keep_modes(checkpoint.state["built"])

@@ -155,11 +155,10 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, conti
     state = {name: decode(checkpoint.state[name], extra) for name in needed}
     if "progress" in parts:
         run.progress.become(Progress(**state["progress"]))
-        run.values.newest = state["metrics"]
-        run.values.options = decode(checkpoint.state["logged_as"], extra)
+        run.values.restore(state["metrics"], decode(checkpoint.state["logged_as"], extra))
         compare_modes(run, checkpoint)
         _load_modes(run.task, state["modes"])
-        load_states(run.trainer.callbacks, state["callbacks"], checkpoint.path)
+        load_states(run.hooks.callbacks, state["callbacks"], checkpoint.path)
     if "optimizer" in parts:
         run.precision.load_state_dict(state["precision"])
         if "progress" in parts:
@@ -174,13 +173,12 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, conti
         _move_schedulers(run)
     if "data" in parts:
         load_values(run, checkpoint)
-        run.records.kept_row = decode(checkpoint.state.get("kept_row"), extra) or run.records.kept_row
+        run.records.restore_row(decode(checkpoint.state.get("kept_row"), extra))
     else:
         run.progress.leave_epoch()
     if continue_records:
         load_states(run.records.loggers, state["loggers"], checkpoint.path)
-        present = {each.state_key for each in run.records.loggers}
-        run.records.absent = {key: record for key, record in state["loggers"].items() if key not in present}
+        run.records.continue_records(state["loggers"])
     if changed := changed_hyperparameters(run, checkpoint):
         _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, listed(changed))
 
@@ -270,8 +268,7 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
         )
     schedulers = run.optim.schedulers
     for config, scheduler_state, monitor in zip(schedulers, state["schedulers"], state["monitors"], strict=True):
-        config.known, config.unread = monitor
-        config.scheduler.load_state_dict(scheduler_state)
+        config.restore(scheduler_state, monitor)
         optimizer = getattr(config.scheduler, "optimizer", None)
         if run.progress.step and optimizer is not None:
             has_stepped(optimizer)
@@ -294,7 +291,7 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
             listed(changed),
             without(checkpoint, "schedulers"),
         )
-    run.optim.configured |= goes_on
+    run.optim.keep_settings(goes_on)
 
 
 def _move_schedulers(run: Run) -> None:
@@ -369,8 +366,7 @@ def load_task(
     """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
     checkpoint = averaged(find_named(path), average)
     task = _built(kind, checkpoint, "hyperparameters", overrides)
-    task.configure_model()
-    task._is_configured = True
+    task._configure()
     convert_as_saved(task, checkpoint.state["precision"])
     load_model(task, checkpoint, strict=task.strict_loading if strict is None else strict)
     _load_own_states(task, checkpoint, extra_of(task, checkpoint))

@@ -19,7 +19,9 @@ from lumen.checkpoint.format.codec import Tensors
 from lumen.checkpoint.format.folder import read_info, remove_checkpoints
 from lumen.checkpoint.format.places import storage_of
 from lumen.checkpoint.format.storage import Storage
-from lumen.checkpoint.save.collect import Collected, collect, moving_tensors, refuse_non_finite
+from lumen.checkpoint.load.config_diff import Setting
+from lumen.checkpoint.optimizer_layout import keeps_unknown_state
+from lumen.checkpoint.save.collect import Collected, check_savable, collect, moving_tensors, refuse_non_finite
 from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.checkpoint.save.write_plan import WritePlan, plan_writes
 from lumen.checkpoint.save.writer import write_planned
@@ -61,14 +63,28 @@ class Saves:
     Args:
         run: The run whose state is saved.
         check_home: Raises if the run's directory is no longer there; None: there is none, or another rank checks it.
+        are_on: The trainer saves checkpoints.
+        stays: A resumed run stays in the directory of the run that it resumes.
+        switches: Arguments of the trainer that change what is computed, which checkpoints record.
 
     Attributes:
+        are_on: The trainer saves checkpoints.
+        switches: Arguments of the trainer that change what is computed, which checkpoints record.
         path: Directory of the save under way, the same on every rank; None if there is none, or it was settled.
         moment: The moment of the run that was saved last, as given to `save`.
         checks_update: The optimizer is of a class that neither torch nor Lumen defines, and has made no update yet.
     """
 
-    def __init__(self, run: Run, check_home: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        check_home: Callable[[], None] | None,
+        are_on: bool,
+        stays: bool,
+        switches: Mapping[str, Setting],
+    ) -> None:
+        self.are_on, self._stays, self.switches = are_on, stays, switches
         self.path: PurePath | None = None
         self._check_home = check_home or _nothing
         self.moment: Any = None
@@ -122,9 +138,18 @@ class Saves:
     def save_once(self, path: PurePath, info: Mapping[str, Any]) -> None:
         """Save, unless this run saved this moment at the path before it was started again. Collective; see `save`."""
         run = self._run
-        started_again = run.checkpoint is not None and run.trainer.origin.stays
+        started_again = run.checkpoint is not None and self._stays
         if not (started_again and self._processes.on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
             self.save(path, info)
+
+    def check_begin(self) -> None:
+        """Check before training what Lumen saves; the first update is checked later. Collective.
+
+        Raises:
+            CheckpointError: Something cannot be saved; the message names it.
+        """
+        check_savable(self._run)
+        self.checks_update = keeps_unknown_state(self._run.optim.optimizer)
 
     def check_home(self) -> None:
         """Check that the run's directory is still there. Collective: every rank must call this.
@@ -152,7 +177,7 @@ class Saves:
             others.together(self._snapshot.wait)
             refuse_non_finite(collected, copy.sections["model"], others)
             _write(path, collected, copy, others)
-            self._run.ending.vote.save_ended_here = True
+            self._run.ending.vote.note_save()
 
         self._writing = self._submit(write)
         return True
@@ -212,7 +237,7 @@ class Saves:
             try:
                 work()
             except BaseException:
-                self._run.ending.vote.save_ended_here = True
+                self._run.ending.vote.note_save()
                 raise
 
         return self._thread.submit(watched)

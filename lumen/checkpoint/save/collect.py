@@ -53,7 +53,7 @@ def _of_user(run: Run) -> dict[str, Any]:
     """What the task, the data module and the callbacks save."""
     datamodule = run.loaders.datamodule
     return {
-        "callbacks": {key: state for key, state in states_of(run.trainer.callbacks).items() if state},
+        "callbacks": {key: state for key, state in states_of(run.hooks.callbacks).items() if state},
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
         **added_to_checkpoint(run),
     }
@@ -250,7 +250,7 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
 
 def _evaluated(run: Run) -> dict[str, str]:
     """Where the state holds what validations evaluate in the place of the parameters, for the manifest."""
-    kept = ((each.state_key, each.evaluated_state) for each in run.trainer.callbacks)
+    kept = ((each.state_key, each.evaluated_state) for each in run.hooks.callbacks)
     found = [f"callbacks.{key}.{state}" for key, state in kept if state]
     return {"evaluated": found[-1]} if found else {}
 

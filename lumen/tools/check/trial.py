@@ -340,14 +340,13 @@ class Trial:
             return
         if self.savers:
             check_savable(run)
-        schedulers = run.optim.schedulers
-        run.optim.schedulers = [each for each in schedulers if each.interval == "hand"]  # to be drawn from the start
-        with suppress(Enough):
+        # The other schedules stay at their start, from which they are to be drawn.
+        with suppress(Enough), run.optim.moving(lambda config: config.interval == "hand"):
             if (left_out := train(run)) is not None:
                 go_back(self.trainer, run, left_out)
-        run.optim.schedulers = schedulers
         self.witness.names |= {name for each in run.log.train.published().values() for name in each}
-        run.log.in_train_step, run.log.stage = False, None
+        run.log.end_step()
+        run.log.end_epoch()
 
     def _leave_no_traces(self) -> None:
         trainer = self.trainer

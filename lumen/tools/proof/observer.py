@@ -114,7 +114,7 @@ class Observer(Callback):
         self._step, self._micro = trainer.global_step, batch_idx
         self._number = self._number + 1 if self._first == self._step else 0
         self._first = self._step
-        requests = trainer.run.loaders.requests
+        requests = trainer.run.step.requests
         if requests is not None and self._number < len(requests):
             indices = " ".join(map(str, requests[self._number].indices))
             self._add("order", "", [tensor for _, tensor in tensors_in(indices)], batch_idx)

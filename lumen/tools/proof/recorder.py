@@ -194,7 +194,7 @@ class Recorder(Callback):
         if self._step is None:
             self._begin(trainer, task)
         self._micro += 1
-        requests = trainer.run.loaders.requests
+        requests = trainer.run.step.requests
         if requests is not None and self._micro < len(requests):
             self._note("order", "", " ".join(map(str, requests[self._micro].indices)))
         self._note("batch", "", batch)

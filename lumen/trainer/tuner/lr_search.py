@@ -118,7 +118,7 @@ class RisingRate(Callback):
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Take the place of the schedules."""
-        trainer.run.optim.schedulers.clear()
+        trainer.run.optim.drop_schedulers()
         rates = [group.get("initial_lr", group["lr"]) for group in trainer.optimizers[0].param_groups]
         self._ratios = [rate / rates[0] if rates[0] else 1.0 for rate in map(float, rates)]
 

@@ -319,7 +319,7 @@ def attributes(trainer):
     run = trainer.run
     owners = [trainer, run, run.strategy, run.precision, run.calls, run.records, run.saves, run.optim.optimizer]
     owners += [run.loaders.train, *run.loaders.evaluation]
-    owners += [*run.records.loggers, *run.optim.schedulers, *run.trainer.callbacks, run.task]
+    owners += [*run.records.loggers, *run.optim.schedulers, *run.hooks.callbacks, run.task]
     hooks = {name: len(calls) for name, calls in vars(run.hooks).items() if name.startswith("on_")}
     return [(type(owner).__name__, sorted(vars(owner))) for owner in owners], hooks
 

@@ -1,0 +1,125 @@
+"""LogContext: where in a run a value is logged, and so which values it is added to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import final
+
+from lumen.metrics.collector import StageMetrics
+from lumen.metrics.log_call import Doubts
+from lumen.metrics.torchmetrics_states import Gather, metrics_of, share_metrics
+from lumen.strategies import Strategy, gather_values
+from lumen.task.hooks import Hooks
+from lumen.task.task_module import TaskModule
+
+
+@final
+class LogContext:
+    """Where in a run a value is logged.
+
+    Args:
+        task: Its torchmetrics objects are those that may be logged.
+        hooks: Hooks of the run, which may log.
+        strategy: The run's strategy, whose processes merge values.
+
+    Attributes:
+        train: The values of the training epoch in progress.
+        stage: Where values go that are logged now: `train`, or those of an evaluation; None: nowhere.
+        batch_samples: Samples of the micro-batch in progress: what a mean is weighed with.
+        batch_index: The `batch_idx` of the micro-batch in progress; None: there is none, but data may be awaited.
+        loader_suffix: Added to the names that are logged for one of several evaluation loaders.
+        in_train_step: A training step is in progress.
+        in_evaluation_pass: An evaluation reads its loaders.
+        hook: The hook that is being called, of those around steps; "" in steps.
+        doubts: Finds numbers that one process has logged as if they were of all.
+        has_epoch_ends: A rank has a hook at the end of training epochs.
+        has_metrics: A rank has torchmetrics objects.
+    """
+
+    def __init__(self, task: TaskModule, hooks: Hooks, strategy: Strategy) -> None:
+        self._hooks, self._strategy = hooks, strategy
+        self.train = StageMetrics()
+        self.stage: StageMetrics | None = None
+        self.batch_samples = 1
+        self.batch_index: int | None = None
+        self.loader_suffix = ""
+        self.in_train_step = False
+        self.in_evaluation_pass = False
+        self.hook = ""
+        self.doubts = Doubts()
+        self.has_epoch_ends = bool(hooks.on_train_epoch_end)
+        self.has_metrics = bool(metrics_of(task))
+
+    @property
+    def gather(self) -> Gather | None:
+        """The function that gathers values of all ranks; None where one process has nothing to merge."""
+        return partial(gather_values, self._strategy) if self._strategy.processes.world_size > 1 else None
+
+    def begin_epoch(self) -> None:
+        """Collect the values of a new training epoch."""
+        self.train = self.stage = StageMetrics()
+
+    def resume_epoch(self) -> None:
+        """Collect values in the training epoch in progress."""
+        self.stage = self.train
+
+    def end_epoch(self) -> None:
+        """Collect no values until the next epoch."""
+        self.stage = None
+
+    def begin_batch(self, samples: int, index: int) -> None:
+        """Collect the values of an evaluation's next batch, of so many samples and with this `batch_idx`."""
+        self.batch_samples, self.batch_index = samples, index
+        if self.stage is not None:
+            self.stage.begin_window()
+
+    def weigh(self, samples: int) -> None:
+        """Weigh what is logged from here on with a number of samples."""
+        self.batch_samples = samples
+
+    def end_batch(self) -> None:
+        """Note that data may be awaited now."""
+        self.batch_index = None
+
+    def end_step(self) -> None:
+        """Note that no training step is in progress."""
+        self.in_train_step, self.batch_index = False, None
+
+    def begin_loader(self, suffix: str) -> None:
+        """Add a suffix to names, since the batches of an evaluation loader come next."""
+        self.loader_suffix, self.in_evaluation_pass = suffix, True
+
+    def end_loader(self) -> None:
+        """Note that an evaluation loader has given all batches."""
+        self.in_evaluation_pass = False
+
+    def end_loaders(self) -> None:
+        """Note that all batches of an evaluation are done: a number counts once, under its own name."""
+        self.loader_suffix, self.batch_samples = "", 1
+
+    def note_metrics(self, *, has_metrics: bool) -> None:
+        """Note whether a rank has torchmetrics objects."""
+        self.has_metrics = has_metrics
+
+    @contextmanager
+    def collected_apart(self) -> Iterator[None]:
+        """The context of a forward that is no part of the run: what it logs is dropped."""
+        before, self.stage = self.stage, StageMetrics()
+        try:
+            yield
+        finally:
+            self.stage = before
+
+    def call_hooks(self, name: str) -> None:
+        """Call hooks that stand around steps: a number that they log is of this process, not of samples."""
+        self.hook = name
+        for hook in getattr(self._hooks, name):
+            hook()
+        self.hook = ""
+
+    def share_metrics(self, task: TaskModule) -> None:
+        """Let the task's torchmetrics objects compute over all processes, except where these go ways of their own."""
+        if self.gather is not None:
+            share_metrics(task, self.gather, lambda: self.in_train_step or self.in_evaluation_pass)
