@@ -33,10 +33,8 @@ from lumen.checkpoint.load.config_diff import (
 from lumen.checkpoint.load.load_weights import load_weights as load_weights
 from lumen.checkpoint.load.parts import PARTS as PARTS, Part as Part, choose_parts as choose_parts
 from lumen.checkpoint.load.restore import (
-    load_datamodule as load_datamodule,
     load_model_and_data as load_model_and_data,
     load_run as load_run,
-    load_task as load_task,
     malformed_is_damaged as malformed_is_damaged,
 )
 from lumen.checkpoint.load.weights_source import (

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, NoReturn, final
 
 from lumen.console import logger as _log
 from lumen.errors import CheckpointError, ConfigError
-from lumen.run.run import Run
 
 
 def states_of(things: Iterable[Any]) -> dict[str, Any]:
@@ -143,57 +141,3 @@ class Additions(dict[str, Any]):
         """
         if key in INSTEAD:
             raise CheckpointError(f"{self._owner}: checkpoint[{key!r}] is not there. {INSTEAD[key]}")
-
-
-def added_to_checkpoint(run: Run) -> dict[str, Any]:
-    """Call `on_save_checkpoint` of the callbacks and then of the task.
-
-    Returns:
-        "on_save_checkpoint": what each callback added, by its key; "task": what the task added.
-
-    Raises:
-        CheckpointError: A key has a meaning in Lightning's checkpoints; the message names it and its owner.
-        ConfigError: Two callbacks that add something share a key.
-    """
-    of_callbacks: dict[str, dict[str, Any]] = {}
-    for callback, hook in run.hooks.of_callbacks("on_save_checkpoint"):
-        key = callback.state_key
-        if added := _added(key, hook):
-            if key in of_callbacks:
-                raise ambiguous(key)
-            of_callbacks[key] = added
-    task = run.task
-    return {"on_save_checkpoint": of_callbacks, "task": _added(type(task).__name__, task.on_save_checkpoint)}
-
-
-def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    added = Additions(owner, {})
-    returned = hook(added)
-    if isinstance(returned, Mapping):  # as callbacks of Lightning 1 may
-        added.update(returned)
-    for key in added:
-        added.check(key)
-    return dict(added)
-
-
-def hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
-    """Call `on_load_checkpoint` of each callback with what it added.
-
-    Args:
-        run: The run, with its model loaded.
-        saved: What the callbacks added, by their keys.
-        path: Path of the checkpoint, for messages.
-
-    Raises:
-        ConfigError: Several callbacks have the key of one entry.
-    """
-    loading = run.hooks.of_callbacks("on_load_checkpoint")
-    keys = Counter(callback.state_key for callback, _ in loading)
-    for key in saved:
-        if keys[key] > 1:
-            raise ambiguous(key)
-    for callback, hook in loading:
-        key = callback.state_key
-        hook(Additions(key, saved.get(key, {})))
-    if lost := ", ".join(saved.keys() - {each.state_key for each in run.hooks.callbacks}):
-        _log.warning("%s holds what %s added, which this run does not have", path, lost)

@@ -77,7 +77,7 @@ def _open_loaders(run: Run) -> None:
     )
     steps, length = run.loaders.train.steps(None), run.loaders.train.length or 0
     accumulates = plan.accumulates or (steps is not None and length > steps * rank_slice.world)
-    run.calls.compilation.check_graphs(run.strategy, accumulates=accumulates)
+    run.calls.compilation.check_graphs(run.strategy.device, shards=run.strategy.shards, accumulates=accumulates)
     plan.limit("train", run.loaders.train)
     plan.check_validation(run.loaders.train)
     if run.loaders.train.length == 0 and not _may_be_filled(run):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -30,10 +30,7 @@ from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.internals.optimizers import schedules_in
 from lumen.optim import Schedule, Warmup
-from lumen.run.plan import EpochLengths
-
-if TYPE_CHECKING:
-    from lumen.run.run import Run
+from lumen.run.plan import EpochLengths, Plan
 
 #: What has a rate for each group that it was built for, and fails where there are more; others move all that there are.
 _BY_GROUP = (CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR, Schedule, Warmup)
@@ -174,7 +171,7 @@ _ADVICE = "If that is not meant, change its length or its interval."
 
 
 @final
-class _Horizon(NamedTuple):
+class Horizon(NamedTuple):
     """How far a run goes; None where only its end will tell."""
 
     steps: int | None
@@ -184,7 +181,7 @@ class _Horizon(NamedTuple):
     resumed: bool
 
 
-def check_horizons(run: Run) -> None:
+def check_horizons(schedulers: list[SchedulerConfig], horizon: Horizon) -> None:
     """Compare the length of every schedule with how often the run moves it.
 
     What cannot be meant is an error. What may be meant, such as a trial run of a long schedule, is one warning. Where
@@ -194,24 +191,22 @@ def check_horizons(run: Run) -> None:
         ConfigError: A OneCycleLR moves more often than it can; a schedule as long as the run has steps moves once an
             epoch; or learning rates vanish, step by step, within the first of many epochs.
     """
-    horizon = _horizon(run)
-    for config in run.optim.schedulers:
-        moves = _moves(config, run.optim.schedulers, horizon)
+    for config in schedulers:
+        moves = _moves(config, schedulers, horizon)
         parts = [] if moves is None else _parts(config.scheduler, 0)
         reasons = (_misfit(part, begin, moves or 0, config, horizon) for part, begin in parts)
         if reason := next(filter(None, reasons), None):
             _log.warning("lr_scheduler: %s", reason)
 
 
-def unfinished(run: Run) -> Iterator[tuple[str, int, int]]:
+def unfinished(schedulers: list[SchedulerConfig], horizon: Horizon) -> Iterator[tuple[str, int, int]]:
     """The schedules that fall to an end which the run does not see, though it comes closer than `check_horizons` asks.
 
     Yields:
         The scheduler's class, after how many moves it ends, and how many the run makes.
     """
-    horizon = _horizon(run)
-    for config in run.optim.schedulers:
-        moves = _moves(config, run.optim.schedulers, horizon)
+    for config in schedulers:
+        moves = _moves(config, schedulers, horizon)
         for part, begin in [] if moves is None else _parts(config.scheduler, 0):
             length = _attribute(part, _LENGTH) if _ends_low(part) else None
             if length is not None and moves is not None and moves < _NEARLY * (begin + length) <= 2 * _NEARLY * moves:
@@ -234,8 +229,8 @@ def lengths_of(schedulers: list[SchedulerConfig]) -> dict[str, int]:
     }
 
 
-def _horizon(run: Run) -> _Horizon:
-    plan, lengths = run.plan, run.loaders.epoch_lengths()
+def horizon_of(plan: Plan, lengths: EpochLengths | None, *, resumed: bool) -> Horizon:
+    """Return how far a run goes whose loader gives epochs of these lengths."""
     if lengths is not None and not lengths.of(0):  # then no epoch has steps
         lengths = None
     steps, epochs = plan.max_steps, plan.max_epochs
@@ -244,10 +239,10 @@ def _horizon(run: Run) -> _Horizon:
     elif lengths is not None:
         steps = plan.total_steps(lengths)
         epochs = lengths.whole_epochs(steps)
-    return _Horizon(steps, epochs, lengths, plan.max_epochs, run.checkpoint is not None)
+    return Horizon(steps, epochs, lengths, plan.max_epochs, resumed)
 
 
-def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: _Horizon) -> int | None:
+def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: Horizon) -> int | None:
     """How often a scheduler moves in the run."""
     count = {"step": horizon.steps, "epoch": horizon.epochs}.get(config.interval)
     if count is not None and config.warmup is not None:
@@ -278,7 +273,7 @@ def _parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
         yield scheduler, begin
 
 
-def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, horizon: _Horizon) -> str | None:
+def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, horizon: Horizon) -> str | None:
     """Why a schedule does not fit, in a sentence; None if it may."""
     name, every = type(scheduler).__name__, f"{config.frequency} {config.interval}s"
     often = f"moves once every {config.interval if config.frequency == 1 else every}, {moves} times in all"
@@ -304,7 +299,7 @@ def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, hor
 
 
 def _refuse_mistakes(
-    scheduler: Any, begin: int, end: int, moves: int, often: str, config: SchedulerConfig, horizon: _Horizon
+    scheduler: Any, begin: int, end: int, moves: int, often: str, config: SchedulerConfig, horizon: Horizon
 ) -> None:
     if isinstance(scheduler, OneCycleLR) and moves > end:
         by_epoch = config.interval == "step" and horizon.epochs is not None and horizon.epochs <= end
@@ -322,7 +317,7 @@ def _refuse_mistakes(
         )
 
 
-def _too_early(scheduler: Any, begin: int, moves: int, horizon: _Horizon) -> str | None:
+def _too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str | None:
     """What a schedule that is usually given in epochs does too early when it moves every step."""
     epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.of(0)
     if isinstance(scheduler, (StepLR, ExponentialLR)) and 0 < scheduler.gamma < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from lumen.internals.compiler import (
 )
 from lumen.metrics.torchmetrics_states import metrics_of
 from lumen.task.task_module import TaskModule
-
-if TYPE_CHECKING:
-    from lumen.strategies import Strategy
 
 _OPTIONS = ("mode", "dynamic", "fullgraph", "backend", "options")
 _GRAPH_MODES, _GRAPHS = ("reduce-overhead", "max-autotune"), "triton.cudagraphs"
@@ -67,19 +64,20 @@ class Compilation(AbstractContextManager["Compilation"]):
         asked = self._options.get("mode") in _GRAPH_MODES or (self._options.get("options") or {}).get(_GRAPHS)
         return self._on and device.type == "cuda" and bool(asked)
 
-    def check_graphs(self, strategy: Strategy, *, accumulates: bool) -> None:
+    def check_graphs(self, device: torch.device, *, shards: bool, accumulates: bool) -> None:
         """Refuse what cannot be replayed as CUDA graphs; does nothing if none are.
 
         Args:
-            strategy: The run's strategy, which says whether parameters move.
+            device: The device that the task runs on.
+            shards: The strategy moves parameters.
             accumulates: A step has several micro-batches in each process.
 
         Raises:
             ConfigError: The strategy moves parameters, or there are several micro-batches.
         """
-        if not self.replays_graphs(strategy.device):
+        if not self.replays_graphs(device):
             return
-        if strategy.shards:
+        if shards:
             raise ConfigError(
                 f"compile: CUDA graphs ({self.setting}) read parameters where they lay when they were recorded, but "
                 "this strategy gathers them anew. Use mode: max-autotune-no-cudagraphs, or strategy: ddp."

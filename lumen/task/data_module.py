@@ -12,11 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lumen.data.nested import move
-from lumen.task.hyperparameters import HasHyperparameters, refuse_hparams_file
+from lumen.task.hyperparameters import HasHyperparameters
 
 if TYPE_CHECKING:
-    from lumen.run.run import Run
-    from lumen.trainer.trainer import Trainer
+    from lumen.task.running_trainer import AnyTrainer, AttachedRun
 
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
@@ -24,10 +23,10 @@ _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_da
 class Attached:
     """Mixin: the run that a task or data module is attached to while it lasts."""
 
-    _run: Run | None = None
-    _trainer: Trainer | None = None
+    _run: AttachedRun | None = None
+    _trainer: AnyTrainer | None = None
 
-    def _attach(self, run: Run | None, trainer: Trainer | None) -> None:
+    def _attach(self, run: AttachedRun | None, trainer: AnyTrainer | None) -> None:
         """Let the object know its run, and the trainer that has opened the run."""
         self._run, self._trainer = run, trainer
 
@@ -134,17 +133,14 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
             CheckpointDamaged: Bytes of the checkpoint are missing or changed.
             CheckpointMismatch: The class cannot be built so.
         """
-        from lumen.checkpoint import as_place, load_datamodule  # checkpoints are floors above
-
-        refuse_hparams_file(hparams_file)
-        return load_datamodule(cls, as_place(checkpoint_path), overrides=overrides)
+        return cls._built_from(checkpoint_path, hparams_file, overrides=overrides)
 
     def __str__(self) -> str:
         """One line for each kind of loader: how many samples it has, in batches of how many."""
         return "\n".join([type(self).__name__, *(f"  {name}: {_described(self, name)}" for name in _LOADERS)])
 
     @property
-    def trainer(self) -> Trainer | None:
+    def trainer(self) -> AnyTrainer | None:
         """The trainer of the run; None before the first one."""
         return self._trainer
 

@@ -6,8 +6,9 @@ import dataclasses
 import inspect
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from types import FrameType, MappingProxyType, SimpleNamespace
-from typing import Any, final
+from typing import Any, Self, final
 
 from lumen.errors import ConfigError
 from lumen.internals.masking import References, masked
@@ -104,18 +105,22 @@ class HasHyperparameters:
             self.hparams.pop(name, None)
         self.__dict__["hparams_as_saved"] = dict(self.hparams)
 
+    @classmethod
+    def _built_from(cls, checkpoint_path: str | PurePath, hparams_file: None, **how: Any) -> Self:
+        """Build an object of the class from a checkpoint; `load_from_checkpoint` says how.
 
-def refuse_hparams_file(file: Any) -> None:
-    """Say what serves in place of a file of hyperparameters; None passes.
+        Raises:
+            ConfigError: A file of hyperparameters is given.
+        """
+        if hparams_file is not None:
+            raise ConfigError(
+                f"load_from_checkpoint: hparams_file={str(hparams_file)!r} is not read: a checkpoint has its "
+                "hyperparameters. Give others by name, load_from_checkpoint(PATH, lr=0.1), or "
+                "**yaml.safe_load(open(FILE))."
+            )
+        from lumen.checkpoint.load.from_checkpoint import build  # the one way up: checkpoints are floors above
 
-    Raises:
-        ConfigError: There is one.
-    """
-    if file is not None:
-        raise ConfigError(
-            f"load_from_checkpoint: hparams_file={str(file)!r} is not read: a checkpoint has its hyperparameters. Give "
-            "others by name, load_from_checkpoint(PATH, lr=0.1), or **yaml.safe_load(open(FILE))."
-        )
+        return build(cls, checkpoint_path, **how)  # type: ignore[type-var]  # a task or a data module
 
 
 def _as_dictionary(given: Any) -> dict[str, Any]:

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lumen.distributed.processes import Processes
-    from lumen.trainer.trainer import Trainer
+    from lumen.task.running_trainer import AnyTrainer
 
 
 class OfRun(Attached):
     """Mixin of `TaskModule`: the run as a task reads it, where it lies, and what Lightning's exports are here."""
 
-    _opener: Trainer | None = None  # while it is asked for its callbacks
+    _opener: AnyTrainer | None = None  # while it is asked for its callbacks
 
     @contextmanager
-    def _opened_by(self, trainer: Trainer) -> Iterator[None]:
+    def _opened_by(self, trainer: AnyTrainer) -> Iterator[None]:
         """The context in which a trainer asks the task for its callbacks."""
         self._opener = trainer
         try:
@@ -35,7 +35,7 @@ class OfRun(Attached):
             del self._opener
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> AnyTrainer:
         """The trainer of the run.
 
         Raises:

@@ -17,7 +17,7 @@ from lumen.errors import ConfigError
 from lumen.internals.tensors import own_reset
 from lumen.metrics.log_call import Reduction, as_weight, check_name, items_of, unknown_option
 from lumen.task.data_module import Attached, DataHooks
-from lumen.task.hyperparameters import HasHyperparameters, refuse_hparams_file
+from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.model_hooks import ModelHooks
 from lumen.task.of_run import OfRun, all_gather
 from lumen.task.optimizer_hooks import OptimizerHooks
@@ -313,12 +313,8 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, OfRu
             CheckpointDamaged: Bytes of the checkpoint are missing or changed.
             CheckpointMismatch: The checkpoint is of another model.
         """
-        from lumen.checkpoint import as_place, load_task  # checkpoints are floors above; this is the one way up
-
         device = device_of("load_from_checkpoint", map_location)
-        refuse_hparams_file(hparams_file)
-        task = load_task(cls, as_place(checkpoint_path), strict=strict, average=average, overrides=overrides)
-        task._is_filled = True
+        task = cls._built_from(checkpoint_path, hparams_file, overrides=overrides, strict=strict, average=average)
         return task if device is None else task.to(device)
 
     def _configure(self) -> None:

@@ -43,7 +43,7 @@ from lumen.run.configure_optimizers import build_optimizers
 from lumen.run.manual import ManualOptimization, check_plan
 from lumen.run.open_loaders import open_for_evaluation, open_loaders
 from lumen.run.run import Run
-from lumen.run.scheduler_config import check_horizons
+from lumen.run.scheduler_config import check_horizons, horizon_of
 from lumen.task.data_module import DataModule
 from lumen.task.given import check_task
 from lumen.task.hooks import fitted, overrides
@@ -318,7 +318,8 @@ def prepare_training(
     for teacher in optim.teachers:
         teacher.begin(task, lambda: trainer.estimated_stepping_batches)
     if not trainer.fast_dev_run:
-        check_horizons(run)
+        lengths = run.loaders.epoch_lengths()
+        check_horizons(optim.schedulers, horizon_of(run.plan, lengths, resumed=run.checkpoint is not None))
     if run.saves.are_on:
         run.saves.check_begin()  # what cannot be saved is found now, not after the first epoch
 

@@ -1,22 +1,20 @@
-"""Restores a run from a checkpoint, or chosen parts of it; or builds a task from its hyperparameters and parameters."""
+"""Restores a run from a checkpoint, or chosen parts of it."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import PurePath
 from traceback import extract_tb
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import nn
 
 from lumen.checkpoint.format.codec import decode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.load.averaging import averaged
 from lumen.checkpoint.load.config_diff import (
     HOW_TO_STEP,
     Setting,
@@ -26,10 +24,10 @@ from lumen.checkpoint.load.config_diff import (
     listed,
     settings,
 )
+from lumen.checkpoint.load.from_checkpoint import load_own_states
 from lumen.checkpoint.load.load_weights import load_model
 from lumen.checkpoint.load.parts import Part, without
 from lumen.checkpoint.load.reshard import extra_of
-from lumen.checkpoint.load.weights_source import find_named
 from lumen.checkpoint.optimizer_layout import kind_of, names_as_ids
 from lumen.checkpoint.optimizer_state import (
     groups_of,
@@ -40,22 +38,15 @@ from lumen.checkpoint.optimizer_state import (
     tensors_of_no_parameter,
 )
 from lumen.checkpoint.rank_state import load_values
-from lumen.checkpoint.user_state import Additions, hand_back, load_states
+from lumen.checkpoint.user_state import Additions, ambiguous, load_states
 from lumen.console import logger as _log
 from lumen.distributed.culprit import Frame
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, LumenError
 from lumen.internals.garbage import only_young_collected
-from lumen.internals.masking import first_unknown
 from lumen.internals.optimizers import has_stepped
-from lumen.precision import convert_as_saved
 from lumen.run.plan import Progress
 from lumen.run.run import Run
-from lumen.task.data_module import DataModule
-from lumen.task.task_module import TaskModule
 
-Task = TypeVar("Task", bound=TaskModule)
-Data = TypeVar("Data", bound=DataModule)
-Owner = TypeVar("Owner", bound=TaskModule | DataModule)
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 _MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
 
@@ -75,12 +66,12 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
         with malformed_is_damaged(checkpoint, while_loading=True):
             extra = extra_of(run.task, checkpoint)
             if "model" in parts:
-                _load_own_states(run.task, checkpoint, extra)
+                load_own_states(run.task, checkpoint, extra)
             if "data" in parts and run.loaders.datamodule is not None:
                 run.loaders.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
             if "progress" in parts and run.stage == "fit":
                 added = decode(checkpoint.state["on_save_checkpoint"], extra)
-                hand_back(run, added, checkpoint.path)
+                _hand_back(run, added, checkpoint.path)
 
     if "model" in parts:
         load_model(run.task, checkpoint, processes=run.processes)
@@ -114,13 +105,27 @@ def malformed_is_damaged(checkpoint: Checkpoint | None, *, while_loading: bool =
         ) from error
 
 
-def _load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
-    """Call modules' `set_extra_state`, and the task's `on_load_checkpoint`."""
-    states = decode(checkpoint.state["extra_state"], extra)
-    for name, module in task.named_modules():
-        if name in states and type(module).set_extra_state is not nn.Module.set_extra_state:
-            module.set_extra_state(states[name])
-    task.on_load_checkpoint(Additions(type(task).__name__, decode(checkpoint.state["task"], extra)))
+def _hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
+    """Call `on_load_checkpoint` of each callback with what it added.
+
+    Args:
+        run: The run, with its model loaded.
+        saved: What the callbacks added, by their keys.
+        path: Path of the checkpoint, for messages.
+
+    Raises:
+        ConfigError: Several callbacks have the key of one entry.
+    """
+    loading = run.hooks.of_callbacks("on_load_checkpoint")
+    keys = Counter(callback.state_key for callback, _ in loading)
+    for key in saved:
+        if keys[key] > 1:
+            raise ambiguous(key)
+    for callback, hook in loading:
+        key = callback.state_key
+        hook(Additions(key, saved.get(key, {})))
+    if lost := ", ".join(saved.keys() - {each.state_key for each in run.hooks.callbacks}):
+        _log.warning("%s holds what %s added, which this run does not have", path, lost)
 
 
 def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
@@ -314,60 +319,3 @@ def _move_schedulers(run: Run) -> None:
         for config in moving:
             if config.interval == "token" and progress.units:
                 config.move_to(progress.units, counted=True)
-
-
-def load_datamodule(kind: type[Data], path: PurePath, *, overrides: Mapping[str, Any]) -> Data:
-    """Build a data module from a checkpoint's hyperparameters, and give it its state; see `load_from_checkpoint`."""
-    checkpoint = find_named(path)
-    datamodule = _built(kind, checkpoint, "data_hyperparameters", overrides)
-    datamodule.load_state_dict(decode(checkpoint.state["datamodule"], checkpoint.tensors("extra")))
-    return datamodule
-
-
-def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mapping[str, Any]) -> Owner:
-    """An object of a class, built from the hyperparameters of a checkpoint."""
-    saved = decode(checkpoint.state[of], checkpoint.tensors("extra"))
-    kept = {name: value for name, value in _without_those_of_bases(kind, saved).items() if name not in overrides}
-    for name, value in kept.items():  # a checkpoint of a stranger must not read the environment
-        if (unknown := first_unknown(value)) is not None:
-            raise CheckpointMismatch(
-                f"{checkpoint.path} does not hold the hyperparameter {name}, which may be a secret: it has {unknown} "
-                f"in its place. Give the value: load_from_checkpoint(PATH, {name}=...)."
-            )
-    hyperparameters = kept | dict(overrides)
-    try:
-        return kind(**hyperparameters)
-    except TypeError as error:
-        raise CheckpointMismatch(
-            f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
-            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, "
-            "or give the missing arguments to load_from_checkpoint."
-        ) from error
-
-
-def _without_those_of_bases(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters without those that only a base class takes, which the class itself passes to it."""
-    taken = inspect.signature(kind).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        return dict(saved)
-    constructors = [vars(base)["__init__"] for base in kind.__mro__[1:] if "__init__" in vars(base)]
-    by_bases = {name for each in constructors for name in inspect.signature(each).parameters}
-    return {name: value for name, value in saved.items() if name in taken or name not in by_bases}
-
-
-def load_task(
-    kind: type[Task],
-    path: PurePath,
-    *,
-    strict: bool | None,
-    average: str | Sequence[str | PurePath] | None,
-    overrides: Mapping[str, Any],
-) -> Task:
-    """Build a task from a checkpoint's hyperparameters and load its parameters; see `load_from_checkpoint`."""
-    checkpoint = averaged(find_named(path), average)
-    task = _built(kind, checkpoint, "hyperparameters", overrides)
-    task._configure()
-    convert_as_saved(task, checkpoint.state["precision"])
-    load_model(task, checkpoint, strict=task.strict_loading if strict is None else strict)
-    _load_own_states(task, checkpoint, extra_of(task, checkpoint))
-    return task

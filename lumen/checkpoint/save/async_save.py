@@ -69,6 +69,7 @@ class Saves:
 
     Attributes:
         are_on: The trainer saves checkpoints.
+        stays: A resumed run stays in the directory of the run that it resumes.
         switches: Arguments of the trainer that change what is computed, which checkpoints record.
         path: Directory of the save under way, the same on every rank; None if there is none, or it was settled.
         moment: The moment of the run that was saved last, as given to `save`.
@@ -84,7 +85,7 @@ class Saves:
         stays: bool,
         switches: Mapping[str, Setting],
     ) -> None:
-        self.are_on, self._stays, self.switches = are_on, stays, switches
+        self.are_on, self.stays, self.switches = are_on, stays, switches
         self.path: PurePath | None = None
         self._check_home = check_home or _nothing
         self.moment: Any = None
@@ -138,7 +139,7 @@ class Saves:
     def save_once(self, path: PurePath, info: Mapping[str, Any]) -> None:
         """Save, unless this run saved this moment at the path before it was started again. Collective; see `save`."""
         run = self._run
-        started_again = run.checkpoint is not None and self._stays
+        started_again = run.checkpoint is not None and self.stays
         if not (started_again and self._processes.on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
             self.save(path, info)
 

@@ -18,7 +18,7 @@ from lumen.checkpoint.load.load_weights import model_tensors
 from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
 from lumen.checkpoint.rank_state import own_values
 from lumen.checkpoint.save.write_plan import check_same, check_tensors
-from lumen.checkpoint.user_state import added_to_checkpoint, states_of
+from lumen.checkpoint.user_state import Additions, ambiguous, states_of
 from lumen.console import logger as _log
 from lumen.distributed.dtensor import is_cut, is_sharded
 from lumen.distributed.processes import Processes
@@ -55,8 +55,39 @@ def _of_user(run: Run) -> dict[str, Any]:
     return {
         "callbacks": {key: state for key, state in states_of(run.hooks.callbacks).items() if state},
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
-        **added_to_checkpoint(run),
+        **_added_by_hooks(run),
     }
+
+
+def _added_by_hooks(run: Run) -> dict[str, Any]:
+    """Call `on_save_checkpoint` of the callbacks and then of the task.
+
+    Returns:
+        "on_save_checkpoint": what each callback added, by its key; "task": what the task added.
+
+    Raises:
+        CheckpointError: A key has a meaning in Lightning's checkpoints; the message names it and its owner.
+        ConfigError: Two callbacks that add something share a key.
+    """
+    of_callbacks: dict[str, dict[str, Any]] = {}
+    for callback, hook in run.hooks.of_callbacks("on_save_checkpoint"):
+        key = callback.state_key
+        if added := _added(key, hook):
+            if key in of_callbacks:
+                raise ambiguous(key)
+            of_callbacks[key] = added
+    task = run.task
+    return {"on_save_checkpoint": of_callbacks, "task": _added(type(task).__name__, task.on_save_checkpoint)}
+
+
+def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    added = Additions(owner, {})
+    returned = hook(added)
+    if isinstance(returned, Mapping):  # as callbacks of Lightning 1 may
+        added.update(returned)
+    for key in added:
+        added.check(key)
+    return dict(added)
 
 
 def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lumen.errors import ConfigError
 from lumen.run.run import Run
-from lumen.run.scheduler_config import unfinished
+from lumen.run.scheduler_config import horizon_of, unfinished
 from lumen.task.given import texts_of
 from lumen.tools.check.moments import Course, saving_steps, strip, validation_steps
 from lumen.tools.check.show import Report, counted, every
@@ -36,7 +36,8 @@ def look_at_schedule(report: Report, trial: Trial, run: Run, course: Course) -> 
     """Say how long the run is; draw its learning rates."""
     _tell_length(report, trial, course)
     _tell_validations(report, trial, run, course)
-    for name, end, moves in unfinished(run):
+    horizon = horizon_of(run.plan, run.loaders.epoch_lengths(), resumed=run.checkpoint is not None)
+    for name, end, moves in unfinished(run.optim.schedulers, horizon):
         report.add(
             _SECTION, "suspicious", "schedule.length",
             f"{name} ends after {end} moves, but the run makes {moves}: the learning rate stops on its way",
