@@ -102,14 +102,16 @@ def _reference() -> Iterator[tuple[str, str]]:
     for page, (title, homes) in REFERENCE.items():
         names = [name for name in left if lumen._HOME[name].startswith(homes)]
         left = [name for name in left if name not in names]
-        yield f"reference/{page}.md", _described(title, [f"lumen.{name}" for name in names])
+        first = ROOT / f"docs/site/{page}.md"
+        begin = [first.read_text()] if first.exists() else []
+        yield f"reference/{page}.md", _described(title, [f"lumen.{name}" for name in names], *begin)
     yield "reference/optim.md", _described("lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
     helps = [_help(command) for command in ("", *commands.known())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
 
 
-def _described(title: str, names: list[str]) -> str:
-    return "\n\n".join([f"# {title}", *(f"::: {name}" for name in names)])
+def _described(title: str, names: list[str], *begin: str) -> str:
+    return "\n\n".join([f"# {title}", *begin, *(f"::: {name}" for name in names)])
 
 
 def _help(command: str) -> str:

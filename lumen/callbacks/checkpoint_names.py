@@ -37,7 +37,7 @@ def deciding_first(savers: Iterable[Saver]) -> list[Saver]:
 
 def moment_of(trainer: Trainer) -> Moment:
     """What identifies the present moment of a run: not the step alone, which a skipped update leaves as it was."""
-    return trainer.global_step, trainer.progress.micro_batches, trainer.current_epoch, trainer.validation_due
+    return trainer.global_step, trainer.progress.micro_batches, trainer.current_epoch, trainer.progress.validation_due
 
 
 def place(trainer: Trainer, folder: PurePath) -> tuple[PurePath, bool]:
@@ -45,12 +45,12 @@ def place(trainer: Trainer, folder: PurePath) -> tuple[PurePath, bool]:
 
     A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
     """
-    saves, moment = trainer.checkpoints, moment_of(trainer)
+    saves, moment = trainer.run.saves, moment_of(trainer)
     if saves.path is not None and is_same(saves.path.parent, folder) and saves.moment == moment:
         return saves.path, True
     saves.wait_for_removals()
     name = f"step-{trainer.global_step:08d}"
-    if trainer.validation_due:
+    if trainer.progress.validation_due:
         path = folder / f"{name}-validating"
         return path, is_committed(path)
     later = -1  # the numbers of this step's moments never come again, even when a checkpoint of one is removed

@@ -108,15 +108,15 @@ class EarlyStopping(Callback):
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Look at a new value, if there is one."""
         ends_epoch, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
-        self._unseen |= self.monitor in trainer.fresh_metrics
+        self._unseen |= self.monitor in trainer.run.values.updated
         if self._unseen and (ends_epoch or not self.check_on_train_epoch_end):
             self._unseen = False
-            value = trainer.epoch_metrics[self.monitor]
+            value = trainer.run.values.newest[self.monitor]
             self._look(value)
             level, counted = logging.INFO if self.verbose else logging.DEBUG, (self.wait_count, self.patience)
             _log.log(level, "early stopping: %s %g, best %g, %d of %d values since", self.monitor, value,
                      self._best, *counted)  # fmt: skip
-        if self._pending is not None and trainer.may_stop:
+        if self._pending is not None and trainer.run.ending.may_stop:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None
             _log.info("early stopping: %s", self.stopping_reason_message)
@@ -126,12 +126,12 @@ class EarlyStopping(Callback):
     def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Raise an error for a monitor that had no value in an epoch; that epoch's checkpoint is saved by now."""
         if self.strict and trainer.current_epoch > 0:
-            trainer.require_logged("EarlyStopping", self.monitor)
+            trainer.run.values.require("EarlyStopping", self.monitor)
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Raise an error for a monitor that never had a value."""
         if self.strict:
-            trainer.require_logged("EarlyStopping", self.monitor)
+            trainer.run.values.require("EarlyStopping", self.monitor)
 
     def _look(self, value: float) -> None:
         """Decide at a new value whether to stop; a new best value takes an earlier decision back."""

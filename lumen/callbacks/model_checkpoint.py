@@ -182,12 +182,12 @@ class ModelCheckpoint(Callback, LacksLightnings):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Start the clock, and finish what a kill after a commit left undone."""
-        self._saves, self._seen = trainer.checkpoints, set()
+        self._saves, self._seen = trainer.run.saves, set()
         self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._all = [each for each in self._all if each.dirpath is not None]
-        self._saved_at_s, self._epoch = trainer.clock_s, trainer.current_epoch
+        self._saved_at_s, self._epoch = trainer.run.ending.vote.now_s, trainer.current_epoch
         self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
-        resumed = trainer.resumed_from
+        resumed = trainer.run.checkpoint
         newest, gone = trainer.processes.on_rank_zero(self._look_around)
         if not (newest is None or trainer.origin.stays or (resumed is not None and resumed.path == newest)):
             raise ConfigError(
@@ -196,7 +196,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
             )
         if self.given_dirpath is not None:  # else the holder of the run's lock has done it
             trainer.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
-        is_over = resumed is not None and trainer.end_reason is not None
+        is_over = resumed is not None and trainer.run.ending.limit_reached is not None
         if is_over and self.at_end and self.dirpath is not None:  # this one is saved below
             gone -= {trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))[0].name}
         self.scores = {name: score for name, score in self.scores.items() if name not in gone}
@@ -222,23 +222,23 @@ class ModelCheckpoint(Callback, LacksLightnings):
             self._save_what_is_due(trainer)
         epoch_ended, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
         if epoch_ended and self.monitor is not None:
-            trainer.require_logged("ModelCheckpoint", self.monitor)
+            trainer.run.values.require("ModelCheckpoint", self.monitor)
 
     def _save_what_is_due(self, trainer: Trainer) -> None:
         """Let every `ModelCheckpoint` save that wants to, after all have noted their scores: each save holds all."""
-        saves, ending = trainer.checkpoints, trainer.is_ending
+        run, saves, ending = trainer.run, trainer.run.saves, trainer.run.ending.is_here
         if saves.has_ended or ending:
-            trainer.checkpoints.settle()
+            saves.settle()
         for each in self._all if ending else ():
             each._is_wanted = each.at_end or each._is_due(trainer)
-        for each in self._all if trainer.fresh_metrics else ():
+        for each in self._all if run.values.updated else ():
             each._note_score(trainer)
         for each in self._all:
             if each._is_wanted:
                 each.save(trainer, at_once=ending)
-            elif trainer.clock_s >= each._reserves_at_s and not ending:
+            elif run.ending.vote.now_s >= each._reserves_at_s and not ending:
                 each._reserves_at_s = math.inf
-                trainer.checkpoints.reserve(asynchronous=each.asynchronous)
+                saves.reserve(asynchronous=each.asynchronous)
 
     def _note_score(self, trainer: Trainer) -> None:
         """Note the monitor's value, if it has a new one, as that of this boundary's checkpoint too."""
@@ -257,21 +257,22 @@ class ModelCheckpoint(Callback, LacksLightnings):
         return (
             (self.every_n_train_steps > 0 and progress.step % self.every_n_train_steps == 0)
             or (progress.epoch != self._epoch and self.every_n_epochs > 0 and progress.epoch % self.every_n_epochs == 0)
-            or trainer.clock_s - self._saved_at_s >= self.train_time_interval_s
+            or trainer.run.ending.vote.now_s - self._saved_at_s >= self.train_time_interval_s
             or (self.on_best and value is not None and self._is_among_best(value))
         )
 
     def _new_value(self, trainer: Trainer) -> float | None:
         """The monitor's value, if it has a new one."""
-        fresh = self.monitor is not None and self.monitor in trainer.fresh_metrics
-        return trainer.epoch_metrics[str(self.monitor)] if fresh else None
+        fresh = self.monitor is not None and self.monitor in trainer.run.values.updated
+        return trainer.run.values.newest[str(self.monitor)] if fresh else None
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""
-        trainer.checkpoints.settle()
-        trainer.processes.on_rank_zero(trainer.checkpoints.wait)  # what is being removed shall be gone
+        saves = trainer.run.saves
+        saves.settle()
+        trainer.processes.on_rank_zero(saves.wait)  # what is being removed shall be gone
         if self.monitor is not None:
-            trainer.require_logged("ModelCheckpoint", self.monitor)
+            trainer.run.values.require("ModelCheckpoint", self.monitor)
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Drop the references to the run."""
@@ -299,27 +300,27 @@ class ModelCheckpoint(Callback, LacksLightnings):
             at_once: Write the checkpoint before returning, even if `asynchronous`.
         """
         assert self.dirpath is not None
-        moment = moment_of(trainer)
-        if trainer.checkpoints.moment != moment:
-            trainer.checkpoints.settle()
+        run, saves, moment = trainer.run, trainer.run.saves, moment_of(trainer)
+        if saves.moment != moment:
+            saves.settle()
         path, saved = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
         if not saved:
             chief = deciding_first(self._sharing(self.dirpath))[0]
             ranked = list(chief._ranked())
             best = ranked[0] if ranked else None
-            info = {"best": best, "ranked": ranked, "monitor": chief.monitor, "finished": trainer.end_reason}
-            trainer.checkpoints.save(
+            info = {"best": best, "ranked": ranked, "monitor": chief.monitor, "finished": run.ending.limit_reached}
+            saves.save(
                 path,
                 info,
                 asynchronous=False if at_once else self.asynchronous,
                 moment=moment,
-                account=partial(trainer.tell_loggers, self, partial(self._account, trainer, path)),
+                account=partial(self._end_save, trainer, path),
             )
             level = logging.INFO if self.verbose else logging.DEBUG
-            _log.log(level, "saving %s" if trainer.checkpoints.path == path else "saved %s", path)
-        elif trainer.checkpoints.path is None or not is_same(trainer.checkpoints.path, path):
+            _log.log(level, "saving %s" if saves.path == path else "saved %s", path)
+        elif saves.path is None or not is_same(saves.path, path):
             self._prune(trainer, path)
-        self._saved_at_s = trainer.clock_s
+        self._saved_at_s = run.ending.vote.now_s
 
     def _reserves_after_s(self, trainer: Trainer) -> float:
         """When to take the memory for copies: well before the first save, but not in a run that ends before it."""
@@ -341,13 +342,20 @@ class ModelCheckpoint(Callback, LacksLightnings):
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
         trainer.processes.on_rank_zero(partial(remove_checkpoints, self._account(trainer, newest, committed=True)))
 
+    def _end_save(self, trainer: Trainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
+        """Account for a checkpoint, and notify every logger if it is complete. Returns what is to be removed."""
+        doomed = self._account(trainer, newest, committed=committed)
+        for logger in trainer.run.records.loggers if committed else ():
+            logger.after_save_checkpoint(self)
+        return doomed
+
     def _account(self, trainer: Trainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
         sharing = self._sharing(newest.parent)
         rules = [saver._rule() for saver in sharing]
 
         def find() -> list[PurePath]:
-            trainer.checkpoints.wait_for_removals()  # what is being removed shall not be found once more
+            trainer.run.saves.wait_for_removals()  # what is being removed shall not be found once more
             found = find_unread(newest.parent, known=self._seen)
             self._seen = {*found}
             return names.unkept(rules, newest, found)

@@ -125,7 +125,7 @@ class ThroughputMonitor(Callback):
         """Start the clock."""
         self._throughput.start(trainer)
         # a step that was saved while its validation was due has no record yet
-        self._recorded_step = trainer.global_step - trainer.validation_due
+        self._recorded_step = trainer.global_step - trainer.progress.validation_due
         self._flop_per_sample = None
         self._is_asked = self.measure_flops and trainer.is_global_zero and not _is_compiled(task)
         if self.measure_flops and trainer.is_global_zero and not self._is_asked:
@@ -146,14 +146,15 @@ class ThroughputMonitor(Callback):
             return
         self._recorded_step = step
         memory = memory_mb(trainer.strategy.device)
-        trainer.log_system({"time_s": trainer.progress.elapsed_s, **self._speeds(trainer), "memory_mb": memory})
+        values = {"time_s": trainer.progress.elapsed_s, **self._speeds(trainer), "memory_mb": memory}
+        trainer.run.records.log_system(values)
 
     def _begin_to_count(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Count operations from here on: the forward of a step's first micro-batch follows."""
         if self._is_asked and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
-            self._counted_samples = max(trainer.batch_samples, 1)
+            self._counted_samples = max(trainer.run.log.batch_samples, 1)
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
@@ -175,7 +176,7 @@ class ThroughputMonitor(Callback):
 
     def _speeds(self, trainer: Trainer) -> dict[str, float]:
         values = self._throughput.measure(trainer)._asdict()
-        if not trainer.counters.weighs:
+        if not trainer.run.step.counters.weighs:
             del values["units_per_s"]
         if self._flop_per_sample is not None:
             flop_per_s = self._flop_per_sample * values["samples_per_s"]
@@ -191,7 +192,10 @@ def _is_compiled(task: TaskModule) -> bool:
 
 def _peak_flop_per_s(trainer: Trainer) -> float | None:
     """The device's peak in the dtype of the run's matrix products; None, and logged once, where it is not known."""
-    device, dtype = trainer.strategy.device, trainer.compute_dtype
+    device = trainer.strategy.device
+    with trainer.run.precision.forward():
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else trainer.run.optim.parameters[0].dtype
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     peak = peak_flop_per_s(name, dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
     if peak is None:
@@ -311,7 +315,7 @@ class DeviceStatsMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Begin to measure the load."""
-        self._recorded_step = trainer.global_step - trainer.validation_due
+        self._recorded_step = trainer.global_step - trainer.progress.validation_due
         self._read(trainer)
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
@@ -321,7 +325,7 @@ class DeviceStatsMonitor(Callback):
             return
         self._recorded_step = step
         if values := self._read(trainer):
-            trainer.log_system(values)
+            trainer.run.records.log_system(values)
 
     def _read(self, trainer: Trainer) -> dict[str, float]:
         sources = self._sources if trainer.is_global_zero else []

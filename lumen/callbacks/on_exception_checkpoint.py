@@ -90,7 +90,8 @@ class OnExceptionCheckpoint(Callback):
             return
         if not counted:
             trainer.progress.become(self._boundary)  # what a step has begun is to be done again
-        untouched = _moment(now) == _moment(self._boundary) or (now.validation_due and not trainer.in_training_step)
+        validates = now.validation_due and not trainer.run.log.in_train_step
+        untouched = validates or _moment(now) == _moment(self._boundary)
         try:
             self._save(trainer, exact=untouched, may_be_there=untouched or not counted)
         finally:
@@ -107,7 +108,7 @@ class OnExceptionCheckpoint(Callback):
         own = trainer.run_directory and trainer.run_directory / "checkpoints" if saver is None else saver.dirpath
         if own is None or trainer.global_step == 0:
             return
-        trainer.checkpoints.settle()
+        trainer.run.saves.settle()
         path, saved = place(trainer, own)
         if not (saved and may_be_there):
             if not exact or self.dirpath is not None:

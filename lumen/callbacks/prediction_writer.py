@@ -151,7 +151,7 @@ class BasePredictionWriter(Callback):
         self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write, or keep, what the step returned."""
-        indices = trainer.batch_indices
+        indices = trainer.run.values.batch_indices
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":

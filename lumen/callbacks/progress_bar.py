@@ -13,7 +13,7 @@ from lumen.callbacks.early_stopping import BestSoFar, monitored
 from lumen.callbacks.throughput import Throughput, TimeLeft, memory_mb
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked
-from lumen.metrics.step_values import HostCopy
+from lumen.metrics.step_values import HostCopy, for_the_bar
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -110,7 +110,7 @@ class ProgressBar(Callback):
     def _count_steps(self, trainer: Trainer, done: int, epochs: int) -> None:
         """Set the number of the run's steps, `done` of which were made in whole epochs."""
         plan, per_epoch = trainer.plan, trainer.steps_per_epoch
-        lengths, by_epochs = trainer.epoch_lengths, None
+        lengths, by_epochs = trainer.run.loaders.epoch_lengths(), None
         if lengths is not None and plan.max_epochs is not None:
             by_epochs = done + lengths.until(plan.max_epochs) - lengths.until(epochs)
         totals = [total for total in (plan.max_steps, by_epochs) if total is not None]
@@ -119,7 +119,7 @@ class ProgressBar(Callback):
 
     def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Show the step if it is time to."""
-        if perf_counter() < self._due_at_s or trainer.is_ending:  # the end has a line of its own
+        if perf_counter() < self._due_at_s or trainer.run.ending.is_here:  # the end has a line of its own
             return
         if self._look is None:
             self._take_look(trainer)
@@ -140,7 +140,7 @@ class ProgressBar(Callback):
 
     def _take_look(self, trainer: Trainer) -> None:
         """Note where the run stands and begin to copy its values to the host."""
-        self._epoch_names |= dict.fromkeys(trainer.progress_bar_names)
+        self._epoch_names |= dict.fromkeys(trainer.run.log.train.epoch_names(for_the_bar))
         self._look = self._position(trainer), HostCopy(trainer.progress_bar_metrics)
 
     def _take_in_look(self, *, wait: bool = False) -> bool:
@@ -161,7 +161,7 @@ class ProgressBar(Callback):
     def _position(self, trainer: Trainer) -> Line:
         progress, rates = trainer.progress, self._throughput.measure(trainer)
         left_s = self._time_left.estimate(trainer, self._total_steps)
-        newest, costs = trainer.epoch_metrics, [size(memory_mb(trainer.strategy.device))]
+        newest, costs = trainer.run.values.newest, [size(memory_mb(trainer.strategy.device))]
         if rates.steps_per_s:
             samples = f"{number(rates.samples_per_s, 3)} samples/s"
             waiting = f"data {100 * rates.data_wait_share:.0f} %"
@@ -196,7 +196,7 @@ class ProgressBar(Callback):
             self._take_in_look()
         self._throughput.pause()
         stage = str(trainer.state.stage)
-        self._evaluation = _Pass(_NAMES.get(stage, stage), trainer.num_evaluation_batches)
+        self._evaluation = _Pass(_NAMES.get(stage, stage), trainer.run.loaders.evaluation_batches(trainer.run.stage))
         self._board.evaluation = self._evaluation.line()
         self._display.draw(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
@@ -221,7 +221,7 @@ class ProgressBar(Callback):
             self._board.evaluation = None
             self._display.draw(self._board)
             return
-        names = trainer.evaluation_names
+        names = _evaluation_names(trainer)
         if self._training:
             self._epoch_names |= dict.fromkeys(names)
             self._board.evaluation = None
@@ -235,7 +235,7 @@ class ProgressBar(Callback):
                 self._due_at_s, self._validation_due_at_s = 0.0, now + self._display.interval_s
         else:
             self._board.evaluation = self._evaluation.line(
-                {name: trainer.epoch_metrics[name] for name in names}, over=True
+                {name: trainer.run.values.newest[name] for name in names}, over=True
             )
             self._show()
             self._close()
@@ -246,8 +246,8 @@ class ProgressBar(Callback):
 
     def _values_of_validation(self, trainer: Trainer, names: list[str]) -> dict[str, float]:
         """Those of the names, and the monitor's if it has one; notes whether that is the best so far."""
-        newest, monitor = trainer.epoch_metrics, self._best.name
-        if monitor is not None and monitor in trainer.fresh_metrics and monitor not in names:
+        newest, monitor = trainer.run.values.newest, self._best.name
+        if monitor is not None and monitor in trainer.run.values.updated and monitor not in names:
             names = [*names, monitor]
         values = {name: newest[name] for name in names}
         self._best_step = trainer.global_step if self._best.is_here(values) else None
@@ -257,7 +257,7 @@ class ProgressBar(Callback):
 
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
         """Show where a run that was asked to leave ended; leave the terminal as it was."""
-        if self._training and trainer.stop_requested and not trainer.in_training_step:
+        if self._training and trainer.run.ending.vote.requested and not trainer.run.log.in_train_step:
             if self._board.evaluation is not None:
                 self._throughput.resume()
                 self._time_left.resume()
@@ -275,6 +275,14 @@ class ProgressBar(Callback):
         self._display.close()
         self._training = False
         self._due_at_s = math.inf
+
+
+def _evaluation_names(trainer: Trainer) -> list[str]:
+    """Return the names of the evaluation that ends, logged with `prog_bar=True`; if there are none, the first three."""
+    metrics = trainer.run.log.stage
+    if metrics is None or not trainer.run.values.are_shown:
+        return []
+    return metrics.epoch_names(for_the_bar) or metrics.epoch_names()[:_UNASKED_VALUES]
 
 
 @final

@@ -81,7 +81,7 @@ class Throughput:
         return rates._replace(data_wait_share=min(rates.data_wait_share, 1.0))
 
     def _mark(self, trainer: RunView) -> _Mark:
-        progress, counters = trainer.progress, trainer.counters
+        progress, counters = trainer.progress, trainer.run.step.counters
         return _Mark(
             perf_counter() - self._paused_s,
             progress.step,

@@ -87,7 +87,7 @@ def keep_given(
             owner._refer(found)
     for name in links:
         if (reference := references.get(("data", "init_args", name))) is not None:
-            model._refer({**model.hparams_references, (name,): reference})
+            model._refer({(name,): reference})
             continue  # a repeated run takes the value from the data again
         with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
             yaml.safe_dump(value := getattr(data, name))

@@ -215,7 +215,7 @@ ATTRIBUTES = {
     "barebones": INSTEAD["barebones"],
     "batch_idx": "Steps and hooks of batches are given it.",
     "callback_connector": "Read trainer.callbacks.",
-    "checkpoint_connector": "Read trainer.resumed_from; trainer.save_checkpoint writes one.",
+    "checkpoint_connector": "Read trainer.ckpt_path; trainer.save_checkpoint writes one.",
     "data_connector": "Read trainer.train_dataloader, val_dataloaders, test_dataloaders or predict_dataloaders.",
     "data_parallel": "Read trainer.world_size.",
     "data_parallel_device_ids": "Read trainer.device_ids.",

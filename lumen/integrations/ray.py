@@ -72,7 +72,7 @@ class RayTrainReportCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """What is there has been reported."""
-        resumed = trainer.resumed_from
+        resumed = trainer.run.checkpoint
         self._told = (trainer.current_epoch, trainer.global_step)
         self._checkpoint = "" if resumed is None else str(resumed.path)
         self._leaving, self._saves = None, False
@@ -96,7 +96,7 @@ class RayTrainReportCallback(Callback):
 
     def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Save before it does."""
-        if self._saves and not trainer.fresh_metrics:  # at those, savers compare first
+        if self._saves and not trainer.run.values.updated:  # at those, savers compare first
             self._saves = False
             for saver in _savers(trainer):
                 saver.save(trainer, at_once=True)
@@ -108,7 +108,7 @@ class RayTrainReportCallback(Callback):
 
     def _report(self, trainer: Trainer) -> None:
         """Report. Collective: every rank must call this."""
-        trainer.checkpoints.settle()
+        trainer.run.saves.settle()
         self._told = trainer.current_epoch, trainer.global_step
         newest, checkpoint = "", None
         if trainer.is_global_zero:

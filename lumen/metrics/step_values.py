@@ -207,6 +207,11 @@ def for_loggers(options: LogOptions) -> bool:
     return options.logger
 
 
+def for_the_bar(options: LogOptions) -> bool:
+    """Return True if the progress bar shows a name."""
+    return options.prog_bar
+
+
 def of_ranks(ranks: Sequence[Latest]) -> Latest:
     """What all ranks have logged in a step, in the order in which a single process would have."""
     return {

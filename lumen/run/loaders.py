@@ -71,6 +71,16 @@ class Loaders:
         """Try no larger part of a batch again in a stage of evaluation."""
         self.fits[stage] = fits
 
+    def evaluation_batches(self, stage: str) -> int | None:
+        """Return the number of batches of an evaluation, of all loaders and ranks; None if a loader has no length.
+
+        Args:
+            stage: "validate", "sanity", "test" or "predict".
+        """
+        counts = [self._plan.batches(stage, adapter) for adapter in self.evaluation]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
     def say_empty(self, stage: str, adapter: LoaderAdapter) -> None:
         """Warn once that a loader gave an evaluation no batch; who misses its values hears of it again.
 

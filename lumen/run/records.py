@@ -113,6 +113,11 @@ class Records:
         """Give values to every logger at the current step."""
         self._write({name: float(value) for name, value in values.items()}, self._progress.step, self._progress.epoch)
 
+    def log_system(self, values: Mapping[str, float]) -> None:
+        """Give every logger values that no two runs share: times, speeds, memory."""
+        for logger in self.loggers:
+            logger.log_system(values, self._progress.step)
+
     @property
     def is_asynchronous(self) -> bool:
         """Whether values stay on the device, which computes them later: who reads one waits."""

@@ -31,13 +31,10 @@ class Hyperparameters(dict[str, Any]):
 
 
 class HasHyperparameters:
-    """Mixin of `TaskModule` and `DataModule`.
+    """Mixin of `TaskModule` and `DataModule`."""
 
-    Attributes:
-        hparams_references: Which hyperparameters a config took from the environment, by their place in `hparams`.
-    """
-
-    hparams_references: References = MappingProxyType({})
+    #: The hyperparameters that a config took from the environment, by their place in `hparams`.
+    _hparams_references: References = MappingProxyType({})
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -51,18 +48,7 @@ class HasHyperparameters:
 
     def _refer(self, references: References) -> None:
         """Note which hyperparameters a config took from the environment."""
-        self.hparams_references = references
-
-    @property
-    def recorded_hparams(self) -> dict[str, Any]:
-        """The entries of `hparams` as files keep them: secrets are masked, references to the environment kept."""
-        return masked(self.hparams, references=self.hparams_references)  # type: ignore[no-any-return]
-
-    @property
-    def logged_hparams(self) -> dict[str, Any]:
-        """The entries of `recorded_hparams` that loggers record."""
-        unlogged = vars(self).get("hparams_unlogged", ())
-        return {name: value for name, value in self.recorded_hparams.items() if name not in unlogged}
+        self._hparams_references = {**self._hparams_references, **references}
 
     def save_hyperparameters(
         self,
@@ -121,6 +107,17 @@ class HasHyperparameters:
         from lumen.checkpoint.load.from_checkpoint import build  # the one way up: checkpoints are floors above
 
         return build(cls, checkpoint_path, **how)  # type: ignore[type-var]  # a task or a data module
+
+
+def recorded_hparams(owner: HasHyperparameters) -> dict[str, Any]:
+    """Return hyperparameters as files keep them: secrets are masked, references to the environment kept."""
+    return masked(owner.hparams, references=owner._hparams_references)  # type: ignore[no-any-return]
+
+
+def logged_hparams(owner: HasHyperparameters) -> dict[str, Any]:
+    """Return the recorded hyperparameters that loggers get."""
+    unlogged = vars(owner).get("hparams_unlogged", ())
+    return {name: value for name, value in recorded_hparams(owner).items() if name not in unlogged}
 
 
 def _as_dictionary(given: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lumen.data.nested import fill
 from lumen.errors import TrainingError
 from lumen.loop.fit import StopRequested, sanity_check
 from lumen.run.run import Run
+from lumen.task.hyperparameters import logged_hparams
 from lumen.task.teacher import Place, places_of
 from lumen.trainer.logs import record
 from lumen.trainer.prepare import Origin, prepare, prepare_training
@@ -52,7 +53,7 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     note_steps(run, trainer.run_directory)
     record_script(trainer, run)
     owners = {"model": run.task, "data": run.loaders.datamodule}
-    hyperparameters = {name: owner.logged_hparams for name, owner in owners.items() if owner is not None}
+    hyperparameters = {name: logged_hparams(owner) for name, owner in owners.items() if owner is not None}
     for logger in run.records.loggers:
         logger.log_hyperparams(hyperparameters)
     tell_setup(run)

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from signal import SIGTERM
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from lumen.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, savers_of
-from lumen.checkpoint import Checkpoint, Saves
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.arguments import at_least
 from lumen.loggers import Logger
-from lumen.metrics.log_call import LogOptions
+from lumen.metrics.step_values import for_the_bar
 from lumen.run.gradients import total_norm
 from lumen.run.plan import Progress
-from lumen.run.step_context import Counters
 from lumen.task.task_module import TaskModule
 from lumen.trainer.view_base import TrainerState, stage_name
 from lumen.trainer.view_of_settings import ViewOfSettings
-
-T = TypeVar("T")
-
-_UNASKED_VALUES = 3
 
 
 class RunView(ViewOfSettings):
     """What callbacks and tasks read of a trainer; nothing here changes a run, but for `should_stop`.
 
     It is apart from `Trainer`, its one child: what a callback may use is in one place, how a run is made in another.
-    Here is how far the run is, and its values; its settings, data and processes are in `ViewOfSettings`.
+    Here is how far the run is, and its values; its settings, data and processes are in `ViewOfSettings`. The names are
+    Lightning's, but for those that docs/site/trainer.md lists as Lumen's own.
     """
 
     @property
@@ -87,32 +81,12 @@ class RunView(ViewOfSettings):
             )
         self.run.ending.request_stop(value=value)
 
-    @property
-    def may_stop(self) -> bool:
-        """The minimum of steps and epochs is reached: `should_stop` ends the run."""
-        return self.run.ending.may_stop
-
-    @property
-    def end_reason(self) -> str | None:
-        """Why the run is over, in words; None: it is not, or it was interrupted."""
-        return self.run.ending.limit_reached
-
-    @property
-    def stop_requested(self) -> bool:
-        """A signal has asked this process to end: the run leaves once all know of it."""
-        return self.run.ending.vote.requested is not None
-
-    @property
-    def is_ending(self) -> bool:
-        """The boundary in progress is the run's last one; decided when `on_step_checkpoint` begins."""
-        return self.run.ending.is_here
-
     def skip_update(self) -> None:
         """Make no update of the step in progress: its batches are used, but no step is counted, no schedule moves.
 
         To be called in `on_before_optimizer_step`, on every rank; elsewhere it is a `TrainingError`.
         """
-        if not self.in_training_step or self.run.step.is_updating:
+        if not self.run.log.in_train_step or self.run.step.is_updating:
             raise TrainingError("skip_update: no update is about to be made. Call it in on_before_optimizer_step.")
         self.run.step.skip_update()
 
@@ -129,7 +103,7 @@ class RunView(ViewOfSettings):
             after: Steps after it, likewise.
         """
         at_least(0, before=before, after=after)
-        if not self.in_training_step or self.run.step.is_updating:
+        if not self.run.log.in_train_step or self.run.step.is_updating:
             raise TrainingError("roll_back: no step is in progress. Call it in on_before_optimizer_step.")
         self.run.step.skip_update()
         self.run.ending.roll_back(before, after)
@@ -139,42 +113,12 @@ class RunView(ViewOfSettings):
         """How far the run is; to be read only."""
         return self.run.progress
 
-    @property
-    def counters(self) -> Counters:
-        """Samples and waiting of this part of the run; to be read only."""
-        return self.run.step.counters
-
-    @property
-    def clock_s(self) -> float:
-        """The time in seconds, the same on every rank at the end of a step: what may be decided by."""
-        return self.run.ending.vote.now_s
-
-    @property
-    def checkpoints(self) -> Saves:
-        """The checkpoints that the run writes: `save`, `settle`, and the one under way."""
-        return self.run.saves
-
-    @property
-    def resumed_from(self) -> Checkpoint | None:
-        """The checkpoint that `fit` goes on from; None: it began anew."""
-        return self.run.checkpoint
-
     def request_agreement(self) -> None:
         """Have all processes agree, after `on_step_end`, whether the run ends at this boundary: before it is saved.
 
         To be called in `on_step_end`, on every rank.
         """
         self.run.ending.request_agreement()
-
-    @property
-    def validation_due(self) -> bool:
-        """The step in progress has a validation that is not complete."""
-        return self.run.progress.validation_due
-
-    @property
-    def in_training_step(self) -> bool:
-        """A training step is not complete."""
-        return self.run.log.in_train_step
 
     @property
     def sanity_checking(self) -> bool:
@@ -296,51 +240,15 @@ class RunView(ViewOfSettings):
         return {name: value for name, value in self.callback_metrics.items() if name not in left_out}
 
     @property
-    def epoch_metrics(self) -> dict[str, float]:
-        """The newest values of epochs and validations, by name; the same on every rank."""
-        return self.run.values.newest
-
-    @property
     def progress_bar_metrics(self) -> dict[str, float | torch.Tensor]:
         """What the newest training step has logged with `prog_bar=True`, else its loss. Waits for no device.
 
         Tensors have no dimensions, and lie where the step has put them; values are of this rank.
         """
-        values: dict[str, float | torch.Tensor] = self.run.log.train.step_values(_for_the_bar)
+        values: dict[str, float | torch.Tensor] = self.run.log.train.step_values(for_the_bar)
         if not values and self.run.step.loss is not None:
             values = {"loss": self.run.step.loss}
         return values
-
-    @property
-    def progress_bar_names(self) -> list[str]:
-        """Names of the training epoch in progress that were logged with `prog_bar=True`."""
-        return self.run.log.train.epoch_names(_for_the_bar)
-
-    @property
-    def evaluation_names(self) -> list[str]:
-        """Names of the evaluation that ends, of those logged with `prog_bar=True`; if none was, the first three.
-
-        With `verbose=False` none is to be shown.
-        """
-        metrics = self.run.log.stage
-        if metrics is None:
-            raise ConfigError("evaluation_names: there is no evaluation; they are known when it ends.")
-        if not self.run.values.are_shown:
-            return []
-        return metrics.epoch_names(_for_the_bar) or metrics.epoch_names()[:_UNASKED_VALUES]
-
-    @property
-    def fresh_metrics(self) -> set[str]:
-        """Names with a value since the last boundary: from an epoch's end or a validation, not from single steps."""
-        return self.run.values.updated
-
-    def require_logged(self, who: str, monitor: str) -> None:
-        """Refuse a monitor that has no value although everything that logs has had its turn since the run went on.
-
-        Raises:
-            ConfigError: It was never logged; names what was.
-        """
-        self.run.values.require(who, monitor)
 
     def step_loss(self) -> torch.Tensor:
         """The mean loss of the step over all processes, in `on_before_optimizer_step`: a scalar tensor. Collective.
@@ -365,19 +273,3 @@ class RunView(ViewOfSettings):
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the step's gradient, in `on_before_optimizer_step` that before clipping: a scalar. Collective."""
         return total_norm(dict.fromkeys(self.run.optim.parameters))  # optimizers by hand may share some
-
-    def log_system(self, values: Mapping[str, float]) -> None:
-        """Give every logger values that no two runs share: times, speeds, memory."""
-        for logger in self.run.records.loggers:
-            logger.log_system(values, self.global_step)
-
-    def tell_loggers(self, saver: ModelCheckpoint, account: Callable[..., T], *, committed: bool) -> T:
-        """Tell every logger of a checkpoint that has been committed, after its saver has accounted for it."""
-        doomed = account(committed=committed)
-        for logger in self.run.records.loggers if committed else ():
-            logger.after_save_checkpoint(saver)
-        return doomed
-
-
-def _for_the_bar(options: LogOptions) -> bool:
-    return options.prog_bar

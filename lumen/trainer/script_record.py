@@ -21,7 +21,7 @@ from lumen.errors import ConfigError
 from lumen.internals.masking import masked
 from lumen.internals.whole_files import write_private
 from lumen.run.run import Run
-from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.hyperparameters import HasHyperparameters, logged_hparams
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value] if len(value) <= _MOST_ITEMS else f"{len(value)} items"
     if isinstance(value, type) or inspect.isroutine(value):
         return _name(value)
-    arguments = value.logged_hparams if isinstance(value, HasHyperparameters) else {}
+    arguments = logged_hparams(value) if isinstance(value, HasHyperparameters) else {}
     return {"class_path": _name(type(value))} | ({"init_args": plain(arguments)} if arguments else {})
 
 

@@ -142,7 +142,10 @@ class ViewBase(ABC):
 
     @property
     def run(self) -> Run:
-        """The run in progress, or the last one.
+        """The run in progress, or the last one: its parts, for callbacks that need more than the trainer shows.
+
+        The parts (`progress`, `values`, `ending`, `saves`, ...) are listed in `lumen.run.run.Run`. Their members may
+        change from one version to the next.
 
         Raises:
             ConfigError: None has been started.

@@ -6,14 +6,11 @@ import math
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from lumen import console
 from lumen.data.adapter import LoaderAdapter
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
 from lumen.run.open_loaders import open_loaders
-from lumen.run.plan import EpochLengths
 from lumen.run.step_context import begun_in_step
 from lumen.task.data_module import DataModule
 from lumen.trainer.view_base import ViewBase
@@ -130,15 +127,6 @@ class ViewOfSettings(ViewBase):
         return 1.0 if limit is None else limit
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products: autocast's, else that of the parameters."""
-        device = self.strategy.device
-        with self.run.precision.forward():
-            if torch.is_autocast_enabled(device.type):
-                return torch.get_autocast_dtype(device.type)
-        return self.run.optim.parameters[0].dtype
-
-    @property
     def processes(self) -> Processes:
         """Who takes part in the run, and what of plain data they tell each other."""
         return self.strategy.processes
@@ -191,11 +179,6 @@ class ViewOfSettings(ViewBase):
     # ------------------------------------------------------------------ data
 
     @property
-    def batch_samples(self) -> int:
-        """Samples of the micro-batch in progress."""
-        return self.run.log.batch_samples
-
-    @property
     def datamodule(self) -> DataModule | None:
         """The data module of the run."""
         return self.run.loaders.datamodule
@@ -220,29 +203,12 @@ class ViewOfSettings(ViewBase):
         return self._batches("train", adapter)
 
     @property
-    def num_evaluation_batches(self) -> int | None:
-        """Batches of the evaluation in progress, of all loaders and ranks; None if a loader has no length."""
-        counts = [self.plan.batches(self.run.stage, adapter) for adapter in self.run.loaders.evaluation]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
-
-    @property
-    def epoch_lengths(self) -> EpochLengths | None:
-        """Optimizer steps of every epoch, as long as the data is now; None if the loader has no length."""
-        if self.run.loaders.train is None:
-            raise ConfigError("there is no training loader: it is opened during fit.")
-        return self.run.loaders.epoch_lengths()
-
-    @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of the epoch in progress, as long as the data is now; None if the loader has no length."""
-        lengths = self.epoch_lengths
+        if self.run.loaders.train is None:
+            raise ConfigError("there is no training loader: it is opened during fit.")
+        lengths = self.run.loaders.epoch_lengths()
         return None if lengths is None else lengths.of(self.run.progress.epoch)
-
-    @property
-    def batch_indices(self) -> list[int] | None:
-        """Indices in the data set of the samples of a prediction's batch in progress; None where nobody knows them."""
-        return self.run.values.batch_indices
 
     @property
     def train_dataloader(self) -> Any:

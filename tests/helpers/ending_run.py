@@ -119,7 +119,7 @@ def end_of(trainer, task, called):
         "modes": [module.training for module in task.modules()],
         "callback_metrics": {name: float(each) for name, each in trainer.callback_metrics.items()},
         "logged_metrics": {name: float(each) for name, each in trainer.logged_metrics.items()},
-        "counts": (trainer.global_step, trainer.current_epoch, trainer.should_stop, trainer.end_reason),
+        "counts": (trainer.global_step, trainer.current_epoch, trainer.should_stop, trainer.run.ending.limit_reached),
         "best": (Path(saver.best_model_path).name, float(saver.best_model_score), float(saver.current_score)),
         "ranked": {Path(name).name: float(each) for name, each in saver.best_k_models.items()},
         "stopping": stopping and (stopping.stopped_epoch, stopping.wait_count, stopping.stopping_reason),

@@ -117,7 +117,7 @@ import lumen
 from tests.helpers.tasks import Regression, loader
 
 def on_train_batch_end(trainer, task, outputs, batch, batch_idx):
-    if trainer.global_step == 3 and trainer.resumed_from is None:
+    if trainer.global_step == 3 and trainer.run.checkpoint is None:
         os.kill(os.getpid(), signal.SIGQUIT)
 
 lumen.Trainer(

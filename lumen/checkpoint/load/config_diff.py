@@ -19,6 +19,7 @@ from lumen.internals.optimizers import set_by_hand
 from lumen.run.plan import Plan, by_epoch
 from lumen.run.run import Run
 from lumen.run.scheduler_config import lengths_of
+from lumen.task.hyperparameters import recorded_hparams
 
 Setting: TypeAlias = bool | int | float | str | None
 HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # how a step is computed, not which step
@@ -86,7 +87,7 @@ def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple
     changed: dict[str, tuple[Any, Any]] = {}
     for prefix, (entry, owner) in owners.items():
         old = decode(checkpoint.state[entry], checkpoint.tensors("extra"))
-        new = {} if owner is None else owner.recorded_hparams
+        new = {} if owner is None else recorded_hparams(owner)
         for name in dict.fromkeys([*old, *new]):
             values = old.get(name, _ABSENT), new.get(name, _ABSENT)
             if _comparable(values[0]) != _comparable(values[1]):

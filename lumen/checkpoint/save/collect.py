@@ -25,7 +25,7 @@ from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
 from lumen.strategies import by_data_rank, sync_buffers
-from lumen.task.hyperparameters import HasHyperparameters
+from lumen.task.hyperparameters import HasHyperparameters, recorded_hparams
 from lumen.task.teacher import is_running_statistic
 
 # ---------------------------------------------------------------------- names
@@ -117,8 +117,8 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
         "metrics": run.values.newest,
         "logged_as": run.values.options,
         "kept_row": run.records.kept_row if run.progress.validation_due else None,
-        "hyperparameters": task.recorded_hparams,
-        "data_hyperparameters": datamodule.recorded_hparams if isinstance(datamodule, HasHyperparameters) else {},
+        "hyperparameters": recorded_hparams(task),
+        "data_hyperparameters": recorded_hparams(datamodule) if isinstance(datamodule, HasHyperparameters) else {},
         "extra_state": _extra_state(task),
         "modes": modes_of(task),
         "built": run.optim.built,

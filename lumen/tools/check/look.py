@@ -92,7 +92,7 @@ def _look_at_loss(report: Report, trial: Trial) -> None:
     classes, expected = chance
     report.facts["loss_by_chance"] = expected
     said = f"{which}: {first:.4g}; by chance, of {classes} classes, {expected:.4g}"
-    if first > _CHANCE_FACTOR * expected + 0.5 and trial.trainer.resumed_from is None:
+    if first > _CHANCE_FACTOR * expected + 0.5 and trial.trainer.run.checkpoint is None:
         report.add(
             _STEP, "suspicious", "loss.by_chance", f"{said}: it is sure of what is wrong",
             "Look at the scale of the inputs and of the last layer's weights; is softmax missing, or there twice?",

@@ -126,7 +126,7 @@ class Witness(Callback):
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Note what was logged."""
-        self.names |= set(trainer.epoch_metrics)
+        self.names |= set(trainer.run.values.newest)
 
     # ------------------------------------------------------------------ training
 
@@ -178,7 +178,7 @@ class Witness(Callback):
             self._time(trainer)
             self._is_over = self.micro_batches >= LOOKED_INTO + 1 or _is_last(trainer)
             self._updates = 2
-        waited_s = trainer.counters.waited_s
+        waited_s = trainer.run.step.counters.waited_s
         if waited_s > self._waited_before_s:
             self.waited_s.append(waited_s - self._waited_before_s)
             self._waited_before_s = waited_s

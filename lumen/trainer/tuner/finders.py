@@ -63,7 +63,7 @@ class LearningRateFinder(Callback):
         if stage != "fit":
             return
         self.optimal_lr = self._found = None
-        if trainer.resumed_from is not None:
+        if trainer.run.checkpoint is not None:
             return
         self.optimal_lr = Tuner(trainer).lr_find(task, **self._settings)
         rate = self.optimal_lr.suggestion()
@@ -127,7 +127,7 @@ class BatchSizeFinder(Callback):
         """Search, unless the run goes on from a checkpoint."""
         if stage == "fit":
             self.optimal_batch_size = None
-            if trainer.resumed_from is None:
+            if trainer.run.checkpoint is None:
                 self.optimal_batch_size = Tuner(trainer).scale_batch_size(task, **self._settings)
 
     def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:

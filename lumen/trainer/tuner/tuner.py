@@ -36,7 +36,7 @@ class LargestBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Look at a batch."""
-        self.samples = max(self.samples, trainer.batch_samples)
+        self.samples = max(self.samples, trainer.run.log.batch_samples)
 
 
 @final

@@ -64,7 +64,7 @@ def test_a_schedule_does_not_move_at_a_spike_and_what_it_was_is_said(tmp_path):
 def test_the_run_stops_before_the_update_of_a_spike(tmp_path):
     saver = lumen.ModelCheckpoint(at_end=True)
     trainer, task = fit(tmp_path, spiking(5), [lumen.SpikeDetection(rtol=9.0, action="stop"), saver])
-    assert (trainer.global_step, trainer.end_reason) == (5, "stopped early")
+    assert (trainer.global_step, trainer.run.ending.limit_reached) == (5, "stopped early")
     _, five = fit(tmp_path, spiking(), max_steps=5)
     assert torch.equal(weights(task), weights(five))
 

@@ -25,7 +25,7 @@ class Notes(lumen.Callback):
         self.seen.append(("start", batch_idx, len(batch[0])))
 
     def on_validation_batch_end(self, trainer, task, outputs, batch, batch_idx, dataloader_idx=0):
-        self.seen.append(("end", batch_idx, len(batch[0]), trainer.batch_samples, outputs))
+        self.seen.append(("end", batch_idx, len(batch[0]), trainer.run.log.batch_samples, outputs))
 
 
 class Measured(Cramped):

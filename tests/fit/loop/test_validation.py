@@ -154,7 +154,11 @@ class Measured(Regression):
 
     def on_train_start(self):
         self.found.append(
-            (dict(self.trainer.callback_metrics), self.error.update_count, "val_loss" in self.trainer.fresh_metrics)
+            (
+                dict(self.trainer.callback_metrics),
+                self.error.update_count,
+                "val_loss" in self.trainer.run.values.updated,
+            )
         )
 
 
