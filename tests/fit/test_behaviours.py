@@ -121,7 +121,6 @@ Parameters load strictly, with more and with fewer names, or leniently
 """
 
 import ast
-import csv
 import multiprocessing
 import os
 import random
@@ -140,6 +139,7 @@ import lumen
 from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS
 from tests.helpers import ROOT
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import (
     FEATURES,
     Regression,
@@ -591,8 +591,7 @@ def fit(trainer, task, validate=True):
     tensors = {name: tensor.tolist() for name, tensor in task.state_dict().items()}
     optimizer = trainer.optimizers[0].state_dict()
     moments = [[value.tolist() for value in entry.values()] for entry in optimizer["state"].values()]
-    with (trainer.run_directory / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(trainer.run_directory / "metrics.csv")
     return tensors, moments, optimizer["param_groups"], rows, trainer.global_step, trainer.current_epoch
 
 

@@ -1,6 +1,5 @@
 """The examples for two devices: a GPT whose worker is killed and started again, and the digits by tricks of DDP."""
 
-import csv
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import pytest
 
 from lumen.cli import main
 from tests.helpers.jobs import ROOT, end_all, processes_in
+from tests.helpers.tables import rows_of
 
 SHORT = ["--trainer.max_steps=30", "--trainer.val_check_interval=10", "--trainer.log_every_n_steps=1",
          "--trainer.callbacks.snapshots.every_n_train_steps=5", "--model.warmup_steps=5"]  # fmt: skip
@@ -61,8 +61,7 @@ class Job:
             assert self.process.wait(timeout=240) == 0, self.output
         finally:
             end_all(self.home)
-        with (self.home / "runs/mingpt/metrics.csv").open() as file:
-            return list(csv.DictReader(file))
+        return rows_of(self.home / "runs/mingpt/metrics.csv")
 
 
 @pytest.mark.slow
@@ -113,8 +112,7 @@ def test_two_processes_read_97_percent_of_the_digits_and_end_by_themselves(tmp_p
     done = subprocess.run([*lumen, "fit", *words, "--trainer.devices", "2"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "finished: stopped early" in done.stderr
-    with (tmp_path / "digits_ddp/metrics.csv").open() as file:
-        rates = [float(row["lr/decay"]) for row in csv.DictReader(file) if row["lr/decay"]]
+    rates = [float(row["lr/decay"]) for row in rows_of(tmp_path / "digits_ddp/metrics.csv") if row["lr/decay"]]
     assert max(rates) == 0.05
     assert rates[-1] <= 0.01
     assert main(["validate", *words, "--ckpt_path=best", f"--output={tmp_path}/values.json"]) == 0

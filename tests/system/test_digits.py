@@ -1,6 +1,5 @@
 """The example CNN: its size, its metric, and that it learns to read, one way and another."""
 
-import csv
 import json
 
 import pytest
@@ -12,6 +11,7 @@ from datamodules.mnist import MNIST5k
 from models.digits import DigitsCNN
 from models.digits_finetune import FineTunedCNN
 from tests.helpers.cli import run_model
+from tests.helpers.tables import rows_of
 
 
 def batch_of(n):
@@ -49,8 +49,7 @@ def test_the_logged_accuracy_is_that_of_all_images_together(tmp_path):
 
 def logged(root, name, value):
     """Every value of that name in metrics.csv, in order."""
-    with (root / name / "metrics.csv").open() as file:
-        return [float(row[value]) for row in csv.DictReader(file) if row[value]]
+    return [float(row[value]) for row in rows_of(root / name / "metrics.csv") if row[value]]
 
 
 @pytest.fixture(scope="module")

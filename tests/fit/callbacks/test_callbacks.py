@@ -1,6 +1,5 @@
 """Callbacks that stop, time, log and call; those that save have files of their own."""
 
-import csv
 import math
 import time
 
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import ConfigError
 from tests.helpers.scripted_values import Scripted, fit_scripted
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 
@@ -221,8 +221,7 @@ def test_named_callbacks_can_be_switched_off(tmp_path):
 
 
 def rows(tmp_path, name="run"):
-    with (tmp_path / "runs" / name / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(tmp_path / "runs" / name / "metrics.csv")
 
 
 # ---------------------------------------------------------------------- functions as callbacks

@@ -1,6 +1,5 @@
 """DeviceStatsMonitor: memory and load, on the record that no two runs share."""
 
-import csv
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import lumen
 from lumen.callbacks.monitors import _CUDA, _of_cuda
 from lumen.errors import ConfigError
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
 HOST = ["cpu_percent", "cpu_vm_percent", "cpu_swap_percent"]
@@ -23,8 +23,7 @@ def fit(tmp_path, *monitors, **options):
 
 
 def rows(trainer, file="system.csv"):
-    with (trainer.run_directory / file).open(newline="") as opened:
-        return list(csv.DictReader(opened))
+    return rows_of(trainer.run_directory / file)
 
 
 def test_load_and_memory_of_the_host_are_on_record_at_each_logged_step(tmp_path):

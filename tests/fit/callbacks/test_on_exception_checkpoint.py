@@ -1,6 +1,5 @@
 """OnExceptionCheckpoint: what a failing run saves, by where the exception strikes."""
 
-import csv
 import logging
 
 import pytest
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 import lumen
 from lumen.checkpoint import Checkpoint
 from lumen.errors import NonFiniteLoss
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer, regression_data
 
 FAILS_AT = 8  # of 5 steps an epoch, so in the middle of the second one
@@ -130,8 +130,7 @@ def names(tmp_path):
 
 
 def record(tmp_path, name="run"):
-    with (tmp_path / "runs" / name / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(tmp_path / "runs" / name / "metrics.csv")
 
 
 def assert_same(task, other):

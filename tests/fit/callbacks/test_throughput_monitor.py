@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import time
 from itertools import pairwise
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lumen
 from lumen.callbacks.monitors import peak_flop_per_s
+from tests.helpers.tables import rows_of
 
 pytestmark = pytest.mark.usefixtures("clock")  # time passes in steps, data and validations that sleep
 BATCH = 4
@@ -66,8 +66,7 @@ def fit(folder: Path, task: Task, *, pause_s: float = 0.0, validation: bool = Fa
 
 
 def records(directory: Path) -> list[dict[str, float]]:
-    with (directory / "system.csv").open() as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return [{name: float(value) for name, value in row.items() if value} for row in rows_of(directory / "system.csv")]
 
 
 def test_speed_and_memory_are_recorded_at_each_logged_step_even_without_a_bar(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The command line: `main([...])` in process, with real runs of a tiny task."""
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ from lumen.cli import main
 from lumen.profilers import PassThroughProfiler, SimpleProfiler, TorchProfiler
 from tests.helpers.cli import fit, saved, write
 from tests.helpers.cli_tasks import Grid, Line, Noise, Points, Slope, Spy
+from tests.helpers.tables import rows_of
 from tests.helpers.working_directory import CONFIG
 
 pytestmark = pytest.mark.usefixtures("config_directory")
@@ -25,7 +25,7 @@ def group(trainer):
 
 
 def metrics(path):
-    return list(csv.DictReader((Path(path) / "metrics.csv").read_text().splitlines()))
+    return rows_of(Path(path) / "metrics.csv")
 
 
 # ---------------------------------------------------------------------- starting

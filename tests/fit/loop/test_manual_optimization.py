@@ -1,6 +1,5 @@
 """Manual optimization: the task's own backwards and steps, counted, clipped, scaled, saved and refused."""
 
-import csv
 import logging
 from contextlib import nullcontext
 
@@ -20,6 +19,7 @@ from tests.helpers.manual_optimization import (
     pair_loader,
     pairs,
 )
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 
@@ -395,9 +395,9 @@ def test_lumens_callbacks_see_its_steps(tmp_path):
     callbacks = [lumen.LearningRateMonitor(), lumen.ThroughputMonitor()]
     trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=callbacks, log_every_n_steps=1)
     trainer.fit(Gan(every=2), pair_loader())
-    rows = list(csv.DictReader((trainer.run_directory / "metrics.csv").read_text().splitlines()))
+    rows = rows_of(trainer.run_directory / "metrics.csv")
     assert [row["lr/group_1"] for row in rows if row["lr/group_1"]][:4] == ["0.1", "0.1", "0.1", "0.05"]
-    system = list(csv.DictReader((trainer.run_directory / "system.csv").read_text().splitlines()))
+    system = rows_of(trainer.run_directory / "system.csv")
     assert [row["step"] for row in system] == ["1", "2", "3", "4"]
     assert all(float(row["samples_per_s"]) > 0 for row in system)
 

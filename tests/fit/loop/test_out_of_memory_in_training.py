@@ -1,6 +1,5 @@
 """A step whose micro-batch does not fit into memory has the gradient of the whole, and no trace of the attempt."""
 
-import csv
 import weakref
 from typing import ClassVar
 
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import DataError
 from tests.helpers.limited_memory import Cramped, Weighed, WeighedBefore
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer, regression_data, weights
 
 
@@ -27,7 +27,7 @@ def train(tmp_path, task, batch_size, name="run", **options):
 
 
 def rows(tmp_path, name):
-    return list(csv.DictReader((tmp_path / name / "runs/run/metrics.csv").read_text().splitlines()))
+    return rows_of(tmp_path / name / "runs/run/metrics.csv")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The example that learns to see without labels."""
 
-import csv
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ import lumen
 from datamodules.views import TwoViews, seen
 from models.byol import BYOL
 from tests.helpers.cli import run_model
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import bare_trainer, quiet_trainer
 
 
@@ -83,6 +82,5 @@ def test_after_one_epoch_a_probe_reads_more_digits_than_with_random_weights(tmp_
 @pytest.mark.time_limit(600)
 def test_from_100_labels_a_probe_reads_80_percent_of_unseen_digits(tmp_path):
     run_model("fit", "byol", tmp_path)
-    with (tmp_path / "byol/metrics.csv").open() as file:
-        found = [float(row["val_probe"]) for row in csv.DictReader(file) if row["val_probe"]]
+    found = [float(row["val_probe"]) for row in rows_of(tmp_path / "byol/metrics.csv") if row["val_probe"]]
     assert max(found) >= 0.8

@@ -1,13 +1,12 @@
 """The example that learns by playing: its physics, its advantages, and that it goes on with the games it played."""
 
-import csv
-
 import pytest
 import torch
 
 from datamodules.cartpole import LONGEST, Games, begin, push
 from models.cartpole import ActorCritic
 from tests.helpers.cli import run_model
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import bare_trainer, quiet_trainer
 
 
@@ -102,7 +101,6 @@ def test_a_hundred_updates_keep_the_pole_up_five_times_as_long(tmp_path):
 @pytest.mark.time_limit(200)
 def test_the_config_keeps_the_pole_up_until_the_end(tmp_path):
     run_model("fit", "cartpole", tmp_path)
-    with (tmp_path / "cartpole/metrics.csv").open() as file:
-        found = [float(row["val_steps"]) for row in csv.DictReader(file) if row["val_steps"]]
+    found = [float(row["val_steps"]) for row in rows_of(tmp_path / "cartpole/metrics.csv") if row["val_steps"]]
     assert found[0] < 400
     assert found[-1] >= 450

@@ -1,7 +1,5 @@
 """The examples that make digits: the GAN and the VAE."""
 
-import csv
-
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,6 +12,7 @@ from models.digits import DigitsCNN
 from models.gan import Gan
 from models.vae import VAE, in_rows
 from tests.helpers.cli import run_model
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import bare_trainer, quiet_trainer, weights
 
 MIDDLE_DIGIT_NATS = 206.6  # an image, where each pixel is the coin that it is on the average
@@ -161,6 +160,5 @@ def test_images_are_laid_out_ten_in_a_row_each_above_what_is_written_of_it():
 @pytest.mark.time_limit(200)
 def test_the_config_bounds_an_unseen_image_by_125_nats(tmp_path):
     run_model("fit", "vae", tmp_path)
-    with (tmp_path / "vae/metrics.csv").open() as file:
-        found = [float(row["val_bound"]) for row in csv.DictReader(file) if row["val_bound"]]
+    found = [float(row["val_bound"]) for row in rows_of(tmp_path / "vae/metrics.csv") if row["val_bound"]]
     assert min(found) <= 125

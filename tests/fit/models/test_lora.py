@@ -1,6 +1,5 @@
 """The example with an adapter of peft: what is frozen stays, what is saved is read by peft, and it helps."""
 
-import csv
 import json
 import shlex
 from pathlib import Path
@@ -17,6 +16,7 @@ from models.lora_gpt2 import LoraAnswers
 from models.packed_gpt2 import Answers
 from tests.helpers import ROOT
 from tests.helpers.cli import run_model
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import quiet_trainer
 from tests.helpers.working_directory import commands_in
 
@@ -99,8 +99,7 @@ class Failing(lumen.Callback):
 
 
 def nats(root, name):
-    with (root / name / "metrics.csv").open() as file:
-        return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+    return [float(row["val_loss"]) for row in rows_of(root / name / "metrics.csv") if row["val_loss"]]
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
 """The programs of the page on sweeps run, and what it says of them holds."""
 
-import csv
-
 import pytest
 
 from tests.helpers.pages import snippets
+from tests.helpers.tables import rows_of
 
 
 @pytest.mark.slow  # twenty short runs
@@ -17,13 +16,11 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
         exec(compile(program, f"docs/sweeps.md, program {number}", "exec"), found)
     assert found["best"] == 0.03
     assert len(found["scores"]) == 4
-    with (tmp_path / "runs/probed/metrics.csv").open() as file:
-        assert sum(bool(row["probe_loss"]) for row in csv.DictReader(file)) == 2
+    assert sum(bool(row["probe_loss"]) for row in rows_of(tmp_path / "runs/probed/metrics.csv")) == 2
     states = [trial.state.name for trial in found["study"].trials]
     assert {*states} == {"COMPLETE", "PRUNED"}
     runs = listed()
     for number, state in enumerate(states):
         assert runs[f"trial-{number}"]["status"].startswith("finished")
-        with (tmp_path / f"runs/trial-{number}/metrics.csv").open() as file:
-            epochs = sum(bool(row["val_loss"]) for row in csv.DictReader(file))
+        epochs = sum(bool(row["val_loss"]) for row in rows_of(tmp_path / f"runs/trial-{number}/metrics.csv"))
         assert epochs == 4 if state == "COMPLETE" else epochs < 4

@@ -1,6 +1,5 @@
 """`lumen check` names the mistake that is there, and none where there is none."""
 
-import csv
 import json
 import re
 
@@ -10,6 +9,7 @@ from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.cli import write
 from tests.helpers.faulty_trainings import check, config_of
+from tests.helpers.tables import rows_of
 
 
 @pytest.fixture
@@ -155,8 +155,7 @@ def test_what_is_foretold_comes_true(checked, tmp_path):
     settings |= {"log_every_n_steps": 1, "global_batch_size": 20, "val_check_interval": 3, "enable_progress_bar": False}
     facts = checked(**settings).facts
     assert main(["fit", "--config", "mine.yaml"]) == 0
-    with (tmp_path / "runs/mine/metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "runs/mine/metrics.csv")
     rates = [float(row["lr"]) for row in rows if row["lr"]]
     validated = [row for row in rows if row["val_loss"]]
     assert facts["steps"] == max(int(row["step"]) for row in rows)
@@ -181,8 +180,7 @@ def test_validations_and_checkpoints_are_as_many_as_foretold(checked, tmp_path, 
     keep = {"class_path": "lumen.ModelCheckpoint", "init_args": {"every_n_epochs": 1, "keep_last": -1}}
     facts = checked(**settings, callbacks=[keep], enable_progress_bar=False).facts
     assert main(["fit", "--config", "mine.yaml"]) == 0
-    with (tmp_path / "runs/mine/metrics.csv").open() as file:
-        assert facts["validations"] == sum(bool(row["val_loss"]) for row in csv.DictReader(file))
+    assert facts["validations"] == sum(bool(row["val_loss"]) for row in rows_of(tmp_path / "runs/mine/metrics.csv"))
     assert facts["checkpoints"][0]["saves"] == len(list((tmp_path / "runs/mine/checkpoints").iterdir()))
 
 

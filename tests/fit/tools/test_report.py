@@ -1,6 +1,5 @@
 """`lumen report`: runs as one HTML file, whatever is in them and whatever is missing."""
 
-import csv
 import json
 import math
 import re
@@ -19,6 +18,7 @@ from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
 from tests.helpers.pages import snippets
 from tests.helpers.report import CONFIG, FILES, Page, digest, recorded
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import Regression, bare_trainer, loader
 
 HOSTILE = '</script><script>window.pwned = 1</script>"\'><img src=x onerror="window.pwned = 1">{{ 7 * 191 }}'
@@ -43,7 +43,7 @@ def test_a_run_is_shown_with_its_values_time_settings_log_and_environment(tmp_pa
 def test_the_numbers_of_a_real_training_are_those_of_its_record(tmp_path, report):
     trainer = bare_trainer(tmp_path, max_epochs=2, logger=True, enable_checkpointing=True, log_every_n_steps=1)
     trainer.fit(Regression(), loader(), loader())
-    rows = list(csv.DictReader((trainer.run_directory / "metrics.csv").read_text().splitlines()))
+    rows = rows_of(trainer.run_directory / "metrics.csv")
     page = report(trainer.run_directory)
     losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     assert f"{losses[-1]:.6g} {min(losses):.6g}" in page.text

@@ -1,6 +1,5 @@
 """The end of a run, and interruptions near it: the places where a step, an epoch or a validation is half done."""
 
-import csv
 import io
 import os
 import resource
@@ -19,6 +18,7 @@ from lumen.cli import main
 from lumen.errors import ConfigError, RunDirectoryError
 from tests.helpers.ending_run import HOOKS, KINDS, Ended, begin, end_of
 from tests.helpers.run_ends import names
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 from tests.helpers.working_directory import LINE
 
@@ -53,8 +53,7 @@ def fit(tmp_path, task=None, **options):
 
 
 def rows(tmp_path):
-    with (tmp_path / "runs/run/metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    return rows_of(tmp_path / "runs/run/metrics.csv")
 
 
 def test_a_run_that_ends_inside_an_epoch_keeps_its_last_row_when_started_again(tmp_path):
