@@ -18,7 +18,7 @@ from lumen.checkpoint.format.places import as_local
 from lumen.errors import CheckpointDamaged
 
 if TYPE_CHECKING:
-    from lumen.trainer.trainer import Trainer
+    from lumen.callbacks.used_trainer import UsedTrainer
 
 Moment = tuple[int, int, int, bool]
 Rule = Callable[[list[PurePath]], set[PurePath]]
@@ -35,12 +35,12 @@ def deciding_first(savers: Iterable[Saver]) -> list[Saver]:
     return sorted(savers, key=lambda saver: not decides(vars(saver)))
 
 
-def moment_of(trainer: Trainer) -> Moment:
+def moment_of(trainer: UsedTrainer) -> Moment:
     """What identifies the present moment of a run: not the step alone, which a skipped update leaves as it was."""
     return trainer.global_step, trainer.progress.micro_batches, trainer.current_epoch, trainer.progress.validation_due
 
 
-def place(trainer: Trainer, folder: PurePath) -> tuple[PurePath, bool]:
+def place(trainer: UsedTrainer, folder: PurePath) -> tuple[PurePath, bool]:
     """The path in a folder at which the present moment is or will be saved, and whether it is saved already.
 
     A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.

@@ -16,8 +16,8 @@ from lumen.errors.arguments import checked
 if TYPE_CHECKING:
     import torch
 
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 
 @final
@@ -96,16 +96,16 @@ class EarlyStopping(Callback):
         """The best value of the monitor so far: float64 without dimensions; infinite before the first."""
         return as_score(self._best)
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Start anew."""
         if stage == "fit":
             self._forget()
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Note in which epoch training begins."""
         self._epoch = trainer.current_epoch
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Look at a new value, if there is one."""
         ends_epoch, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
         self._unseen |= self.monitor in trainer.run.values.updated
@@ -123,12 +123,12 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
             trainer.request_agreement()
 
-    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Raise an error for a monitor that had no value in an epoch; that epoch's checkpoint is saved by now."""
         if self.strict and trainer.current_epoch > 0:
             trainer.run.values.require("EarlyStopping", self.monitor)
 
-    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Raise an error for a monitor that never had a value."""
         if self.strict:
             trainer.run.values.require("EarlyStopping", self.monitor)
@@ -198,7 +198,7 @@ class Monitored(NamedTuple):
     best: float | None
 
 
-def monitored(trainer: Trainer) -> Monitored | None:
+def monitored(trainer: UsedTrainer) -> Monitored | None:
     """Return the monitor of the deciding `ModelCheckpoint`, else of the first `EarlyStopping`, or None.
 
     Args:

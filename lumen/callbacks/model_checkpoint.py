@@ -24,8 +24,8 @@ from lumen.run.plan import Duration, duration_s
 if TYPE_CHECKING:
     import torch
 
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 _DEFAULT_INTERVAL_S = 600.0
 _SHORT_RUN_S = 10.0
@@ -170,7 +170,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         newest = None if self.dirpath is None else newest_committed(self.dirpath)
         return "" if newest is None else str(newest)
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Start anew, and find out where checkpoints go."""
         if stage != "fit":
             return
@@ -180,7 +180,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         if self.given_dirpath is None and trainer.run_directory is not None:
             self.dirpath = trainer.run_directory / "checkpoints"
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Start the clock, and finish what a kill after a commit left undone."""
         self._saves, self._seen = trainer.run.saves, set()
         self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
@@ -189,7 +189,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
         resumed = trainer.run.checkpoint
         newest, gone = trainer.processes.on_rank_zero(self._look_around)
-        if not (newest is None or trainer.origin.stays or (resumed is not None and resumed.path == newest)):
+        if not (newest is None or trainer.run.saves.stays or (resumed is not None and resumed.path == newest)):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'
@@ -208,13 +208,13 @@ class ModelCheckpoint(Callback, LacksLightnings):
             elif resumed.path.parent == each.dirpath:
                 each._prune(trainer, resumed.path)
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
         self._is_wanted = self.dirpath is not None and self._is_due(trainer)
         if self._is_wanted:
             trainer.request_agreement()
 
-    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Save if one of the rules says so."""
         if self.dirpath is None:
             return
@@ -224,7 +224,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         if epoch_ended and self.monitor is not None:
             trainer.run.values.require("ModelCheckpoint", self.monitor)
 
-    def _save_what_is_due(self, trainer: Trainer) -> None:
+    def _save_what_is_due(self, trainer: UsedTrainer) -> None:
         """Let every `ModelCheckpoint` save that wants to, after all have noted their scores: each save holds all."""
         run, saves, ending = trainer.run, trainer.run.saves, trainer.run.ending.is_here
         if saves.has_ended or ending:
@@ -240,7 +240,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
                 each._reserves_at_s = math.inf
                 saves.reserve(asynchronous=each.asynchronous)
 
-    def _note_score(self, trainer: Trainer) -> None:
+    def _note_score(self, trainer: UsedTrainer) -> None:
         """Note the monitor's value, if it has a new one, as that of this boundary's checkpoint too."""
         value = self._new_value(trainer)
         if value is None:
@@ -251,7 +251,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
             path, _ = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
             self.scores[path.name] = value
 
-    def _is_due(self, trainer: Trainer) -> bool:
+    def _is_due(self, trainer: UsedTrainer) -> bool:
         """Whether one of the rules wants this boundary, be it the last one or not; alike on all ranks."""
         progress, value = trainer.progress, self._new_value(trainer)
         return (
@@ -261,12 +261,12 @@ class ModelCheckpoint(Callback, LacksLightnings):
             or (self.on_best and value is not None and self._is_among_best(value))
         )
 
-    def _new_value(self, trainer: Trainer) -> float | None:
+    def _new_value(self, trainer: UsedTrainer) -> float | None:
         """The monitor's value, if it has a new one."""
         fresh = self.monitor is not None and self.monitor in trainer.run.values.updated
         return trainer.run.values.newest[str(self.monitor)] if fresh else None
 
-    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""
         saves = trainer.run.saves
         saves.settle()
@@ -274,7 +274,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         if self.monitor is not None:
             trainer.run.values.require("ModelCheckpoint", self.monitor)
 
-    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def teardown(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Drop the references to the run."""
         self._saves, self._all = None, []
 
@@ -292,7 +292,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         """Restore the scores."""
         self.scores, self._score = state["scores"], state["current_score"]
 
-    def save(self, trainer: Trainer, *, at_once: bool = False) -> None:
+    def save(self, trainer: UsedTrainer, *, at_once: bool = False) -> None:
         """Save this boundary, unless that is done, and remove what no rule keeps any more. Collective.
 
         Args:
@@ -322,7 +322,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
             self._prune(trainer, path)
         self._saved_at_s = run.ending.vote.now_s
 
-    def _reserves_after_s(self, trainer: Trainer) -> float:
+    def _reserves_after_s(self, trainer: UsedTrainer) -> float:
         """When to take the memory for copies: well before the first save, but not in a run that ends before it."""
         if self.every_n_train_steps:
             return 0.0
@@ -338,18 +338,18 @@ class ModelCheckpoint(Callback, LacksLightnings):
         gone = names.lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
         return newest_committed(self.dirpath), gone
 
-    def _prune(self, trainer: Trainer, newest: PurePath) -> None:
+    def _prune(self, trainer: UsedTrainer, newest: PurePath) -> None:
         """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
         trainer.processes.on_rank_zero(partial(remove_checkpoints, self._account(trainer, newest, committed=True)))
 
-    def _end_save(self, trainer: Trainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
+    def _end_save(self, trainer: UsedTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """Account for a checkpoint, and notify every logger if it is complete. Returns what is to be removed."""
         doomed = self._account(trainer, newest, committed=committed)
         for logger in trainer.run.records.loggers if committed else ():
             logger.after_save_checkpoint(self)
         return doomed
 
-    def _account(self, trainer: Trainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
+    def _account(self, trainer: UsedTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
         sharing = self._sharing(newest.parent)
         rules = [saver._rule() for saver in sharing]

@@ -21,8 +21,8 @@ from lumen.metrics.torchmetrics_states import metrics_of
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 
 class Row(NamedTuple):
@@ -104,7 +104,7 @@ class ModelSummary(Callback):
             raise ConfigError(f"ModelSummary: max_depth must be at least -1 (all levels), found {max_depth}.")
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_fit_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Print the table."""
         if not trainer.is_global_zero:
             return

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.flop_counter import FlopCounterMode
 
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 
 # Dense peaks in TFLOP/s (10^12 FLOP per second), without the factor 2 for structured sparsity; matrix products of 16
@@ -121,7 +121,7 @@ class ThroughputMonitor(Callback):
                 on_exception=self._stop_counting,
             )
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Start the clock."""
         self._throughput.start(trainer)
         # a step that was saved while its validation was due has no record yet
@@ -131,15 +131,15 @@ class ThroughputMonitor(Callback):
         if self.measure_flops and trainer.is_global_zero and not self._is_asked:
             _log.warning("operations are not counted: to count them a compiled model would have to run uncompiled.")
 
-    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Stop the clock."""
         self._throughput.pause()
 
-    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Start the clock again."""
         self._throughput.resume()
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Write a record if one is due."""
         step = trainer.global_step
         if step % trainer.plan.log_every_n_steps or step == self._recorded_step:  # a skipped update is no new step
@@ -149,7 +149,7 @@ class ThroughputMonitor(Callback):
         values = {"time_s": trainer.progress.elapsed_s, **self._speeds(trainer), "memory_mb": memory}
         trainer.run.records.log_system(values)
 
-    def _begin_to_count(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+    def _begin_to_count(self, trainer: UsedTrainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Count operations from here on: the forward of a step's first micro-batch follows."""
         if self._is_asked and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
@@ -158,7 +158,7 @@ class ThroughputMonitor(Callback):
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
-    def _take_count(self, trainer: Trainer, task: TaskModule) -> None:
+    def _take_count(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Take the count: the backward is done."""
         if self._counter is not None:
             operations = self._counter.get_total_flops()
@@ -174,7 +174,7 @@ class ThroughputMonitor(Callback):
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._counter = None
 
-    def _speeds(self, trainer: Trainer) -> dict[str, float]:
+    def _speeds(self, trainer: UsedTrainer) -> dict[str, float]:
         values = self._throughput.measure(trainer)._asdict()
         if not trainer.run.step.counters.weighs:
             del values["units_per_s"]
@@ -190,7 +190,7 @@ def _is_compiled(task: TaskModule) -> bool:
     return any(is_compiled(module) for module in task.modules())
 
 
-def _peak_flop_per_s(trainer: Trainer) -> float | None:
+def _peak_flop_per_s(trainer: UsedTrainer) -> float | None:
     """The device's peak in the dtype of the run's matrix products; None, and logged once, where it is not known."""
     device = trainer.strategy.device
     with trainer.run.precision.forward():
@@ -227,7 +227,7 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self._wanted = ["lr", *["momentum"] * log_momentum, *["weight_decay"] * log_weight_decay]
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Refuse to log what the optimizer does not have."""
         for optimizer in trainer.optimizers:
             missing = [name for name in self._wanted for group in optimizer.param_groups if _value(group, name) is None]
@@ -236,7 +236,7 @@ class LearningRateMonitor(Callback):
                     f"LearningRateMonitor: {type(optimizer).__name__} has no {missing[0]}. Leave log_{missing[0]} out."
                 )
 
-    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Log the values of the update in progress, once for all its micro-batches."""
         by_epoch = self.logging_interval == "epoch"
         if by_epoch and trainer.progress.batches:
@@ -301,7 +301,7 @@ class DeviceStatsMonitor(Callback):
         self._recorded_step = 0
         self._sources: list[Callable[[], dict[str, float]]] = []
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Find what can be read."""
         device = trainer.strategy.device
         self._sources = []
@@ -313,12 +313,12 @@ class DeviceStatsMonitor(Callback):
         elif device.type == "mps":
             self._sources.append(_of_mps)
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Begin to measure the load."""
         self._recorded_step = trainer.global_step - trainer.progress.validation_due
         self._read(trainer)
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Write a record if one is due."""
         step = trainer.global_step
         if step % trainer.plan.log_every_n_steps or step == self._recorded_step:  # a skipped update is no new step
@@ -327,7 +327,7 @@ class DeviceStatsMonitor(Callback):
         if values := self._read(trainer):
             trainer.run.records.log_system(values)
 
-    def _read(self, trainer: Trainer) -> dict[str, float]:
+    def _read(self, trainer: UsedTrainer) -> dict[str, float]:
         sources = self._sources if trainer.is_global_zero else []
         return {name: value for read in sources for name, value in read().items()}
 

@@ -19,8 +19,8 @@ from lumen.errors.arguments import checked
 from lumen.run.plan import Progress
 
 if TYPE_CHECKING:
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 
 @final
@@ -52,11 +52,11 @@ class OnExceptionCheckpoint(Callback):
         self._is_updating = False
         self._watches: list[Any] = []
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Start anew."""
         self._boundary, self._is_updating = None, False
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Note from now on where the run stands."""
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -65,12 +65,12 @@ class OnExceptionCheckpoint(Callback):
         self._watches = [optimizer.register_step_pre_hook(note) for optimizer in trainer.optimizers]
         self._boundary = replace(trainer.progress)
 
-    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Note where a complete step has left the run."""
         self._boundary = replace(trainer.progress)
         self._is_updating = False
 
-    def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
         """Save what can be saved."""
         if self._boundary is None or not isinstance(exception, Exception) or not trainer.is_global_zero:
             return
@@ -97,13 +97,13 @@ class OnExceptionCheckpoint(Callback):
         finally:
             trainer.progress.become(now)
 
-    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def teardown(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Remove the hooks."""
         for watch in self._watches:
             watch.remove()
         self._watches = []
 
-    def _save(self, trainer: Trainer, *, exact: bool, may_be_there: bool) -> None:
+    def _save(self, trainer: UsedTrainer, *, exact: bool, may_be_there: bool) -> None:
         saver = trainer.checkpoint_callback
         own = trainer.run_directory and trainer.run_directory / "checkpoints" if saver is None else saver.dirpath
         if own is None or trainer.global_step == 0:
@@ -125,7 +125,7 @@ def _moment(progress: Progress) -> tuple[Any, ...]:
     return progress.epoch, progress.in_epoch, progress.micro_batches, progress.validation_due
 
 
-def _free_name(trainer: Trainer, folder: PurePath) -> PurePath:
+def _free_name(trainer: UsedTrainer, folder: PurePath) -> PurePath:
     name = f"exception-step-{trainer.global_step:08d}"
     names = (name if number == 0 else f"{name}-{number}" for number in count())
     return next(path for each in names if not exists(path := folder / each))

@@ -21,8 +21,8 @@ from lumen.task.teacher import Averages, Place, places_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 
 class ParameterAverage(Callback, ABC):
@@ -61,7 +61,7 @@ class ParameterAverage(Callback, ABC):
             )
         return self._average
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Forget the average of an earlier fit."""
         if stage != "fit":
             return
@@ -73,23 +73,23 @@ class ParameterAverage(Callback, ABC):
             )
         self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
 
-    def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_fit_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Begin, or find the averages of the checkpoint on the devices of what they are of."""
         if self._average:
             self._find(task)
         else:
             self._begin(trainer, task)
 
-    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Find the parameters and buffers again, since hooks may have replaced some."""
         if self._average:
             self._find(task)
 
-    def _begin(self, trainer: Trainer, task: TaskModule) -> None:
+    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """A run begins anew."""
 
     @abstractmethod
-    def update(self, trainer: Trainer, task: TaskModule) -> None:
+    def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Move the average if it is due: before it is evaluated, and before the parameters change but by training."""
 
     def _copy(self, task: TaskModule) -> None:
@@ -117,12 +117,12 @@ class ParameterAverage(Callback, ABC):
         """Yield the parameters and buffers that the average follows, by name."""
         return ((name, held[key]) for name, (held, key) in self._places.items())
 
-    def around_validation(self, trainer: Trainer, task: TaskModule) -> AbstractContextManager[None]:
+    def around_validation(self, trainer: UsedTrainer, task: TaskModule) -> AbstractContextManager[None]:
         """The average stands in the place of the parameters."""
         return self._swapped(trainer, task)
 
     @contextmanager
-    def _swapped(self, trainer: Trainer, task: TaskModule) -> Iterator[None]:
+    def _swapped(self, trainer: UsedTrainer, task: TaskModule) -> Iterator[None]:
         self.update(trainer, task)
         if self._average:
             self._find(task)
@@ -148,7 +148,7 @@ class ParameterAverage(Callback, ABC):
                 self._parameters[name] = before  # the average has digits that the tensor cannot hold
 
     @torch.no_grad()
-    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Leave the average in the task, if there is one."""
         if not self._updates:
             _log.warning(
@@ -232,15 +232,15 @@ class EMA(ParameterAverage):
         """Restore the averages of a checkpoint."""
         self._average, self._seen, self._updates = state["average"], state["seen"], state["updates"]
 
-    def _begin(self, trainer: Trainer, task: TaskModule) -> None:
+    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
         self._copy(task)
         self._seen = trainer.global_step
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Move the average after an update, unless a validation of this step has."""
         self.update(trainer, task)
 
-    def update(self, trainer: Trainer, task: TaskModule) -> None:
+    def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Move the average if there was an update since it was looked at, and it is due."""
         if trainer.global_step == self._seen:
             return
@@ -316,7 +316,7 @@ class SWA(ParameterAverage):
         """Restore the mean of a checkpoint."""
         self._average, self._updates, self._rates = state["average"], state["updates"], state["rates"]
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Find the first epoch, and a rate for each group."""
         start = self.swa_epoch_start
         if isinstance(start, float) and start < 1:
@@ -329,7 +329,7 @@ class SWA(ParameterAverage):
         self._first = int(start)
         self._ends(len(_groups(trainer)))
 
-    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Set the rates of the step, whatever a schedule has set."""
         if (passed := trainer.current_epoch - self._first) < 0:
             return
@@ -347,11 +347,11 @@ class SWA(ParameterAverage):
             raise ConfigError(f"SWA: swa_lrs has {len(rates)} rates, and there are {groups} parameter groups.")
         return rates
 
-    def on_train_epoch_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_epoch_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Take the parameters into the mean, unless the validation at the end of the epoch has."""
         self.update(trainer, task)
 
-    def update(self, trainer: Trainer, task: TaskModule) -> None:
+    def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Take the parameters into the mean, once, when all batches of an epoch are done."""
         if not trainer.is_epoch_end or trainer.current_epoch - self._first < self._updates:
             return
@@ -362,5 +362,5 @@ class SWA(ParameterAverage):
         self._updates += 1
 
 
-def _groups(trainer: Trainer) -> list[dict[str, Any]]:
+def _groups(trainer: UsedTrainer) -> list[dict[str, Any]]:
     return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

@@ -16,11 +16,11 @@ from lumen.errors.arguments import at_least, checked
 from lumen.metrics.step_values import HostCopy, for_the_bar
 
 if TYPE_CHECKING:
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 _SPEED_WINDOW_S = 10.0
-_NAMES = {"sanity_check": "sanity check", "validate": "validation"}  # of evaluations; others are called as the stage
+_NAMES = {"sanity": "sanity check", "validate": "validation"}  # of evaluations; others are called as the stage
 _UNASKED_VALUES = 3  # of an evaluation that logs nothing with prog_bar=True
 
 
@@ -82,7 +82,7 @@ class ProgressBar(Callback):
         self._epoch_names: dict[str, None] = {}  # a set that keeps its order
         self._evaluation = _Pass("", None)
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Choose a display."""
         self._forget()
         if trainer.is_global_zero:
@@ -90,7 +90,7 @@ class ProgressBar(Callback):
 
     # ------------------------------------------------------------------ training
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Find out how long the run is."""
         self._count_steps(trainer, 0, 0)
         self._training = True
@@ -103,11 +103,11 @@ class ProgressBar(Callback):
         self._display.draw(self._board)
         self._due_at_s = self._began_at_s + self._display.interval_s
 
-    def on_train_epoch_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Count the run's steps anew: the data may have grown."""
         self._count_steps(trainer, trainer.global_step, trainer.current_epoch)
 
-    def _count_steps(self, trainer: Trainer, done: int, epochs: int) -> None:
+    def _count_steps(self, trainer: UsedTrainer, done: int, epochs: int) -> None:
         """Set the number of the run's steps, `done` of which were made in whole epochs."""
         plan, per_epoch = trainer.plan, trainer.steps_per_epoch
         lengths, by_epochs = trainer.run.loaders.epoch_lengths(), None
@@ -117,7 +117,7 @@ class ProgressBar(Callback):
         self._total_steps = min(totals, default=None)
         self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
 
-    def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Show the step if it is time to."""
         if perf_counter() < self._due_at_s or trainer.run.ending.is_here:  # the end has a line of its own
             return
@@ -128,7 +128,7 @@ class ProgressBar(Callback):
         else:
             self._due_at_s = 0.0  # the values are on their way: look again after the next step
 
-    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Show where the run ended."""
         self._take_look(trainer)
         self._take_in_look(wait=True)
@@ -138,7 +138,7 @@ class ProgressBar(Callback):
         self._show()
         self._close()
 
-    def _take_look(self, trainer: Trainer) -> None:
+    def _take_look(self, trainer: UsedTrainer) -> None:
         """Note where the run stands and begin to copy its values to the host."""
         self._epoch_names |= dict.fromkeys(trainer.run.log.train.epoch_names(for_the_bar))
         self._look = self._position(trainer), HostCopy(trainer.progress_bar_metrics)
@@ -158,7 +158,7 @@ class ProgressBar(Callback):
         self._display.show(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
 
-    def _position(self, trainer: Trainer) -> Line:
+    def _position(self, trainer: UsedTrainer) -> Line:
         progress, rates = trainer.progress, self._throughput.measure(trainer)
         left_s = self._time_left.estimate(trainer, self._total_steps)
         newest, costs = trainer.run.values.newest, [size(memory_mb(trainer.strategy.device))]
@@ -176,7 +176,7 @@ class ProgressBar(Callback):
             best=self._best.name if self._best_step == progress.step else None,
         )
 
-    def _fraction(self, trainer: Trainer) -> float | None:
+    def _fraction(self, trainer: UsedTrainer) -> float | None:
         """The part of the epoch, or else of the run, that is done, 0 to 1; None if the length is not known."""
         progress, plan = trainer.progress, trainer.plan
         if self._bar_is_epoch:
@@ -188,21 +188,21 @@ class ProgressBar(Callback):
 
     # ------------------------------------------------------------------ evaluations
 
-    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Show that an evaluation begins."""
         self._time_left.pause()
         if self._training:
             self._take_look(trainer)
             self._take_in_look()
         self._throughput.pause()
-        stage = str(trainer.state.stage)
+        stage = trainer.run.stage
         self._evaluation = _Pass(_NAMES.get(stage, stage), trainer.run.loaders.evaluation_batches(trainer.run.stage))
         self._board.evaluation = self._evaluation.line()
         self._display.draw(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
 
     def on_validation_batch_end(
-        self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: UsedTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count a batch."""
         together = trainer.strategy.data_world_size  # the other processes had theirs at the same time
@@ -213,7 +213,7 @@ class ProgressBar(Callback):
             self._board.evaluation = self._evaluation.line()
             self._show()
 
-    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Show the values, or that a prediction is complete."""
         self._throughput.resume()
         self._time_left.resume()
@@ -244,7 +244,7 @@ class ProgressBar(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
-    def _values_of_validation(self, trainer: Trainer, names: list[str]) -> dict[str, float]:
+    def _values_of_validation(self, trainer: UsedTrainer, names: list[str]) -> dict[str, float]:
         """Those of the names, and the monitor's if it has one; notes whether that is the best so far."""
         newest, monitor = trainer.run.values.newest, self._best.name
         if monitor is not None and monitor in trainer.run.values.updated and monitor not in names:
@@ -255,7 +255,7 @@ class ProgressBar(Callback):
 
     # ------------------------------------------------------------------ the end
 
-    def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
         """Show where a run that was asked to leave ended; leave the terminal as it was."""
         if self._training and trainer.run.ending.vote.requested and not trainer.run.log.in_train_step:
             if self._board.evaluation is not None:
@@ -267,7 +267,7 @@ class ProgressBar(Callback):
             self._show()
         self._close()
 
-    def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def teardown(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Leave the terminal as it was."""
         self._close()
 
@@ -277,7 +277,7 @@ class ProgressBar(Callback):
         self._due_at_s = math.inf
 
 
-def _evaluation_names(trainer: Trainer) -> list[str]:
+def _evaluation_names(trainer: UsedTrainer) -> list[str]:
     """Return the names of the evaluation that ends, logged with `prog_bar=True`; if there are none, the first three."""
     metrics = trainer.run.log.stage
     if metrics is None or not trainer.run.values.are_shown:

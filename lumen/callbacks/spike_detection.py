@@ -14,8 +14,8 @@ from lumen.errors.arguments import at_least, checked
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 
 @final
@@ -98,7 +98,7 @@ class SpikeDetection(Callback):
         self._seen = self._in_a_row = 0
         self._looks = self._stops = False
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Start anew."""
         if stage == "fit":
             self._forget()
@@ -113,11 +113,11 @@ class SpikeDetection(Callback):
                     "enable_checkpointing=False, or use action='skip'."
                 )
 
-    def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """A step begins."""
         self._looks = True
 
-    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Decide about the update, the same on every rank."""
         if not self._looks:  # an optimizer evaluates the same step once more
             return
@@ -137,7 +137,7 @@ class SpikeDetection(Callback):
         above = value - mean
         return above > 0 and above >= (self.atol or 0.0) and above >= (self.rtol or 0.0) * abs(mean)
 
-    def _act(self, trainer: Trainer, value: float, mean: float) -> None:
+    def _act(self, trainer: UsedTrainer, value: float, mean: float) -> None:
         self.spikes += 1
         self._in_a_row += 1
         said = f"{self.monitor} {value:g}, the mean of the last {len(self._values)} is {mean:g}"
@@ -157,7 +157,7 @@ class SpikeDetection(Callback):
         )  # fmt: skip
         trainer.skip_update()
 
-    def _roll_back(self, trainer: Trainer, said: str) -> None:
+    def _roll_back(self, trainer: UsedTrainer, said: str) -> None:
         if len(trainer.progress.left_out) == self.max_rollbacks:
             raise TrainingError(
                 f"SpikeDetection: the run went back {self.max_rollbacks} times already, and after step "
@@ -167,7 +167,7 @@ class SpikeDetection(Callback):
         _log.warning("spike: %s: the update after step %d is not made", said, trainer.global_step)
         trainer.roll_back(self.before, self.after)
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """End the run if a spike is to."""
         if self._stops:
             self._stops = False

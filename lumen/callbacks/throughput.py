@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 
 if TYPE_CHECKING:
-    from lumen.trainer.run_view import RunView
-    from lumen.trainer.trainer import Trainer
+    from lumen.callbacks.used_trainer import UsedTrainer
 
 
 class Rates(NamedTuple):
@@ -57,7 +56,7 @@ class Throughput:
         self._paused_s = 0.0
         self._paused_at_s = 0.0
 
-    def start(self, trainer: RunView) -> None:
+    def start(self, trainer: UsedTrainer) -> None:
         """Begin anew."""
         self._marks = deque([self._mark(trainer)])
 
@@ -69,7 +68,7 @@ class Throughput:
         """Start the clock again: the evaluation is over."""
         self._paused_s += perf_counter() - self._paused_at_s
 
-    def measure(self, trainer: RunView) -> Rates:
+    def measure(self, trainer: UsedTrainer) -> Rates:
         """The speed up to now; after `start` and not during a pause."""
         marks, now = self._marks, self._mark(trainer)
         marks.append(now)
@@ -80,7 +79,7 @@ class Throughput:
         rates = Rates._make((end - start) / seconds for end, start in zip(now[1:], then[1:], strict=True))
         return rates._replace(data_wait_share=min(rates.data_wait_share, 1.0))
 
-    def _mark(self, trainer: RunView) -> _Mark:
+    def _mark(self, trainer: UsedTrainer) -> _Mark:
         progress, counters = trainer.progress, trainer.run.step.counters
         return _Mark(
             perf_counter() - self._paused_s,
@@ -132,7 +131,7 @@ class TimeLeft:
             self._evaluated_s += self._newest_s
             self._paused_at_s = None
 
-    def estimate(self, trainer: Trainer, total_steps: int | None) -> float | None:
+    def estimate(self, trainer: UsedTrainer, total_steps: int | None) -> float | None:
         """Seconds left; None if the length is not known.
 
         Args:
@@ -154,7 +153,7 @@ class TimeLeft:
         return max(min(estimates), 0.0) if estimates else None
 
 
-def _validations(trainer: Trainer, steps_s: float, step: int, total_steps: int) -> int:
+def _validations(trainer: UsedTrainer, steps_s: float, step: int, total_steps: int) -> int:
     """How many validations are due after this step.
 
     Args:

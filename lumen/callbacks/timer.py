@@ -13,8 +13,8 @@ from lumen.errors.arguments import checked
 from lumen.run.plan import Duration, duration_s
 
 if TYPE_CHECKING:
+    from lumen.callbacks.used_trainer import UsedTrainer
     from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
 
 _STAGES = ("train", "validate", "test", "predict")
 
@@ -44,7 +44,7 @@ class Timer(Callback):
         self._ended_s: dict[str, float] = {}
         self._trained_s = 0.0  # up to the last boundary
         self._has_stopped = False
-        self._trainer: Trainer | None = None
+        self._trainer: UsedTrainer | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
         """When a stage began, in seconds of `time.monotonic`; None before."""
@@ -66,37 +66,37 @@ class Timer(Callback):
         """Seconds that a stage has left of the duration, negative if it took longer; None without one."""
         return None if self._duration_s is None else self._duration_s - self.time_elapsed(stage)
 
-    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Start anew."""
         if stage == "fit":
             self._trained_s, self._has_stopped, self._trainer = 0.0, False, trainer
 
-    def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Start the clock; a resumed run may have no time left."""
         self._start("train")
         self._look(trainer)
 
-    def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """End training if it is time to; the clock is that of all ranks."""
         if self._look(trainer):
             trainer.request_agreement()
 
-    def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Stop the clock."""
         self._end("train")
 
-    def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Start the clock of an evaluation."""
         self._start(_of_evaluation(trainer))
 
-    def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
+    def on_validation_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Stop the clock of an evaluation."""
         self._end(_of_evaluation(trainer))
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
         """Stop every clock."""
         for stage in self._started_s:
             if stage not in self._ended_s:
@@ -114,7 +114,7 @@ class Timer(Callback):
         if state["has_stopped"] and not self._has_stopped:
             self._trainer.should_stop = False
 
-    def _look(self, trainer: Trainer) -> bool:
+    def _look(self, trainer: UsedTrainer) -> bool:
         """Wish to stop where it is time to. Returns whether that is new."""
         progress = trainer.progress
         self._trained_s = progress.elapsed_s
@@ -136,8 +136,8 @@ class Timer(Callback):
         self._ended_s[stage] = time.monotonic()
 
 
-def _of_evaluation(trainer: Trainer) -> str:
-    return "validate" if trainer.sanity_checking else str(trainer.state.stage)
+def _of_evaluation(trainer: UsedTrainer) -> str:
+    return "validate" if trainer.sanity_checking else trainer.run.stage
 
 
 def _known(stage: str) -> str:

@@ -1,0 +1,88 @@
+"""The trainer as Lumen's own callbacks see it: a type, so that they need no import of `lumen.trainer`."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from lumen.distributed.processes import Processes
+from lumen.run.plan import Plan, Progress
+from lumen.run.run import Run
+from lumen.strategies import Strategy
+from lumen.task.running_trainer import RunningTrainer
+
+if TYPE_CHECKING:
+    from lumen.callbacks.base import Callback
+    from lumen.callbacks.model_checkpoint import ModelCheckpoint
+
+
+class UsedTrainer(RunningTrainer, Protocol):
+    """What Lumen's callbacks use of a trainer, beyond what tasks use.
+
+    Attributes:
+        plan: How long the run is and what happens when.
+        strategy: On which devices tasks are, and how a step is computed there.
+        callbacks: The callbacks of the run, in the order of their calls.
+        run_directory: The directory that the run writes to, or None.
+        fast_dev_run: The number of batches of a trial run; 0 in other runs.
+        enable_checkpointing: The run saves checkpoints.
+    """
+
+    plan: Plan
+    strategy: Strategy
+    callbacks: list[Callback]
+    run_directory: Path | None
+    fast_dev_run: int
+    enable_checkpointing: bool
+
+    @property
+    def run(self) -> Run:
+        """The parts of the run in progress."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is; to be read only."""
+
+    @property
+    def processes(self) -> Processes:
+        """The processes of the run."""
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The callback that says which checkpoint is best."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of the epoch in progress."""
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each prediction loader."""
+
+    @property
+    def is_epoch_end(self) -> bool:
+        """True if all batches of the epoch are done."""
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float | torch.Tensor]:
+        """The newest values for the bar."""
+
+    def step_loss(self) -> torch.Tensor:
+        """Return the mean loss of the step over all processes. Collective."""
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm of the step's gradient. Collective."""
+
+    def request_agreement(self) -> None:
+        """Have all processes agree, after `on_step_end`, whether the run ends here."""
+
+    def skip_update(self) -> None:
+        """Make no update of the step in progress."""
+
+    def roll_back(self, before: int = 0, after: int = 0) -> None:
+        """Undo the step in progress, and continue from a checkpoint without it."""
+
+    def save_checkpoint(self, filepath: str | PurePath) -> None:
+        """Write a checkpoint of the run. Collective."""
