@@ -56,10 +56,11 @@ def accumulate(
     """
     hooks, precision, strategy = run.hooks, run.precision, run.strategy
     output = loss = weighted_loss = None
-    # All but the last backward of a step only add to the gradients of this process: sums over the processes cost time.
+    # All but the last backward of a step only add to the gradients of this process, since an average over processes
+    # takes time.
     with strategy.gradient_sync(last=micro.last):
         if not micro.is_dummy:
-            # A task written for a plain loop may call backward in `training_step`. One step is enough to find it.
+            # A task written for a plain loop may call backward in `training_step`. Only the first step looks for that.
             before = None if run.step.weighted_windows else run.optim.gradients()
             with precision.forward():
                 # `training_step` may leave out batch_idx and dataloader_idx in its signature. `call` runs it within the
@@ -95,12 +96,12 @@ def accumulate(
         elif micro.last:
             weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, run.step.has_shrunk)
         if micro.last:
-            strategy.after_backward()  # It raises if a parameter got no gradient, so that other processes would wait.
+            strategy.after_backward()  # It raises if a parameter got no gradient, for which other processes wait.
     return output, weighted_loss
 
 
 def backward(run: Run, micro: MicroBatch, loss: torch.Tensor, weighting: LossWeighting) -> None:
-    """Compute the gradients of a loss; in the last backward of the step all processes sum theirs.
+    """Compute the gradients of a loss; in the last backward of the step the processes average theirs.
 
     Raises:
         TrainingError: The loss requires no gradient, or its backward was called before.

@@ -54,15 +54,16 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     # The step numbers its micro-batches, for seeds and errors. `self.log` averages what it gets in them into one value.
     run.step.begin(window)
     # The step's gradient is sum(weight * gradient) / sum(weight), over the micro-batches of all processes. A weight is
-    # a number of samples, or of tokens if the task counts them. Each loss is multiplied by weight / sum(weight).
+    # a number of samples, or of tokens if the task counts them. Each loss is multiplied by weight / sum(weight), and by
+    # the number of processes, since DDP and FSDP average the gradients of the processes.
     micro_batches = weigh(run, window)
     # LBFGS and its like compute loss and gradient again within `optimizer.step`. The closure keeps the batches for it.
     closure = Closure(run, weighting) if run.optim.needs_closure else None
     # With `halve_on_oom` a micro-batch that does not fit into memory is computed again, in parts.
     halving = StepInParts(run, window) if run.plan.halve_on_oom and closure is None else None
     for micro in micro_batches:
-        # The seed follows from the number of the micro-batch alone, so that any number of processes draws the same.
-        # `self.log` weights a value by the samples of the micro-batch that it was logged in.
+        # The seed follows from the number of the micro-batch in the run, so any number of processes draws the same.
+        # `self.log` weights values by the samples of this micro-batch, and names its index in errors.
         run.step.seed(micro, micro.index)
         # A process that has fewer micro-batches than others gets a dummy, often without a batch. The dummy only takes
         # part in the communication of the others' backward, so no hook of the user sees it. `receive` copies a batch to
@@ -78,7 +79,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
             run.optim.zero_grad(run.progress.epoch, window.first_index)
             # DDP and FSDP must know before the forward which parameters were frozen or unfrozen since the last step.
             run.strategy.begin_step()
-        # Forward and backward add to `parameter.grad`. Processes sum gradients in the last backward of the step only.
+        # Forward and backward add to `parameter.grad`. Processes average gradients in the step's last backward only.
         if halving is not None:
             output = halving.accumulate(micro, batch)
         elif closure is not None:
@@ -88,7 +89,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         if micro.last:
             updated = update(run, window, weighting, closure)
         if hooks.on_train_batch_end and not micro.is_dummy:
-            # A hook may keep what it gets. With its graph an output would keep all activations in memory.
+            # A hook may keep what it gets. Without this it would keep the graph of the forward too.
             output = detached(output)
             for hook in hooks.on_train_batch_end:
                 hook(output, batch, micro.index)
@@ -121,7 +122,7 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
     """
     optim = run.optim
     # Each process sent its sum of weights and these flags along with the last backward. Here it waits for the totals,
-    # so that all processes take the same branch below.
+    # so that all processes end the epoch, or the run, at the same step.
     skips_epoch, wants_to_stop, too_large = weighting.agree()
     if wants_to_stop or run.ending.stop_agreed:  # Else nothing has changed.
         run.ending.hear(wants_to_stop=wants_to_stop)  # `run.ending` decides at the end of the step whether to stop.
@@ -140,9 +141,9 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
         # A hook has called `trainer.skip_update()`. The loss scale of fp16 adapts to each step, to this one too.
         run.precision.leave_out(optim.optimizer)
     else:
-        # A NaN in the gradients would end in every parameter. On CUDA the error may come some steps later, because the
-        # host does not wait for the norm, but no checkpoint is saved before. From here to `count`, Lumen alone may call
-        # `optimizer.step`: elsewhere in a training step it raises.
+        # If Lumen has computed a norm for clipping, a NaN in it is an error. On CUDA the error may come some steps
+        # later, because the host does not wait for the norm, but no checkpoint is saved before. From here to `count` a
+        # call of `optimizer.step` passes. Elsewhere in a training step it raises, because the user has called it.
         run.step.begin_update()
         if closure is not None:
             closure.hand_over(weighting)
@@ -169,7 +170,8 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
     plan, optim = run.plan, run.optim
     # fp16 has multiplied the losses by its scale. Hooks and thresholds need the gradients without the scale.
     run.precision.unscale(optim.optimizer)
-    # Where forwards return the weights, the losses were divided by a guess of their sum: planned / total puts it right.
+    # If forwards return the weights, the losses were divided by a guess of their sum: planned / total puts it right. In
+    # fp16 the number of processes is multiplied here, not into the losses, which it could bring out of range.
     if (factor := weighting.correction) != 1.0:
         optim.scale_gradients(factor)
     for hook in run.hooks.on_before_optimizer_step:
@@ -182,7 +184,6 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
         run.task.configure_gradient_clipping(optim.optimizer, value, algorithm)
         return
     if plan.clip_norm is not None:
-        # With `FSDP(cpu_offload=True)` the gradients are on the CPU. The norm is logged with the values of the device.
         run.step.keep_norm(optim.clip_grad_norm(plan.clip_norm))
     if plan.clip_value is not None:
         optim.clip_grad_value(plan.clip_value)

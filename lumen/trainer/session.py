@@ -1,23 +1,24 @@
-"""Session: a run from its opening to its close, in phases. What a phase acquires, it releases however the run ends.
+"""Session: a run from its opening to its close, in phases. What they acquire is released however the run ends.
 
 `opened` enters the phases in this order, and leaves them in the opposite one. One that fails leaves those before it.
+A run that returns to an earlier checkpoint leaves all phases and opens the next session: see `fitting.go_back`.
 
 | phase | acquires | releases |
 |---|---|---|
 | `take_turn` | the turn of this thread: one run at a time in a process | the turn, for the next thread |
 | `limit_grace` | a thread that ends the process in time after a signal | the thread |
 | `note_status` | the trainer's state "running" | "finished" or "interrupted" |
-| `switch_torch` | torch's global switches, the compiler's versions | both as they were |
+| `switch_torch` | torch's global switches, the compiler's limit of recompilations | both as they were |
 | `show_messages` | handlers of loggers, for the terminal | the handlers |
 | `connect_processes` | the processes of the run, which agree on its name | nothing: groups stay; explains a failure |
 | `claim_directory` | the run directory and its lock, in `fit` | the lock; the directory of a `fit` without a start |
 | `write_logs` | `run.log` and the log of each rank | the files, with the failure in them |
-| `make_run` | the checkpoint to resume, the seed, the parts | the record of time; hooks of `detect_anomaly` |
+| `make_run` | the checkpoint to resume, the seed, the parts | the record of time; `detect_anomaly` |
 | `watch_progress` | the thread that ends a hanging job; debuggers of several ranks | both |
 | `open_loggers` | the loggers, once all ranks know what any of them logs | each logger, with how the run ended |
 | `catch_signals` | handlers of the signals that ask to stop | the handlers before them |
 | `collect_garbage` | Python's garbage collection, every n steps | it as it was |
-| `attach_task` | the task and data module, which know the run now | workers, saves, strategy; calls `teardown` |
+| `attach_task` | task and data module, which know the run now | workers; earlier saves, strategy; calls `teardown` |
 | `report_end` | nothing | nothing: calls `on_exception`, and says how to resume |
 | `profile` | the profiler's timers around the parts of the run | the timers, with a report |
 """
