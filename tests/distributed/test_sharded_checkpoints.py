@@ -302,7 +302,7 @@ def refused(folder):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "mkdir", refusing)
+        patch.setattr(os, "mkdir", refusing)
         yield
 
 
