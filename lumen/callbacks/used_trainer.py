@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class UsedTrainer(RunningTrainer, Protocol):
-    """What Lumen's callbacks use of a trainer, beyond what tasks use.
+    """The members of a trainer that Lumen's callbacks use, besides those of `RunningTrainer`.
 
     Attributes:
         plan: How long the run is and what happens when.

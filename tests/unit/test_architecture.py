@@ -421,7 +421,7 @@ def test_the_house_is_no_larger_than_one_can_remember():
     assert len([each for each in ROOT.iterdir() if each.name != "__pycache__"]) <= 25
 
 
-def test_a_run_and_each_of_its_parts_have_few_members(tmp_path):
+def test_a_run_and_its_parts_have_few_members(tmp_path):
     trainer = bare_trainer(tmp_path, max_steps=1)
     trainer.fit(Regression(), loader())
     parts = [part for part in vars(trainer.run).values() if type(part).__module__.startswith("lumen.run.")]

@@ -230,7 +230,7 @@ def test_what_cannot_be_logged_is_told_where_it_goes(tmp_path, value, message):
 
 
 @pytest.mark.parametrize("weight", ["weight", "batch_size"])
-def test_values_of_weight_0_have_no_part_in_means(tmp_path, weight):
+def test_weight_0_leaves_no_trace_in_means(tmp_path, weight):
     """As the loss of a batch whose tokens are all padding, which is NaN: the mean over all tokens is one without it."""
 
     def log(task, batch):

@@ -28,7 +28,7 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
-def test_the_commands_and_the_yaml_of_the_page_train(config_directory):
+def test_commands_and_yaml_of_the_page_train(config_directory):
     commands = re.findall(r"^lumen (fit .*)", PAGE, re.M)
     assert len(commands) == 2
     words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', commands[0])]
