@@ -171,9 +171,9 @@ class ObjectStore(Storage):
         """The upload of the manifest was that."""
 
     def rename(self, directory: PurePath, other: PurePath) -> None:
-        """Copy all objects, and remove those that were copied."""
+        """Copy all objects, the manifest last as in a save, and remove those that were copied."""
         names = [] if self.unseen(directory.parent, [directory]) else self.files(directory)
-        for name in names:
+        for name in sorted(names, key=MANIFEST.__eq__):
             ask(directory / name, "cp_file", path2=_store_of(other / name)[1])
         self.remove(directory)
 

@@ -137,6 +137,33 @@ def test_another_name_keeps_the_files_and_frees_the_name(storage, place):
         assert file.read() == b"0123456789"
 
 
+def test_interrupted_rename_leaves_no_visible_checkpoint(monkeypatch):
+    """However many of its objects a killed rename has copied: the manifest is the last of them, as in a save."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    place, copy = as_place("memory://bucket/renamed"), MemoryFileSystem.cp_file
+    storage = storage_of(place)
+    path, other, copied = committed(storage, place / "step-1"), place / "step-2", []
+
+    def copy_some(files, name, path2, **options):
+        if len(copied) == allowed:
+            raise OSError("killed")
+        copied.append(path2)
+        copy(files, name, path2, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cp_file", copy_some)
+    for allowed in range(len(OURS)):
+        copied.clear()
+        with pytest.raises(OSError, match="killed"):
+            storage.rename(path, other)
+        assert len(copied) == allowed
+        assert storage.unseen(place, [path, other]) == {other}
+    allowed = len(OURS)
+    copied.clear()
+    storage.rename(path, other)
+    assert storage.unseen(place, [path, other]) == {path}
+
+
 def test_what_is_removed_is_gone_and_nothing_else(storage, place):
     one, other = (committed(storage, place / name) for name in ("step-1", "step-10"))
     storage.remove(one)
