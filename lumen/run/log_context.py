@@ -28,7 +28,7 @@ class LogContext:
         train: The values of the training epoch in progress.
         stage: Where values go that are logged now: `train`, or those of an evaluation; None: nowhere.
         batch_samples: Samples of the micro-batch in progress: what a mean is weighed with.
-        batch_index: The `batch_idx` of the micro-batch in progress; None: there is none, but data may be awaited.
+        batch_index: The `batch_idx` of the micro-batch in progress; None between micro-batches.
         loader_suffix: Added to the names that are logged for one of several evaluation loaders.
         in_train_step: A training step is in progress.
         in_evaluation_pass: An evaluation reads its loaders.

@@ -307,7 +307,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def directory(self, path: PurePath) -> Iterator[None]:
-        """Synced at the end. What is there instead, or no more, is found when the first file is opened."""
+        """Synced at the end. If a file has this name, or the directory is removed, opening a file in it raises."""
         with suppress(FileExistsError):
             os.mkdir(path)
         yield
