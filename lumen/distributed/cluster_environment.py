@@ -25,24 +25,24 @@ class Found:
     """The rank of this process and the sizes of the run, as the environment tells them.
 
     Attributes:
-        by: What started the processes: `torchrun` or `SLURM`; None: this one runs alone.
         rank: Rank of this process in the run, from 0.
         world_size: Number of processes in the run.
         local_rank: Rank of this process on its node, from 0.
         local_world_size: Number of processes on this node.
         node: Rank of this node, from 0.
         nodes: Number of nodes in the run.
+        started_by: What started the processes: `torchrun` or `SLURM`; None: this one runs alone.
         address: URL for `torch.distributed` at which the processes meet.
         launcher: What started this process and may start it again if it fails; None: nothing would.
     """
 
-    by: str | None = None
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     node: int = 0
     nodes: int = 1
+    started_by: str | None = None
     address: str = "env://"
     launcher: str | None = None
 
@@ -93,7 +93,7 @@ def _torchrun(environment: Mapping[str, str]) -> Found:
     nodes = _number(environment, "GROUP_WORLD_SIZE", default=-(-world // max(local_world, 1)))
     by = "the first Trainer or command of this program" if is_worker() else "torchrun"
     launcher = _parent() if "TORCHELASTIC_RUN_ID" in environment else None
-    return Found(by, rank, world, local, local_world, node, nodes, launcher=launcher)
+    return Found(rank, world, local, local_world, node, nodes, by, launcher=launcher)
 
 
 def _parent() -> str:
@@ -123,10 +123,8 @@ def _slurm(environment: Mapping[str, str]) -> Found:
     host = LOOPBACK if nodes == 1 else environment.get("MASTER_ADDR") or _first_host(listed)
     port = environment.get("MASTER_PORT") or _PORTS[number % len(_PORTS)]
     job = " ".join(environment.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
-    return Found(
-        "SLURM", _number(environment, "SLURM_PROCID"), world, _number(environment, "SLURM_LOCALID"), local_world, node,
-        nodes, f"tcp://{host}:{port}", launcher=job,
-    )  # fmt: skip
+    rank, local = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID")
+    return Found(rank, world, local, local_world, node, nodes, "SLURM", f"tcp://{host}:{port}", job)
 
 
 def _first_host(names: str) -> str:
@@ -154,6 +152,6 @@ def _checked(found: Found) -> Found:
     if found.rank < found.world_size and found.local_rank < found.local_world_size <= found.world_size:
         return found
     raise ConfigError(
-        f"the environment that {found.by} left says process {found.rank} of {found.world_size} and on its node "
+        f"the environment that {found.started_by} left says process {found.rank} of {found.world_size} and on its node "
         f"{found.local_rank} of {found.local_world_size}, which cannot be. Start the processes with torchrun or srun."
     )

@@ -1,4 +1,4 @@
-"""The processes of a run: their ranks, and collectives on plain data."""
+"""The processes of a run: their ranks, collectives on plain data, and how the error of one becomes the error of all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from socket import gethostname
 from time import monotonic
@@ -15,8 +16,8 @@ from typing import Any, Literal, TypeVar, final
 import torch
 import torch.distributed as dist
 
+from lumen import errors
 from lumen.distributed.cluster_environment import find
-from lumen.distributed.failures import attempt, failure_of, raise_first, told
 from lumen.distributed.process_groups import Groups, gather
 from lumen.distributed.stack_dump import Stacks
 from lumen.distributed.worker import end_with_parent
@@ -25,6 +26,7 @@ from lumen.internals.process_groups import need_groups
 
 T = TypeVar("T")
 U = TypeVar("U")
+Failure = tuple[str, str]
 TIMEOUT_S, STARTUP_TIMEOUT_S = 600.0, 1800.0
 # What gloo, NCCL and the store say; none has an exception of its own for it.
 _WAITED = re.compile(r"timed? ?out waiting|wait timeout|timeout caused pair closure|collective operation timeout", re.I)
@@ -39,6 +41,7 @@ _groups: Groups | None = None
 
 
 @final
+@dataclass(eq=False)
 class Processes:
     """The processes of a run, as one of them sees it.
 
@@ -61,33 +64,21 @@ class Processes:
         waited_s: Seconds that it has waited in `broadcast`, `gather`, `sum` and what is made of them.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        local_rank: int = 0,
-        local_world_size: int = 1,
-        node: int = 0,
-        nodes: int = 1,
-        started_by: str | None = None,
-        address: str = "env://",
-        launcher: str | None = None,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
-        self.local_world_size = local_world_size
-        self.node = node
-        self.nodes = nodes
-        self.started_by = started_by
-        self.address = address
-        self.launcher = launcher
-        self.timeout_s = TIMEOUT_S
-        self.startup_timeout_s = STARTUP_TIMEOUT_S
-        self.waited_s = 0.0
-        self._waits_s = 0.0
-        self._groups: Groups | None = None
-        self._group: Literal["control", "beside", "default"] = "control"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    started_by: str | None = None
+    address: str = "env://"
+    launcher: str | None = None
+    timeout_s: float = field(default=TIMEOUT_S, init=False)
+    startup_timeout_s: float = field(default=STARTUP_TIMEOUT_S, init=False)
+    waited_s: float = field(default=0.0, init=False)
+    _waits_s: float = field(default=0.0, init=False)
+    _groups: Groups | None = field(default=None, init=False)
+    _group: Literal["control", "beside", "default"] = field(default="control", init=False)
 
     @staticmethod
     def found() -> Processes:
@@ -97,16 +88,12 @@ class Processes:
             ConfigError: A variable of the environment is missing or is no number, or a rank is not below its size.
         """
         found = find()
-        processes = Processes(
-            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node, found.nodes, found.by,
-            found.address, found.launcher,
-        )  # fmt: skip
         opened_here = _groups is not None and _groups.is_ours and dist.is_initialized()
         there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not opened_here else None
         if there not in (None, (found.rank, found.world_size)):
             rank, world = dist.get_rank(), dist.get_world_size()
             return Processes(rank, world, rank, world, started_by="you", launcher=found.launcher)
-        return processes
+        return Processes(**vars(found))
 
     @property
     def is_global_zero(self) -> bool:
@@ -373,3 +360,46 @@ class Processes:
     @property
     def _control(self) -> Any:
         return getattr(self._connected, self._group)
+
+
+ALONE = Processes()
+"""This process without others; it is never connected."""
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result of a function and None, or None and the exception that it raised."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def failure_of(caught: Exception | None) -> Failure | None:
+    """Class name and message of an exception, to be sent to other ranks: the exception itself may not be picklable."""
+    return None if caught is None else (type(caught).__name__, str(caught))
+
+
+def raise_first(failures: Sequence[Failure | None], caught: Exception | None) -> None:
+    """Raise the error of the first rank that failed, if any; an error of Lumen's has the same class on every rank.
+
+    Args:
+        failures: What `failure_of` returned on each rank, in rank order.
+        caught: The exception of this rank, or None.
+    """
+    for rank, failed in enumerate(failures):
+        if failed is not None:
+            mine = failure_of(caught)
+            if caught is not None and (failed == mine or not (_is_ours(failed) or _is_ours(mine))):
+                raise caught
+            raise told(rank, failed) from caught
+
+
+def _is_ours(failure: Failure | None) -> bool:
+    return failure is not None and hasattr(errors, failure[0])
+
+
+def told(rank: int, failed: Failure) -> Exception:
+    """The error to raise here for one of another rank, of which only class name and message are known."""
+    name, message = failed
+    kind = getattr(errors, name, None)
+    return kind(message) if kind else ProcessLost(f"rank {rank} failed: {name}: {message}")

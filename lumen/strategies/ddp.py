@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Literal, final
@@ -18,11 +19,12 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
 from lumen.internals.tensors import norms, own_buffers
-from lumen.strategies.average import average, match_layout
-from lumen.strategies.step_module import Additions, Steps, sparse_parameters
+from lumen.strategies.step_module import Additions, Steps, describe_unused, sparse_parameters
 from lumen.strategies.strategy import SAME, Alike, Strategy, sync_buffers
 
 _NO_CONTEXT = nullcontext()
+_BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel has them
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _KNOWN = signature(DistributedDataParallel).parameters
 # The wrapper would communicate buffers in forwards, of which one rank may make more than another. Since torch 2.13 the
 # argument has another name.
@@ -77,7 +79,7 @@ class DDP(Strategy):
         }
         self._broadcast_buffers = broadcast_buffers
         self._settles = not (find_unused_parameters or static_graph)
-        self._task: nn.Module | None = None
+        self._task: nn.Module
         self._by_hand = False
         self._ddp: DistributedDataParallel | None = None
         self._has_begun = False  # whether the step has a backward that does not communicate
@@ -124,7 +126,6 @@ class DDP(Strategy):
             )
 
     def _wrap(self) -> None:
-        assert self._task is not None
         self._parameters = list(self._task.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
@@ -162,7 +163,6 @@ class DDP(Strategy):
 
     def begin_step(self) -> None:
         """Wrap the task anew if parameters were frozen, unfrozen or added, which torch's wrapper does not notice."""
-        assert self._task is not None
         self._has_begun = self._sums_later = False
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = True  # also after a step that has failed
@@ -173,7 +173,6 @@ class DDP(Strategy):
 
     def _finds_others(self) -> bool:
         """Whether the task's trainable parameters are no longer those that were wrapped."""
-        assert self._task is not None
         assert self._additions is not None
         if not self._additions.noticed:
             return False
@@ -252,7 +251,6 @@ class DDP(Strategy):
 
     def _average(self) -> None:
         """Average the gradients over the ranks, those of parameters that some rank has used. Collective."""
-        assert self._task is not None
         parameters = list(self._task.parameters())
         if self.processes.world_size == 1:
             return
@@ -268,7 +266,6 @@ class DDP(Strategy):
 
     def _refuse_unsummed(self) -> None:
         """Refuse parameters that were unfrozen in the middle of a step, after the task was wrapped for it."""
-        assert self._task is not None
         assert self._additions is not None
         if not (self._additions.noticed or any(parameter.requires_grad for parameter in self._frozen)):
             return
@@ -282,16 +279,11 @@ class DDP(Strategy):
             )
 
     def _name_unused(self, message: str) -> str:
-        assert self._task is not None
         named = zip(self._task.named_parameters(), self._trained, strict=True)
         trained = [name for (name, _), is_trained in named if is_trained]
         listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ,]+)", message)
         names = [trained[int(number)] for number in re.findall(r"\d+", listed.group(1))] if listed else ["unknown"]
-        return (
-            f"{len(names)} parameters took no part in the loss of rank {self.processes.rank}: {', '.join(names[:8])}"
-            f"{', ...' if len(names) > 8 else ''}. Set requires_grad of them to False if they are never trained, or "
-            "use strategy: {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}."
-        )
+        return describe_unused(names, self.processes.rank, "DDP")
 
     def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
         """See `Strategy.alike`: gradients are averaged before they are clipped."""
@@ -302,7 +294,6 @@ class DDP(Strategy):
         return found
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
-        assert self._task is not None
         return [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
 
     @contextmanager
@@ -329,11 +320,11 @@ class DDP(Strategy):
     def teardown(self) -> None:
         """Remove the wrapper; the task stays on the device."""
         self._unwrap()
-        self._task = None
         self._parameters, self._frozen, self._buffers = [], [], []
         if self._additions is not None:
             self._additions.close()
             self._additions = None
+            del self._task
 
 
 def _to_bf16(state: Any, bucket: Any) -> Any:
@@ -343,3 +334,62 @@ def _to_bf16(state: Any, bucket: Any) -> Any:
 
 _to_bf16.__annotations__ = default_hooks.bf16_compress_hook.__annotations__  # torch looks at them
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _to_bf16}
+
+
+# ---------------------------------------------------------------------- where no wrapper of torch's makes the mean
+
+
+def average(parameters: Sequence[nn.Parameter], world: int, compression: str | None = None, group: Any = None) -> None:
+    """Replace each gradient by its mean over all processes. Collective: every rank must call this.
+
+    Args:
+        parameters: The same on all ranks; one without a gradient here has zeros.
+        world: Number of processes.
+        compression: Communicate in `fp16` or `bf16`; None: in the gradients' own dtype.
+        group: The process group that communicates; None: torch's default group.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        if bucket[0].is_sparse:
+            torch.distributed.all_reduce(bucket[0], group=group)
+            bucket[0].div_(world)
+            continue
+        joined = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(world)
+        wire = joined if compression is None else joined.to(_DTYPES[compression])
+        torch.distributed.all_reduce(wire, group=group)
+        parts = torch.split(wire.to(joined.dtype), [gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def match_layout(parameter: nn.Parameter, *, is_sparse: bool) -> None:
+    """Give a parameter a gradient of the layout that the other processes have, of zeros where it has none.
+
+    Args:
+        parameter: A parameter that some process has used.
+        is_sparse: All the gradients of it that there are, are sparse.
+    """
+    if parameter.grad is None and is_sparse:
+        no_rows = parameter.new_zeros(1, 0, dtype=torch.long)  # of as many dimensions as an embedding gives
+        values = parameter.new_zeros(0, *parameter.shape[1:])
+        parameter.grad = torch.sparse_coo_tensor(no_rows, values, parameter.shape, check_invariants=True)
+    elif parameter.grad is not None and parameter.grad.is_sparse and not is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients that are communicated together: of one dtype, up to some size; a sparse one alone."""
+    open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+    sizes: Counter[torch.dtype] = Counter()
+    for gradient in gradients:
+        if gradient.is_sparse:
+            yield [gradient]
+            continue
+        open_buckets.setdefault(gradient.dtype, []).append(gradient)
+        sizes[gradient.dtype] += gradient.numel() * gradient.element_size()
+        if sizes[gradient.dtype] >= _BUCKET_BYTES:
+            del sizes[gradient.dtype]
+            yield open_buckets.pop(gradient.dtype)
+    yield from open_buckets.values()

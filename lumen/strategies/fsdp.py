@@ -23,7 +23,7 @@ from lumen.errors import ConfigError, TrainingError
 from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_units, modules_of, outermost
-from lumen.strategies.step_module import Additions, sparse_parameters
+from lumen.strategies.step_module import Additions, describe_unused, sparse_parameters
 from lumen.strategies.strategy import Alike, Strategy, sync_buffers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -112,8 +112,7 @@ class FSDP(Strategy):
         self._timeouts = {"timeout_s": timeout_s, "startup_timeout_s": startup_timeout_s}
         self._wrap = (_names(wrap), wrap_if, wrap_min_parameters)
         self._kind, self._shard_size = kind, shard_size
-        keeps_whole = _KEEPS_WHOLE[kind]
-        self._reshard = (not keeps_whole) if reshard_after_forward is None else reshard_after_forward
+        self._reshard = (not _KEEPS_WHOLE[kind]) if reshard_after_forward is None else reshard_after_forward
         self._offload = cpu_offload
         self._policy = MixedPrecisionPolicy(_DTYPES[param_dtype], _DTYPES[reduce_dtype])
         self._output_dtype, self._buffer_dtype = _DTYPES[output_dtype], _DTYPES[buffer_dtype]
@@ -305,12 +304,7 @@ class FSDP(Strategy):
                 if not count:
                     parameter.grad = None
         elif missing and not made_zero:
-            raise TrainingError(
-                f"{len(missing)} parameters took no part in the loss of rank {self.processes.rank}: "
-                f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Set requires_grad of them to False if "
-                "they are never trained, or use strategy: {class_path: lumen.FSDP, init_args: {find_unused_parameters: "
-                "true}}."
-            )
+            raise TrainingError(describe_unused(missing, self.processes.rank, "FSDP"))
 
     def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
         """See `Strategy.alike`: the norm is that of all parts."""

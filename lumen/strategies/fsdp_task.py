@@ -298,10 +298,8 @@ class ShardedTask:
 
     def end_evaluation(self) -> None:
         """Free all gathered parameters, and drop the state of forwards that had no backward."""
-        if self._reshards is True:
-            for unit in self.units:
-                if unit is self.root:
-                    continue
+        for unit in self.units if self._reshards is True else ():
+            if unit is not self.root:
                 unit.set_reshard_after_forward(True, recurse=False)
         self.reset()
 

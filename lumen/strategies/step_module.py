@@ -69,6 +69,15 @@ class Steps(nn.Module):
         return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
 
+def describe_unused(names: list[str], rank: int, strategy: str) -> str:
+    """Describe the parameters that took no part in a rank's loss, and what to set under a strategy of this name."""
+    return (
+        f"{len(names)} parameters took no part in the loss of rank {rank}: {', '.join(names[:8])}"
+        f"{', ...' if len(names) > 8 else ''}. Set requires_grad of them to False if they are never trained, or use "
+        f"strategy: {{class_path: lumen.{strategy}, init_args: {{find_unused_parameters: true}}}}."
+    )
+
+
 def sparse_parameters(task: nn.Module) -> set[int]:
     """Ids of the parameters whose gradients are sparse."""
     embeddings = [each for each in task.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse]

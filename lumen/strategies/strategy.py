@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lumen.data.nested import fill_all, move
-from lumen.distributed.processes import Processes
+from lumen.distributed.processes import ALONE, Processes
 from lumen.errors import ConfigError
 from lumen.internals.tensors import persistent_buffers
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Alike = Literal["gradient norm", "sum of the parameters' norms"]
 SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
-_ALONE = Processes()
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
 
 
@@ -35,7 +34,7 @@ class Strategy(ABC):
     """
 
     #: The processes of the run: who they are, and what of plain data they tell each other.
-    processes: Processes = _ALONE
+    processes: Processes = ALONE
     #: The device of this process.
     device: torch.device = torch.device("cpu")
     #: The device mesh of the run; None where there is no process group.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lumen.strategies.average import average
+from lumen.strategies.ddp import average
 
 SIZES = [(3,), (2, 5), (), (7 * 2**20,), (1,)]  # the fourth fills a bucket by itself
 

@@ -616,8 +616,8 @@ SLURM = {
 
 def test_slurm_says_who_a_process_is():
     found = find(SLURM)
-    assert (found.by, found.rank, found.world_size, found.local_rank, found.local_world_size) == ("SLURM", 4, 5, 0, 1)
-    assert (found.node, found.nodes) == (2, 3)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (4, 5, 0, 1)
+    assert (found.started_by, found.node, found.nodes) == ("SLURM", 2, 3)
     assert re.fullmatch(r"tcp://gpu03:(1[5-9]|2\d)\d{3}", found.address)
     assert find({**SLURM, "SLURM_JOB_ID": "78"}).address != found.address
     assert find({**SLURM, "MASTER_ADDR": "there", "MASTER_PORT": "99"}).address == "tcp://there:99"
