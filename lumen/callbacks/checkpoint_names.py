@@ -14,7 +14,7 @@ import torch
 
 from lumen.checkpoint.format.folder import find_unread, read_info
 from lumen.checkpoint.format.manifest import is_committed
-from lumen.checkpoint.format.places import as_local
+from lumen.checkpoint.format.storage import as_local
 from lumen.errors import CheckpointDamaged
 
 if TYPE_CHECKING:

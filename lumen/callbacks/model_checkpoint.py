@@ -14,7 +14,7 @@ from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import Rule, as_score, decides, deciding_first, is_same, moment_of, place
 from lumen.checkpoint import Saves
 from lumen.checkpoint.format.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
-from lumen.checkpoint.format.places import as_place
+from lumen.checkpoint.format.storage import as_place
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import LacksLightnings, at_least, checked

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import place
-from lumen.checkpoint.format.places import as_place, exists
+from lumen.checkpoint.format.storage import as_place, exists
 from lumen.console import logger as _log
 from lumen.errors import NonFiniteLoss
 from lumen.errors.arguments import checked

@@ -22,28 +22,15 @@ both directions: the states of optimizers, of ranks, and of what users keep.
 """
 
 from lumen.checkpoint.format.folder import find_checkpoints as find_checkpoints, newest_valid as newest_valid
-from lumen.checkpoint.format.places import as_place as as_place, storage_of as storage_of
 from lumen.checkpoint.format.reader import Checkpoint as Checkpoint
-from lumen.checkpoint.load.config_diff import (
-    changed_hyperparameters as changed_hyperparameters,
-    compare as compare,
-    configured as configured,
-    modes_of as modes_of,
-)
-from lumen.checkpoint.load.load_weights import load_weights as load_weights
-from lumen.checkpoint.load.parts import PARTS as PARTS, Part as Part, choose_parts as choose_parts
-from lumen.checkpoint.load.restore import (
-    load_model_and_data as load_model_and_data,
-    load_run as load_run,
-    malformed_is_damaged as malformed_is_damaged,
-)
+from lumen.checkpoint.format.storage import as_place as as_place, storage_of as storage_of
+from lumen.checkpoint.load.restore import malformed_is_damaged as malformed_is_damaged
 from lumen.checkpoint.load.weights_source import (
+    PARTS as PARTS,
+    Part as Part,
     Weights as Weights,
-    as_weights as as_weights,
-    check_there as check_there,
     find_checkpoint as find_checkpoint,
     is_weights as is_weights,
 )
-from lumen.checkpoint.optimizer_state import groups_of as groups_of
 from lumen.checkpoint.save.async_save import Saves as Saves
 from lumen.checkpoint.save.collect import check_savable as check_savable

@@ -7,8 +7,8 @@ the place of that optimizer: "" is the run's own, "optimizers[1]" one inside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -16,23 +16,18 @@ from torch.optim import Optimizer
 
 from lumen.checkpoint.format.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.load.reshard import read_beside, states_of
-from lumen.checkpoint.optimizer_layout import (
-    SHARING,
-    attributes_of,
-    has_own_state,
-    ids_as_names,
-    keeps_unknown_state,
-    kind_of,
-    names_as_ids,
-    optimizers_in,
-    tensors_in,
-)
+from lumen.checkpoint.load.load_weights import read_beside, states_of
 from lumen.distributed.dtensor import is_sharded, local_tensor
 from lumen.errors import CheckpointError, CheckpointMismatch
-from lumen.internals.optimizers import torchs_state_dict
+from lumen.internals.optimizers import attributes_of_all_optimizers, has_state_dict_hooks, torchs_state_dict
+from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 
 Groups = list[list[str]]
+SHARING = (Lookahead, MultiOptimizer, WholeMatrices)
+"""Those whose groups and state are the same objects as the optimizers' inside."""
+_OWNERS_OF_NOTHING = ("torch.optim", "lumen.optim")  # packages whose classes keep nothing in attributes that moves
+_TAG = "id of"
+_ADDRESS = 2**32  # counters and indices are smaller, ids and addresses of tensors larger
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -44,6 +39,158 @@ def groups_of(model: nn.Module, optimizer: Optimizer) -> Groups:
     """Names of the parameters in each group of an optimizer."""
     names = parameter_names(model)
     return [[_name(names, optimizer, each) for each in group["params"]] for group in optimizer.param_groups]
+
+
+# ---------------------------------------------------------------------- where it is kept
+
+
+def ids_as_names(value: Any, names: Mapping[int, str], where: str) -> Any:
+    """Replace each id of a parameter in nested containers by `("id of", name)`; other values stay the same objects.
+
+    Args:
+        value: State of an optimizer.
+        names: Names of parameters by their id.
+        where: The place of the state, for the error.
+
+    Raises:
+        CheckpointError: A key is another address of this process, which no resumed run would find.
+    """
+
+    def translated(item: Any) -> Any:
+        return (_TAG, names[item]) if type(item) is int and item in names else item
+
+    def check_key(key: Any) -> None:
+        if type(key) is int and key >= _ADDRESS and key not in names:
+            raise CheckpointError(
+                f"the optimizer's state ({where}) has the key {key}, which looks like an address of this process: a "
+                "resumed run would not find it. Keep the state in self.state[parameter], or use as the key "
+                "id(parameter), a name or an index."
+            )
+
+    return _replaced(value, translated, check_key)
+
+
+def names_as_ids(value: Any, parameters: Mapping[str, Any]) -> Any:
+    """Undo `ids_as_names` for the parameters of this process."""
+
+    def translated(item: Any) -> Any:
+        is_tagged = type(item) is tuple and len(item) == 2 and item[0] == _TAG and item[1] in parameters
+        return id(parameters[item[1]]) if is_tagged else item
+
+    return _replaced(value, translated, lambda key: None)
+
+
+def _replaced(value: Any, translated: Callable[[Any], Any], check_key: Callable[[Any], None], depth: int = 0) -> Any:
+    """Apply a function to each entry and key of nested plain containers."""
+    if (new := translated(value)) is not value or depth > 100:  # containers in a cycle are refused where they are saved
+        return new
+
+    def inner(item: Any) -> Any:
+        return _replaced(item, translated, check_key, depth + 1)
+
+    if isinstance(value, dict):
+        for key in value:
+            check_key(key)
+        pairs = [(key, inner(key), item, inner(item)) for key, item in value.items()]
+        is_same = all(key is new_key and item is new_item for key, new_key, item, new_item in pairs)
+        return value if is_same else {new_key: new_item for _, new_key, _, new_item in pairs}
+    if type(value) in (list, tuple, set, frozenset):
+        items = [(item, inner(item)) for item in value]
+        return value if all(item is each for item, each in items) else type(value)(each for _, each in items)
+    return value
+
+
+def keeps_unknown_state(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer, or one inside it, is of a class that neither torch nor Lumen defines."""
+    return any(not type(each).__module__.startswith(_OWNERS_OF_NOTHING) for each in optimizers_in(optimizer).values())
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """Name of an optimizer's class, with those of the optimizers inside it."""
+    kinds = ", ".join(kind_of(each) for _, each in _inside(optimizer))
+    return type(optimizer).__qualname__ + (f"({kinds})" if kinds else "")
+
+
+def attributes_of(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Attributes that hold plain data or tensors, for the optimizer and each inside it, by place.
+
+    Raises:
+        CheckpointError: An attribute holds tensors in a way that cannot be saved.
+    """
+    found, parameters = {}, {*map(id, model.parameters())}
+    for place, owner in optimizers_in(optimizer).items():
+        if not has_own_state(owner) and not type(owner).__module__.startswith(_OWNERS_OF_NOTHING):
+            own = {name: value for name, value in vars(owner).items() if name not in attributes_of_all_optimizers()}
+            found[place] = {name: value for name, value in own.items() if _is_state(owner, name, value, parameters)}
+    return found
+
+
+def _inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers in attributes of one, with their places."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}[{number}]", each) for number, each in enumerate(value) if isinstance(each, Optimizer))
+        elif isinstance(value, dict) and name != "state":
+            yield from ((f"{name}[{key!r}]", each) for key, each in value.items() if isinstance(each, Optimizer))
+
+
+def optimizers_in(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
+    """An optimizer and those inside it, by place; one with its own `state_dict` is not looked into."""
+    found = {place: optimizer}
+    if not _overrides(optimizer, "state_dict"):
+        for name, each in _inside(optimizer):
+            found |= optimizers_in(each, f"{place}.{name}".lstrip("."))
+    return found
+
+
+def has_own_state(optimizer: Optimizer) -> bool:
+    """Whether an optimizer changes what torch would save or load, by a `state_dict` of its own or by hooks."""
+    changed = _overrides(optimizer, "state_dict") or _overrides(optimizer, "load_state_dict")
+    return changed or has_state_dict_hooks(optimizer)
+
+
+def _overrides(optimizer: Optimizer, method: str) -> bool:
+    kind = type(optimizer)
+    own = getattr(kind, method) is not getattr(Optimizer, method) and kind not in SHARING
+    return own or method in vars(optimizer)
+
+
+def _is_state(owner: Optimizer, name: str, value: Any, parameters: Collection[int]) -> bool:
+    """Whether an attribute is state: plain data or tensors, but no references to parameters or objects."""
+    tensors = list(tensors_in(value))
+    refers = any(id(each) in parameters for each in tensors)
+    tensors = [each for each in tensors if id(each) not in parameters]
+    try:
+        encode(value, {}, name)
+    except CheckpointError as error:
+        if not tensors:
+            return False
+        raise _unsavable(owner, name) from error
+    if refers and tensors:
+        raise _unsavable(owner, name)
+    return not refers
+
+
+def _unsavable(owner: Optimizer, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{type(owner).__name__} keeps tensors in its attribute {name!r} in a way that cannot be saved, so that a "
+        "resumed run would not have them. Keep them in self.state[parameter], or give the class a state_dict and a "
+        "load_state_dict."
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested containers, keys too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from (*tensors_in(key), *tensors_in(each))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from tensors_in(each)
 
 
 # ---------------------------------------------------------------------- saving
@@ -61,88 +208,77 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
     Raises:
         CheckpointError: Something cannot be saved; the message names it.
     """
-    names, optimizers = parameter_names(model), optimizers_in(optimizer)
-    groups = groups_of(model, optimizer)
-    ids = names if keeps_unknown_state(optimizer) else {}
+    names, optimizers, groups = parameter_names(model), optimizers_in(optimizer), groups_of(model, optimizer)
+    capture = _Capture(names, names if keeps_unknown_state(optimizer) else {}, tensors)
+    values = capture.groups(optimizer, "group ")
     captured = {
         "class": kind_of(optimizer),
-        "groups": [
-            values | {"params": own}
-            for values, own in zip(_group_values(optimizer, "group ", tensors, ids), groups, strict=True)
-        ],
-        "state": _states(optimizer, names, tensors, ids),
+        "groups": [each | {"params": held} for each, held in zip(values, groups, strict=True)],
+        "state": capture.states(optimizer),
     }
-    inside = {
-        place: _inside_state(each, optimizer, place, names, tensors, ids) for place, each in optimizers.items() if place
-    }
+    inside = {place: capture.inside(each, optimizer, place) for place, each in optimizers.items() if place}
+    own = {place: each for place, each in optimizers.items() if has_own_state(each)}
+    kept = {place: each for place, each in attributes_of(model, optimizer).items() if each}
     additions = {
         "built": built if built != groups else None,
-        "shared": _encode(_shared(optimizer), tensors, "shared", ids),
+        "shared": capture.encoded(_shared(optimizer), "shared"),
         "inside": {place: found for place, found in inside.items() if found},
-        "own": {
-            place: _encode(_own_state(each), tensors, f"own[{place}]", ids)
-            for place, each in optimizers.items()
-            if has_own_state(each)
-        },
-        "attributes": {
-            place: _encode(own, tensors, f"attributes[{place}]", ids)
-            for place, own in attributes_of(model, optimizer).items()
-            if own
-        },
+        "own": {place: capture.encoded(_own_state(each), f"own[{place}]") for place, each in own.items()},
+        "attributes": {place: capture.encoded(each, f"attributes[{place}]") for place, each in kept.items()},
     }
     return captured | {key: value for key, value in additions.items() if value}
 
 
-def _encode(value: Any, tensors: Tensors, where: str, ids: Mapping[int, str]) -> JSON:
-    return encode(ids_as_names(value, ids, where) if ids else value, tensors, where)
+@final
+class _Capture(NamedTuple):
+    """Encodes the state of one optimizer after the other.
 
+    Attributes:
+        names: Names of parameters by their id.
+        ids: The ids that are replaced by names in the state; empty where an optimizer keeps none.
+        tensors: A dictionary to which the tensors of the state are added, by name.
+    """
 
-def _group_values(optimizer: Optimizer, where: str, tensors: Tensors, ids: Mapping[int, str]) -> list[dict[str, JSON]]:
-    return [
-        {key: _encode(value, tensors, f"{where}{number}.{key}", ids) for key, value in group.items() if key != "params"}
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    names: Mapping[int, str]
+    ids: Mapping[int, str]
+    tensors: Tensors
 
+    def encoded(self, value: Any, where: str) -> JSON:
+        return encode(ids_as_names(value, self.ids, where) if self.ids else value, self.tensors, where)
 
-def _states(
-    optimizer: Optimizer,
-    names: Mapping[int, str],
-    tensors: Tensors,
-    ids: Mapping[int, str],
-    place: str = "",
-    beside: Collection[int] = (),
-) -> dict[str, JSON]:
-    """State by names of parameters, without the entries whose id is in `beside`."""
-    found = {}
-    for parameter, entries in optimizer.state.items():
-        if isinstance(parameter, torch.Tensor) and id(entries) not in beside:
-            name = _name(names, optimizer, parameter)
-            found[name] = _encode(entries, tensors, f"{name}.{place}" if place else name, ids)
-            for key, value in entries.items() if isinstance(entries, Mapping) else ():
-                if _is_shard(value, parameter):
-                    raise _unknown_shard(optimizer, f"{key!r} of {name}")
-    return found
+    def groups(self, optimizer: Optimizer, where: str) -> list[dict[str, JSON]]:
+        return [
+            {key: self.encoded(value, f"{where}{number}.{key}") for key, value in group.items() if key != "params"}
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+
+    def states(self, optimizer: Optimizer, place: str = "", known: Collection[int] = ()) -> dict[str, JSON]:
+        """State by names of parameters, without the entries whose id is known."""
+        found = {}
+        for parameter, entries in optimizer.state.items():
+            if isinstance(parameter, torch.Tensor) and id(entries) not in known:
+                name = _name(self.names, optimizer, parameter)
+                found[name] = self.encoded(entries, f"{name}.{place}" if place else name)
+                for key, value in entries.items() if isinstance(entries, Mapping) else ():
+                    if _is_shard(value, parameter):
+                        raise _unknown_shard(optimizer, f"{key!r} of {name}")
+        return found
+
+    def inside(self, inner: Optimizer, outer: Optimizer, place: str) -> dict[str, JSON]:
+        """State of an optimizer inside another one that the outer one does not share."""
+        found: dict[str, JSON] = {}
+        if states := self.states(inner, place, {*map(id, outer.state.values())}):
+            found["state"] = states
+        if shared := {key: value for key, value in _shared(inner).items() if key not in outer.state}:
+            found["shared"] = self.encoded(shared, f"shared[{place}]")
+        if not {*map(id, inner.param_groups)} <= {*map(id, outer.param_groups)}:
+            found["groups"] = self.groups(inner, f"{place}.group ")
+        return found
 
 
 def _shared(optimizer: Optimizer) -> dict[Any, Any]:
     """Entries of `state` whose key is no parameter."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-
-
-def _inside_state(
-    inner: Optimizer, outer: Optimizer, place: str, names: Mapping[int, str], tensors: Tensors, ids: Mapping[int, str]
-) -> dict[str, JSON]:
-    """State of an optimizer inside another one that the outer one does not share."""
-    found: dict[str, JSON] = {}
-    known = {*map(id, outer.state.values())}
-    if states := _states(inner, names, tensors, ids, place, known):
-        found["state"] = states
-    shared = {key: value for key, value in _shared(inner).items() if key not in outer.state}
-    if shared:
-        found["shared"] = _encode(shared, tensors, f"shared[{place}]", ids)
-    if not {*map(id, inner.param_groups)} <= {*map(id, outer.param_groups)}:
-        found["groups"] = _group_values(inner, f"{place}.group ", tensors, ids)
-    return found
 
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -212,10 +348,8 @@ def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> N
     for group, held in zip(optimizer.param_groups, wanted, strict=False):
         group["params"] = held
     for values, held in [*zip(saved["groups"], wanted, strict=True)][len(optimizer.param_groups) :]:
-        options = names_as_ids(
-            {key: decode(value, tensors) for key, value in values.items() if key != "params"}, parameters
-        )
-        optimizer.add_param_group({**options, "params": held})
+        options = {key: decode(value, tensors) for key, value in values.items() if key != "params"}
+        optimizer.add_param_group({**names_as_ids(options, parameters), "params": held})
 
 
 def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
@@ -238,8 +372,7 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
             else:
                 decoded = decode(entries, own)
             state[parameter] = names_as_ids(decoded, parameters)
-        for key, value in names_as_ids(decode(found.get("shared", {}), of_none), parameters).items():
-            state[key] = value
+        state.update(names_as_ids(decode(found.get("shared", {}), of_none), parameters))
 
 
 def tensors_of_no_parameter(model: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
@@ -247,7 +380,7 @@ def tensors_of_no_parameter(model: nn.Module, checkpoint: Checkpoint) -> Mapping
     like = next(filter(is_sharded, model.parameters()), None)
 
     def read(name: str) -> torch.Tensor:
-        found = None if like is None else read_beside(checkpoint, "optimizer", name, like)
+        found = None if like is None else read_beside(checkpoint, name, like)
         return checkpoint.tensor("optimizer", name) if found is None else found
 
     return checkpoint.tensors("optimizer", read)
@@ -267,9 +400,9 @@ def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) ->
         CheckpointMismatch: It is not known how to shard a tensor that was not sharded when it was saved.
     """
     saved, optimizers = checkpoint.state["optimizer"], optimizers_in(optimizer)
-    parameters, fresh = dict(model.named_parameters()), Tensors()
+    parameters, fresh, names = dict(model.named_parameters()), Tensors(), parameter_names(model)
     for place, attributes in attributes_of(model, optimizer).items():
-        _encode(attributes, fresh, f"attributes[{place}]", parameter_names(model))
+        _Capture(names, names, fresh).encoded(attributes, f"attributes[{place}]")
     read = checkpoint.tensors("optimizer", _reader(optimizer, checkpoint, fresh))
     for place, found in saved.get("inside", {}).items():
         for group, values in zip(optimizers[place].param_groups, found.get("groups", ()), strict=False):
@@ -277,8 +410,7 @@ def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) ->
     for place, attributes in saved.get("attributes", {}).items():
         vars(optimizers[place]).update(names_as_ids(decode(attributes, read), parameters))
     if own := saved.get("own"):
-        given = {place: names_as_ids(decode(each, read), parameters) for place, each in own.items()}
-        _load_own(optimizers, given)
+        _load_own(optimizers, {place: names_as_ids(decode(each, read), parameters) for place, each in own.items()})
 
 
 def _reader(
@@ -289,8 +421,7 @@ def _reader(
     like = next(filter(is_sharded, held), held[0])
 
     def read(name: str) -> torch.Tensor:
-        beside = read_beside(checkpoint, "optimizer", name, like)
-        if beside is not None:
+        if (beside := read_beside(checkpoint, name, like)) is not None:
             return beside
         tensor = checkpoint.tensor("optimizer", name)
         if checkpoint.state["sharded"] is None and is_sharded(like) and tensor.numel() > 1:
@@ -309,7 +440,11 @@ def _load_own(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str
 
     For `Optimizer.load_state_dict`, which it may call, casts states and makes new dictionaries of groups.
     """
-    exact = {place: _groups_and_states(optimizer) for place, optimizer in optimizers.items()}
+    exact = {
+        place: ([dict(group) for group in each.param_groups],
+                {key: dict(kept) if isinstance(kept, Mapping) else kept for key, kept in each.state.items()})
+        for place, each in optimizers.items()
+    }  # fmt: skip
     for place, given in own.items():
         plain = torchs_state_dict(optimizers[place])
         optimizers[place].load_state_dict({key: plain[key] for key in given["as torch"]} | given["rest"])
@@ -322,9 +457,3 @@ def _load_own(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str
             group.update(values)
         optimizer.state.clear()
         optimizer.state.update(states)
-
-
-def _groups_and_states(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-    """Copies of `param_groups` and `state`, as deep as `Optimizer.load_state_dict` changes them."""
-    states = {key: dict(each) if isinstance(each, Mapping) else each for key, each in optimizer.state.items()}
-    return [dict(group) for group in optimizer.param_groups], states

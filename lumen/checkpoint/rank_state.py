@@ -34,8 +34,7 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
         "attributes": {name: _attributes(metric) for name, metric in metrics.items()},  # as of MinMaxMetric
         "trackers": {name: len(tracker) for name, tracker in _trackers(run.task).items()},
     }
-    tensors: Tensors = {}
-    encoded = encode(values, tensors, f"ranks[{run.processes.rank}]")
+    encoded = encode(values, tensors := Tensors(), f"ranks[{run.processes.rank}]")
     return encoded, {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
@@ -69,11 +68,8 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
 
 def _attributes(metric: Any) -> dict[str, torch.Tensor]:
     """Tensors that a metric keeps as plain attributes."""
-    return {
-        name: value
-        for name, value in vars(metric).items()
-        if isinstance(value, torch.Tensor) and not name.startswith("_") and name not in metric._defaults
-    }
+    tensors = {name: value for name, value in vars(metric).items() if isinstance(value, torch.Tensor)}
+    return {n: each for n, each in tensors.items() if not n.startswith("_") and n not in metric._defaults}
 
 
 def _trackers(task: nn.Module) -> dict[str, Any]:

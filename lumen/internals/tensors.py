@@ -23,6 +23,8 @@ need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max
 need("Lumen", torch.ops.aten.zero_.default, "_schema")
 if "TorchDispatchMode" not in globals():
     need("Lumen", torch.utils, "_python_dispatch.TorchDispatchMode")
+EXTRA_STATE = "_extra_state"
+"""The name that torch gives to what a module's `get_extra_state` returns."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

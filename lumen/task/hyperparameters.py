@@ -104,7 +104,7 @@ class HasHyperparameters:
                 "hyperparameters. Give others by name, load_from_checkpoint(PATH, lr=0.1), or "
                 "**yaml.safe_load(open(FILE))."
             )
-        from lumen.checkpoint.load.from_checkpoint import build  # the one way up: checkpoints are floors above
+        from lumen.checkpoint.load.load_weights import build  # the one way up: checkpoints are floors above
 
         return build(cls, checkpoint_path, **how)  # type: ignore[type-var]  # a task or a data module
 

@@ -11,26 +11,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from lumen.checkpoint import (
-    PARTS,
-    Checkpoint,
-    Part,
-    Weights,
-    as_weights,
-    check_there,
-    choose_parts,
-    compare,
-    configured,
-    find_checkpoint,
-    groups_of,
-    is_weights,
-    load_model_and_data,
-    load_run,
-    load_weights,
-    modes_of,
-)
+from lumen.checkpoint import PARTS, Checkpoint, Part, Weights, find_checkpoint, is_weights
 from lumen.checkpoint.format.folder import find_newer, newest_committed, set_aside
-from lumen.checkpoint.load.averaging import averaged
+from lumen.checkpoint.load.config_diff import compare, configured, modes_of
+from lumen.checkpoint.load.load_weights import load_weights
+from lumen.checkpoint.load.restore import load_model_and_data, load_run
+from lumen.checkpoint.load.weights_source import as_weights, averaged, check_there, choose_parts
+from lumen.checkpoint.optimizer_state import groups_of
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointMismatch, ConfigError

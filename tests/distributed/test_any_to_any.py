@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 import lumen
-from lumen.checkpoint import Checkpoint, load_model_and_data
-from lumen.checkpoint.optimizer_layout import tensors_in
+from lumen.checkpoint import Checkpoint
+from lumen.checkpoint.load.restore import load_model_and_data
+from lumen.checkpoint.optimizer_state import tensors_in
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
 from tests.helpers.checkpoints import bytes_read, memory_mib, same

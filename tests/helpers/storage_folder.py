@@ -8,10 +8,11 @@ from lumen.checkpoint.format.folder import (
     newest_valid,
     remove_checkpoint,
 )
+from lumen.distributed.processes import ALONE
 from tests.helpers.checkpoints import small
 
 
-def verify(folder, processes=None, *, removes=True):
+def verify(folder, processes=ALONE, *, removes=True):
     """Find the newest checkpoint of two; it may be removed, and another one saved, in the middle of verifying it."""
     digest = hashlib.file_digest
 

@@ -94,7 +94,7 @@ def test_an_export_that_is_still_writing_is_no_left_over(large):
 PEAK = """
 import re, sys
 from pathlib import Path
-from lumen.checkpoint.format.places import as_place
+from lumen.checkpoint.format.storage import as_place
 from lumen.cli import main
 
 def memory(which):

@@ -30,8 +30,8 @@ from lumen.checkpoint.format import object_store
 from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
 from lumen.checkpoint.format.manifest import new_file
 from lumen.checkpoint.format.object_store import ObjectStore
-from lumen.checkpoint.format.places import exists
 from lumen.checkpoint.format.reader import Checkpoint
+from lumen.checkpoint.format.storage import exists
 from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, ConfigError

@@ -188,7 +188,7 @@ def test_lumen_does_not_know_the_models_that_use_it():
 
 #: Imports of a higher floor, in functions or for types alone.
 WAYS_UP = {
-    ("lumen.task.hyperparameters", "lumen.checkpoint.load.from_checkpoint"),  # `load_from_checkpoint` of tasks
+    ("lumen.task.hyperparameters", "lumen.checkpoint.load.load_weights"),  # `load_from_checkpoint` of tasks
     ("lumen.run.run", "lumen.checkpoint"),  # the types of two parts of a run
 }
 
@@ -453,7 +453,7 @@ def test_callbacks_use_what_a_users_callback_may_use():
 
 #: What a place is kept by, and what only these modules know.
 SIDES = {"LocalStorage", "ObjectStore", "Url"}
-HOMES = {f"lumen.checkpoint.format.{name}" for name in ("object_store", "places")}
+HOMES = {f"lumen.checkpoint.format.{name}" for name in ("object_store", "storage")}
 
 
 def test_nobody_asks_what_a_place_is_kept_by():
@@ -467,11 +467,13 @@ def test_nobody_asks_what_a_place_is_kept_by():
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass", "type"):
                 parts = {getattr(part, "id", getattr(part, "attr", None)) for part in ast.walk(node)}
                 asking += [module] * bool(parts & (SIDES | {"Storage", "storage", "storage_of"}))
-    assert asking == ["lumen.checkpoint.format.places"]
+    assert asking == ["lumen.checkpoint.format.storage"]
 
 
 def test_what_only_a_path_of_this_machine_has_is_asked_for_where_locks_logs_and_links_are():
-    assert {module for module in SOURCES if "lumen.checkpoint.format.places.as_local" in names_imported_by(module)} == {
+    assert {
+        module for module in SOURCES if "lumen.checkpoint.format.storage.as_local" in names_imported_by(module)
+    } == {
         "lumen.callbacks.checkpoint_names",
         "lumen.checkpoint.load.weights_source",
         "lumen.tools.runs.find",

@@ -71,11 +71,11 @@ def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) ->
         raise CheckpointError(f"{where}: this {type(value).__name__} contains itself. Remove the cycle.")
     if len(above) > _MAX_DEPTH:
         raise CheckpointError(f"{where}: nested more than {_MAX_DEPTH} deep. Flatten it.")
-    inside = (*above, id(value))
-    scalar = _python_scalar(value)
-    if _SCALARS.get(type(value).__name__) is type(value):
-        return {"$scalar": [type(value).__name__, _encode(scalar, tensors, where, inside)]}
-    value, kind = scalar, type(scalar)
+    inside, given = (*above, id(value)), type(value)
+    value = _python_scalar(value)
+    if _SCALARS.get(given.__name__) is given:
+        return {"$scalar": [given.__name__, _encode(value, tensors, where, inside)]}
+    kind = type(value)
     if value is None or kind in (bool, str):
         return value
     if kind is int:  # Python refuses to print or parse decimal integers of more than 4300 digits
@@ -113,8 +113,7 @@ def _encode_dict(value: Any, tensors: Tensors, where: str, inside: tuple[int, ..
 
 
 def _encode_key(key: Any, path: str, inside: tuple[int, ...]) -> JSON:
-    found: Tensors = {}
-    encoded = _encode(key, found, f"{path} (a key)", inside)
+    encoded = _encode(key, found := Tensors(), f"{path} (a key)", inside)
     if found:
         raise CheckpointError(f"{path} (a key): a tensor cannot be saved as part of a key. Use a name or a number.")
     return encoded

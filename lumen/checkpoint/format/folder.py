@@ -12,10 +12,9 @@ from pathlib import PurePath
 from typing import Any
 
 from lumen.checkpoint.format.manifest import is_committed, is_unseen, read_head
-from lumen.checkpoint.format.places import is_file, storage_of
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.format.storage import MANIFEST, TEMPORARY, explained, readable
-from lumen.distributed.processes import Processes
+from lumen.checkpoint.format.storage import MANIFEST, TEMPORARY, explained, is_file, readable, storage_of
+from lumen.distributed.processes import ALONE, Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone
 
 # -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
@@ -67,7 +66,7 @@ def find_unread(folder: PurePath, *, known: Collection[PurePath] = (), step: int
 def newest_valid(
     folder: PurePath,
     report: Callable[[str], None],
-    processes: Processes | None = None,
+    processes: Processes = ALONE,
     *,
     sections: Sequence[str] | None = None,
     beside: Sequence[PurePath] = (),
@@ -88,7 +87,6 @@ def newest_valid(
     Raises:
         CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
     """
-    processes = Processes() if processes is None else processes
     tried: set[PurePath] = {*without}
     look = partial(_newest_two, (folder, *beside), tried)  # anew each time: a run that goes on has newer ones
     while candidates := processes.on_rank_zero(look):

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar, final
@@ -18,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 
 from lumen.checkpoint.format.codec import JSON, decode, named_dtype
-from lumen.checkpoint.format.places import storage_of
-from lumen.checkpoint.format.storage import MANIFEST, explained, readable
+from lumen.checkpoint.format.storage import MANIFEST, explained, readable, storage_of
 from lumen.errors import CheckpointDamaged, CheckpointError
 
 _PIECE_BYTES = 4 << 20  # hashed and then written while it is still in the processor's cache
@@ -132,8 +130,7 @@ class StoredTensor(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """A manifest without its tensors.
 
     Attributes:
@@ -146,8 +143,7 @@ class Head:
 
 
 @final
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """A manifest that was verified and does not contradict itself.
 
     Attributes:
@@ -209,8 +205,7 @@ def read_manifest(directory: PurePath) -> Manifest:
         CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
         CheckpointError: The manifest has another format version, or this user may not read it.
     """
-    path, text = directory / MANIFEST, _read_text(directory)
-    return _parsed(path, parse_json(path, text), _parse)
+    return _parsed(directory, _read_text(directory), _parse)
 
 
 def read_head(directory: PurePath) -> Head:
@@ -220,11 +215,10 @@ def read_head(directory: PurePath) -> Head:
         CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
         CheckpointError: The manifest has another format version, or this user may not read it.
     """
-    path, text = directory / MANIFEST, _read_text(directory)
+    text = _read_text(directory)
     if first := _FIRST_LINE.match(text):
-        end = text.find(b",\n", first.end())
-        text = b"{%b}" % text[first.end() : end]
-    return _parsed(path, parse_json(path, text), _parse_head)
+        text = b"{%b}" % text[first.end() : text.find(b",\n", first.end())]
+    return _parsed(directory, text, _parse_head)
 
 
 def _read_text(directory: PurePath) -> bytes:
@@ -251,8 +245,9 @@ def _read_text(directory: PurePath) -> bytes:
     return text
 
 
-def _parsed(path: PurePath, manifest: dict[str, JSON], parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
+def _parsed(directory: PurePath, text: bytes, parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
     """What a manifest of this format holds."""
+    manifest = parse_json(path := directory / MANIFEST, text)
     if manifest.get("format") != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')!r} (by Lumen {manifest.get('lumen')!r}), but this Lumen reads "
@@ -266,7 +261,11 @@ def _parsed(path: PurePath, manifest: dict[str, JSON], parse: Callable[[dict[str
 
 def _parse_head(manifest: dict[str, JSON]) -> Head:
     files = {name: (_count(record["bytes"]), str(record["sha256"])) for name, record in manifest["files"].items()}
-    _check_file_names(files)
+    for name in files:
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"the file name {name!r} is not allowed: it could lie outside the checkpoint")
+    if STATE not in files:
+        raise ValueError(f"{STATE} is not listed")
     return Head(files, dict(decode(manifest["info"], {})))
 
 
@@ -287,14 +286,6 @@ def _count(value: JSON) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"a count was expected, not {value!r}")
     return value
-
-
-def _check_file_names(files: Mapping[str, Any]) -> None:
-    for name in files:
-        if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"the file name {name!r} is not allowed: it could lie outside the checkpoint")
-    if STATE not in files:
-        raise ValueError(f"{STATE} is not listed")
 
 
 def _parse_spec(where: str, tensor: JSON) -> StoredTensor:
@@ -350,7 +341,7 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
 def _contents(
     files: Mapping[str, Any], sections: Mapping[str, Mapping[str, StoredTensor]]
 ) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    contents: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {file: {} for file in files if file != STATE}
+    contents = {file: dict[str, tuple[torch.dtype, tuple[int, ...]]]() for file in files if file != STATE}
     for section, specs in sections.items():
         for name, spec in specs.items():
             for chunk in spec.chunks:

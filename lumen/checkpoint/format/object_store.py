@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePath
 from typing import Any, final
 
 from lumen.checkpoint.format.storage import ADVICE, MANIFEST, Draft, ReadInto, Status, Storage, readable, temporary_name
@@ -31,24 +31,10 @@ _ADVICE_AT_START = {
 
 
 @final
-class Url(PurePosixPath):
-    """A place such as `s3://bucket/run`, joined, named and compared as any path; no function for files takes it."""
-
-    def __str__(self) -> str:
-        return super().__str__().replace(":/", "://", 1)
-
-    def __fspath__(self) -> str:
-        raise TypeError(f"{self} is not on this machine")
-
-
-@final
 class ObjectStore(Storage):
     """What fsspec opens. Every question is one request, answered as things are now: nothing is cached."""
 
     quick_bytes = 0  # each object takes its time
-
-    def as_local(self, path: PurePath) -> None:
-        """There is none."""
 
     def look(self, path: PurePath) -> Status | None:
         """An object, or what the names of others begin with."""
@@ -205,9 +191,6 @@ class _Object(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:

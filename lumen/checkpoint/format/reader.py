@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from types import MappingProxyType
@@ -25,24 +24,20 @@ from lumen.checkpoint.format.manifest import (
     read_json,
     read_manifest,
 )
-from lumen.checkpoint.format.places import exists, storage_of
-from lumen.checkpoint.format.safetensors_file import check_header
-from lumen.checkpoint.format.storage import readable
+from lumen.checkpoint.format.safetensors_file import check_header, lies_in_order
+from lumen.checkpoint.format.storage import exists, readable, storage_of
 from lumen.data.nested import fill
 from lumen.distributed.dtensor import local_block, local_tensor
-from lumen.distributed.processes import Processes
+from lumen.distributed.processes import ALONE, Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
 from lumen.internals.garbage import only_young_collected
 
 _PIECE_BYTES = 4 << 20  # read at once where only some of every row is kept
 #: Entries of the state of a run, and their kinds in JSON.
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("schedulers", "monitors", "ranks"), list),
-    **dict.fromkeys(
-        ("progress", "precision", "configured", "loggers", "metrics", "logged_as", "hyperparameters", "modes", "built",
-         "data_hyperparameters", "extra_state", "settings", "data", "optimizer"), dict),
-    "seed": int,
-}  # fmt: skip
+_KINDS: dict[str, type] = {"seed": int, "schedulers": list, "monitors": list, "ranks": list} | dict.fromkeys(
+    ("progress", "precision", "configured", "loggers", "metrics", "logged_as", "hyperparameters", "modes", "built",
+     "data_hyperparameters", "extra_state", "settings", "data", "optimizer"), dict,
+)  # fmt: skip
 
 
 @final
@@ -79,7 +74,7 @@ class Checkpoint:
         verify: Literal["checksums", "sizes"] = "checksums",
         *,
         sections: Sequence[str] | None = None,
-        processes: Processes | None = None,
+        processes: Processes = ALONE,
     ) -> Checkpoint:
         """Verify a checkpoint and open it. Collective: every one of `processes` must call this.
 
@@ -96,7 +91,6 @@ class Checkpoint:
             CheckpointError: The checkpoint has another format version, or this user may not read it. Any error of one
                 process is the same error on all.
         """
-        processes = Processes() if processes is None else processes
         with only_young_collected():
             return processes.together(partial(_open, path, verify, sections, processes))
 
@@ -167,8 +161,7 @@ class Checkpoint:
                 "Build it as it was when this was saved."
             )
         own, (offsets, shape) = local_tensor(destination.detach()), local_block(destination)
-        is_direct = own.device.type == "cpu" and own.is_contiguous() and not (own.is_conj() or own.is_neg())
-        if not is_direct or self._averaged(section, name):
+        if not lies_in_order(own) or self._averaged(section, name):
             values = self.block(section, name, offsets, shape).to(own.device)
             fill(own, values)
             if 0 in own.stride() and not torch.allclose(own, values, rtol=0.0, atol=0.0, equal_nan=True):
@@ -260,11 +253,7 @@ def _open(path: PurePath, verify: str, sections: Sequence[str] | None, processes
     """Check sizes and headers of all files, and the checksums of those that fall to this process."""
     with _present(path):
         manifest = read_manifest(path)
-        files = {
-            name: manifest.files[name]
-            for name in manifest.files
-            if sections is None or name.partition("/")[0] in sections
-        }
+        files = {n: each for n, each in manifest.files.items() if sections is None or n.partition("/")[0] in sections}
         largest_first = sorted(files, key=lambda name: -files[name][0])
         hashed = set(largest_first[processes.rank :: processes.world_size] if verify == "checksums" else ())
         for name, (size, sha256) in files.items():
@@ -272,7 +261,7 @@ def _open(path: PurePath, verify: str, sections: Sequence[str] | None, processes
         contents = {file: held for file, held in manifest.contents.items() if file in files}
         if sections is not None:
             known = {section: specs for section, specs in manifest.sections.items() if section in sections}
-            manifest = replace(manifest, sections=known)
+            manifest = manifest._replace(sections=known)
         begins = {file: check_header(path / file, held) for file, held in contents.items()}
         return Checkpoint(path, manifest, _read_state(path) if STATE in files else {}, begins)
 

@@ -12,32 +12,17 @@ import torch
 
 from lumen.checkpoint.format.codec import JSON
 from lumen.checkpoint.format.manifest import new_file, parse_json
-from lumen.checkpoint.format.places import storage_of
-from lumen.checkpoint.format.storage import readable
+from lumen.checkpoint.format.storage import readable, storage_of
 from lumen.errors import CheckpointDamaged
 
 _DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.complex64: "C64", torch.bool: "BOOL",
+}  # fmt: skip
 COPIED_TOGETHER = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch does it for all
 _TOGETHER_BYTES = 1 << 20
 
@@ -45,11 +30,6 @@ _TOGETHER_BYTES = 1 << 20
 def is_known(dtype: torch.dtype) -> bool:
     """Whether safetensors files can hold a dtype."""
     return dtype in _DTYPES
-
-
-def widest_first(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names in the order of a file, by falling item size, so that every tensor is aligned."""
-    return [name for name, _ in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)]
 
 
 def write_safetensors(
@@ -62,7 +42,7 @@ def write_safetensors(
     Args:
         path: The file to create.
         tensors: The tensors by name, on any device.
-        whole: Yields the bytes of each tensor in the order of `widest_first`; default: those of `tensors`.
+        whole: Returns the tensor of a name with its bytes; names come by falling item size. Default: of `tensors`.
 
     Returns:
         The file's size in `bytes` and its `sha256`.
@@ -70,7 +50,7 @@ def write_safetensors(
     Raises:
         CheckpointError: The file exists, or the disk refuses.
     """
-    names = widest_first(tensors)
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
     header: dict[str, JSON] = {"__metadata__": {"format": "pt"}}  # which some readers insist on
     end = 0
     for name in names:
@@ -82,7 +62,8 @@ def write_safetensors(
     with new_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for together in _together(tensors, names):
-            file.write(bytes_of(_joined([value(name) for name in together])))
+            several = [value(name) for name in together]
+            file.write(bytes_of(several[0] if len(several) == 1 else torch.cat([*map(flat, several)])))
     return file.record()
 
 
@@ -100,11 +81,6 @@ def _together(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iter
         size, kind = size + tensor.nbytes, tensor.dtype
     if group:
         yield group
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor with the elements of several of the same dtype."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(map(flat, tensors)))
 
 
 def check_header(path: PurePath, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:

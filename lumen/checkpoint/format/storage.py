@@ -1,4 +1,4 @@
-"""What keeps checkpoints: one contract for directories of this machine and for object stores, and what errors say."""
+"""What keeps checkpoints: the contract, directories of this machine, and the choice between them and object stores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from io import BufferedReader
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import ClassVar, Literal, NamedTuple, TypeVar, final
 
 from lumen.console import logger as _log
-from lumen.errors import CheckpointDamaged, CheckpointError
+from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError
+from lumen.errors.arguments import local_path
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint one: written last."""
@@ -71,6 +72,17 @@ def temporary_name(path: AnyPath) -> AnyPath:
 
 
 @final
+class Url(PurePosixPath):
+    """A place such as `s3://bucket/run`, joined, named and compared as any path; no function for files takes it."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is not on this machine")
+
+
+@final
 class Status(NamedTuple):
     """What has a name; "other": a pipe, a device, a link that leads nowhere."""
 
@@ -83,7 +95,7 @@ class Draft(NamedTuple):
     """A checkpoint that is being written.
 
     Attributes:
-        root: Where all processes write.
+        root: Where all processes write: beside `directory`, or in its place.
         directory: What it will be called.
         mark: What its files' names end with, where a save that was killed may still be writing others to `root`.
     """
@@ -91,11 +103,6 @@ class Draft(NamedTuple):
     root: PurePath
     directory: PurePath
     mark: str
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether it lies under its name already."""
-        return self.root == self.directory
 
 
 class Storage(ABC):
@@ -118,10 +125,6 @@ class Storage(ABC):
     """
 
     quick_bytes: ClassVar[int] = 16 << 20  # on a disk after some tens of milliseconds
-
-    @abstractmethod
-    def as_local(self, path: PurePath) -> Path | None:
-        """The path by which the operating system knows a place, for locks, logs and links; None: it does not."""
 
     # ---------------------------------------------------------------------- looking
 
@@ -237,10 +240,6 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 @final
 class LocalStorage(Storage):
     """Directories of this machine, and those that it shares with others."""
-
-    def as_local(self, path: PurePath) -> Path:
-        """The path itself."""
-        return Path(path)
 
     def look(self, path: PurePath) -> Status | None:
         """By one stat, after links."""
@@ -376,3 +375,57 @@ def fsync_directory(path: PurePath) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+# ---------------------------------------------------------------------- places
+
+_LOCAL = LocalStorage()
+
+
+def as_place(path: str | PurePath) -> PurePath:
+    """A path of this machine, in which `~` is the home directory, or a `Url`.
+
+    Raises:
+        ConfigError: It is empty, a URL that pathlib has spoilt, or one with wildcards.
+    """
+    text = str(path)
+    if isinstance(path, Path) and re.match("[a-z][a-z0-9+.-]+:$", path.parts[0] if path.parts else ""):
+        raise ConfigError(f"{text}: pathlib takes slashes out of URLs. Give a string instead.")
+    if "://" not in text:
+        return local_path(text)
+    if text.startswith("file://"):
+        return Path(text.removeprefix("file://"))
+    if found := re.search(r"[*?\[\]]", text):
+        raise ConfigError(f"{text}: {found[0]!r} would be a wildcard there. Choose another name.")
+    return Url(text)
+
+
+def storage_of(place: PurePath) -> Storage:
+    """What keeps a place."""
+    if not isinstance(place, Url):
+        return _LOCAL
+    from lumen.checkpoint.format.object_store import ObjectStore  # a module above this one, which few runs need
+
+    return ObjectStore()
+
+
+def as_local(place: PurePath) -> Path | None:
+    """The path by which the operating system knows a place, for locks, logs and links; None: it does not."""
+    return Path(place) if storage_of(place) is _LOCAL else None
+
+
+def exists(place: PurePath) -> bool:
+    """Whether something has this name, be it a link that leads nowhere; where that cannot be told it is an OSError."""
+    return storage_of(place).look(place) is not None
+
+
+def is_file(place: PurePath) -> bool:
+    """Whether a file has this name; where that cannot be told it is an OSError."""
+    found = storage_of(place).look(place)
+    return found is not None and found.kind == "file"
+
+
+def is_dir(place: PurePath) -> bool:
+    """Whether a directory has this name, or objects begin with it; where that cannot be told it is an OSError."""
+    found = storage_of(place).look(place)
+    return found is not None and found.kind == "directory"

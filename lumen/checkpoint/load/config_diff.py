@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lumen.checkpoint.format.codec import decode, encode
+from lumen.checkpoint.format.codec import Tensors, decode, encode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.load.parts import Part, without
-from lumen.checkpoint.optimizer_layout import attributes_of
+from lumen.checkpoint.load.weights_source import Part, without
+from lumen.checkpoint.optimizer_state import attributes_of
 from lumen.console import logger as _log
 from lumen.errors import CheckpointError, DataError
 from lumen.internals.optimizers import set_by_hand
@@ -37,33 +37,29 @@ def configured(run: Run) -> dict[str, Setting]:
     for number, group in enumerate(run.optim.optimizer.param_groups):
         follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has moved it by now
         own = {key: value for key, value in group.items() if key not in (*HOW_TO_STEP, *follows)}
-        found |= settings(f"groups[{number}]", own)
+        found.update(settings(f"groups[{number}]", own))
     for place, attributes in attributes_of(run.task, run.optim.optimizer).items():
-        found |= settings(f"optimizer{place and '.'}{place}", attributes)
+        found.update(settings(f"optimizer{place and '.'}{place}", attributes))
     for number, config in enumerate(run.optim.schedulers):
         state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
         found[f"schedulers[{number}]"] = config.describe(run.optim.optimizer)
-        found |= settings(f"schedulers[{number}]", set_by_hand(state))
+        found.update(settings(f"schedulers[{number}]", set_by_hand(state)))
     return found | lengths_of(run.optim.schedulers)
 
 
-def settings(where: str, value: Any) -> dict[str, Setting]:
-    """Every plain value inside nested dictionaries, lists and tuples, by path; floats in lists are left out."""
-    return dict(_settings(where, value))
-
-
-def _settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
+def settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
+    """Every plain value inside nested dictionaries, lists and tuples, with its path; floats in lists are left out."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate on its device
         value = value.item()
     if isinstance(value, Mapping) and any(not isinstance(key, str) for key in value):  # milestones
         yield where, str(sorted(value.items()))
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _settings(f"{where}.{key}", item)
+            yield from settings(f"{where}.{key}", item)
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             if not (isinstance(value, list) and isinstance(item, (float, torch.Tensor))):
-                yield from _settings(f"{where}[{number}]", item)
+                yield from settings(f"{where}[{number}]", item)
     elif value is None or isinstance(value, (bool, int, float, str)):
         yield where, value
 
@@ -97,9 +93,8 @@ def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple
 
 def _comparable(value: Any) -> Any:
     """Plain data in a form that is equal if it is saved as the same JSON; for NaN, tensors and arrays too."""
-    tensors: dict[str, torch.Tensor] = {}
     try:
-        return encode(value, tensors, ""), [(tensor.dtype, tensor.tolist()) for tensor in tensors.values()]
+        return encode(value, tensors := Tensors(), ""), [(tensor.dtype, tensor.tolist()) for tensor in tensors.values()]
     except CheckpointError:  # it was not saved, then
         return value
 
@@ -198,10 +193,10 @@ def _short(value: Any) -> str:
 
 def _compare_settings(run: Run, checkpoint: Checkpoint) -> None:
     saved, here = checkpoint.state["settings"], trainer_settings(run)
-    _tell_means(checkpoint, saved, here)
     pairs = {name: (saved.get(name), here.get(name)) for name in dict.fromkeys([*saved, *here]) if name != "strategy"}
     changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
     if not any(name in changed for name in STEP_SIZES):  # the same step, made by other means
+        _tell_means(checkpoint, saved, here)
         changed = {name: values for name, values in changed.items() if name not in _MEANS}
     if changed:
         advice = " global_batch_size makes a step one size whatever the processes." if "processes" in changed else ""
@@ -212,9 +207,7 @@ def _compare_settings(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _tell_means(checkpoint: Checkpoint, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Say by what other means steps are made now, if they are as large as they were."""
-    if any(saved.get(name) != here.get(name) for name in STEP_SIZES):
-        return  # a warning tells of all that differs
+    """Say by what other means steps are made now that are as large as they were."""
     names = ("processes", "strategy", "batch_size", "precision")
     values = {name: (saved.get(name), here.get(name)) for name in names}
     values["micro-batches of a step on each process"] = _micro_batches(saved), _micro_batches(here)

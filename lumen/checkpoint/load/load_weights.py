@@ -1,27 +1,37 @@
-"""Loads saved parameters and buffers into a model, in place and one tensor at a time, by name."""
+"""Loads saved tensors by name: into a model, in place, or sharded as the run is; and builds tasks from checkpoints."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import PurePath
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from lumen.checkpoint.format.codec import Tensors
+from lumen.checkpoint.format.codec import Tensors, decode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.load.averaging import averaged
-from lumen.checkpoint.load.weights_source import WEIGHTS, Weights, open_weights, unwrapped
+from lumen.checkpoint.format.storage import as_place
+from lumen.checkpoint.load.weights_source import WEIGHTS, Weights, averaged, find_named, open_weights, unwrapped
+from lumen.checkpoint.user_state import Additions
 from lumen.console import logger as _log
 from lumen.data.nested import fill
-from lumen.distributed.dtensor import local_block, local_tensor
-from lumen.distributed.processes import Processes
+from lumen.distributed.dtensor import from_local, is_cut, is_sharded, local_block, local_tensor
+from lumen.distributed.processes import ALONE, Processes
 from lumen.errors import CheckpointMismatch
 from lumen.errors.arguments import local_path
+from lumen.internals.masking import first_unknown
 from lumen.internals.tensors import call_load_hooks, has_load_hooks, own_parameters, own_persistent_buffers
+from lumen.precision import convert_as_saved
+from lumen.task.data_module import DataModule
+from lumen.task.task_module import TaskModule
+
+Owner = TypeVar("Owner", bound=TaskModule | DataModule)
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
@@ -48,9 +58,7 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
 
 
 @torch.no_grad()
-def load_model(
-    model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes | None = None
-) -> None:
+def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes = ALONE) -> None:
     """Copy a checkpoint's parameters and buffers into a model, in place; sharded ones get this process's shard.
 
     Collective: every one of `processes` must call this.
@@ -65,7 +73,7 @@ def load_model(
         CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
     """
     weights = Weights(str(checkpoint.path), strict=strict)
-    _fill(model, checkpoint, weights, Processes() if processes is None else processes, cast=False)
+    _fill(model, checkpoint, weights, processes, cast=False)
 
 
 @torch.no_grad()
@@ -96,12 +104,8 @@ def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes:
         tensors, aliases = model_tensors(model)
         sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
     processes.together(lambda: _copy(tensors, sources, checkpoint))
-    casts = Counter(
-        f"{dtype} to {tensors[name].dtype}"
-        for name, source in sources.items()
-        if (dtype := checkpoint.spec("model", source)[0]) != tensors[name].dtype
-    )
-    if casts:
+    dtypes = [(checkpoint.spec("model", source)[0], tensors[name].dtype) for name, source in sources.items()]
+    if casts := Counter(f"{saved} to {own}" for saved, own in dtypes if saved != own):
         kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
         _log.info("%s: cast %s", weights.path, kinds)
 
@@ -139,22 +143,16 @@ def _match(
     offered, unused = _renamed(checkpoint, weights, [*tensors, *aliases])
     found = {name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()}
     missing = [
-        name
-        for name, own in names.items()
-        if not found[name] and not any(_matches(weights.ignore, each) for each in own)
+        name for name, own in names.items() if not (found[name] or any(_matches(weights.ignore, n) for n in own))
     ]
     used = {source for each in found.values() for source in each}
-    left = {source: name for name, source in reversed(offered.items()) if source not in used}
-    unexpected = sorted(left.values())
-    complaints = [
-        f"{what}: {_some(which)}"
-        for what, which in (
-            ("not in the checkpoint", missing),
-            ("only in the checkpoint", unexpected),
-            ("patterns that match nothing", unused),
-        )
-        if which
-    ]
+    unexpected = sorted({source: name for name, source in reversed(offered.items()) if source not in used}.values())
+    lists = {
+        "not in the checkpoint": missing,
+        "only in the checkpoint": unexpected,
+        "patterns that match nothing": unused,
+    }
+    complaints = [f"{what}: {_some(which)}" for what, which in lists.items() if which]
     wrong = list(_wrong(checkpoint, tensors, found, cast=cast))
     if tensors and not used:
         wrong.append("no name is in both")
@@ -166,9 +164,8 @@ def _match(
         )
     if wrong or (weights.strict and complaints):
         raise CheckpointMismatch(
-            f"{weights.path} holds the weights of another model: "
-            + "; ".join([*complaints, *wrong[:8]])
-            + f". {_advice(missing, unexpected, wrong, cast=cast)}"
+            f"{weights.path} holds the weights of another model: {'; '.join([*complaints, *wrong[:8]])}. "
+            f"{_advice(missing, unexpected, wrong, cast=cast)}"
         )
     for complaint in complaints:
         _log.warning("%s: %s", weights.path, complaint)
@@ -248,10 +245,8 @@ def _advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast
     if not cast:
         lenient = ", or load with strict=False to leave names that differ alone." if not wrong else "."
         return f"Build the model with the checkpoint's hyperparameters{lenient}"
-    return (
-        f"{_guess(missing, unexpected)}Say with `rename` what the model calls the same tensors, "
-        "and with `ignore` which to leave alone."
-    )
+    advice = "Say with `rename` what the model calls the same tensors, and with `ignore` which to leave alone."
+    return _guess(missing, unexpected) + advice
 
 
 def _guess(missing: list[str], unexpected: list[str]) -> str:
@@ -275,3 +270,192 @@ def _tails(name: str) -> Iterator[str]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# ---------------------------------------------------------------------- sharded as the run is
+
+
+def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
+    """A function from a parameter's name and the parameter to the section "optimizer", placed as its state has to be.
+
+    Tensors are read to the parameter's device. For a sharded parameter they are sharded or replicated as they were when
+    saved, or as `_is_made_like` has it if the saving run sharded nothing.
+    """
+    were_sharded = _sharded(checkpoint, "optimizer")
+    plain = _of_one_shape(checkpoint) if were_sharded is None else set()
+
+    def state_of(owner: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        def read(name: str) -> torch.Tensor:
+            _, shape = checkpoint.spec("optimizer", name)
+            if were_sharded is None:
+                lies_beside = _is_made_like(name.removeprefix(owner), shape, plain)
+                copied = not is_cut(parameter, shape)
+            else:
+                lies_beside, copied = name in were_sharded, not were_sharded.get(name)
+            if is_sharded(parameter) and lies_beside:
+                return _read_like(checkpoint, "optimizer", name, parameter, copied=copied)
+            return checkpoint.tensor("optimizer", name).to(parameter.device)
+
+        return checkpoint.tensors("optimizer", read)
+
+    return state_of
+
+
+def _is_made_like(key: str, shape: torch.Size, plain: set[str]) -> bool:
+    """Whether an optimizer makes this entry of a parameter's state as a DTensor if the parameter is one: a guess.
+
+    Torch's optimizers do not say it and `zeros_like(parameter)`, row sums or a plain counter look alike in a checkpoint
+    of a run that sharded nothing. So everything counts as made from the parameter, but for scalars and for what has one
+    shape for parameters of several shapes. Without this guess such checkpoints could not be resumed under FSDP.
+    """
+    return bool(shape) and key not in plain
+
+
+def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
+    """Keys of optimizer state, such as `.norms`, that has one shape for parameters of several shapes."""
+    shapes, owners = defaultdict(set), defaultdict(set)
+    for name in checkpoint.names("optimizer"):
+        begins = [name[:dot] for dot, letter in enumerate(name) if letter == "."]
+        owner = next((each for each in reversed(begins) if each in checkpoint.state["optimizer"]["state"]), None)
+        if owner is not None:
+            shapes[name.removeprefix(owner)].add(checkpoint.spec("optimizer", name)[1])
+            owners[name.removeprefix(owner)].add(checkpoint.spec("model", owner)[1])
+    return {key for key in shapes if len(shapes[key]) == 1 < len(owners[key])}
+
+
+def read_beside(checkpoint: Checkpoint, name: str, like: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of the optimizer that was sharded when saved, as a DTensor; None if it was not, or `like` is not so."""
+    were_sharded = _sharded(checkpoint, "optimizer") or {}
+    if name not in were_sharded or not is_sharded(like):
+        return None
+    return _read_like(checkpoint, "optimizer", name, like, copied=not were_sharded[name])
+
+
+def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
+    """The section "extra": tensors in the states of callbacks, modules, the task and the data module.
+
+    Where the run cuts up its parameters, these come beside them:
+
+    * what did when it was saved, cut up or copied as it was then;
+    * of a run that cut up nothing, what lies under the name of a parameter and has its shape, as averages do:
+      `average.net.0.weight`, or `moments.net.0.weight.mean`, for `net.0.weight`.
+
+    Everything else comes whole, on the host of every process; where the run cuts up nothing, that is everything.
+
+    Args:
+        task: The run's task, whose parameters the strategy has placed.
+        checkpoint: The checkpoint to read from.
+    """
+    were_sharded = _sharded(checkpoint, "extra")
+    likes: dict[str, torch.Tensor] = {}
+    if (sharded := next(filter(is_sharded, task.parameters()), None)) is not None:
+        likes = _of_parameters(task, checkpoint) if were_sharded is None else dict.fromkeys(were_sharded, sharded)
+
+    def read(name: str) -> torch.Tensor:
+        like = likes.get(name)
+        if like is None or not is_sharded(like):
+            return checkpoint.tensor("extra", name)
+        return _read_like(checkpoint, "extra", name, like, copied=not (were_sharded or {}).get(name, True))
+
+    return checkpoint.tensors("extra", read)
+
+
+def _sharded(checkpoint: Checkpoint, section: str) -> dict[str, bool] | None:
+    """Names of the tensors that were DTensors, with whether they were sharded; None: the run sharded no parameter."""
+    sharded: dict[str, dict[str, bool]] | None = checkpoint.state["sharded"]
+    return None if sharded is None else sharded[section]
+
+
+def _of_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The parameter that each tensor of the section "extra" is named after, and has the shape of."""
+    parameters = dict(task.named_parameters(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = {}
+    for name in checkpoint.names("extra"):
+        begins = [place + 1 for place, letter in enumerate(name) if letter == "."]
+        ends = [len(name), *(place for place, letter in enumerate(name) if letter in ".[")]
+        inner = (name[begin:end] for begin in begins for end in ends)
+        parameter = next((parameters[each] for each in inner if each in parameters), None)
+        if parameter is not None and parameter.shape == checkpoint.spec("extra", name)[1]:
+            found[name] = parameter
+    return found
+
+
+def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
+    """This process's shard of a tensor that is to be sharded as `like` is."""
+    _, shape = checkpoint.spec(section, name)
+    shard = checkpoint.block(section, name, *local_block(like, shape, copied=copied))
+    return from_local(shard.to(like.device), like, shape, copied=copied)
+
+
+# ---------------------------------------------------------------------- from a checkpoint alone
+
+
+def build(
+    kind: type[Owner],
+    path: str | PurePath,
+    overrides: Mapping[str, Any],
+    *,
+    strict: bool | None = None,
+    average: str | Sequence[str | PurePath] | None = None,
+) -> Owner:
+    """Build a task or a data module from a checkpoint's hyperparameters, and load its parameters and its state.
+
+    Args:
+        kind: The class of the object to build.
+        path: A checkpoint or a run, or the URL of one.
+        overrides: Constructor arguments that replace saved ones.
+        strict: Refuse missing and unexpected names of parameters. Default: `strict_loading` of the task.
+        average: The weights to load into a task, as in `TaskModule.load_from_checkpoint`.
+    """
+    checkpoint = find_named(as_place(path))
+    if issubclass(kind, DataModule):
+        built = _built(kind, checkpoint, "data_hyperparameters", overrides)
+        built.load_state_dict(decode(checkpoint.state["datamodule"], checkpoint.tensors("extra")))
+        return built
+    checkpoint = averaged(checkpoint, average)
+    task = _built(kind, checkpoint, "hyperparameters", overrides)
+    task._configure()
+    convert_as_saved(task, checkpoint.state["precision"])
+    load_model(task, checkpoint, strict=task.strict_loading if strict is None else strict)
+    load_own_states(task, checkpoint, extra_of(task, checkpoint))
+    task._note_filled()
+    return task
+
+
+def load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
+    """Call modules' `set_extra_state`, and the task's `on_load_checkpoint`."""
+    states = decode(checkpoint.state["extra_state"], extra)
+    for name, module in task.named_modules():
+        if name in states and type(module).set_extra_state is not nn.Module.set_extra_state:
+            module.set_extra_state(states[name])
+    task.on_load_checkpoint(Additions(type(task).__name__, decode(checkpoint.state["task"], extra)))
+
+
+def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mapping[str, Any]) -> Owner:
+    """An object of a class, built from the hyperparameters of a checkpoint."""
+    saved = decode(checkpoint.state[of], checkpoint.tensors("extra"))
+    kept = {name: value for name, value in _without_those_of_bases(kind, saved).items() if name not in overrides}
+    for name, value in kept.items():  # a checkpoint of a stranger must not read the environment
+        if (unknown := first_unknown(value)) is not None:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} does not hold the hyperparameter {name}, which may be a secret: it has {unknown} "
+                f"in its place. Give the value: load_from_checkpoint(PATH, {name}=...)."
+            )
+    try:
+        return kind(**(hyperparameters := kept | dict(overrides)))
+    except TypeError as error:
+        raise CheckpointMismatch(
+            f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
+            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, "
+            "or give the missing arguments to load_from_checkpoint."
+        ) from error
+
+
+def _without_those_of_bases(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters without those that only a base class takes, which the class itself passes to it."""
+    taken = inspect.signature(kind).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return dict(saved)
+    constructors = [vars(base)["__init__"] for base in kind.__mro__[1:] if "__init__" in vars(base)]
+    by_bases = {name for each in constructors for name in inspect.signature(each).parameters}
+    return {name: value for name, value in saved.items() if name in taken or name not in by_bases}

@@ -24,16 +24,15 @@ from lumen.checkpoint.load.config_diff import (
     listed,
     settings,
 )
-from lumen.checkpoint.load.from_checkpoint import load_own_states
-from lumen.checkpoint.load.load_weights import load_model
-from lumen.checkpoint.load.parts import Part, without
-from lumen.checkpoint.load.reshard import extra_of
-from lumen.checkpoint.optimizer_layout import kind_of, names_as_ids
+from lumen.checkpoint.load.load_weights import extra_of, load_model, load_own_states
+from lumen.checkpoint.load.weights_source import Part, without
 from lumen.checkpoint.optimizer_state import (
     groups_of,
+    kind_of,
     load_gradients,
     load_optimizer_states,
     load_rest,
+    names_as_ids,
     regroup,
     tensors_of_no_parameter,
 )
@@ -70,8 +69,7 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
             if "data" in parts and run.loaders.datamodule is not None:
                 run.loaders.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
             if "progress" in parts and run.stage == "fit":
-                added = decode(checkpoint.state["on_save_checkpoint"], extra)
-                _hand_back(run, added, checkpoint.path)
+                _hand_back(run, decode(checkpoint.state["on_save_checkpoint"], extra), checkpoint.path)
 
     if "model" in parts:
         load_model(run.task, checkpoint, processes=run.processes)
@@ -122,8 +120,7 @@ def _hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
         if keys[key] > 1:
             raise ambiguous(key)
     for callback, hook in loading:
-        key = callback.state_key
-        hook(Additions(key, saved.get(key, {})))
+        hook(Additions(callback.state_key, saved.get(callback.state_key, {})))
     if lost := ", ".join(saved.keys() - {each.state_key for each in run.hooks.callbacks}):
         _log.warning("%s holds what %s added, which this run does not have", path, lost)
 
@@ -212,7 +209,16 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
             "Resume with the optimizer and the parameter groups it was saved with, or "
             f"{without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
         )
-    _check_parameters(dict(run.task.named_parameters()), checkpoint)
+    parameters, wrong = dict(run.task.named_parameters()), []
+    for name in saved["state"]:  # of parameters with another shape or dtype
+        (dtype, shape), own = checkpoint.spec("model", name), parameters[name]
+        if (own.dtype, own.shape) != (dtype, shape):
+            wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(own.shape)} {own.dtype} in the model")
+    if wrong:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} holds the optimizer's state of other parameters: {'; '.join(wrong[:8])}. "
+            f"Build the model as it was when this was saved, or {without(checkpoint, 'optimizer')}."
+        )
     load_optimizer_states(run.task, optimizer, checkpoint)
     if run.optim.manual is not None:
         run.optim.manual.keep(load_gradients(run.task, checkpoint))
@@ -222,56 +228,38 @@ def _named(where: str, names: Collection[str]) -> str:
     return f"; only {where}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
 
 
-def _check_parameters(parameters: Mapping[str, nn.Parameter], checkpoint: Checkpoint) -> None:
-    """Refuse optimizer state of parameters that the run does not have, or that have another shape."""
-    wrong = []
-    for name in checkpoint.state["optimizer"]["state"]:
-        dtype, shape = checkpoint.spec("model", name)
-        own = parameters[name]
-        if (own.dtype, own.shape) != (dtype, shape):
-            wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(own.shape)} {own.dtype} in the model")
-    if wrong:
-        raise CheckpointMismatch(
-            f"{checkpoint.path} holds the optimizer's state of other parameters: {'; '.join(wrong[:8])}. "
-            f"Build the model as it was when this was saved, or {without(checkpoint, 'optimizer')}."
-        )
-
-
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
     """Restore the groups' options. Learning rates belong to the schedulers, counters to the optimizer's state."""
     saved, tensors = checkpoint.state["optimizer"]["groups"], tensors_of_no_parameter(run.task, checkpoint)
+    parameters, groups = dict(run.task.named_parameters()), run.optim.optimizer.param_groups
     if not parts & {"optimizer", "schedulers"}:
         return
-    if len(saved) != len(run.optim.optimizer.param_groups):
+    if len(saved) != len(groups):
         raise CheckpointMismatch(
-            f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has "
-            f"{len(run.optim.optimizer.param_groups)}. Resume with these groups, or "
-            f"{without(checkpoint, 'optimizer', 'schedulers')}."
+            f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has {len(groups)}. "
+            f"Resume with these groups, or {without(checkpoint, 'optimizer', 'schedulers')}."
         )
-    parameters = dict(run.task.named_parameters())
-    for number, (group, values) in enumerate(zip(run.optim.optimizer.param_groups, saved, strict=True)):
+    for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
         for key in values.keys() - HOW_TO_STEP:
             value = names_as_ids(decode(values[key], tensors), parameters)
-            moved = settings(f"groups[{number}].{key}", value).items() - configuration.items()
-            if (
-                parts >= {"optimizer", "schedulers"}
-                or ("schedulers" in parts and key in _RATES and key in group)
-                or ("optimizer" in parts and key not in _MOVED_BY_SCHEDULERS and moved)
-            ):
+            moved = {*settings(f"groups[{number}].{key}", value)} - configuration.items()
+            is_rate = "schedulers" in parts and key in _RATES and key in group
+            is_option = "optimizer" in parts and key not in _MOVED_BY_SCHEDULERS and moved
+            if parts >= {"optimizer", "schedulers"} or is_rate or is_option:
                 group[key] = value
 
 
 def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], *, exact: bool) -> None:
     """Restore the schedulers, and log where the configuration has settings that the checkpoint's replace."""
     configuration: dict[str, Setting] = state["configured"]
-    found = [run.optim.configured[f"schedulers[{number}]"] for number in range(len(run.optim.schedulers))]
+    schedulers = run.optim.schedulers
+    found = [run.optim.configured[f"schedulers[{number}]"] for number in range(len(schedulers))]
     saved = [configuration[f"schedulers[{number}]"] for number in range(len(state["schedulers"]))]
     if found != saved:
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
             f"Resume with the configuration it was saved with, or {without(checkpoint, 'schedulers')}."
         )
-    schedulers = run.optim.schedulers
     for config, scheduler_state, monitor in zip(schedulers, state["schedulers"], state["monitors"], strict=True):
         config.restore(scheduler_state, monitor)
         optimizer = getattr(config.scheduler, "optimizer", None)
@@ -292,10 +280,8 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
         _log.warning(
             "the optimizer or its schedule is configured otherwise than in %s: %s. The checkpoint's values count, so "
             "that it goes on exactly. For the configured ones, %s",
-            checkpoint.path,
-            listed(changed),
-            without(checkpoint, "schedulers"),
-        )
+            checkpoint.path, listed(changed), without(checkpoint, "schedulers"),
+        )  # fmt: skip
     run.optim.keep_settings(goes_on)
 
 

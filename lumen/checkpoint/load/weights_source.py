@@ -1,26 +1,28 @@
-"""Finds and opens weights: a checkpoint of a run, or anyone's safetensors files, on this machine or at a URL."""
+"""Finds and opens what a run begins with: a checkpoint and its parts, anyone's weights, or averages of several."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
 from shlex import quote
 from tempfile import TemporaryDirectory
-from typing import Literal, final
+from typing import Literal, TypeAlias, final, get_args
 
-from lumen.checkpoint.format.folder import newest_committed, newest_valid
+import torch
+
+from lumen.checkpoint.format.folder import find_moments, newest_committed, newest_valid, read_info
 from lumen.checkpoint.format.manifest import Chunk, Manifest, StoredTensor, read_json, read_manifest
-from lumen.checkpoint.format.places import as_local, as_place, exists, is_dir, is_file
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.safetensors_file import check_header, read_header
-from lumen.checkpoint.format.storage import MANIFEST, readable
+from lumen.checkpoint.format.storage import MANIFEST, as_local, as_place, exists, is_dir, is_file, readable
 from lumen.console import logger as _log
-from lumen.distributed.processes import Processes
-from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError, LumenError
+from lumen.distributed.processes import ALONE, Processes
+from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError, LumenError
 from lumen.errors.arguments import local_path
 from lumen.internals.compiler import WRAPPED
 
@@ -32,6 +34,12 @@ _OF_DDP = "module."
 _WORDS = ("auto", "last", "best")
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _WEB = ("http://", "https://")  # servers that list nothing, and often send whole files only
+Part: TypeAlias = Literal["model", "optimizer", "schedulers", "progress", "data"]
+PARTS: frozenset[Part] = frozenset(get_args(Part))
+PARAMETERS = "parameters"
+_SEVERAL = re.compile(r"(last|best):([0-9]+)")
+_PACKED = torch.float4_e2m1fn_x2  # two numbers in a byte, which torch does not cast
+_KEPT_BY = {"last": "keep_last", "best": "save_top_k"}
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _CONVERT = (
     "{path} is a pickle, which could run any code when it is read; Lumen reads none. {what}: "
@@ -73,10 +81,8 @@ class Weights:
     def __post_init__(self) -> None:
         if isinstance(self.ignore, str):
             raise ConfigError(f"ignore: expected a list of patterns, found {self.ignore!r}. Write [{self.ignore!r}].")
-        for option, pattern, replacement in [
-            *(("rename", pattern, replacement) for pattern, replacement in self.rename.items()),
-            *(("ignore", pattern, "") for pattern in self.ignore),
-        ]:
+        renaming = [("rename", *each) for each in self.rename.items()]
+        for option, pattern, replacement in (*renaming, *(("ignore", each, "") for each in self.ignore)):
             try:
                 re.sub(pattern, replacement, "")
             except re.error as error:
@@ -116,21 +122,29 @@ def is_weights(path: Weights | str | PurePath) -> bool:
     Raises:
         CheckpointError: The URL cannot be reached, or this user may not read it.
     """
-    if isinstance(path, Weights) or str(path).startswith(_WEB):
-        return True
+    return isinstance(path, Weights) or _kind(path) == "weights"
+
+
+def _kind(path: str | PurePath) -> Literal["checkpoint", "run", "weights"]:
+    """What a path holds; "run" where nothing else is found: a run, its folder of checkpoints, or nothing at all."""
+    if str(path).startswith(_WEB):
+        return "weights"
     place = as_place(path)
     if place.suffix == ".safetensors" and as_local(place) is None:  # of what is here, a run may be called so
-        return True
+        return "weights"
     with readable(place):
-        if str(path) in _WORDS or exists(place / MANIFEST) or is_dir(place / "checkpoints"):
-            return False
-        return place.suffix == ".safetensors" or is_file(place) or any(exists(place / name) for name in _OF_HUBS)
+        if exists(place / MANIFEST):
+            return "checkpoint"
+        if str(path) in _WORDS or is_dir(place / "checkpoints"):
+            return "run"
+        are_files = place.suffix == ".safetensors" or is_file(place) or any(exists(place / name) for name in _OF_HUBS)
+        return "weights" if are_files else "run"
 
 
 def find_checkpoint(
     where: str,
     folder: PurePath,
-    processes: Processes | None = None,
+    processes: Processes = ALONE,
     *,
     sections: Sequence[str] | None = None,
     beside: Sequence[PurePath] = (),
@@ -152,7 +166,6 @@ def find_checkpoint(
         CheckpointError: There is no such checkpoint, or the one named is damaged.
         ConfigError: The path is that of a pickle.
     """
-    processes = Processes() if processes is None else processes
     is_named, folder = processes.on_rank_zero(partial(_place, where, folder))
     if is_named:
         return Checkpoint.open(folder, sections=sections, processes=processes)
@@ -172,7 +185,7 @@ def find_checkpoint(
     return newest
 
 
-def find_named(path: PurePath, processes: Processes | None = None) -> Checkpoint:
+def find_named(path: PurePath, processes: Processes = ALONE) -> Checkpoint:
     """Like `find_checkpoint`, but every string is a path, also "last"."""
     where = f"./{path}" if str(path) in _WORDS else str(path)
     checkpoint = find_checkpoint(where, path, processes)
@@ -186,15 +199,13 @@ def _place(where: str, folder: PurePath) -> tuple[bool, PurePath]:
         return False, folder
     path = as_place(where)
     refuse_pickle(where)
-    if is_weights(where):
+    if (kind := _kind(where)) == "weights":
         raise CheckpointError(
             f"{where} holds weights, but no run to go on from and no hyperparameters. "
             "Start a new run from them with Trainer(init_from=...), or load them into a task that you built."
         )
     with readable(path):
-        if exists(path / MANIFEST):
-            return True, path
-        return False, path / "checkpoints" if is_dir(path / "checkpoints") else path
+        return kind == "checkpoint", path / "checkpoints" if kind == "run" and is_dir(path / "checkpoints") else path
 
 
 def _check_none_needed(where: str, folders: Sequence[PurePath]) -> None:
@@ -249,29 +260,21 @@ def check_there(path: str | PurePath) -> None:
         return
     if not exists(place):
         raise CheckpointError(f"{path} does not exist. Give a checkpoint, a run, or safetensors files.")
-    if is_weights(path) or exists(place / MANIFEST):
-        return
-    for pickle in sorted(place.glob("*")):
-        refuse_pickle(str(pickle))
+    for each in sorted(place.glob("*")) if _kind(path) == "run" else ():
+        refuse_pickle(str(each))
 
 
 def open_here(path: PurePath, processes: Processes, sections: Sequence[str] | None = WEIGHTS) -> Checkpoint:
     """The opened weights at a path that all processes can read; see `open_weights`. Collective."""
-    kind = processes.on_rank_zero(partial(_kind, path))
+
+    def look() -> Literal["checkpoint", "run", "weights"]:
+        check_there(path)
+        return _kind(path)
+
+    kind = processes.on_rank_zero(look)
     if kind == "checkpoint":
         return Checkpoint.open(path, sections=sections, processes=processes)
-    if kind == "files":
-        return processes.together(partial(_open, path))
-    return find_named(path, processes)
-
-
-def _kind(path: PurePath) -> Literal["checkpoint", "files", "run"]:
-    check_there(path)
-    with readable(path):
-        is_checkpoint = exists(path / MANIFEST)
-    if is_checkpoint:
-        return "checkpoint"
-    return "files" if is_weights(path) else "run"
+    return processes.together(partial(_open, path)) if kind == "weights" else find_named(path, processes)
 
 
 def _open(path: PurePath, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
@@ -345,3 +348,202 @@ def _fetch(url: str, folder: Path) -> Path:
             f"directory with {SINGLE} or {INDEX}, and this machine must be allowed to read it."
         ) from error
     return folder
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[Part]:
+    """The parts of a checkpoint that a run is to resume from.
+
+    Raises:
+        ConfigError: There is no such part, or the choice contradicts `resume`.
+    """
+    if given is None:
+        return PARTS
+    chosen = frozenset(part for part in PARTS if part in given)
+    if not chosen or set(given) - PARTS:
+        raise ConfigError(f"resume_parts: expected some of {', '.join(get_args(Part))}; found {given}.")
+    if resume in (None, "auto", "last"):
+        raise ConfigError(
+            f'resume_parts says what a new run takes over from "best" or a path, but resume is {resume}: a run that '
+            "stays in its directory goes on exactly. Set resume to the run's path, or leave resume_parts out."
+        )
+    if "data" in chosen and "progress" not in chosen:
+        raise ConfigError(
+            "resume_parts: data is a position within the epoch that progress counts. Add progress, or leave out data."
+        )
+    return chosen
+
+
+def without(checkpoint: Checkpoint, *parts: str) -> str:
+    """Advice: the setting that resumes from all parts but some."""
+    rest = ", ".join(each for each in get_args(Part) if each not in parts)
+    return f"start a new run from it with resume: {checkpoint.path} and resume_parts: [{rest}]"
+
+
+# ---------------------------------------------------------------------- averages
+
+
+def averaged(
+    checkpoint: Checkpoint, average: str | Sequence[str | PurePath] | None, processes: Processes = ALONE
+) -> Checkpoint:
+    """A checkpoint whose parameters are read as averages. Collective: every one of `processes` must call this.
+
+    Args:
+        checkpoint: All of its sections can be read, but for means of checkpoints.
+        average: "last:5": the mean of this checkpoint and the four before it in its directory; "best:3": the mean of
+            the three best there, by the monitor; paths: the mean of these checkpoints, runs (their newest valid one) or
+            safetensors files. Of a mean, integers and buffers other than running statistics are as in `checkpoint`.
+            "EMA", "SWA" or another callback whose state holds tensors by the parameters' names (of several in one
+            state, where it is in the checkpoint), "Lookahead" for its slow weights: what has no average is as in
+            `checkpoint`. "parameters": the parameters of training. None: what the run's validations evaluated, its
+            average if it had one.
+        processes: Those that read together; default: this one alone.
+
+    Raises:
+        ConfigError: There is no average of this name, or there are several; there are fewer checkpoints than that.
+        CheckpointMismatch: The checkpoints are not of one model.
+        CheckpointDamaged: Bytes of one that was named by its path are not those that were saved.
+    """
+    if average is None:
+        return evaluated(checkpoint)
+    if average == PARAMETERS:
+        return checkpoint
+    if not isinstance(average, str):
+        return _mean_of(checkpoint, {str(each): open_here(as_place(str(each)), processes) for each in average})
+    if several := _SEVERAL.fullmatch(average):
+        found = _several(checkpoint, several[1], int(several[2]), processes)
+        return _mean_of(checkpoint, {str(each.path): each for each in found})
+    return processes.together(partial(_kept, checkpoint, average))
+
+
+def evaluated(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint that is read with the weights that validations evaluated: an average, or the parameters."""
+    if (where := checkpoint.info.get("evaluated")) is None:
+        return checkpoint
+    kept, names = set(checkpoint.names("extra")), checkpoint.names("model")
+    places = {name: f"{where}.{name}" for name in names}
+    return checkpoint.with_averages({name: [(checkpoint, "extra", at)] for name, at in places.items() if at in kept})
+
+
+def is_mean(average: str | Sequence[str] | None) -> bool:
+    """Whether an average is the mean of several checkpoints, and needs nothing of a checkpoint but its parameters."""
+    return average is not None and (not isinstance(average, str) or _SEVERAL.fullmatch(average) is not None)
+
+
+# ---------------------------------------------------------------------- the mean of several checkpoints
+
+
+def _several(checkpoint: Checkpoint, which: str, count: int, processes: Processes) -> list[Checkpoint]:
+    """The last or the best of a directory, oldest first; damaged ones are passed over."""
+    look: Callable[[], list[PurePath]] = partial(_last if which == "last" else _best, checkpoint)
+    found: list[Checkpoint] = []
+    for path in processes.on_rank_zero(look) if count else ():
+        try:
+            found.append(Checkpoint.open(path, sections=WEIGHTS, processes=processes))
+        except CheckpointDamaged as error:
+            _log.warning("%s is damaged and is not in the mean: %s", path.name, error)
+        if len(found) == count:
+            return sorted(found, key=lambda each: int(each.info["step"]))
+    raise ConfigError(
+        f"average {which}:{count}: {checkpoint.path.parent} has {len(found)} whole checkpoints of these. Ask for "
+        f"fewer, at least 1; {_KEPT_BY[which]} of ModelCheckpoint says how many are kept."
+    )
+
+
+def _last(checkpoint: Checkpoint) -> list[PurePath]:
+    """A checkpoint and those before it, the newest first, one for each step."""
+    moments = find_moments(checkpoint.path.parent)
+    if checkpoint.path.name not in {path.name for path in moments.values()}:
+        raise ConfigError(
+            f"average last: {checkpoint.path} is not named by its step, so that it is not known which ones come "
+            "before it. Give the paths of the checkpoints."
+        )
+    return [moments[step] for step in sorted(moments, reverse=True) if step <= int(checkpoint.info["step"])]
+
+
+def _best(checkpoint: Checkpoint) -> list[PurePath]:
+    """The best of a directory, as its newest checkpoint knows them, the best first."""
+    folder, moments = checkpoint.path.parent, find_moments(checkpoint.path.parent)
+    ranked = read_info(moments[max(moments)]).get("ranked") if moments else None
+    if not ranked:
+        raise ConfigError(
+            f"average best: nothing in {folder} says which checkpoints are best, because no ModelCheckpoint that saves "
+            "there has a monitor, or it was never logged. Set `monitor` of ModelCheckpoint, or give their paths."
+        )
+    there = {path.name for path in moments.values()}
+    return [folder / name for name in ranked if name in there]
+
+
+def _mean_of(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkpoint:
+    """A checkpoint whose parameters and running statistics are the means of those of others, given by their places.
+
+    Raises:
+        CheckpointMismatch: The others have tensors that the first has not, or the reverse, or of another shape.
+    """
+    if not others:
+        raise ConfigError("average: there is no checkpoint in the list. Give the paths of several.")
+    checkpoint, others = evaluated(checkpoint), {where: evaluated(each) for where, each in others.items()}
+    if wrong := [problem for where, other in others.items() for problem in _differences(checkpoint, where, other)]:
+        more = "; ..." if len(wrong) > 4 else ""
+        raise CheckpointMismatch(
+            f"no mean can be made with other tensors than {checkpoint.path} has: {'; '.join(wrong[:4])}{more}. Give "
+            "checkpoints of one run, or of runs of one model."
+        )
+    _log.info("the mean of %s", ", ".join(others))
+    kinds = {name: checkpoint.spec("model", name)[0] for name in checkpoint.names("model")}
+    for name in checkpoint.info.get("copied", ()):
+        kinds.pop(name, None)
+    numbers = [name for name, dtype in kinds.items() if dtype.is_floating_point or dtype.is_complex]
+    return checkpoint.with_averages({name: [(each, "model", name) for each in others.values()] for name in numbers})
+
+
+def _differences(checkpoint: Checkpoint, where: str, other: Checkpoint) -> list[str]:
+    """What another checkpoint has that has no mean with the tensors of the first, in words."""
+    ours, theirs = (dict.fromkeys(each.names("model")) | each.aliases for each in (checkpoint, other))
+    found = [f"{n} is {'not' if n in ours else 'only'} in {where}" for n in sorted(ours.keys() ^ theirs.keys())]
+    if not found and ours != theirs:
+        found = [f"{where} ties others"]
+    for name in sorted({*checkpoint.names("model")} & {*other.names("model")}):
+        dtype, shape = other.spec("model", name)
+        if (dtype, shape) != checkpoint.spec("model", name):
+            found.append(f"{name} is {tuple(shape)} {dtype} in {where}")
+        elif dtype == _PACKED:
+            found.append(f"{name} is {dtype}, packed numbers that have no mean")
+    return found
+
+
+# ---------------------------------------------------------------------- averages in one checkpoint
+
+
+def _kept(checkpoint: Checkpoint, average: str) -> Checkpoint:
+    """A checkpoint whose parameters are those averages that it holds itself."""
+    if not checkpoint.state:
+        raise ConfigError(
+            f"average {average}: it is kept in checkpoints of Lumen, and {checkpoint.path} has plain weights."
+        )
+    found = _all_kept(checkpoint)
+    chosen = [average] if average in found else [where for where in found if f".{average}." in f".{where}."]
+    if len(chosen) == 1:
+        averages = found[chosen[0]].items()
+        return checkpoint.with_averages({name: [(checkpoint, *place)] for name, place in averages})
+    there = f"It has {', '.join(found)}." if found else "It has none at all."
+    what = "several averages" if chosen else "no average"
+    raise ConfigError(f"average {average}: {checkpoint.path} has {what} of that name. {there}")
+
+
+def _all_kept(checkpoint: Checkpoint) -> dict[str, dict[str, tuple[str, str]]]:
+    """All groups of tensors that stand for parameters: Lookahead's slow weights, and those of callbacks' states."""
+    parameters = set(checkpoint.names("model"))
+    found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    slow = [name for name in checkpoint.names("optimizer") if name.endswith(".slow")]
+    candidates = [("Lookahead", ("optimizer", name), name.removesuffix(".slow")) for name in slow]
+    for name in checkpoint.names("extra"):
+        ends = [at for at, letter in enumerate(name) if letter == "." and name[at + 1 :] in parameters]
+        if ends and name.startswith("callbacks."):
+            candidates.append((name[: ends[0]], ("extra", name), name[ends[0] + 1 :]))
+    for where, place, parameter in candidates:
+        if parameter in parameters and checkpoint.spec(*place)[1] == checkpoint.spec("model", parameter)[1]:
+            found[where][parameter] = place
+    return found

@@ -17,14 +17,12 @@ import torch
 
 from lumen.checkpoint.format.codec import Tensors
 from lumen.checkpoint.format.folder import read_info, remove_checkpoints
-from lumen.checkpoint.format.places import storage_of
-from lumen.checkpoint.format.storage import Storage
+from lumen.checkpoint.format.storage import Storage, storage_of
 from lumen.checkpoint.load.config_diff import Setting
-from lumen.checkpoint.optimizer_layout import keeps_unknown_state
-from lumen.checkpoint.save.collect import Collected, check_savable, collect, moving_tensors, refuse_non_finite
+from lumen.checkpoint.optimizer_state import keeps_unknown_state
+from lumen.checkpoint.save.collect import COUNTS, Collected, check_savable, collect, moving_tensors, refuse_non_finite
 from lumen.checkpoint.save.snapshot import Snapshot
-from lumen.checkpoint.save.write_plan import WritePlan, plan_writes
-from lumen.checkpoint.save.writer import write_planned
+from lumen.checkpoint.save.writer import WritePlan, plan_writes, write_checkpoint
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
@@ -45,10 +43,6 @@ class Account(Protocol):
 
 def _keep_all(*, committed: bool) -> Iterable[PurePath]:
     return ()
-
-
-def _nothing() -> None:
-    pass
 
 
 @final
@@ -87,7 +81,7 @@ class Saves:
     ) -> None:
         self.are_on, self.stays, self.switches = are_on, stays, switches
         self.path: PurePath | None = None
-        self._check_home = check_home or _nothing
+        self._check_home = check_home or (lambda: None)
         self.moment: Any = None
         self.checks_update = False
         self._account: Account = _keep_all
@@ -169,14 +163,12 @@ class Saves:
         pays = self._pays(plan, at_least, asynchronous=asynchronous)
         copies = self._copied(path, plan, asynchronous=asynchronous) if pays else None
         if copies is None:
-            refuse_non_finite(collected, plan.local_tensors()["model"], processes)
             _write(path, collected, plan, processes)
             return False
         copy, others = replace(plan, sections=copies), processes.beside()
 
         def write() -> None:
             others.together(self._snapshot.wait)
-            refuse_non_finite(collected, copy.sections["model"], others)
             _write(path, collected, copy, others)
             self._run.ending.vote.note_save()
 
@@ -312,15 +304,18 @@ class Saves:
 
 
 def _write(path: PurePath, collected: Collected, plan: WritePlan, processes: Processes) -> None:
+    refuse_non_finite(collected, plan.local_tensors()["model"], processes)
     with only_young_collected():
-        write_planned(path, plan, collected.state, aliases=collected.aliases, info=collected.info, processes=processes)
+        write_checkpoint(
+            path, plan, collected.state, aliases=collected.aliases, info=collected.info, processes=processes
+        )
 
 
 def _has_counts(path: PurePath, progress: Mapping[str, Any]) -> bool:
     """Return True if a checkpoint at a path was saved at this step, epoch and micro-batch."""
     with suppress(CheckpointDamaged):
         info = read_info(path)
-        return all(info[name] == progress[name] for name in ("step", "epoch", "micro_batches"))
+        return all(info[name] == progress[name] for name in COUNTS)
     return False
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from lumen.checkpoint.load.config_diff import data_read, modes_of, trainer_setti
 from lumen.checkpoint.load.load_weights import model_tensors
 from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
 from lumen.checkpoint.rank_state import own_values
-from lumen.checkpoint.save.write_plan import check_same, check_tensors
+from lumen.checkpoint.save.writer import check_same, check_tensors
 from lumen.checkpoint.user_state import Additions, ambiguous, states_of
 from lumen.console import logger as _log
 from lumen.distributed.dtensor import is_cut, is_sharded
@@ -28,20 +28,7 @@ from lumen.strategies import by_data_rank, sync_buffers
 from lumen.task.hyperparameters import HasHyperparameters, recorded_hparams
 from lumen.task.teacher import is_running_statistic
 
-# ---------------------------------------------------------------------- names
-
-
-def _extra_state(model: nn.Module) -> dict[str, Any]:
-    """The results of modules' `get_extra_state`, by module name."""
-    default = nn.Module.get_extra_state
-    return {
-        name: module.get_extra_state()
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not default
-    }
-
-
-# ---------------------------------------------------------------------- saving
+COUNTS = ("step", "epoch", "micro_batches")  # of the run's progress, which a checkpoint shows
 
 
 def logger_states(run: Run) -> dict[str, Any]:
@@ -71,19 +58,16 @@ def _added_by_hooks(run: Run) -> dict[str, Any]:
     """
     of_callbacks: dict[str, dict[str, Any]] = {}
     for callback, hook in run.hooks.of_callbacks("on_save_checkpoint"):
-        key = callback.state_key
-        if added := _added(key, hook):
+        if added := _added(key := callback.state_key, hook):
             if key in of_callbacks:
                 raise ambiguous(key)
             of_callbacks[key] = added
-    task = run.task
-    return {"on_save_checkpoint": of_callbacks, "task": _added(type(task).__name__, task.on_save_checkpoint)}
+    return {"on_save_checkpoint": of_callbacks, "task": _added(type(run.task).__name__, run.task.on_save_checkpoint)}
 
 
 def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     added = Additions(owner, {})
-    returned = hook(added)
-    if isinstance(returned, Mapping):  # as callbacks of Lightning 1 may
+    if isinstance(returned := hook(added), Mapping):  # as callbacks of Lightning 1 may
         added.update(returned)
     for key in added:
         added.check(key)
@@ -103,9 +87,9 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
     Raises:
         CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
     """
-    task, datamodule = run.task, run.loaders.datamodule
+    task, datamodule, extra = run.task, run.loaders.datamodule, Tensors()
     model, aliases = model_tensors(task)
-    optimizer, extra = Tensors(), Tensors()
+    stateful = [each for each in task.named_modules() if type(each[1]).get_extra_state is not nn.Module.get_extra_state]
     entries: dict[str, Any] = {
         "seed": run.seed,
         "progress": dict(vars(run.progress)),
@@ -119,7 +103,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
         "kept_row": run.records.kept_row if run.progress.validation_due else None,
         "hyperparameters": recorded_hparams(task),
         "data_hyperparameters": recorded_hparams(datamodule) if isinstance(datamodule, HasHyperparameters) else {},
-        "extra_state": _extra_state(task),
+        "extra_state": {name: module.get_extra_state() for name, module in stateful},
         "modes": modes_of(task),
         "built": run.optim.built,
         "settings": trainer_settings(run),
@@ -128,7 +112,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
     if complete:
         entries |= _of_user(run)
     state = {name: encode(entry, extra, name) for name, entry in entries.items()}
-    state["optimizer"] = _capture_optimizer(run, optimizer)
+    state["optimizer"], optimizer = _capture_optimizer(run)
     is_cut_up = any(is_sharded(tensor) for tensor in model.values())
     state["sharded"] = {"optimizer": _sharded(optimizer), "extra": _sharded(extra)} if is_cut_up else None
     return {"model": model, "optimizer": optimizer, "extra": extra}, aliases, state
@@ -145,13 +129,15 @@ def _sharded(tensors: Tensors) -> dict[str, bool]:
     return {name: is_cut(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
 
 
-def _capture_optimizer(run: Run, tensors: Tensors) -> dict[str, Any]:
+def _capture_optimizer(run: Run) -> tuple[dict[str, JSON], Tensors]:
+    """The state of the optimizer, with the gradients that a task that optimizes by hand has kept, and its tensors."""
+    tensors = Tensors()
     captured = capture_optimizer(run.task, run.optim.optimizer, run.optim.built_groups, tensors)
     if run.optim.manual is not None and (kept := run.optim.manual.kept_gradients()):
         names = parameter_names(run.task)
         given = {names[id(parameter)]: gradient for parameter, gradient in kept.items()}
         captured["gradients"] = {name: encode({"grad": each}, tensors, name) for name, each in given.items()}
-    return captured
+    return captured, tensors
 
 
 def check_savable(run: Run) -> None:
@@ -160,12 +146,7 @@ def check_savable(run: Run) -> None:
     Raises:
         CheckpointError: Something cannot be saved; the message names it.
     """
-
-    def check() -> None:
-        sections, _, _ = capture(run, complete=False)
-        check_tensors(sections | {"ranks": own_values(run)[1]})
-
-    run.processes.together(check)
+    run.processes.together(lambda: check_tensors(capture(run, complete=False)[0] | {"ranks": own_values(run)[1]}))
 
 
 def check_first_state(run: Run) -> None:
@@ -176,9 +157,7 @@ def check_first_state(run: Run) -> None:
     """
 
     def check() -> Tensors:
-        tensors = Tensors()
-        _capture_optimizer(run, tensors)
-        check_tensors({"optimizer": tensors})
+        check_tensors({"optimizer": (tensors := _capture_optimizer(run)[1])})
         return tensors
 
     check_same({"optimizer": run.processes.together(check)}, run.processes)
@@ -198,7 +177,6 @@ def check_additions(run: Run) -> None:
     """
 
     def check() -> None:
-        extra = Tensors()
         try:
             said = _of_user(run)
         except LumenError:
@@ -211,6 +189,7 @@ def check_additions(run: Run) -> None:
                 at.filename, at.lineno, at.name, error,
             )  # fmt: skip
             return
+        extra = Tensors()
         for name, entry in said.items():
             encode(entry, extra, name)
         check_tensors({"extra": extra})
@@ -218,9 +197,8 @@ def check_additions(run: Run) -> None:
     run.processes.together(check)
 
 
-@dataclass(frozen=True)
 @final
-class Collected:
+class Collected(NamedTuple):
     """The contents of one checkpoint. The run changes none of it afterwards but the values of tensors.
 
     Attributes:
@@ -262,35 +240,17 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     # callbacks of other ranks may hold something else, or nothing
     shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
     sections["extra"] = shared | tensors
-    progress = run.progress
-    counts = {"step": progress.step, "epoch": progress.epoch, "micro_batches": progress.micro_batches}
-    return Collected(
-        sections,
-        aliases,
-        state,
-        info={
-            **counts,
-            "metrics": dict(run.values.newest),
-            "copied": _copied_buffers(run.task),
-            **_evaluated(run),
-            **info,
-        },
-        trained=_trained(run),
-    )
-
-
-def _evaluated(run: Run) -> dict[str, str]:
-    """Where the state holds what validations evaluate in the place of the parameters, for the manifest."""
-    kept = ((each.state_key, each.evaluated_state) for each in run.hooks.callbacks)
-    found = [f"callbacks.{key}.{state}" for key, state in kept if state]
-    return {"evaluated": found[-1]} if found else {}
+    shown = {name: vars(run.progress)[name] for name in COUNTS}
+    shown |= {"metrics": dict(run.values.newest), "copied": _copied_buffers(run.task)}
+    for callback in run.hooks.callbacks:  # where the state holds what validations evaluate in place of the parameters
+        if kept := callback.evaluated_state:
+            shown["evaluated"] = f"callbacks.{callback.state_key}.{kept}"
+    return Collected(sections, aliases, state, shown | dict(info), _trained(run))
 
 
 def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
     """The tensors of model and optimizer, nearly all of a checkpoint's bytes; and the names of trained parameters."""
-    optimizer = Tensors()
-    _capture_optimizer(run, optimizer)
-    return {"model": model_tensors(run.task)[0], "optimizer": optimizer}, _trained(run)
+    return {"model": model_tensors(run.task)[0], "optimizer": _capture_optimizer(run)[1]}, _trained(run)
 
 
 def _trained(run: Run) -> list[str]:
@@ -311,20 +271,17 @@ def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor],
         NonFiniteLoss: Some parameters are NaN or infinite; the message names them.
     """
 
-    def broken() -> list[str]:
-        return _not_finite({name: tensors[name] for name in collected.trained if name in tensors})
-
     def refuse(found: Callable[[], list[list[str]]]) -> None:
         of_any = set().union(*found())
-        names = [name for name in collected.trained if name in of_any]
-        if names:
+        if names := [name for name in collected.trained if name in of_any]:
             raise NonFiniteLoss(
                 f"after step {collected.info['step']} {len(names)} parameters are not finite, although its losses are: "
                 f"{', '.join(names[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 "
                 "behind torch.where with detect_anomaly: true, or for a learning rate that is too high."
             )
 
-    processes.conclude(broken, refuse)
+    trained = {name: tensors[name] for name in collected.trained if name in tensors}
+    processes.conclude(partial(_not_finite, trained), refuse)
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -41,21 +41,20 @@ class Snapshot:
     def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
         """Begin to copy tensors of any device and strides; `wait` ends it. Valid until the next `take`."""
         tensors = _flat(sections)
-        kept = {key: buffer for key, buffer in self._buffers.items() if key in tensors and _fits(buffer, tensors[key])}
+        kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+        kept = {key: each for key, each in self._buffers.items() if kinds.get(key) == (each.dtype, each.shape)}
         self._buffers = kept | _buffers_for({key: tensor for key, tensor in tensors.items() if key not in kept})
         copies: dict[str, dict[str, torch.Tensor]] = {section: {} for section in sections}
         small: list[tuple[torch.Tensor, torch.Tensor]] = []
-        devices = set()
         for (section, name), tensor in tensors.items():
             copies[section][name] = buffer = self._buffers[section, name]
-            if tensor.is_cuda:
-                devices.add(tensor.device)
             if _is_small(tensor):
                 small.append((buffer, tensor))
             else:
                 _copy(tensor, buffer)
         if small:
             copy_all(*map(list, zip(*small, strict=True)))
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
         return copies
 
@@ -78,25 +77,16 @@ def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch
 
 def _is_small(tensor: torch.Tensor) -> bool:
     """Whether a tensor is so small that many are best copied in one call, and its memory was not freed."""
-    return (
-        tensor.numel() <= _FEW
-        and tensor.is_cpu
-        and tensor.dtype in COPIED_TOGETHER
-        and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-    )
-
-
-def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
+    if tensor.numel() > _FEW or not (tensor.is_cpu and tensor.dtype in COPIED_TOGETHER and tensor.is_contiguous()):
+        return False
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
 
 
 def _buffers_for(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-    pinned = pinned_like({key: tensor for key, tensor in tensors.items() if tensor.is_cuda})
-    return {
-        key: pinned[key] if key in pinned else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for key, tensor in tensors.items()
+    plain = {
+        key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items() if not tensor.is_cuda
     }
+    return plain | pinned_like({key: tensor for key, tensor in tensors.items() if tensor.is_cuda})
 
 
 def pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:

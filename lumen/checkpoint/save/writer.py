@@ -1,42 +1,49 @@
-"""Writing a checkpoint: each process its share, all of it checked as a reader will, and committed at once."""
+"""Writing a checkpoint: each process its blocks of tensors, all of them checked as a reader will, and the commit."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from heapq import heapreplace
 from pathlib import PurePath
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any, NamedTuple, final
 
 import torch
 
-from lumen.checkpoint.format.codec import JSON, encode
+from lumen.checkpoint.format.codec import JSON, Tensors, encode
 from lumen.checkpoint.format.folder import refuse_foreign, set_aside
 from lumen.checkpoint.format.manifest import FORMAT_VERSION, STATE, new_file, text_of
-from lumen.checkpoint.format.places import exists, storage_of
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.safetensors_file import write_safetensors
-from lumen.checkpoint.format.storage import MANIFEST, Draft, explained, readable
-from lumen.checkpoint.save.write_plan import Block, Sections, TensorSpec, WritePlan, plan_writes
-from lumen.distributed.dtensor import local_tensor
-from lumen.distributed.processes import Processes
+from lumen.checkpoint.format.storage import MANIFEST, Draft, exists, explained, readable, storage_of
+from lumen.distributed.dtensor import copies, is_first, is_sharded, local_block, local_tensor
+from lumen.distributed.processes import ALONE, Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
 from lumen.version import __version__
 
 MAX_FILE_BYTES = 2 << 30
+_ON_ALL = ("model", "optimizer")  # sections whose plain tensors every process holds
+Sections = Mapping[str, Mapping[str, torch.Tensor]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 Written = tuple[dict[str, JSON], dict[str, dict[str, JSON]]]  # files and descriptions of tensors, as in the manifest
 
 
 def write_checkpoint(
     directory: PurePath,
-    sections: Sections,
+    sections: Sections | WritePlan,
     state: Mapping[str, JSON],
     *,
-    aliases: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] = MappingProxyType({}),
     info: Mapping[str, Any],
     max_file_bytes: int = MAX_FILE_BYTES,
-    processes: Processes | None = None,
+    processes: Processes = ALONE,
 ) -> None:
     """Write a checkpoint that is either complete under its name or not there at all, even after a kill or power loss.
 
@@ -46,7 +53,8 @@ def write_checkpoint(
     Args:
         directory: Final path, for example `runs/gpt/checkpoints/step-00000200`. A damaged checkpoint there is renamed
             to `<name>.damaged-<k>`.
-        sections: Tensors of any dtype, shape, strides and device, by section ("model", "optimizer", "extra") and name.
+        sections: Tensors of any dtype, shape, strides and device, by section ("model", "optimizer", "extra") and name;
+            or the plan that was made for them.
         state: JSON that `lumen.checkpoint.format.codec.encode` returned, by name; rank 0's counts.
         aliases: Names of tied tensors of the section "model" that are stored under another name: alias to stored name.
         info: Plain data kept in the manifest, so that listing checkpoints need not open `state`; rank 0's counts.
@@ -58,101 +66,59 @@ def write_checkpoint(
             processes hold different tensors; or a disk refuses. It is the same on every rank. Nothing that existed
             before is changed, and nothing half-written is left under `directory`.
     """
-    processes = Processes() if processes is None else processes
-    plan = plan_writes(sections, processes)
-    write_planned(
-        directory, plan, state, aliases=aliases or {}, info=info, max_file_bytes=max_file_bytes, processes=processes
-    )
+    plan = sections if isinstance(sections, WritePlan) else plan_writes(sections, processes)
+    storage, state_bytes, head = storage_of(directory), b"", dict[str, JSON]()
 
-
-def write_planned(
-    directory: PurePath,
-    plan: WritePlan,
-    state: Mapping[str, JSON],
-    *,
-    aliases: Mapping[str, str],
-    info: Mapping[str, Any],
-    processes: Processes,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
-    """Write this process's blocks, and commit when all have; else as `write_checkpoint`. Collective."""
-    save = _Save(directory, plan.specs, state, aliases, info)
-    draft = processes.on_rank_zero(save.begin)
-    processes.conclude(partial(_write_files, draft, plan, max_file_bytes, processes.rank), partial(save.commit, draft))
-
-
-@final
-class _Save:
-    """What rank 0 does to write a checkpoint: its beginning and its commit; the arguments are `write_checkpoint`'s."""
-
-    def __init__(
-        self,
-        directory: PurePath,
-        specs: Mapping[str, Mapping[str, TensorSpec]],
-        state: Mapping[str, JSON],
-        aliases: Mapping[str, str],
-        info: Mapping[str, Any],
-    ) -> None:
-        self._directory = directory
-        self._storage = storage_of(directory)
-        self._specs = specs
-        self._state = state
-        self._aliases = aliases
-        self._info = info
-        self._state_bytes = b""
-        self._manifest: dict[str, JSON] = {}
-
-    def begin(self) -> Draft:
+    def begin() -> Draft:
         """Refuse, before any work, what cannot be saved or committed, and make room for the rest."""
-        self._manifest = {
-            "format": FORMAT_VERSION,
-            "lumen": __version__,
-            "info": _encode_info(self._info),
-            "aliases": _checked_aliases(self._aliases, self._specs),
-        }
-        self._state_bytes = _json_bytes("state", self._state)
-        if holds_damaged := _holds_damaged(self._directory):
-            refuse_foreign(self._directory)
-        with explained("write", self._directory):
+        nonlocal state_bytes
+        aliases_there = _checked_aliases(aliases, plan.specs)
+        head.update(format=FORMAT_VERSION, lumen=__version__, info=_encode_info(info), aliases=aliases_there)
+        state_bytes = _state_bytes(state)
+        if holds_damaged := _holds_damaged(directory):
+            refuse_foreign(directory)
+        with explained("write", directory):
             try:
-                return self._storage.begin(self._directory)
+                return storage.begin(directory)
             except FileExistsError:  # what is damaged has to make room at once
                 if not holds_damaged:
                     raise
-                set_aside(self._directory)
-                return self._storage.begin(self._directory)
+                set_aside(directory)
+                return storage.begin(directory)
 
-    def commit(self, draft: Draft, written: Callable[[], list[Written]]) -> None:
-        """Commit what all processes have written, or remove it."""
-        with explained("write", self._directory):
+    def commit(draft: Draft, written: Callable[[], list[Written]]) -> None:
+        """Add the files that only rank 0 writes, the state and last the manifest, and commit, or remove it all."""
+        with explained("write", directory):
             try:
-                self._complete(draft.root, written())
+                files, sections = _merged(written(), plan.specs)
+                files[STATE] = _write_bytes(draft.root / STATE, state_bytes)
+                _write_bytes(draft.root / MANIFEST, text_of(head | {"files": files, "sections": sections}))
                 Checkpoint.open(draft.root, verify="sizes")  # what was written is what a reader will find
-                if not draft.is_in_place and _holds_damaged(self._directory):
-                    set_aside(self._directory)
-                self._storage.commit(draft)
+                if draft.root != draft.directory and _holds_damaged(directory):
+                    set_aside(directory)
+                storage.commit(draft)
             except BaseException:
                 with suppress(OSError):
-                    self._storage.remove(draft.root)
+                    storage.remove(draft.root)
                 raise
 
-    def _complete(self, root: PurePath, written: Iterable[Written]) -> None:
-        """Add the files that only rank 0 writes: the state, and last the manifest."""
-        files: dict[str, JSON] = {}
-        sections = {
-            section: {name: _describe(spec, []) for name, spec in specs.items()}
-            for section, specs in self._specs.items()
-        }
-        for records, described in written:
-            files |= records
-            for section, tensors in described.items():
-                for name, entry in tensors.items():
-                    if known := sections[section].get(name):
-                        known["chunks"] += entry["chunks"]
-                    else:  # another process's own
-                        sections[section][name] = entry
-        files[STATE] = _write_bytes(root / STATE, self._state_bytes)
-        _write_bytes(root / MANIFEST, text_of(self._manifest | {"files": files, "sections": sections}))
+    draft = processes.on_rank_zero(begin)
+    processes.conclude(partial(_write_files, draft, plan, max_file_bytes, processes.rank), partial(commit, draft))
+
+
+def _merged(written: Iterable[Written], specs: Mapping[str, Mapping[str, TensorSpec]]) -> Written:
+    """The files of all processes, and the descriptions of all tensors with all of their chunks."""
+    files: dict[str, JSON] = {}
+    sections = {section: {name: _describe(each, []) for name, each in own.items()} for section, own in specs.items()}
+    for records, described in written:
+        files |= records
+        for section, tensors in described.items():
+            for name, entry in tensors.items():
+                if known := sections[section].get(name):
+                    known["chunks"] += entry["chunks"]
+                else:  # another process's own
+                    sections[section][name] = entry
+    return files, sections
 
 
 def _checked_aliases(aliases: Mapping[str, str], specs: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, str]:
@@ -164,23 +130,21 @@ def _checked_aliases(aliases: Mapping[str, str], specs: Mapping[str, Mapping[str
 
 
 def _encode_info(info: Mapping[str, Any]) -> JSON:
-    found: dict[str, torch.Tensor] = {}
-    encoded = encode(dict(info), found, "info")
+    encoded = encode(dict(info), found := Tensors(), "info")
     if found:
         raise CheckpointError(f"{next(iter(found))}: `info` holds no tensors. Convert it with `item()` or `tolist()`.")
     return encoded
 
 
-def _json_bytes(what: str, value: Mapping[str, JSON]) -> bytes:
+def _state_bytes(state: Mapping[str, JSON]) -> bytes:
+    advice = "Encode it with `lumen.checkpoint.format.codec.encode`."
     try:
-        data = json.dumps(value, allow_nan=False).encode()
-        exact = json.loads(data) == value
+        data = json.dumps(state, allow_nan=False).encode()
+        exact = json.loads(data) == state
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{what} is not JSON: {error}. Encode it with `lumen.checkpoint.format.codec.encode`."
-        ) from error
+        raise CheckpointError(f"state is not JSON: {error}. {advice}") from error
     if not exact:  # json.dumps turns tuples into lists and keys into strings without a word
-        raise CheckpointError(f"{what} is not exactly JSON. Encode it with `lumen.checkpoint.format.codec.encode`.")
+        raise CheckpointError(f"state is not exactly JSON. {advice}")
     return data
 
 
@@ -241,3 +205,163 @@ def _write_bytes(path: PurePath, data: bytes) -> dict[str, int | str]:
     with new_file(path) as file:
         file.write(data)
     return file.record()
+
+
+# ---------------------------------------------------------------------- who writes what
+
+
+@final
+class Block(NamedTuple):
+    """A block of a tensor: its dtype, its offset in each dimension of the tensor, and its shape."""
+
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the block in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@final
+@dataclass(frozen=True)
+class WritePlan:
+    """The blocks that one process writes.
+
+    Attributes:
+        sections: The tensors, or copies of the blocks in `blocks`, by section and name.
+        blocks: Dtype, offset and shape of each block, by section and name.
+        specs: Dtype and shape of all tensors that this process knows, also of those it writes nothing of.
+    """
+
+    sections: Sections
+    blocks: Mapping[str, Mapping[str, Block]]
+    specs: Mapping[str, Mapping[str, TensorSpec]]
+
+    def local_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of the blocks, by section and name."""
+        return {
+            section: {name: local_tensor(self.sections[section][name]) for name in blocks}
+            for section, blocks in self.blocks.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for blocks in self.blocks.values() for block in blocks.values())
+
+    @property
+    def count(self) -> int:
+        """Number of all blocks."""
+        return sum(map(len, self.blocks.values()))
+
+
+def plan_writes(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> WritePlan:
+    """Divide tensors among processes. Collective: every rank must call this.
+
+    A block is written by one of the processes that hold a copy of it, so that each of them writes about as much.
+    Tensors that may differ between processes (buffers, untrained parameters) are all written by rank 0.
+    In sections other than "model" and "optimizer" a plain tensor belongs to its process: no other may have its name.
+
+    Args:
+        sections: Tensors by section and name, whole or sharded.
+        processes: The processes among which they are divided.
+        trained: Names in "model" of tensors that are equal on all processes that hold them whole; default: all.
+
+    Raises:
+        CheckpointError: A tensor cannot be saved, or the processes have different ones; the message names it.
+    """
+    processes.together(partial(check_tensors, sections))
+    check_same(sections, processes)
+    return processes.together(partial(_own_plan, sections, processes, trained))
+
+
+def _own_plan(sections: Sections, processes: Processes, trained: Container[str] | None) -> WritePlan:
+    """The blocks of this process; all processes decide the same, since they ask in the same order."""
+    loads: dict[int, list[tuple[int, int]]] = {}  # bytes that each replica has got, by the number of replicas
+
+    def has_turn(tensor: torch.Tensor) -> bool:
+        """Assign a tensor to the replica with the fewest bytes so far. Returns whether that is this process's."""
+        index, count = copies(tensor, processes)
+        heap = loads.setdefault(count, [(0, each) for each in range(count)])
+        load, writer = heap[0]
+        heapreplace(heap, (load + tensor.nbytes, writer))
+        return writer == index
+
+    def is_ours(section: str, name: str, tensor: torch.Tensor) -> bool:
+        """Whether this process writes a tensor, or the shard of it that is here."""
+        if is_sharded(tensor):  # of the copies of each shard one is written, an empty one by the first process
+            return has_turn(tensor) and (local_tensor(tensor).numel() > 0 or (not tensor.numel() and is_first(tensor)))
+        if section not in _ON_ALL:  # nobody else has it
+            return True
+        if section == "optimizer" or trained is None or name in trained:  # equal on all
+            return has_turn(tensor)
+        return processes.rank == 0
+
+    blocks: dict[str, dict[str, Block]] = {}
+    specs: dict[str, dict[str, TensorSpec]] = {}
+    for section, tensors in sections.items():
+        ours: Collection[str] = tensors.keys()
+        if processes.world_size > 1:
+            largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
+            ours = {name for name, tensor in largest_first if is_ours(section, name, tensor)}
+        blocks[section] = {n: Block(each.dtype, *local_block(each)) for n, each in tensors.items() if n in ours}
+        specs[section] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return WritePlan(sections, blocks, specs)
+
+
+def check_same(sections: Sections, processes: Processes) -> None:
+    """Refuse tensors that differ between processes. Collective: every rank must call this.
+
+    Raises:
+        CheckpointError: A tensor differs; the message names it.
+    """
+    if processes.world_size == 1:
+        return
+    specs = {
+        f"{section}/{name}": f"{tensor.dtype} {list(tensor.shape)}"
+        + (f" cut up by {getattr(tensor, 'placements', ())}" if is_sharded(tensor) else "")
+        for section, tensors in sections.items()
+        for name, tensor in tensors.items()
+        if section in _ON_ALL or is_sharded(tensor)
+    }
+    ordered = dict(sorted(specs.items()))
+    digests = processes.gather(hashlib.sha256(repr(ordered).encode()).digest())
+    if len(set(digests)) == 1:
+        return
+    held = processes.gather(ordered)
+    rank, other = next((rank, other) for rank, other in enumerate(held) if other != held[0])
+    name = next(name for name in sorted({*held[0], *other}) if held[0].get(name) != other.get(name))
+    raise CheckpointError(
+        f"{name} is {held[0].get(name, 'not there')} on rank 0 and {other.get(name, 'not there')} on rank {rank}. "
+        "Every process must have the same model and optimizer, and average the same."
+    )
+
+
+def check_tensors(sections: Sections) -> None:
+    """Refuse tensors that safetensors files cannot hold.
+
+    Raises:
+        CheckpointError: A tensor is not dense, or has a reserved name; the message names it.
+    """
+    for section, tensors in sections.items():
+        if not re.fullmatch("[a-z_]+", section):
+            raise CheckpointError(f"{section!r} cannot name a section: use small letters and underscores.")
+        for name, tensor in tensors.items():
+            if name == "__metadata__":
+                raise CheckpointError(f"{section}/{name}: safetensors reserves this name. Rename the tensor.")
+            if not _is_plain_dense(tensor):
+                raise CheckpointError(
+                    f"{section}/{name}: a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, {tensor.device} "
+                    "cannot be saved; checkpoints hold plain dense tensors. Convert it, for example with `to_dense()`."
+                )
+
+
+def _is_plain_dense(tensor: torch.Tensor) -> bool:
+    if is_sharded(tensor):
+        sharded: Any = tensor
+        summed = not any(placement.is_partial() for placement in sharded.placements)
+        return summed and _is_plain_dense(local_tensor(tensor))
+    wrapper = hasattr(tensor, "__tensor_flatten__")  # its bytes are elsewhere
+    return not (wrapper or tensor.is_quantized or tensor.is_meta) and tensor.layout == torch.strided

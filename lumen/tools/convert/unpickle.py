@@ -33,9 +33,9 @@ from lumen.distributed.worker import end_with_parent
 from lumen.errors import CheckpointError, ConfigError
 from lumen.internals.compiler import WRAPPED
 from lumen.internals.interpreters import python_command
+from lumen.internals.tensors import EXTRA_STATE
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning
-_EXTRA_STATE = "_extra_state"  # the name that torch gives to what a module's `get_extra_state` returns
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|Unsupported (?:class|type) ([\w.]+)")
 _LEAST_S, _LEAST_BYTES = 60, 2**30  # what the smallest file may take; larger ones more
 _MOST_CHARACTERS, _DEEPEST = 1_000_000, 50  # of hyperparameters, which a pickle of some bytes may repeat without end
@@ -255,7 +255,7 @@ def _tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[
     inside = {
         name: value
         for name, value in content.items()
-        if isinstance(value, Mapping) and _holds_tensors(value) and not str(name).endswith(_EXTRA_STATE)
+        if isinstance(value, Mapping) and _holds_tensors(value) and not str(name).endswith(EXTRA_STATE)
     }
     if key is not None:
         if key not in inside:

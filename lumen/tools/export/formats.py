@@ -25,6 +25,7 @@ from lumen.cli.command_line import CLI
 from lumen.cli.words import config_of_run
 from lumen.data.nested import convert, move, tensors
 from lumen.errors import CheckpointMismatch, ConfigError
+from lumen.internals.tensors import EXTRA_STATE
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
@@ -153,7 +154,7 @@ def _filled(source: str, module: str | None, saved: dict[str, torch.Tensor]) -> 
         missing, unexpected = part.load_state_dict(saved, strict=False)
     except RuntimeError as error:
         raise CheckpointMismatch(f"{files[0]} describes another model than {source} holds: {error}") from error
-    missing = [name for name in missing if not name.endswith("_extra_state")]
+    missing = [name for name in missing if not name.endswith(EXTRA_STATE)]
     if missing or unexpected:
         raise CheckpointMismatch(
             f"{files[0]} describes another model than {source} holds: "

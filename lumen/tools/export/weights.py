@@ -19,18 +19,27 @@ import torch
 
 from lumen.checkpoint.format.folder import newest_valid
 from lumen.checkpoint.format.manifest import STATE, new_file
-from lumen.checkpoint.format.places import as_place, exists, is_dir
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.safetensors_file import is_known, write_safetensors
-from lumen.checkpoint.format.storage import MANIFEST, explained, fsync_directory, readable, temporary_name
-from lumen.checkpoint.load.averaging import averaged, is_mean
+from lumen.checkpoint.format.storage import (
+    MANIFEST,
+    as_place,
+    exists,
+    explained,
+    fsync_directory,
+    is_dir,
+    readable,
+    temporary_name,
+)
 from lumen.checkpoint.load.weights_source import (
     INDEX,
     PICKLES,
     SINGLE,
     WEIGHTS,
+    averaged,
     find_checkpoint,
     find_named,
+    is_mean,
     is_weights,
     open_weights,
     refuse_pickle,

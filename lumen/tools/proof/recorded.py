@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple, final
 
 from lumen.checkpoint.format.manifest import read_head
-from lumen.checkpoint.format.places import as_place, is_dir
+from lumen.checkpoint.format.storage import as_place, is_dir
 from lumen.data.nested import flat
 from lumen.errors import ConfigError
 from lumen.tools.runs.listing import list_checkpoints

@@ -11,8 +11,7 @@ from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path, PurePath
 
-from lumen.checkpoint.format.places import as_local, as_place, exists, is_dir, storage_of
-from lumen.checkpoint.format.storage import MANIFEST, readable
+from lumen.checkpoint.format.storage import MANIFEST, as_local, as_place, exists, is_dir, readable, storage_of
 from lumen.console import stderr
 from lumen.errors import ConfigError, LumenError, ProcessLost, RunDirectoryError
 from lumen.tools.runs.listing import ShownRun, has_checkpoints, list_checkpoints

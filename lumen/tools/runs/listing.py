@@ -9,9 +9,8 @@ from typing import Any, final
 
 from lumen.checkpoint.format.folder import SAVED_NAME, is_saved_name
 from lumen.checkpoint.format.manifest import check_file, is_unseen, read_head
-from lumen.checkpoint.format.places import exists, is_dir, storage_of
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.format.storage import MANIFEST, readable
+from lumen.checkpoint.format.storage import MANIFEST, exists, is_dir, readable, storage_of
 from lumen.errors import CheckpointError
 
 _NAME = re.compile(SAVED_NAME.pattern + r"(?:\.(tmp|damaged)-\w+)?")

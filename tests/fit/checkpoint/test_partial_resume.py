@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import (
 )
 
 import lumen
-from lumen.checkpoint import PARTS, Checkpoint, changed_hyperparameters, find_checkpoints
+from lumen.checkpoint import PARTS, Checkpoint, find_checkpoints
+from lumen.checkpoint.load.config_diff import changed_hyperparameters
 from lumen.cli import main
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.optim import Lookahead, Warmup, cosine

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lumen
-from lumen.checkpoint.format.places import as_place
+from lumen.checkpoint.format.storage import as_place
 from lumen.cli import main
 from tests.helpers.checkpoints import FILES, REGIONS, handmade, same, save, small, tensor_of
 from tests.helpers.export import STEPS, Net, Task, export, fit

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lumen.checkpoint.format.folder import remove_checkpoint
-from lumen.checkpoint.format.places import as_place
+from lumen.checkpoint.format.storage import as_place
 from lumen.cli import main
 from lumen.tools.runs.listing import list_checkpoints
 from lumen.trainer.run_directory import RunDirectory

@@ -10,7 +10,7 @@ import yaml
 import lumen
 from datamodules.download import download
 from datamodules.mnist import MNIST5k
-from lumen.checkpoint.format.places import as_place
+from lumen.checkpoint.format.storage import as_place
 from lumen.cli import main
 from lumen.errors import ConfigError
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer

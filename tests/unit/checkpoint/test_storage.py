@@ -9,8 +9,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lumen.checkpoint import as_place, storage_of
 from lumen.checkpoint.format.folder import clean_leftovers
-from lumen.checkpoint.format.places import as_local, exists, is_dir, is_file
-from lumen.checkpoint.format.storage import Status, Storage
+from lumen.checkpoint.format.storage import Status, Storage, as_local, exists, is_dir, is_file
 from tests.helpers.checkpoints import small
 
 OURS = ["manifest.json", "model/00000-00000.safetensors", "state.json"]
@@ -54,7 +53,7 @@ def test_a_draft_becomes_a_checkpoint_by_its_commit(storage, place):
     draft = begun(storage, place / "a/step-1", manifest=False)
     assert draft.directory == place / "a/step-1"
     assert not is_file(draft.directory / "manifest.json")
-    assert draft.is_in_place == bool(storage.unseen(place / "a", [draft.root]))
+    assert (draft.root == draft.directory) == bool(storage.unseen(place / "a", [draft.root]))
     write(storage, draft.root / "manifest.json")
     storage.commit(draft)
     assert storage.unseen(place / "a", [draft.directory]) == set()
@@ -64,12 +63,12 @@ def test_a_draft_becomes_a_checkpoint_by_its_commit(storage, place):
 
 def test_a_draft_that_lies_in_its_place_needs_a_free_name_and_marks_its_files(storage, place):
     first = begun(storage, committed(storage, place / "step-1").with_name("step-2"), manifest=False)
-    if first.is_in_place:
+    if first.root == first.directory:
         with pytest.raises(FileExistsError, match="step-2"):
             storage.begin(first.directory)
     else:
         assert storage.begin(first.directory).root != first.root
-    assert first.is_in_place == bool(first.mark)
+    assert (first.root == first.directory) == bool(first.mark)
 
 
 def test_a_name_is_looked_at(storage, place):
