@@ -14,7 +14,7 @@ from lumen.data.combined import CombinedAdapter, CombinedLoader, holds_loaders
 from lumen.data.fingerprint import known_length
 from lumen.data.iterable_style import IterableAdapter, ShardedIterableAdapter, follows_training, shards_itself
 from lumen.data.map_style import MapStyleAdapter
-from lumen.data.orders import BatchedOrder, Order, PlainOrder, SampledOrder
+from lumen.data.orders import Order, PlainOrder, SampledOrder
 from lumen.data.windows import ALONE, RankSlice
 from lumen.errors import ConfigError, DataError
 from lumen.internals.loaders import iterates_as_ever
@@ -115,9 +115,9 @@ def _order(
         sampler, batch_size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
     if batch_size is None:
         accumulate = _batches_of_step(loader, accumulate, global_batch_size, world)
-        if loader.batch_sampler is not None:
-            return BatchedOrder(loader.batch_sampler, seed, accumulate)
-        return BatchedOrder(sampler, seed, accumulate, single=True)
+        single = loader.batch_sampler is None
+        source = sampler if single else loader.batch_sampler
+        return SampledOrder(source, seed, batch_size=None, step_size=accumulate, drop_last=False, single=single)
     if global_batch_size is not None and global_batch_size < batch_size and not rank_slice.splits:
         raise ConfigError(
             f"global_batch_size: {global_batch_size} is smaller than the loader's batch_size {batch_size}. "

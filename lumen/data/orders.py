@@ -1,14 +1,14 @@
 """Orders: which samples make which micro-batch of an epoch, from a position on, without loading any.
 
-There are three kinds: each sample of the data set once, in its order or shuffled; a user's sampler, cut into batches;
-a user's batch sampler. A user's sampler is iterated with every generator seeded from (seed, epoch), so every process
+There are two kinds: each sample of the data set once, in its order or shuffled; a user's sampler, cut into batches, or
+batch sampler. A user's sampler is iterated with every generator seeded from (seed, epoch), so every process
 draws the same list, and a resumed run skips what was consumed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, final
@@ -44,8 +44,10 @@ class Order(ABC):
     per_step: int
     is_known = False
     is_cut_here = True
-    _batch_size = 1
-    _step_size: int
+
+    def __init__(self, batch_size: int, step_size: int, *, drop_last: bool) -> None:
+        self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
+        self.per_step = -(-step_size // batch_size)
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
@@ -63,13 +65,34 @@ class Order(ABC):
     def nothing(self) -> str:
         """See `LoaderAdapter.nothing`."""
 
-    @abstractmethod
     def cut(self) -> dict[str, int | None]:
         """See `LoaderAdapter.cut`."""
+        return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
 
     def regroup(self, per_step: int) -> None:
         """See `LoaderAdapter.regroup`."""
         self.per_step, self._step_size = per_step, per_step * self._batch_size
+
+    def _batches(self, samples: int) -> int:
+        """Return the number of micro-batches in an epoch of `samples`."""
+        (steps, rest), size = divmod(samples, self._step_size), self._batch_size
+        return steps * -(-self._step_size // size) + (rest // size if self._drop_last else -(-rest // size))
+
+    def _items(self, limit: int) -> int:
+        """Return the number of items in the first `limit` micro-batches of an epoch."""
+        steps, batches = divmod(limit, self.per_step)
+        return steps * self._step_size + batches * self._batch_size
+
+    def _too_few(self, source: Any, samples: int | None) -> str:
+        """Return the reason, for an error, why the samples of an epoch fill no batch."""
+        name = type(source).__name__
+        if not (samples or self._drop_last) or samples == 0:
+            return f"{name} has no samples"
+        has = "gives fewer samples" if samples is None else f"has {samples} samples, fewer"
+        return (
+            f"{name} {has} than the batch_size {self._batch_size}, and drop_last=True leaves out a batch that is not "
+            "full"
+        )
 
 
 @final
@@ -92,9 +115,8 @@ class PlainOrder(Order):
     def __init__(
         self, dataset: Sized, seed: int, *, shuffle: bool, batch_size: int, step_size: int, drop_last: bool
     ) -> None:
+        super().__init__(batch_size, step_size, drop_last=drop_last)
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
-        self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
-        self.per_step = -(-step_size // batch_size)
         self.measure()
 
     def measure(self, position: Position = START) -> None:
@@ -106,11 +128,11 @@ class PlainOrder(Order):
                 f"this run goes on in the middle of an epoch of {self._samples} samples, but the "
                 f"{type(self._dataset).__name__} now has {here}. Give it the data it had."
             )
-        self.length = _batches(self._samples, self._batch_size, self._step_size, drop_last=self._drop_last)
+        self.length = self._batches(self._samples)
 
     def nothing(self) -> str:
         """See `Order.nothing`."""
-        return _too_few(self._dataset, self._samples, self._batch_size, drop_last=self._drop_last)
+        return self._too_few(self._dataset, self._samples)
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """See `Order.steps`."""
@@ -126,8 +148,7 @@ class PlainOrder(Order):
         order = epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
         rows = order.numpy() if isinstance(order, torch.Tensor) else order  # cut faster
         if limit is not None:
-            steps, batches = divmod(limit, self.per_step)
-            end = min(end, steps * self._step_size + batches * self._batch_size)
+            end = min(end, self._items(limit))
         size = self._batch_size
         for first in range(position.samples, end, self._step_size):
             last = min(first + self._step_size, end)
@@ -140,129 +161,71 @@ class PlainOrder(Order):
             if requests:
                 yield requests, state
 
-    def cut(self) -> dict[str, int | None]:
-        """See `Order.cut`."""
-        return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
-
 
 @final
 class SampledOrder(Order):
-    """The order of a user's sampler, which may leave samples out, repeat them, or never end.
+    """The order of a user's sampler or batch sampler, which may leave samples out, repeat them, or never end.
 
     Args:
-        sampler: An iterable of indices, such as a `WeightedRandomSampler`.
+        sampler: An iterable of indices, such as a `WeightedRandomSampler`, or of lists of indices.
         seed: The run's seed, which keys everything random.
-        batch_size: Number of samples in a micro-batch.
-        step_size: Number of samples in an optimizer step, of all processes together.
+        batch_size: Number of samples in a micro-batch; None: each list of the sampler is a micro-batch.
+        step_size: Number of items of the sampler in an optimizer step, of all processes together.
         drop_last: Leave out the epoch's last micro-batch if it is not full.
+        single: Without a batch size: the sampler gives single indices instead of lists.
     """
 
-    def __init__(self, sampler: Any, seed: int, *, batch_size: int, step_size: int, drop_last: bool) -> None:
-        self._sampler, self._seed, self._begun = sampler, seed, False
+    def __init__(
+        self, sampler: Any, seed: int, *, batch_size: int | None, step_size: int, drop_last: bool, single: bool = False
+    ) -> None:
+        self._sampler, self._seed, self._single, self._begun = sampler, seed, single, False
+        self.is_cut_here = batch_size is not None
+        super().__init__(batch_size or 1, step_size, drop_last=drop_last)
         self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
-        self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
-        self.per_step = -(-step_size // batch_size)
         self.measure()
 
     def measure(self, position: Position = START) -> None:
         """See `Order.measure`."""
-        samples, cut = known_length(self._sampler), (self._batch_size, self._step_size)
-        self.length = None if samples is None else _batches(samples, *cut, drop_last=self._drop_last)
+        items = known_length(self._sampler)
+        self.length = None if items is None else self._batches(items)
 
     def nothing(self) -> str:
         """See `Order.nothing`."""
-        return _too_few(self._sampler, known_length(self._sampler), self._batch_size, drop_last=self._drop_last)
+        if not self.is_cut_here:
+            return f"the {type(self._sampler).__name__} of the loader gives nothing"
+        return self._too_few(self._sampler, known_length(self._sampler))
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """See `Order.steps`."""
         again, self._begun = self._begun or epoch > 0, True
-        stream = _SeededIterator(self._sampler, self._own, self._seed, epoch, position, _SAMPLES_AHEAD, again=again)
-        stream.skip(position.samples)
-        start = position.samples
-        samples = None
-        if limit is not None:
-            steps, batches = divmod(limit, self.per_step)
-            samples = max(0, steps * self._step_size + batches * self._batch_size - start)
-        cut = cut_steps(stream.take, self._batch_size, self._step_size, drop_last=self._drop_last, limit=samples)
+        # Many items are drawn at once, because changing generators costs more than drawing.
+        taken, ahead = (position.samples, 1024) if self.is_cut_here else (position.batches, 64)
+        begin = self._seed, epoch, position
+        stream = _SeededIterator(self._sampler, self._own, begin, ahead, self._converted, again=again)
+        stream.skip(taken)
+        start = taken if self._single else position.samples
+        left = None if limit is None else max(0, self._items(limit) - taken)
+        cut = cut_steps(stream.take, self._batch_size, self._step_size, drop_last=self._drop_last, limit=left)
         for step in cut:
             requests = []
-            for indices in step:
+            for items in step:
+                indices = items if self.is_cut_here else items[0]
                 requests.append(BatchRequest(position.key(epoch), start, indices, by_place=True))
                 start += len(indices)
             yield requests, stream.state()
 
     def cut(self) -> dict[str, int | None]:
         """See `Order.cut`."""
-        return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
+        return super().cut() if self.is_cut_here else {"batches of a step": self.per_step}
 
-
-@final
-class BatchedOrder(Order):
-    """The batches of a user's batch sampler, or single samples where a loader has `batch_size=None`.
-
-    Args:
-        sampler: An iterable of lists of indices; with `single`, of indices.
-        seed: The run's seed, which keys everything random.
-        accumulate: Batches of an optimizer step, of all processes together.
-        single: The sampler gives single indices instead of lists.
-    """
-
-    is_cut_here = False
-
-    def __init__(self, sampler: Any, seed: int, accumulate: int, *, single: bool = False) -> None:
-        self._sampler, self._seed, self._single, self._begun = sampler, seed, single, False
-        self.regroup(accumulate)
-        self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
-        self.measure()
-
-    def measure(self, position: Position = START) -> None:
-        """See `Order.measure`."""
-        self.length = known_length(self._sampler)
-
-    def nothing(self) -> str:
-        """See `Order.nothing`."""
-        return f"the {type(self._sampler).__name__} of the loader gives nothing"
-
-    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
-        """See `Order.steps`."""
-        again, self._begun = self._begun or epoch > 0, True
-        given = self._sampler, self._own, self._seed, epoch, position
-        stream = _SeededIterator(*given, _BATCHES_AHEAD, self._as_batch, again=again)
-        stream.skip(position.batches)
-        start = position.batches if self._single else position.samples
-        left = None if limit is None else max(0, limit - position.batches)
-        for (batches,) in cut_steps(stream.take, self.per_step, self.per_step, drop_last=False, limit=left):
-            requests = []
-            for indices in batches:
-                requests.append(BatchRequest(position.key(epoch), start, indices, by_place=True))
-                start += len(indices)
-            yield requests, stream.state()
-
-    def cut(self) -> dict[str, int | None]:
-        """See `Order.cut`."""
-        return {"batches of a step": self.per_step}
-
-    def _as_batch(self, given: Any) -> list[Any]:
+    def _converted(self, given: Any) -> Any:
+        if self.is_cut_here:
+            return given
         if self._single:
             return [given]
         if not hasattr(given, "__iter__") or not (batch := list(given)):
             raise DataError(f"a batch sampler gave {given!r}. It must give lists of at least one index.")
         return batch
-
-
-def _too_few(source: Any, samples: int | None, batch_size: int, *, drop_last: bool) -> str:
-    """The reason, for an error, why the samples of an epoch fill no batch."""
-    name = type(source).__name__
-    if not (samples or drop_last) or samples == 0:
-        return f"{name} has no samples"
-    has = "gives fewer samples" if samples is None else f"has {samples} samples, fewer"
-    return f"{name} {has} than the batch_size {batch_size}, and drop_last=True leaves out a batch that is not full"
-
-
-def _batches(samples: int, batch_size: int, step_size: int, *, drop_last: bool) -> int:
-    """Number of micro-batches in an epoch of `samples`."""
-    steps, rest = divmod(samples, step_size)
-    return steps * -(-step_size // batch_size) + (rest // batch_size if drop_last else -(-rest // batch_size))
 
 
 def loader_objects(loader: Any) -> Iterator[Any]:
@@ -295,7 +258,6 @@ def begin_epoch(loader: Any, own: OwnGenerators, seed: int, epoch: int, position
             part.set_epoch(epoch)
 
 
-_SAMPLES_AHEAD, _BATCHES_AHEAD = 1024, 64  # drawn at once, because changing generators costs more than drawing
 _END = object()
 
 
@@ -307,16 +269,14 @@ class _SeededIterator:
         self,
         sampler: Any,
         own: OwnGenerators,
-        seed: int,
-        epoch: int,
-        position: Position,
+        begin: tuple[int, int, Position],
         ahead: int,
-        convert: Callable[[Any], Any] = lambda given: given,
+        convert: Any,
         *,
         again: bool,
     ) -> None:
-        self._position, self._ahead, self._convert = position, ahead, convert
-        self._own = own
+        seed, epoch, position = begin
+        self._position, self._own, self._ahead, self._convert = position, own, ahead, convert
         self._generators: GeneratorStates | None = None
         self._drawn: list[Any] = []
         self._digest = 0
@@ -348,18 +308,15 @@ class _SeededIterator:
         if len(self._drawn) < number:
             with self._as_if_alone():
                 more = islice(self._iterator, max(number - len(self._drawn), self._ahead))
-                self._drawn += [self._convert(given) for given in more]
+                self._drawn += map(self._convert, more)
         taken, self._drawn = self._drawn[:number], self._drawn[number:]
         self._digest = crc32(_word(taken).encode(), self._digest)
         return taken
 
     def skip(self, number: int) -> None:
-        begun, saved = number > 0, self._position.state_of("sampler")
-        while number > 0:
-            piece = min(number, 1 << 14)
-            self.take(piece)
-            number -= piece
-        if begun and saved not in ({}, self.state()):
+        for first in range(0, number, 1 << 14):
+            self.take(min(1 << 14, number - first))
+        if number and self._position.state_of("sampler") not in ({}, self.state()):
             raise DataError(
                 "this run goes on in the middle of an epoch, and the sampler now gives another order than it gave "
                 "before. Give it the data and the arguments it had. A sampler that changes itself from epoch to epoch "
