@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 from torch.utils.data import DataLoader
 
 from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, read_ahead
+from lumen.data.nested import convert
 from lumen.data.rank_checks import lend
 from lumen.data.windows import AccumulationWindow, LoadedBatch, RankSlice
 from lumen.errors import ConfigError, DataError
@@ -53,12 +54,7 @@ class CombinedLoader:
     @property
     def flattened(self) -> list[Any]:
         """Every loader, in their order."""
-        return list(self.places.values())
-
-    @property
-    def places(self) -> dict[tuple[Any, ...], Any]:
-        """Every loader by its place: the keys and numbers that lead to it."""
-        return dict(_leaves(self.iterables))
+        return [part for _, part in _leaves(self.iterables)]
 
     @property
     def limits(self) -> list[int | None] | None:
@@ -96,7 +92,7 @@ class CombinedLoader:
                     if (batch := next(sources[number], _ENDED)) is _ENDED:
                         raise DataError(f"CombinedLoader: {type(part[0]).__name__}, one of its loaders, gives nothing.")
                 batches.append(None if batch is _ENDED else batch)
-            yield _filled(skeleton, batches), index, 0
+            yield convert(skeleton, batches.__getitem__), index, 0
 
     def __len__(self) -> int:
         """Batches of a pass."""
@@ -119,13 +115,9 @@ class CombinedLoader:
 _ENDED = object()
 
 
-def _batches(part: Any) -> Iterator[Any]:
-    """The batches of one of several loaders, which may be several itself."""
-    return (batch for batch, _, _ in part) if isinstance(part, CombinedLoader) else iter(part)
-
-
 def _taken(part: Any, limit: int | None) -> Iterator[Any]:
-    return islice(_batches(part), limit)
+    """The first batches of one of several loaders, which may be several itself."""
+    return islice((batch for batch, _, _ in part) if isinstance(part, CombinedLoader) else part, limit)
 
 
 def holds_loaders(given: Any) -> bool:
@@ -152,14 +144,6 @@ def _skeleton(given: Any, numbers: Iterator[int]) -> Any:
     return [_skeleton(part, numbers) if holds_loaders(part) else next(numbers) for part in given]
 
 
-def _filled(skeleton: Any, batches: Sequence[Any]) -> Any:
-    if isinstance(skeleton, int):
-        return batches[skeleton]
-    if isinstance(skeleton, dict):
-        return {key: _filled(part, batches) for key, part in skeleton.items()}
-    return [_filled(part, batches) for part in skeleton]
-
-
 @final
 class CombinedAdapter(LoaderAdapter):
     """Reads the loaders of a `CombinedLoader`, each with its own order, position and state.
@@ -183,7 +167,7 @@ class CombinedAdapter(LoaderAdapter):
             )
         self._mode, self.per_step, self._rank_slice = loader.mode, accumulate, rank_slice
         self.in_turn = loader.mode == "sequential"
-        self._places, self._skeleton = list(loader.places), _skeleton(loader.iterables, count())
+        self._places, self._skeleton = [*dict(_leaves(loader.iterables))], _skeleton(loader.iterables, count())
         self._adapters = [adapt(part, number) for number, part in enumerate(loader.flattened)]
         self.length = self._length()
 
@@ -200,11 +184,11 @@ class CombinedAdapter(LoaderAdapter):
 
     def cut(self) -> dict[str, int | None]:
         """See `LoaderAdapter.cut`."""
-        parts = zip(self._places, self._adapters, strict=True)
-        sizes = {
-            f"batch_size of {'.'.join(map(str, place))}": adapter.cut().get("batch_size") for place, adapter in parts
-        }
+        sizes = {f"batch_size of {name}": adapter.cut().get("batch_size") for name, adapter in self._named()}
         return {"batches of a step": self.per_step} | sizes
+
+    def _named(self) -> Iterator[tuple[str, LoaderAdapter]]:
+        return zip((".".join(map(str, place)) for place in self._places), self._adapters, strict=True)
 
     def _length(self) -> int | None:
         lengths = [adapter.length for adapter in self._adapters]
@@ -239,7 +223,7 @@ class CombinedAdapter(LoaderAdapter):
     def _described(self) -> str:
         if self._places == [(number,) for number in range(len(self._adapters))]:
             return str(len(self._adapters))
-        return ", ".join(".".join(map(str, place)) for place in self._places)
+        return ", ".join(name for name, _ in self._named())
 
     def _steps(
         self, items: Iterator[LoadedBatch], parts: list[_Part], like_this: dict[str, Any], first_step: int | None
@@ -275,12 +259,11 @@ class CombinedAdapter(LoaderAdapter):
                 items = [item or part.begin_again(step) for item, part in zip(items, parts, strict=True)]
             batches = [item and item.batch for item in items]
             samples = next(item.samples for item in items if item is not None)
-            yield LoadedBatch(_filled(self._skeleton, batches), samples)
+            yield LoadedBatch(convert(self._skeleton, batches.__getitem__), samples)
 
     def nothing(self) -> str:
         """See `LoaderAdapter.nothing`."""
-        named = zip(self._places, self._adapters, strict=True)
-        found = [f"{'.'.join(map(str, place))}: {adapter.nothing()}" for place, adapter in named if not adapter.length]
+        found = [f"{name}: {adapter.nothing()}" for name, adapter in self._named() if not adapter.length]
         return "; ".join(found) or f"none of the {len(self._adapters)} loaders gave a batch"
 
     def close(self) -> None:

@@ -141,13 +141,18 @@ def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
 def _is_end(part: Any) -> bool:
     """Return True for what is digested as a whole, and for what holds no data or refuses to be read."""
     try:
-        if isinstance(part, (dict, *_SEQUENCES)):
-            first = _first(part)
-            is_few_arrays = isinstance(first, _ARRAYS) and len(part) <= _FEW and not isinstance(part, dict)
-            return _is_data(first) and not is_few_arrays  # such as the tensors of a TensorDataset
-        return isinstance(part, (*_ARRAYS, *_SETS, nn.Module, *GENERATORS)) or _is_table(part)
+        return isinstance(part, (nn.Module, *GENERATORS)) or _is_collection(part)
     except Exception:  # whatever a class of the user does where it is iterated
         return True
+
+
+def _is_collection(part: Any) -> bool:
+    """Return True for what is digested as a whole."""
+    if isinstance(part, (dict, *_SEQUENCES)):
+        first = _first(part)
+        is_few_arrays = isinstance(first, _ARRAYS) and len(part) <= _FEW and not isinstance(part, dict)
+        return _is_data(first) and not is_few_arrays  # such as the tensors of a TensorDataset
+    return isinstance(part, (*_ARRAYS, *_SETS)) or _is_table(part)
 
 
 def _first(part: Any) -> Any:
@@ -169,10 +174,7 @@ def _is_table(part: Any) -> bool:
 
 def _digest(part: Any) -> Collection | None:
     """Return the digest of a collection; None if it is none, has fewer than two items, or is a cache with gaps."""
-    is_collection = isinstance(part, (dict, *_SEQUENCES, *_SETS, *_ARRAYS)) or _is_table(part)
-    if not is_collection or not _is_end(part) or not (items := _items(part)) or len(part) < 2:
-        return None
-    if any(item is None for item in items):
+    if not _is_collection(part) or not (items := _items(part)) or len(part) < 2 or any(each is None for each in items):
         return None
     folder = _folder(items)
     codes = [_code(item, folder) for item in items]

@@ -176,10 +176,10 @@ def walk(roots: dict[str, Any], is_end: Callable[[Any], bool], leaves: tuple[typ
                     _warn_of_end(", ".join(f"{root} ({type(each).__name__})" for root, each in roots.items()))
                 return
             met[id(part)] = part
-            is_machinery = _is_of(type(part), _MACHINERY) or _is_at_work(part)
-            if not is_machinery:
-                yield f"{above}{name}", part
-            if is_machinery or is_end(part):
+            if _is_of(type(part), _MACHINERY) or _is_at_work(part):
+                continue
+            yield f"{above}{name}", part
+            if is_end(part):
                 continue
             if isinstance(part, FunctionType):
                 functions += 1

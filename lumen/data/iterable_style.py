@@ -15,7 +15,7 @@ from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, one_b
 from lumen.data.fingerprint import known_length
 from lumen.data.rank_checks import check_same, digest, lend
 from lumen.data.resumable_iterator import ResumableIterator
-from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice
+from lumen.data.windows import ALONE, AccumulationWindow, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
 
@@ -24,19 +24,20 @@ class _OfIterables(LoaderAdapter, ABC):
 
     Args:
         loader: The iterable, whose `__iter__` begins an epoch.
-        iterator: Reads `loader` in this process.
+        seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
         rank_slice: Rank of this process, number of processes, and how they communicate.
         rewinds: Every pass begins where the first pass did, as evaluations do.
     """
 
-    def __init__(
-        self, loader: Any, iterator: ResumableIterator, accumulate: int, rank_slice: RankSlice, *, rewinds: bool
-    ) -> None:
+    _reads_part = False  # The processes read different batches.
+
+    def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         self._name = type(getattr(loader, "dataset", loader)).__name__
-        self.per_step = accumulate
-        self._rank_slice, self._rewinds = rank_slice, rewinds
-        self._loader, self._iterator = loader, iterator
+        self._loader, self.per_step, self._rank_slice, self._rewinds = loader, accumulate, rank_slice, rewinds
+        own = rank_slice if self._reads_part else ALONE
+        self._iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=own)
+        self.measure()
 
     def identity(self) -> list[str | None]:
         """See `LoaderAdapter.identity`."""
@@ -66,11 +67,6 @@ class IterableAdapter(_OfIterables):
         rank_slice: The part of each step that this process keeps.
         rewinds: Every pass begins where the first one did, as evaluations do.
     """
-
-    def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
-        iterator = ResumableIterator(loader, seed, rewinds=rewinds)
-        super().__init__(loader, iterator, accumulate, rank_slice, rewinds=rewinds)
-        self.measure()
 
     def measure(self, position: Position = START) -> None:
         """See `LoaderAdapter.measure`."""
@@ -181,10 +177,10 @@ class ShardedIterableAdapter(_OfIterables):
         rewinds: Every pass begins where the first one did, as evaluations do.
     """
 
+    _reads_part = True
+
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
-        iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=rank_slice)
-        super().__init__(loader, iterator, accumulate, rank_slice, rewinds=rewinds)
-        self._states: list[dict[str, Any]] = []  # of all processes
+        super().__init__(loader, seed, accumulate, rank_slice, rewinds=rewinds)
         self._compared = False
         self._read: LoadedBatch | None = None  # the newest that this process has read
         self._have_read: set[int] = set()  # processes that have such a one
@@ -229,9 +225,7 @@ class ShardedIterableAdapter(_OfIterables):
         rank = self._rank_slice.rank
         while True:
             missing = self.per_step if left is None else min(self.per_step, left)
-            own: list[LoadedBatch] = []
-            sizes: list[int] = []
-            numbers: list[list[int]] = [[] for _ in range(self._rank_slice.world)]
+            own, sizes, numbers = list[LoadedBatch](), list[int](), [list[int]() for _ in range(self._rank_slice.world)]
             while missing and alive:
                 turns = list(islice(cycle(alive), missing))
                 read = list(islice(items, turns.count(rank)))
@@ -239,7 +233,7 @@ class ShardedIterableAdapter(_OfIterables):
                 first = digest(read[0].batch) if read and not self._compared else None
                 told = self._rank_slice.gather(([item.samples for item in read], first, self._iterator.state()))
                 self._compare([code for _, code, _ in told])
-                self._states = [state for _, _, state in told]
+                self._states = [state for _, _, state in told]  # of all processes
                 alive = [each for each in alive if len(told[each][0]) == turns.count(each)]
                 waiting = [iter(counts) for counts, _, _ in told]
                 for each in turns:
@@ -252,11 +246,10 @@ class ShardedIterableAdapter(_OfIterables):
             left = None if left is None else left - len(sizes)
             rounds = max(map(len, numbers))
             without = rounds - len(own)
-            assigned: Assigned = [*numbers[rank], *[None] * without]
             if self._rank_slice.needs_dummies:
                 own += [self._dummy(own, numbers, rounds)] * without
             state = {"kind": "stream in parts", "ranks": self._states}
-            yield LoadedStep(own, sizes, assigned, state)
+            yield LoadedStep(own, sizes, [*numbers[rank], *[None] * without], state)
 
     def _compare(self, first: list[int | None]) -> None:
         """Warn once if several processes have read the same first batch: then their parts may not be parts."""
@@ -266,9 +259,8 @@ class ShardedIterableAdapter(_OfIterables):
             _log.warning(
                 "%s says shards_itself, but every rank reads the same first batch. If each reads the whole stream, "
                 "every sample counts %d times: drop shards_itself, and Lumen assigns the batches.",
-                self._name,
-                len(first),
-            )
+                self._name, len(first),
+            )  # fmt: skip
 
     def _dummy(self, own: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
         """A real batch to run as a dummy in the rounds for which this process has none. Collective at times."""

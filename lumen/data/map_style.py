@@ -55,7 +55,6 @@ class MapStyleAdapter(LoaderAdapter):
         self._order, self.per_step = order, order.per_step
         self._rank_slice = rank_slice
         self._parts = rank_slice.world if rank_slice.splits and order.is_cut_here else 1
-        self._dataset = loader.dataset
         self._count = SampleCounter(loader)
         self._makes_batches = loader.batch_size is not None or loader.batch_sampler is not None
         self._batches = SeededDataset(loader.dataset, loader.collate_fn, seed, single=not self._makes_batches)
@@ -81,7 +80,7 @@ class MapStyleAdapter(LoaderAdapter):
 
     def identity(self) -> list[str | None]:
         """See `LoaderAdapter.identity`."""
-        return [describe(self._dataset)]
+        return [describe(self._batches.dataset)]
 
     def cut(self) -> dict[str, int | None]:
         """See `LoaderAdapter.cut`."""
@@ -109,7 +108,7 @@ class MapStyleAdapter(LoaderAdapter):
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """See `LoaderAdapter.windows`. The position is exact: no sample is loaded that was consumed before."""
         requests = self._order.steps(epoch, position, limit)
-        samples = known_length(self._dataset)
+        samples = known_length(self._batches.dataset)
         if self._rank_slice.processes > 1 and not (self._order.is_known and self._agreed_samples == samples):
             requests, self._agreed_samples = self._agreed(requests), samples
         plan = _assigned(requests, self._rank_slice.assigner(position.first_step), self._parts)
@@ -134,7 +133,7 @@ class MapStyleAdapter(LoaderAdapter):
     def _renew_workers(self, loader: DataLoader[Any]) -> None:
         """End persistent workers that hold the data set as it was before it changed."""
         if loader.persistent_workers:
-            known, self._known_to_workers = self._known_to_workers, describe(self._dataset)
+            known, self._known_to_workers = self._known_to_workers, describe(self._batches.dataset)
             if known != self._known_to_workers:
                 end_persistent_workers(loader)
 
@@ -144,7 +143,7 @@ class MapStyleAdapter(LoaderAdapter):
         requests, state = first or ([], {})
         indices = [request.indices for request in requests]
         found = {
-            "samples": known_length(self._dataset),
+            "samples": known_length(self._batches.dataset),
             "batches": self.length,
             "first": str(indices[:1])[:60],
             "digest": digest([indices, state]),

@@ -52,11 +52,10 @@ class ResumableIterator:
         self._stateful = _stateful_part(loader)
         self._own = OwnGenerators({"loader": loader}, by_seed=True)
         self._count = SampleCounter(loader)
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
         self._opened = self._exhausted = self._was_read = False
         self._read = self._samples = self._digest = 0
-        self._first: int | None = None  # digest of the batch that the newest pass began with, if passes repeat
-        self._has_warned = False
+        self._firsts: set[int] = set()  # Digests of the batches that passes began with, if they repeat.
         self.cut = {name: getattr(loader, name) for name in _CUTTING} if isinstance(loader, DataLoader) else {}
         self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
         part_of_loader = self._stateful is not None and self._stateful is not loader
@@ -71,18 +70,16 @@ class ResumableIterator:
             state: What `state` returned at that position.
             number: Batches that this process had read of the epoch by then.
         """
-        fresh = not number
-        stands_there = state is self._stands_at
-        if fresh:
+        may_end_at_once = number or "loader" not in state or (state is self._stands_at and state["exhausted"])
+        if not number:
             self.go_to(state)
         begin_epoch(self._loader, self._own, self._seed, epoch, position)
-        found = not fresh and self.go_to(state)  # only now: its generators are not those of the epoch's beginning
+        found = not number or self.go_to(state)  # only now: its generators are not those of the epoch's beginning
         self._begin(epoch, position)
         self._read, self._samples, self._digest = number, state["samples"] if number else 0, 0
-        if number and not found:
+        if not found:
             self._read_again(position.key(epoch), number, state)
-        may_end_at_once = not fresh or "loader" not in state or (stands_there and state["exhausted"])
-        return self._rest(epoch, position, may_end_at_once=may_end_at_once)
+        return self._rest(epoch, position, may_end_at_once=bool(may_end_at_once))
 
     def _read_again(self, key: int, number: int, state: dict[str, Any]) -> None:
         """Read the first `number` batches of the epoch once more, for a loader without a state.
@@ -107,9 +104,8 @@ class ResumableIterator:
             samples += self._count(batch)
             self._note(batch, again)
         if samples != state["samples"]:
-            raise DataError(
-                self._misread(number, f"which held {state['samples']} samples, but they now hold {samples}")
-            )
+            held = f"which held {state['samples']} samples, but they now hold {samples}"
+            raise DataError(self._misread(number, held))
         if state.get("sparse_digest", self._digest) != self._digest:
             _log.warning(
                 "%s gives other batches when it is read again: the first %d of this epoch are not those that were "
@@ -141,10 +137,8 @@ class ResumableIterator:
         owner = self._source if is_stream and not hasattr(self._source, "load_state_dict") else self._loader
         name, steps = type(owner).__name__, list[str]()
         if _has_buffer(self._source):
-            return (
-                "the shuffle buffer of Hugging Face's datasets",
-                "shuffle shards alone, or a data set that is no stream",
-            )
+            name = "the shuffle buffer of Hugging Face's datasets"
+            return name, "shuffle shards alone, or a data set that is no stream"
         if owner is self._source or not is_stream:
             steps.append(f"give {name} state_dict and load_state_dict")
         if is_stream and self.cut["num_workers"]:
@@ -171,9 +165,9 @@ class ResumableIterator:
 
     def _compare(self, batch: Any) -> None:
         """Warn once if a pass that repeats the pass before begins with a different batch."""
-        before, self._first = self._first, digest(batch, most=64)
-        if before not in (None, self._first) and not self._has_warned:
-            self._has_warned = True
+        known = len(self._firsts)
+        self._firsts.add(digest(batch, most=64))
+        if known == 1 < len(self._firsts):
             _log.warning(
                 "%s gives different batches in each pass, though evaluations and overfit_batches repeat the batches of "
                 "the first pass. Let its __iter__ begin at the first batch.", type(self._loader).__name__,
@@ -181,11 +175,10 @@ class ResumableIterator:
 
     def _begin(self, epoch: int, position: Position) -> None:
         own: list[int] = []
-        if isinstance(self._loader, DataLoader):
-            if self._loader.persistent_workers:
-                end_persistent_workers(self._loader)  # they are seeded once: an epoch would depend on the ones before
-            if self._loader.num_workers and self._rank_slice.rank:  # each has its own seed: they cannot agree by it
-                own = [self._rank_slice.rank, 3]
+        if self.cut and self._loader.persistent_workers:
+            end_persistent_workers(self._loader)  # they are seeded once: an epoch would depend on the ones before
+        if self.cut and self._loader.num_workers and self._rank_slice.rank:
+            own = [self._rank_slice.rank, 3]  # Each process has a seed of its own: its workers cannot agree by it.
         seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
         with prepared(self._loader):
             self._iterator = iter(self._loader)
@@ -201,7 +194,6 @@ class ResumableIterator:
         )
 
     def _next(self, key: int, number: int) -> Any:
-        assert self._iterator is not None
         of_all = number * self._rank_slice.world + self._rank_slice.rank if number else 0
         seed_generators(make_key(self._seed, Domain.SAMPLE, key, of_all))
         try:
@@ -254,8 +246,8 @@ class ResumableIterator:
         """End the workers, and put the loader's own generators back, so that the user can iterate it again."""
         self._own.put_back()
         end_workers(self._iterator)
-        self._iterator = None
-        if isinstance(self._loader, DataLoader):
+        self._iterator = iter(())
+        if self.cut:
             self._loader._iterator = None
 
 

@@ -63,11 +63,6 @@ def can_draw(dataset: Any) -> bool:
     return type(dataset) is not TensorDataset
 
 
-def _fetches_many(dataset: Any) -> bool:
-    """Whether a data set has `__getitems__` of its own; that of a `Subset` counts only if what it wraps has one."""
-    return hasattr(_under_subsets(dataset), "__getitems__")
-
-
 def _under_subsets(dataset: Any) -> Any:
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -106,7 +101,8 @@ class SeededDataset(Dataset[Any]):
         self.keys_collate = self.draws or not self.stacks
         roots = {"dataset": dataset} if self.draws else {}
         self.own = OwnGenerators(roots | ({} if collate is default_collate else {"collate_fn": collate}))
-        takes_one = single or (self.draws and not _fetches_many(dataset))  # torch asks for single items one by one
+        # torch asks for single items one by one; `__getitems__` of a `Subset` counts if the data set below it has one.
+        takes_one = single or (self.draws and not hasattr(_under_subsets(dataset), "__getitems__"))
         self.fetch_many = None if takes_one else getattr(dataset, "__getitems__", None)
         self.has_rows = self.stacks and type(_under_subsets(dataset)) is TensorDataset
         self.is_seeded = not self.draws or self.fetch_many is not None  # A seed for each batch costs little.

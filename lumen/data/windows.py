@@ -102,9 +102,7 @@ class MicroBatch:
 
     def __init__(self, index: int, number: int, samples: int) -> None:
         self.batch: Any = None
-        self.index = index
-        self.number = number
-        self.samples = samples
+        self.index, self.number, self.samples = index, number, samples
         self.weight: float = samples
         self.loader = 0
         self.first = self.last = self.is_dummy = False
@@ -185,11 +183,8 @@ class AccumulationWindow:
         self.fetch, self.first_index = fetch, first_index
         self.requests: Sequence[Any] | None = None
         self.whole, self.batches = whole, 1 if whole else len(sizes)
-        self.sizes = sizes
-        self.samples = sum(sizes)
-        self.last = last
-        self.state = state
-        self.waited_s = waited_s
+        self.sizes, self.samples, self.last = sizes, sum(sizes), last
+        self.state, self.waited_s = state, waited_s
         self._needs_dummies = rank_slice.needs_dummies
         numbers = rank_slice.assign(len(sizes)) if assigned is None else assigned
         final = len(sizes) - 1
