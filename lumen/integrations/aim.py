@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from lumen.errors.arguments import checked, local_path, optional
-from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
 from lumen.integrations.service import Service
 from lumen.loggers.base import Array, as_array, as_bytes, told
 
@@ -50,7 +49,6 @@ class AimLogger(Service):
         "log_system_params": "Leave it out: environment.json in the run directory has them.",
         "capture_terminal_logs": "Leave it out: run.log in the run directory has them.",
     }
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
     @checked
     def __init__(
@@ -66,21 +64,19 @@ class AimLogger(Service):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of SQLAlchemy, to Aim
             self._aim = optional("aim", "AimLogger", "aim")
-        self._repo = repo
+        self._repo, self._tags = repo, tags
         self._experiment, self._run_name, self._run_hash = experiment, run_name, run_hash
-        self._tags = tags
-        self._run: Any = None
 
     def connect(self, directory: Path, kept: str | None) -> str:
         """See `Service.connect`."""
         run_hash = self._run_hash or kept
-        self._run = self._open(directory, run_hash)
+        self._writer = self._open(directory, run_hash)
         if run_hash is None:
-            self._run.name = self._run_name or directory.name
+            self._writer.name = self._run_name or directory.name
             for tag in self._tags:
-                self._run.add_tag(tag)
-        self._run["status"] = "running"
-        return str(self._run.hash)
+                self._writer.add_tag(tag)
+        self._writer["status"] = "running"
+        return str(self._writer.hash)
 
     def abandon(self, kept: str) -> None:
         """See `Service.abandon`."""
@@ -91,46 +87,37 @@ class AimLogger(Service):
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
         """See `Service.recorded`."""
-        for metric in self._run.metrics():
+        for metric in self._writer.metrics():
             steps, (values, *_) = metric.data.numpy()
             yield from ((metric.name, *each) for each in zip(steps.tolist(), values.tolist(), strict=True))
 
     def send(self, values: Mapping[str, float], step: int) -> None:
         """See `Service.send`."""
         for name, value in values.items():
-            self._run.track(value, name=name, step=step)
+            self._writer.track(value, name=name, step=step)
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `Service.send_hyperparams`."""
         for name, value in params.items():
-            self._run[name] = _plain(value)
+            self._writer[name] = _plain(value)
 
     @told
     def log_image(self, name: str, image: Array, step: int) -> None:
         """See `Logger.log_image`."""
-        pixels = as_bytes(name, image)
-        if self.is_open:
-            self.attempt(self._track, self._aim.Image, pixels, name, step)
+        self.record(self._track, self._aim.Image, as_bytes(name, image), name, step)
 
     @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """See `Logger.log_histogram`."""
-        if self.is_open:
-            self.attempt(self._track, self._aim.Distribution, as_array(values).ravel(), name, step)
+        self.record(self._track, self._aim.Distribution, as_array(values).ravel(), name, step)
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
         """See `Logger.log_text`."""
-        if self.is_open:
-            self.attempt(self._track, self._aim.Text, text, name, step)
+        self.record(self._track, self._aim.Text, text, name, step)
 
     def _track(self, kind: Any, value: Any, name: str, step: int) -> None:
-        self._run.track(kind(value), name=name, step=step)
-
-    @property
-    def experiment(self) -> Any:
-        """The `aim.Run`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
-        return self.in_fit(self._run)
+        self._writer.track(kind(value), name=name, step=step)
 
     @property
     def name(self) -> str | None:
@@ -139,8 +126,8 @@ class AimLogger(Service):
 
     def disconnect(self, status: str) -> None:
         """See `Service.disconnect`."""
-        self._run["status"] = status
-        self._run.close()
+        self._writer["status"] = status
+        self._writer.close()
 
     def _open(self, directory: Path, run_hash: str | None) -> Any:
         place = directory.parent.absolute() if self._repo is None else self._repo

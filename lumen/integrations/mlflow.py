@@ -8,11 +8,11 @@ import posixpath
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from lumen.errors.arguments import checked, local_path, optional
-from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
 from lumen.integrations.service import UPLOADING, Service
 from lumen.loggers.base import Array, as_bytes, entries, told
 
@@ -54,7 +54,6 @@ class MLFlowLogger(Service):
     title = "MLflow"
     file = "mlflow.json"
     INSTEAD: ClassVar[Mapping[str, str]] = {"log_model": UPLOADING}
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
     @checked
     def __init__(
@@ -71,15 +70,10 @@ class MLFlowLogger(Service):
     ) -> None:
         super().__init__(prefix)
         self._make_client = optional("mlflow.tracking", "MLFlowLogger", "mlflow").MlflowClient
-        self._experiment_name = experiment_name
-        self._run_name = run_name
-        self._tracking_uri = tracking_uri
-        self._tags = tags or {}
+        self._experiment_name, self._run_name, self._run_id = experiment_name, run_name, run_id
+        self._tracking_uri, self._artifact_location = tracking_uri, artifact_location
+        self._tags, self._is_synchronous = tags or {}, synchronous
         self._place = None if save_dir is None else local_path(save_dir)
-        self._artifact_location = artifact_location
-        self._run_id = run_id
-        self._is_synchronous = synchronous
-        self._client: Any = None
         self._experiment_id: str | None = None
         self._sending: list[Any] = []
 
@@ -91,24 +85,22 @@ class MLFlowLogger(Service):
             place.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{place / 'mlflow.db'}", artifacts or (place / "mlartifacts").as_uri()
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # tells of every table that it makes
-        self._client, self._sending = self._make_client(tracking_uri=uri), []
+        self._writer, self._sending = self._make_client(tracking_uri=uri), []
         run_id = self._run_id or kept
         if run_id is not None:
-            self._client.update_run(run_id, status="RUNNING")
-            self._experiment_id = str(self._client.get_run(run_id).info.experiment_id)
+            self._writer.update_run(run_id, status="RUNNING")
+            self._experiment_id = str(self._writer.get_run(run_id).info.experiment_id)
             return run_id
-        known = self._client.get_experiment_by_name(self._experiment_name)
-        self._experiment_id = str(
-            self._client.create_experiment(self._experiment_name, artifact_location=artifacts)
-            if known is None
-            else known.experiment_id
-        )
-        run = self._client.create_run(self._experiment_id, run_name=self._run_name or directory.name, tags=self._tags)
+        if (known := self._writer.get_experiment_by_name(self._experiment_name)) is not None:
+            self._experiment_id = str(known.experiment_id)
+        else:
+            self._experiment_id = self._writer.create_experiment(self._experiment_name, artifact_location=artifacts)
+        run = self._writer.create_run(self._experiment_id, run_name=self._run_name or directory.name, tags=self._tags)
         return str(run.info.run_id)
 
     def abandon(self, kept: str) -> None:
         """See `Service.abandon`."""
-        self._client.set_terminated(kept, "KILLED")
+        self._writer.set_terminated(kept, "KILLED")
 
     def clean(self, name: str) -> str:
         """Return the name with `_` in place of characters that MLflow does not allow."""
@@ -116,8 +108,8 @@ class MLFlowLogger(Service):
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
         """See `Service.recorded`."""
-        for name in self._client.get_run(self.version).data.metrics:
-            for metric in self._client.get_metric_history(self.version, name):
+        for name in self._writer.get_run(self.version).data.metrics:
+            for metric in self._writer.get_metric_history(self.version, name):
                 yield name, metric.step, metric.value
 
     def send(self, values: Mapping[str, float], step: int) -> None:
@@ -128,55 +120,42 @@ class MLFlowLogger(Service):
         metrics = [Metric(name, value, now_ms, step) for name, value in values.items()]
         for first in range(0, len(metrics), _MOST_AT_ONCE):
             some = metrics[first : first + _MOST_AT_ONCE]
-            sending = self._client.log_batch(self.version, metrics=some, synchronous=self._is_synchronous)
+            sending = self._writer.log_batch(self.version, metrics=some, synchronous=self._is_synchronous)
             if sending is not None:
                 self._sending.append(sending)
 
     def confirm(self) -> None:
         """See `Service.confirm`."""
         sending, self._sending = self._sending, []
-        lost = None
-        for each in sending:
-            try:
-                each.wait()
-            except Exception as error:
-                lost = error
-        if lost is not None:  # only now: a row on its way would be sent twice
-            raise lost
+        with ExitStack() as stack:  # All are waited for before an error is raised: a row on its way would come twice.
+            for each in sending:
+                stack.callback(each.wait)
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `Service.send_hyperparams`."""
         from mlflow.entities import Param
 
         given = {_name(name)[:_LONGEST_NAME]: str(value)[:_LONGEST_VALUE] for name, value in entries(params, "/")}
-        known = self._client.get_run(self.version).data.params
+        known = self._writer.get_run(self.version).data.params
         new = [Param(name, value) for name, value in given.items() if name not in known]
         for first in range(0, len(new), _MOST_AT_ONCE):
-            self._client.log_batch(self.version, params=new[first : first + _MOST_AT_ONCE])
+            self._writer.log_batch(self.version, params=new[first : first + _MOST_AT_ONCE])
         for name, value in given.items():
             if known.get(name, value) != value:
-                self._client.set_tag(self.version, f"changed/{name}", f"{known[name]} → {value}")
+                self._writer.set_tag(self.version, f"changed/{name}", f"{known[name]} → {value}")
 
     @told
     def log_image(self, name: str, image: Array, step: int) -> None:
         """See `Logger.log_image`."""
-        pixels = as_bytes(name, image)
-        if self.is_open:
-            self.attempt(self._log_artifact, "log_image", pixels, f"{name}/{step:08d}.png")
+        self.record(self._log_artifact, "log_image", as_bytes(name, image), f"{name}/{step:08d}.png")
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
         """See `Logger.log_text`."""
-        if self.is_open:
-            self.attempt(self._log_artifact, "log_text", text, f"{name}/{step:08d}.md")
+        self.record(self._log_artifact, "log_text", text, f"{name}/{step:08d}.md")
 
     def _log_artifact(self, method: str, content: Any, path: str) -> None:
-        getattr(self._client, method)(self.version, content, _name(path))
-
-    @property
-    def experiment(self) -> Any:
-        """The `MlflowClient`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
-        return self.in_fit(self._client)
+        getattr(self._writer, method)(self.version, content, _name(path))
 
     @property
     def name(self) -> str | None:
@@ -185,7 +164,7 @@ class MLFlowLogger(Service):
 
     def disconnect(self, status: str) -> None:
         """See `Service.disconnect`."""
-        self._client.set_terminated(self.version, _STATUS.get(status, "FINISHED"))
+        self._writer.set_terminated(self.version, _STATUS.get(status, "FINISHED"))
 
 
 def _name(name: str) -> str:

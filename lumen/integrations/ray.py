@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked, optional
-
-if TYPE_CHECKING:
-    from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
+from lumen.task.task_module import TaskModule
+from lumen.trainer.trainer import Trainer
 
 
 @final
@@ -40,17 +38,9 @@ class RayTrainReportCallback(Callback):
 
     @checked
     def __init__(self, every_n_train_steps: int = 0, preemption_every_n_steps: int = 100) -> None:
-        at_least(
-            0, "RayTrainReportCallback", every_n_train_steps=every_n_train_steps,
-            preemption_every_n_steps=preemption_every_n_steps,
-        )  # fmt: skip
-        self.every_n_train_steps = every_n_train_steps
-        self.preemption_every_n_steps = preemption_every_n_steps
-        self._train: Any = None
-        self._told = (0, 0)  # epoch and step at the newest report
-        self._checkpoint = ""  # of it; of rank 0
-        self._leaving: Any = None  # what Ray has said of a node that leaves
-        self._saves = False
+        at_least(0, "RayTrainReportCallback", every_n_train_steps=every_n_train_steps)
+        at_least(0, "RayTrainReportCallback", preemption_every_n_steps=preemption_every_n_steps)
+        self.every_n_train_steps, self.preemption_every_n_steps = every_n_train_steps, preemption_every_n_steps
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Find the worker of Ray that this process is."""
@@ -73,9 +63,10 @@ class RayTrainReportCallback(Callback):
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """What is there has been reported."""
         resumed = trainer.run.checkpoint
-        self._told = (trainer.current_epoch, trainer.global_step)
-        self._checkpoint = "" if resumed is None else str(resumed.path)
-        self._leaving, self._saves = None, False
+        self._told = (trainer.current_epoch, trainer.global_step)  # at the newest report
+        self._checkpoint = "" if resumed is None else str(resumed.path)  # of it; of rank 0
+        self._leaving: Any = None  # what Ray has said of a node that leaves
+        self._saves = False
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Report on the boundary before, of which everything is saved now."""

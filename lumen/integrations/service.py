@@ -6,12 +6,12 @@ import csv
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
+from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
 from lumen.internals.masking import masked
 from lumen.internals.whole_files import replaced
 from lumen.loggers.base import Logger, Nothing, told
@@ -35,23 +35,27 @@ class Service(Logger):
 
     Args:
         prefix: What the names of all values begin with, before a "-".
+
+    Attributes:
+        is_open: There is a record: in `fit`, in the first process.
     """
 
     #: Its name in texts, and that of the file in the run directory with the id.
     title: ClassVar[str]
     file: ClassVar[str]
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = f"{prefix}-" if prefix else ""
         self._directory: Path | None = None  # in fit, in the first process
         self._id: str | None = None
+        self._writer: Any = None  # the object of the library; `connect` sets it
         self._step = 0
-        self._is_resumed = self._is_connected = False
+        self._is_resumed = False
         self._names: dict[str, str] = {}  # the name here of each name there
         self._later: dict[tuple[str, int], set[float | None]] = {}  # values there that metrics.csv does not have
         self._checkpoints_behind = 0
-        self._is_behind = self._is_marked = False
-        self._has_failed = self._has_warned = False
+        self.is_open = self._is_behind = self._is_marked = self._has_failed = self._has_warned = False
         self._before_fit: dict[str, Any] = {}
 
     @abstractmethod
@@ -109,10 +113,9 @@ class Service(Logger):
         Raises:
             ConfigError: A run that is new cannot begin its record.
         """
-        self._directory, self._is_resumed, self._is_connected = directory, resumed, False
-        self._step, self._names, self._later = 0, {}, {}
-        self._checkpoints_behind = 0
-        self._is_behind = self._is_marked = self._has_failed = False
+        self._directory, self._is_resumed = directory, resumed
+        self._step, self._names, self._later, self._checkpoints_behind = 0, {}, {}, 0
+        self.is_open = self._is_behind = self._is_marked = self._has_failed = False
         if resumed:
             self._is_behind = not self.attempt(self._connect)
             return
@@ -127,10 +130,11 @@ class Service(Logger):
         """The id of the run there; None before `fit`, and in all processes but the first."""
         return self._id
 
-    def in_fit(self, experiment: Any) -> Any:
-        """What `experiment` returns: in `fit`, in the first process, the object; else one whose calls do nothing."""
+    @property
+    def experiment(self) -> Any:
+        """The object of the library; outside of `fit`, and in all processes but the first, calls on it do nothing."""
         if self.is_open:
-            return experiment
+            return self._writer
         if self.run_directory is None and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -138,11 +142,6 @@ class Service(Logger):
                 "log_hyperparams before is recorded once fit begins.", type(self).__name__,
             )  # fmt: skip
         return Nothing()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a record: in `fit`, in the first process."""
-        return self._is_connected
 
     @told
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -162,9 +161,10 @@ class Service(Logger):
         else:
             self._before_fit |= given
 
-    def is_new(self, name: str, step: int) -> bool:
-        """Return True if the service lacks an image, histogram or text, or records its step again."""
-        return self._is_marked or (name, step) not in self._later
+    def record(self, call: Callable[..., None], *args: Any) -> None:
+        """Call the service if there is a record."""
+        if self.is_open:
+            self.attempt(call, *args)
 
     def attempt(self, call: Callable[..., None], *args: Any) -> bool:
         """Call the service; the first time that it fails is a warning. Returns whether it has answered."""
@@ -188,7 +188,7 @@ class Service(Logger):
         One that could not be connected makes training wait for a time-out: it is asked at the checkpoints 1, 2, 4, 8,
         and so on after that.
         """
-        self._checkpoints_behind += not self._is_connected
+        self._checkpoints_behind += not self.is_open
         if not self._checkpoints_behind & (self._checkpoints_behind - 1):
             self._save()
 
@@ -210,7 +210,7 @@ class Service(Logger):
                 self._mark(self._step + 1)
             self.attempt(self.disconnect, status)
             self._before_fit = {}
-        self._directory, self._is_connected = None, False
+        self._directory, self.is_open = None, False
 
     def _connect(self) -> None:
         assert self._directory is not None
@@ -223,12 +223,12 @@ class Service(Logger):
         if kept is None:
             with replaced(place) as beside:
                 beside.write_text(json.dumps({"id": self._id}) + "\n")
-        self._is_connected = True
+        self.is_open = True
         if self._before_fit:
             self.attempt(self.send_hyperparams, self._before_fit)
 
     def _save(self) -> None:
-        if self._directory is None or not (self._is_connected or self.attempt(self._connect)):
+        if self._directory is None or not (self.is_open or self.attempt(self._connect)):
             return
         self._is_behind = not self.attempt(self.confirm) or self._is_behind
         if self._is_behind and self.attempt(self._catch_up):
@@ -237,19 +237,19 @@ class Service(Logger):
     def _log(self, above: str, values: Mapping[str, float], step: int) -> None:
         self._step = step
         row = self._row(above, values)
-        if self.is_open and not self.attempt(partial(self._send_new, row, step, repeats=not above)):
+        if self.is_open and not self.attempt(self._send_new, row, step, above):
             self._is_behind = True
 
     def _row(self, above: str, values: Mapping[str, Any]) -> dict[str, float]:
         return {self.key(f"{above}{name}"): float(value) for name, value in values.items()}
 
-    def _send_new(self, row: Mapping[str, float], step: int, *, repeats: bool) -> None:
+    def _send_new(self, row: Mapping[str, float], step: int, above: str) -> None:
         """Send the values of a row that are not there; what is measured is there if any value of its step is."""
-        there = {name: self._later[name, step] for name in row if (name, step) in self._later}
-        again = {name for name, values in there.items() if repeats and _finite(row[name]) not in values}
+        there = {name for name in row if (name, step) in self._later}
+        again = {name for name in there if not above and _finite(row[name]) not in self._later[name, step]}
         if again:
             self._mark(step)
-        if new := {name: value for name, value in row.items() if name not in there or name in again}:
+        if new := {name: value for name, value in row.items() if name not in there - again}:
             self.send(new, step)
 
     def _mark(self, step: int) -> None:
@@ -271,7 +271,7 @@ class Service(Logger):
         own: set[tuple[str, int]] = set()
         for step, above, values in sorted(_own_rows(self._directory), key=lambda row: row[0]):
             row = self._row(above, values)
-            self._send_new(row, step, repeats=not above)
+            self._send_new(row, step, above)
             own |= {(name, step) for name in row}
         self._later = {pair: values for pair, values in self._later.items() if pair not in own}
 

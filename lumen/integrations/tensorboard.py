@@ -44,7 +44,6 @@ class TensorBoardLogger(Logger):
         optional("tensorboard", "TensorBoardLogger", "tensorboard")
         self._make_writer = import_module("lumen.integrations.tensorboard_events").EventWriter
         self._directory: Path | None = None
-        self._part = 0
         self._step = 0
         self._hyperparameters: dict[str, int | float | str] | None = None
         self._writer: Any = None

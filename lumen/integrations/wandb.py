@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked, local_path, optional
-from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB, NEUTRAL_IN_LOGGERS
+from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB
 from lumen.integrations.service import UPLOADING, Service
 from lumen.loggers.base import Array, as_array, as_bytes, entries, told
 
@@ -61,7 +61,6 @@ class WandbLogger(Service):
         "log_model": UPLOADING,
         "resume": "Leave it out: a resumed run goes on in its run; id names another one.",
     }
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
     ATTRIBUTES: ClassVar[Mapping[str, str]] = {**Service.ATTRIBUTES, **ATTRIBUTES_OF_WANDB}
 
     @checked
@@ -86,39 +85,26 @@ class WandbLogger(Service):
         self._library = optional("wandb", "WandbLogger", "wandb")
         if None not in (id, version) and id != version:
             raise ConfigError(f"WandbLogger: id={id!r} and version={version!r} name two runs. Give one of them.")
-        self._name = name
+        self._name, self._project, self._given_run, self._given_id = name, project, experiment, id or version
         self._place = None if save_dir is None else local_path(save_dir)
-        self._given_id = id or version
         self._mode = "offline" if offline else None
-        self._project = project
-        self._given_run = experiment
         about = {"entity": entity, "group": group, "tags": tags, "notes": notes}
         self._options = {name: value for name, value in about.items() if value is not None} | kwargs
         self._watched: list[tuple[Any, dict[str, Any]]] = []
-        self._run: Any = None
-        self._is_ours = True
-        self._first_row: int | None = None
 
     def connect(self, directory: Path, kept: str | None) -> str:
         """See `Service.connect`."""
         place = (directory if self._place is None else self._place).absolute()  # its service has a place of its own
         place.mkdir(parents=True, exist_ok=True)
-        self._first_row = None
+        self._first_row: int | None = None
         running = self._given_run or self._library.run
         self._is_ours = running is None
         if running is None:
-            running = self._library.init(
-                **{
-                    "name": self._name or directory.name,
-                    "project": self._project or os.environ.get("WANDB_PROJECT") or "lumen",
-                    "mode": self._mode,
-                    "dir": str(place),
-                    "id": self._given_id or kept,
-                    "resume": "allow",
-                }
-                | self._options
-            )
-        self._run = running
+            project = self._project or os.environ.get("WANDB_PROJECT") or "lumen"
+            about = {"name": self._name or directory.name, "project": project, "mode": self._mode, "dir": str(place)}
+            about |= {"id": self._given_id or kept, "resume": "allow"}
+            running = self._library.init(**about | self._options)
+        self._writer = running
         if kept is not None and self._is_ours and running.offline:
             self._first_row = 1 + max((number for number, _ in self._earlier()), default=-1)
         running.define_metric(_STEP)
@@ -137,41 +123,42 @@ class WandbLogger(Service):
         """The rows of the run that its files have; of earlier parts of one that is online, those that have arrived."""
         from lumen.integrations.wandb_files import history
 
-        own = Path(self._run.settings.sync_file).absolute()
-        arrived = math.inf if self._run.offline else self._run.starting_step
-        files = sorted(path.absolute() for path in own.parents[1].glob(f"*run-*-{self._run.id}/{own.name}"))
+        own = Path(self._writer.settings.sync_file).absolute()
+        arrived = math.inf if self._writer.offline else self._writer.starting_step
+        files = sorted(path.absolute() for path in own.parents[1].glob(f"*run-*-{self._writer.id}/{own.name}"))
         return [row for path in files for row in history(path) if path == own or row[0] < arrived]
 
     def send(self, values: Mapping[str, Any], step: int) -> None:
         """See `Service.send`."""
-        self._run.log({**values, _STEP: step}, step=self._first_row, commit=True)
+        self._writer.log({**values, _STEP: step}, step=self._first_row, commit=True)
         self._first_row = None  # the library counts on from there
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `Service.send_hyperparams`."""
-        self._run.config.update(_plain(params), allow_val_change=True)
+        self._writer.config.update(_plain(params), allow_val_change=True)
 
     @told
     def log_image(self, name: str, image: Array, step: int) -> None:
         """See `Logger.log_image`."""
         pixels = as_bytes(name, image)
-        if self.is_open and self.is_new(self.key(name), step):
-            self.attempt(lambda: self.send({self.key(name): self._library.Image(pixels)}, step))
+        self.record(self._send_new_object, name, step, lambda: self._library.Image(pixels))
 
     @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """See `Logger.log_histogram`."""
         numbers = as_array(values).astype(np.float64)
         numbers = numbers[np.isfinite(numbers)]
-        if self.is_open and numbers.size and self.is_new(self.key(name), step):
-            self.attempt(lambda: self.send({self.key(name): self._library.Histogram(numbers)}, step))
+        if numbers.size:
+            self.record(self._send_new_object, name, step, lambda: self._library.Histogram(numbers))
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
         """See `Logger.log_text`; it is a table of one cell, as W&B shows texts."""
-        if self.is_open and self.is_new(self.key(name), step):
-            table = self._library.Table(columns=["text"], data=[[text]])
-            self.attempt(lambda: self.send({self.key(name): table}, step))
+        self.record(self._send_new_object, name, step, lambda: self._library.Table(["text"], [[text]]))
+
+    def _send_new_object(self, name: str, step: int, make: Callable[[], Any]) -> None:
+        if ((key := self.key(name)), step) not in self._later or self._is_marked:
+            self.send({key: make()}, step)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Record the histograms of a module's gradients or parameters; may be called before `fit`.
@@ -185,12 +172,7 @@ class WandbLogger(Service):
         options = {"log": log, "log_freq": log_freq, "log_graph": log_graph}
         self._watched.append((model, options))
         if self.is_open:
-            self._run.watch(model, **options)
-
-    @property
-    def experiment(self) -> Any:
-        """The `wandb.Run`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
-        return self.in_fit(self._run)
+            self._writer.watch(model, **options)
 
     @property
     def name(self) -> str | None:
@@ -200,16 +182,16 @@ class WandbLogger(Service):
     def disconnect(self, status: str) -> None:
         """See `Service.disconnect`."""
         for module, _ in self._watched:
-            self._run.unwatch(module)
+            self._writer.unwatch(module)
         if not self._is_ours:
             return
         if status == "interrupted":
-            self._run.mark_preempting()
-        self._run.finish(exit_code=0 if status == "success" else 1)
-        if self._run.offline:
+            self._writer.mark_preempting()
+        self._writer.finish(exit_code=0 if status == "success" else 1)
+        if self._writer.offline:
             from lumen.integrations.wandb_files import wait_for_end
 
-            wait_for_end(Path(self._run.settings.sync_file))  # a run that goes on at once shall find all of it
+            wait_for_end(Path(self._writer.settings.sync_file))  # a run that goes on at once shall find all of it
 
 
 def _plain(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,30 +5,17 @@ from __future__ import annotations
 import csv
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, ClassVar, Concatenate, Literal, ParamSpec, final
+from typing import IO, Any, ClassVar, Literal, final
 
 from lumen.errors.arguments import check_column, checked
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
-from lumen.internals.whole_files import explained_writing
+from lumen.internals.whole_files import explained_writing, replaced
 from lumen.loggers.base import Logger, told
 
-_P = ParamSpec("_P")
 _COPIES_PER_ROW = 8
-
-
-def _explained(write: Callable[Concatenate[_Table, _P], None]) -> Callable[Concatenate[_Table, _P], None]:
-    """Turn an OSError of a method of a table into an error that names the file and says what to do."""
-
-    @wraps(write)
-    def explained(table: _Table, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        with explained_writing(table.path):
-            write(table, *args, **kwargs)
-
-    return explained
 
 
 def _open(path: Path, mode: Literal["r", "a", "w"]) -> IO[str]:
@@ -43,9 +30,8 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows = 0
-        self._beside = path.with_suffix(".csv.tmp")
-        self._beside.unlink(missing_ok=True)  # of one that was killed
-        self._columns: dict[str, None] = {}  # in order; a name is found without looking at the others
+        path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)  # of one that was killed
+        self.columns: dict[str, None] = {}  # in order; a name is found without looking at the others
         self._width = 0  # columns of the file
         self._waiting: list[Mapping[str, Any]] = []
         self._copies = 0  # rows that may be copied
@@ -53,64 +39,53 @@ class _Table:
         if path.exists():
             with explained_writing(path), _open(path, "r") as file:
                 reader = csv.reader(file)
-                self._columns = dict.fromkeys(next(reader, []))
-                self._width = len(self._columns)
+                self.columns = dict.fromkeys(next(reader, []))
+                self._width = len(self.columns)
                 self.rows = self._copies = sum(1 for _ in reader)
 
-    @property
-    def columns(self) -> list[str]:
-        """Names of the columns, in their order."""
-        return list(self._columns)
-
-    @_explained
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; a name not seen before copies the file, with one more column.
 
         Rows wait in memory where new names come so often that copies of the file would cost more than the rows.
         """
-        for name in row.keys() - self._columns.keys():
+        for name in row.keys() - self.columns.keys():
             check_column(str(name), f"a logged value is named {name!r}")
-        self._columns.update(dict.fromkeys(row))
+        self.columns.update(dict.fromkeys(row))
         self._waiting.append(row)
         self._copies += _COPIES_PER_ROW
-        if len(self._columns) == self._width or self._copies >= self.rows:
+        if len(self.columns) == self._width or self._copies >= self.rows:
             self.write()
 
-    @_explained
     def write(self) -> None:
         """Write the rows that wait."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        if len(self._columns) > self._width:
-            self._copies = 0
-            self.rewrite(self.columns, self.rows)
-        if self._file is None:
-            self._file = _open(self.path, "a")
-        if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "removed")
-        csv.writer(self._file).writerows([row.get(name, "") for name in self._columns] for row in waiting)
-        self._file.flush()
+        with explained_writing(self.path):
+            if len(self.columns) > self._width:
+                self._copies = 0
+                self.rewrite([*self.columns], self.rows)
+            if self._file is None:
+                self._file = _open(self.path, "a")
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "removed")
+            csv.writer(self._file).writerows([row.get(name, "") for name in self.columns] for row in waiting)
+            self._file.flush()
         self.rows += len(waiting)
 
-    @_explained
     def rewrite(self, columns: list[str], rows: int) -> None:
         """Keep the first `rows` rows and the given columns, by writing a new file that then replaces this one.
 
         Only one row is in memory at a time.
         """
         self.close()
-        try:
-            with _open(self._beside, "w") as file:
-                writer = csv.writer(file)
-                writer.writerow(columns)
-                writer.writerows(self._read(columns, rows))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(self._beside, self.path)
-        finally:
-            self._beside.unlink(missing_ok=True)
-        self._columns, self.rows = dict.fromkeys(columns), min(rows, self.rows)
+        with explained_writing(self.path), replaced(self.path) as beside, _open(beside, "w") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(self._read(columns, rows))
+            file.flush()
+            os.fsync(file.fileno())
+        self.columns, self.rows = dict.fromkeys(columns), min(rows, self.rows)
         self._width = len(columns)
 
     def _read(self, columns: list[str], rows: int) -> Iterator[list[str]]:
@@ -118,21 +93,16 @@ class _Table:
         if not self._width:
             return
         with _open(self.path, "r") as file:
-            reader = csv.reader(file)
-            width = len(header := next(reader))
-            place_of = {name: place for place, name in enumerate(header)}
-            places = [place_of.get(name, width) for name in columns]
-            for row in islice(reader, rows):
-                cells = row + [""] * (width + 1 - len(row))
-                yield [cells[place] for place in places]
+            for row in islice(csv.DictReader(file, restval=""), rows):
+                yield [row.get(name, "") for name in columns]
 
-    @_explained
     def flush(self) -> None:
         """Write what is buffered to the disk."""
         self.write()
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with explained_writing(self.path):
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; `append` opens it again."""
@@ -157,53 +127,48 @@ class CSVLogger(Logger):
 
     @checked
     def __init__(self) -> None:
-        self._metrics: _Table | None = None
-        self._system: _Table | None = None
+        self._tables: dict[str, _Table] = {}  # by the name of the file; empty where there is no record
 
     def open(self, directory: Path, *, resumed: bool) -> None:
         """See `Logger.open`."""
         paths = [directory / name for name in ("metrics.csv", "system.csv")]
-        if not resumed:
-            for path in paths:
-                with explained_writing(path):
-                    path.unlink(missing_ok=True)
-        self._metrics, self._system = map(_Table, paths)
+        for path in paths if not resumed else ():
+            with explained_writing(path):
+                path.unlink(missing_ok=True)
+        self._tables = {path.name: _Table(path) for path in paths}
 
     @told
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | str = "") -> None:
         """See `Logger.log_metrics`; a row of yours may have no epoch."""
-        if self._metrics is not None:
-            self._metrics.append({"step": step, "epoch": epoch, **metrics})
+        if self._tables:
+            self._tables["metrics.csv"].append({"step": step, "epoch": epoch, **metrics})
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
         """See `Logger.log_system`."""
-        if self._system is not None:
-            self._system.append({"step": step, **values})
+        if self._tables:
+            self._tables["system.csv"].append({"step": step, **values})
 
     def save(self) -> None:
         """See `Logger.save`."""
-        for table in self._tables():
+        for table in self._tables.values():
             table.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Rows and columns of each file."""
-        for table in self._tables():
+        for table in self._tables.values():
             table.write()
-        return {table.path.name: {"rows": table.rows, "columns": table.columns} for table in self._tables()}
+        return {name: {"rows": each.rows, "columns": [*each.columns]} for name, each in self._tables.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Cut both files back to the rows and columns that they had."""
-        for table in self._tables():
-            saved = state[table.path.name]
-            if (table.rows, table.columns) != (saved["rows"], saved["columns"]):
+        for name, table in self._tables.items():
+            saved = state[name]
+            if (table.rows, [*table.columns]) != (saved["rows"], saved["columns"]):
                 table.rewrite(list(saved["columns"]), saved["rows"])
 
     def finalize(self, status: str) -> None:
         """See `Logger.finalize`."""
-        for table in self._tables():
+        for table in self._tables.values():
             table.write()
             table.close()
-        self._metrics = self._system = None
-
-    def _tables(self) -> list[_Table]:
-        return [table for table in (self._metrics, self._system) if table is not None]
+        self._tables = {}

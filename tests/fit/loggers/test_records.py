@@ -134,7 +134,7 @@ def test_the_csv_is_whole_when_a_full_disk_stops_what_changes_it(tmp_path, act):
 def test_what_a_kill_left_beside_the_csv_goes(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=2)
     trainer.fit(Regression(), loader())
-    left = trainer.run_directory / "metrics.csv.tmp"
+    left = trainer.run_directory / ".metrics.csv.tmp"
     left.write_text("step,epo")
     quiet_trainer(tmp_path, max_steps=4, resume="auto").fit(Regression(), loader())
     assert not left.exists()
