@@ -1,27 +1,23 @@
-"""The path of a step's checkpoint, and which checkpoints are to be removed."""
+"""The path of a step's checkpoint, and which checkpoints are lost."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.checkpoint.format.folder import find_unread, read_info
 from lumen.checkpoint.format.manifest import is_committed
 from lumen.checkpoint.format.storage import as_local
 from lumen.errors import CheckpointDamaged
 
-if TYPE_CHECKING:
-    from lumen.callbacks.used_trainer import UsedTrainer
-
 Moment = tuple[int, int, int, bool]
-Rule = Callable[[list[PurePath]], set[PurePath]]
 Saver = TypeVar("Saver")
 
 
@@ -68,13 +64,8 @@ def place(trainer: UsedTrainer, folder: PurePath) -> tuple[PurePath, bool]:
 
 def is_same(folder: PurePath, other: PurePath) -> bool:
     """Whether two paths, which need not exist, lead to the same place."""
-    return _resolved(folder) == _resolved(other)
-
-
-def _resolved(folder: PurePath) -> PurePath | str:
-    """A path without links; a place that is not of this machine has none."""
-    local = as_local(folder)
-    return folder if local is None else os.path.realpath(local)
+    places = [(as_local(path), path) for path in (folder, other)]  # A place that is not of this machine has no links.
+    return len({path if local is None else os.path.realpath(local) for local, path in places}) == 1
 
 
 def lost(folder: PurePath, names: Iterable[str], best: Iterable[str], wanted: int) -> set[str]:
@@ -99,52 +90,6 @@ def lost(folder: PurePath, names: Iterable[str], best: Iterable[str], wanted: in
     return gone
 
 
-def unkept(rules: Iterable[Rule], newest: PurePath, found: list[PurePath]) -> list[PurePath]:
-    """The checkpoints of a folder that no rule keeps, and those of a validation that was to be done.
-
-    Args:
-        rules: Each is called with all checkpoints, oldest first, and returns those that it keeps.
-        newest: The checkpoint that this process has committed or verified; it is always kept.
-        found: All checkpoints in the folder, oldest first.
-    """
-    found = found[: found.index(newest) + 1] if newest in found else []  # what lies behind it is damaged: no rule's
-    complete = [path for path in found if path == newest or not path.name.endswith("-validating")]
-    kept = {newest}.union(*(rule(complete) for rule in rules))
-    return [path for path in found if path not in kept]
-
-
-def keep(
-    found: list[PurePath], *, best: Collection[str], keep_last: int, save_top_k: int, keep_every_n_steps: int | None
-) -> set[PurePath]:
-    """The checkpoints that the rules of a `ModelCheckpoint` keep.
-
-    Args:
-        found: Paths of all checkpoints, oldest first.
-        best: Names of the `save_top_k` best.
-        keep_last: Number of the newest to keep; -1: all.
-        save_top_k: Number of the best to keep; -1: all.
-        keep_every_n_steps: Keep those whose step is a multiple of it; None: none for that.
-    """
-    if -1 in (keep_last, save_top_k):
-        return set(found)
-    kept = set(found[max(0, len(found) - keep_last) :])
-    kept |= {path for path in found if path.name in best}
-    if keep_every_n_steps is not None:
-        kept |= {path for path in found if int(path.name.split("-")[1]) % keep_every_n_steps == 0}
-    return kept
-
-
-def ranked(scores: Mapping[str, float], mode: Literal["min", "max"]) -> dict[str, float]:
-    """Scores of checkpoints by name, best first, without NaN; of equal ones the earlier first."""
-    sign = 1.0 if mode == "min" else -1.0
-    scored = [(name, score) for name, score in scores.items() if not math.isnan(score)]
-    return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
-
-
-@overload
-def as_score(value: float) -> torch.Tensor: ...
-@overload
-def as_score(value: None) -> None: ...
-def as_score(value: float | None) -> torch.Tensor | None:
-    """A value of a monitor as Lightning has it, a tensor without dimensions; None stays None."""
-    return None if value is None else torch.tensor(value, dtype=torch.float64)
+def as_score(value: float) -> torch.Tensor:
+    """Return a value of a monitor as Lightning has it, a tensor without dimensions."""
+    return torch.tensor(value, dtype=torch.float64)

@@ -34,7 +34,9 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
     Raises:
         ConfigError: Something given is no callback, or saves checkpoints in a run that is to save none.
     """
-    callbacks = [*listed("callbacks", given), *_registered()]
+    callbacks = listed("callbacks", given)
+    for name in registered(CALLBACKS):
+        callbacks += listed(f"entry point {name}", load(CALLBACKS, name, f"the callbacks of {name}")())
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if savers and not checkpointing:
         raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
@@ -44,15 +46,6 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
     if checkpointing and not savers:
         savers = [ModelCheckpoint()]
     return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers
-
-
-def _registered() -> list[Callback]:
-    """Return the callbacks that installed distributions give every trainer."""
-    return [
-        callback
-        for name in registered(CALLBACKS)
-        for callback in listed(f"entry point {name}", load(CALLBACKS, name, f"the callbacks of {name}")())
-    ]
 
 
 def listed(where: str, given: Any) -> list[Callback]:

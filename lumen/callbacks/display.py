@@ -85,20 +85,8 @@ class Line:
         return [f"{name} {number(value, 4)}{marks.get(name, '')}" for name, value in self.values.items()]
 
 
-@final
-@dataclass
-class Board:
-    """The lines of training and of an evaluation within it."""
-
-    training: Line | None = None
-    evaluation: Line | None = None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from self.lines()
-
-    def lines(self) -> list[Line]:
-        """The lines that there are."""
-        return [line for line in (self.training, self.evaluation) if line is not None]
+#: The lines of training and of an evaluation within it, by "training" and "evaluation".
+Board = dict[str, Line]
 
 
 class Display(ABC):
@@ -149,7 +137,7 @@ class Plain(Display):
 
     def show(self, board: Board) -> None:
         """Print the line of the evaluation, or else of training."""
-        _print(board.evaluation or board.training)
+        _print([*board.values()][-1])
 
 
 @final
@@ -169,19 +157,15 @@ class Live(Display):
         self._live: RichLive | None = None
         self._forget_debuggers: Callable[[], None]  # from the first picture on
 
-    @staticmethod
-    def is_possible() -> bool:
-        """Whether the console is a terminal in which the cursor can move."""
-        return terminal.console.is_terminal and not terminal.console.is_dumb_terminal
-
     def draw(self, board: Board) -> None:
         """Draw; the first call starts the live display."""
+        from rich.console import Group
         from rich.live import Live as RichLive
 
         start = perf_counter()
         if self._live is None:
             self._live = RichLive(
-                board,
+                get_renderable=lambda: Group(*board.values()),
                 console=terminal.console,
                 auto_refresh=False,
                 redirect_stdout=terminal.stdout.isatty(),  # what goes to a file or a pipe must go on going there
@@ -190,7 +174,7 @@ class Live(Display):
             atexit.register(self._live.stop)  # whatever happens, the cursor comes back
             self._live.start()
             self._give_way()
-        self._live.update(board, refresh=True)
+        self._live.refresh()
         self.interval_s = max(self._shortest_interval_s, (perf_counter() - start) / _DRAWING_SHARE)
 
     def keep(self, line: Line) -> None:
@@ -204,18 +188,14 @@ class Live(Display):
         interact = Pdb.interaction
 
         def interaction(debugger: Pdb, *args: Any) -> Any:
-            self._clear()
+            if self._live is not None:
+                self._live.transient = True
+            self.close()
             debugger.stdout = getattr(debugger.stdout, "rich_proxied_file", debugger.stdout)  # as it is now
             return interact(debugger, *args)
 
         Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
         self._forget_debuggers = partial(setattr, Pdb, "interaction", interact)
-
-    def _clear(self) -> None:
-        """Take the picture away."""
-        if self._live is not None:
-            self._live.transient = True
-        self.close()
 
     def close(self) -> None:
         """Leave the last picture where it is and give the terminal back."""
@@ -242,7 +222,7 @@ class Notebook(Display):
         """Draw; the first call creates the output."""
         from IPython.display import display
 
-        text, marked_up = ("\n".join(map(write, board.lines())) for write in (str, Line.html))
+        text, marked_up = ("\n".join(map(write, board.values())) for write in (str, Line.html))
         picture = {"text/plain": text, "text/html": f'<pre style="white-space: pre-wrap">{marked_up}</pre>'}
         if self._output is None:
             self._output = display(picture, raw=True, display_id=True)  # type: ignore[no-untyped-call]
@@ -259,10 +239,11 @@ def choose_display(interval_s: float, plain_interval_s: float) -> Display:
     """
     if terminal.in_notebook:
         return Notebook(interval_s)
-    return Live(interval_s) if Live.is_possible() else Plain(plain_interval_s)
+    can_move_cursor = terminal.console.is_terminal and not terminal.console.is_dumb_terminal
+    return Live(interval_s) if can_move_cursor else Plain(plain_interval_s)
 
 
-def _print(line: Line | None) -> None:
+def _print(line: Line) -> None:
     terminal.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
+
+import torch
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import as_score
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
-
-if TYPE_CHECKING:
-    import torch
-
-    from lumen.callbacks.used_trainer import UsedTrainer
-    from lumen.task.task_module import TaskModule
+from lumen.task.task_module import TaskModule
 
 
 @final
@@ -69,17 +67,10 @@ class EarlyStopping(Callback):
     ) -> None:
         if min_delta < 0 or patience < 0:
             raise ConfigError("EarlyStopping: min_delta and patience must be >= 0.")
-        self.monitor = monitor
-        self.min_delta = min_delta
-        self.patience = patience
-        self.verbose = verbose
-        self.mode = mode
-        self.strict = strict
-        self.check_finite = check_finite
-        self.stopping_threshold = stopping_threshold
-        self.divergence_threshold = divergence_threshold
-        self.check_on_train_epoch_end = check_on_train_epoch_end
-        self.log_rank_zero_only = log_rank_zero_only
+        self.monitor, self.mode, self.min_delta, self.patience = monitor, mode, min_delta, patience
+        self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.check_on_train_epoch_end, self.log_rank_zero_only = check_on_train_epoch_end, log_rank_zero_only
         self._sign = 1.0 if mode == "min" else -1.0
         self._forget()
 
@@ -112,7 +103,9 @@ class EarlyStopping(Callback):
         if self._unseen and (ends_epoch or not self.check_on_train_epoch_end):
             self._unseen = False
             value = trainer.run.values.newest[self.monitor]
-            self._look(value)
+            judged = self._judge(value)
+            if judged is not None or self.wait_count == 0:  # A new best value takes an earlier decision back.
+                self.stopping_reason, self._pending = judged or ("not_stopped", None)
             level, counted = logging.INFO if self.verbose else logging.DEBUG, (self.wait_count, self.patience)
             _log.log(level, "early stopping: %s %g, best %g, %d of %d values since", self.monitor, value,
                      self._best, *counted)  # fmt: skip
@@ -132,12 +125,6 @@ class EarlyStopping(Callback):
         """Raise an error for a monitor that never had a value."""
         if self.strict:
             trainer.run.values.require("EarlyStopping", self.monitor)
-
-    def _look(self, value: float) -> None:
-        """Decide at a new value whether to stop; a new best value takes an earlier decision back."""
-        judged = self._judge(value)
-        if judged is not None or self.wait_count == 0:
-            self.stopping_reason, self._pending = judged or ("not_stopped", None)
 
     def _judge(self, value: float) -> tuple[str, str] | None:
         """The reason to stop at this value, in a word and in words; or None."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
 from lumen.console import logger as _log
@@ -15,8 +16,6 @@ from lumen.errors.arguments import at_least, checked
 from lumen.optim import MultiOptimizer
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from lumen.task.running_trainer import AnyTrainer
     from lumen.task.task_module import TaskModule
 
@@ -58,7 +57,8 @@ class BaseFinetuning(Callback, ABC):
 
     def on_fit_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Let the statistics of what a checkpoint has unfrozen move again."""
-        _train(each for each in task.modules() if isinstance(each, _NORMS) and _is_trained(each))
+        norms = (each for each in task.modules() if isinstance(each, _NORMS))
+        _train(each for each in norms if any(part.requires_grad for part in each.parameters(recurse=False)))
 
     def on_train_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Unfreeze what is to be trained from this epoch on."""
@@ -265,7 +265,3 @@ def _train(modules: Iterable[nn.Module]) -> None:
             module.track_running_stats = module.running_mean is not None
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_()
-
-
-def _is_trained(norm: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in norm.parameters(recurse=False))

@@ -7,11 +7,13 @@ import math
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
-from lumen.callbacks import checkpoint_names as names
+import torch
+
 from lumen.callbacks.base import Callback
-from lumen.callbacks.checkpoint_names import Rule, as_score, decides, deciding_first, is_same, moment_of, place
+from lumen.callbacks.checkpoint_names import as_score, decides, deciding_first, is_same, lost, moment_of, place
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.checkpoint import Saves
 from lumen.checkpoint.format.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
 from lumen.checkpoint.format.storage import as_place
@@ -20,12 +22,7 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import LacksLightnings, at_least, checked
 from lumen.errors.lightning_names import ATTRIBUTES_OF_CHECKPOINTS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
 from lumen.run.plan import Duration, duration_s
-
-if TYPE_CHECKING:
-    import torch
-
-    from lumen.callbacks.used_trainer import UsedTrainer
-    from lumen.task.task_module import TaskModule
+from lumen.task.task_module import TaskModule
 
 _DEFAULT_INTERVAL_S = 600.0
 _SHORT_RUN_S = 10.0
@@ -123,14 +120,10 @@ class ModelCheckpoint(Callback, LacksLightnings):
         self.asynchronous, self.save_last, self.verbose = asynchronous, save_last, verbose
         self.scores: dict[str, float] = {}
         self._score: float | None = None
-        self._epoch = 0
         self._is_wanted = False  # at the boundary in progress
-        self._saved_at_s = 0.0
-        self._reserves_at_s = math.inf
         self._saves: Saves | None = None
         self._has_twin = False  # another one has its monitor
         self._all: list[ModelCheckpoint] = []  # of the run in progress, itself too
-        self._seen: set[PurePath] = set()  # where it saves, when it last looked; of rank 0
 
     @property
     def best_model_path(self) -> str:
@@ -142,12 +135,13 @@ class ModelCheckpoint(Callback, LacksLightnings):
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """The monitor's value at the best checkpoint: float64 without dimensions."""
-        return as_score(next(iter(self._committed().values()), None))
+        scores = [*self._committed().values()]
+        return as_score(scores[0]) if scores else None
 
     @property
     def current_score(self) -> torch.Tensor | None:
         """The newest value of the monitor, likewise."""
-        return as_score(self._score)
+        return None if self._score is None else as_score(self._score)
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
@@ -182,9 +176,10 @@ class ModelCheckpoint(Callback, LacksLightnings):
 
     def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Start the clock, and finish what a kill after a commit left undone."""
-        self._saves, self._seen = trainer.run.saves, set()
-        self._all = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
-        self._all = [each for each in self._all if each.dirpath is not None]
+        self._saves = trainer.run.saves
+        self._seen: set[PurePath] = set()  # what was there when this one last looked; of rank 0
+        savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+        self._all = [each for each in savers if each.dirpath is not None]
         self._saved_at_s, self._epoch = trainer.run.ending.vote.now_s, trainer.current_epoch
         self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
         resumed = trainer.run.checkpoint
@@ -198,7 +193,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
             trainer.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         is_over = resumed is not None and trainer.run.ending.limit_reached is not None
         if is_over and self.at_end and self.dirpath is not None:  # this one is saved below
-            gone -= {trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))[0].name}
+            gone -= {self._place(trainer)[0].name}
         self.scores = {name: score for name, score in self.scores.items() if name not in gone}
         if resumed is None or self._all[-1:] != [self]:
             return
@@ -242,14 +237,10 @@ class ModelCheckpoint(Callback, LacksLightnings):
 
     def _note_score(self, trainer: UsedTrainer) -> None:
         """Note the monitor's value, if it has a new one, as that of this boundary's checkpoint too."""
-        value = self._new_value(trainer)
-        if value is None:
-            return
-        self._score = value
-        if self._is_wanted:
-            assert self.dirpath is not None
-            path, _ = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
-            self.scores[path.name] = value
+        if (value := self._new_value(trainer)) is not None:
+            self._score = value
+            if self._is_wanted:
+                self.scores[self._place(trainer)[0].name] = value
 
     def _is_due(self, trainer: UsedTrainer) -> bool:
         """Whether one of the rules wants this boundary, be it the last one or not; alike on all ranks."""
@@ -299,28 +290,27 @@ class ModelCheckpoint(Callback, LacksLightnings):
             trainer: The trainer of a run in which a step has just been completed.
             at_once: Write the checkpoint before returning, even if `asynchronous`.
         """
-        assert self.dirpath is not None
         run, saves, moment = trainer.run, trainer.run.saves, moment_of(trainer)
         if saves.moment != moment:
             saves.settle()
-        path, saved = trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
+        path, saved = self._place(trainer)
         if not saved:
-            chief = deciding_first(self._sharing(self.dirpath))[0]
-            ranked = list(chief._ranked())
-            best = ranked[0] if ranked else None
-            info = {"best": best, "ranked": ranked, "monitor": chief.monitor, "finished": run.ending.limit_reached}
-            saves.save(
-                path,
-                info,
-                asynchronous=False if at_once else self.asynchronous,
-                moment=moment,
-                account=partial(self._end_save, trainer, path),
-            )
+            chief = deciding_first(self._sharing(path.parent))[0]
+            ranked, account = list(chief._ranked()), partial(self._end_save, trainer, path)
+            info = {"best": ranked[0] if ranked else None, "ranked": ranked, "monitor": chief.monitor}
+            info["finished"] = run.ending.limit_reached
+            later = False if at_once else self.asynchronous
+            saves.save(path, info, asynchronous=later, moment=moment, account=account)
             level = logging.INFO if self.verbose else logging.DEBUG
             _log.log(level, "saving %s" if saves.path == path else "saved %s", path)
         elif saves.path is None or not is_same(saves.path, path):
             self._prune(trainer, path)
         self._saved_at_s = run.ending.vote.now_s
+
+    def _place(self, trainer: UsedTrainer) -> tuple[PurePath, bool]:
+        """Return the path of the present moment, and True if it is saved already. Collective."""
+        assert self.dirpath is not None
+        return trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
 
     def _reserves_after_s(self, trainer: UsedTrainer) -> float:
         """When to take the memory for copies: well before the first save, but not in a run that ends before it."""
@@ -335,7 +325,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         """The newest checkpoint where this one saves, and which of those with a score are no more."""
         if self.dirpath is None:
             return None, set(self.scores)
-        gone = names.lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
+        gone = lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
         return newest_committed(self.dirpath), gone
 
     def _prune(self, trainer: UsedTrainer, newest: PurePath) -> None:
@@ -352,13 +342,15 @@ class ModelCheckpoint(Callback, LacksLightnings):
     def _account(self, trainer: UsedTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
         sharing = self._sharing(newest.parent)
-        rules = [saver._rule() for saver in sharing]
 
         def find() -> list[PurePath]:
             trainer.run.saves.wait_for_removals()  # what is being removed shall not be found once more
             found = find_unread(newest.parent, known=self._seen)
             self._seen = {*found}
-            return names.unkept(rules, newest, found)
+            found = found[: found.index(newest) + 1] if newest in found else []  # What comes after it is damaged.
+            complete = [path for path in found if path == newest or not path.name.endswith("-validating")]
+            kept = {newest}.union(*(saver._kept(complete) for saver in sharing))
+            return [path for path in found if path not in kept]
 
         doomed = trainer.processes.on_rank_zero(find) if committed else []
         for path in doomed if committed else [newest]:
@@ -370,14 +362,19 @@ class ModelCheckpoint(Callback, LacksLightnings):
         """Return those that save in a folder."""
         return [saver for saver in self._all if saver.dirpath is not None and is_same(saver.dirpath, folder)]
 
-    def _rule(self) -> Rule:
-        """What finds the checkpoints that this one keeps."""
-        best, last, every = self._top(self._ranked()), self.keep_last, self.keep_every_n_steps
-        return partial(names.keep, best=best, keep_last=last, save_top_k=self.save_top_k, keep_every_n_steps=every)
+    def _kept(self, found: list[PurePath]) -> set[PurePath]:
+        """Return the checkpoints that the rules keep, of all paths, oldest first."""
+        if -1 in (self.keep_last, self.save_top_k):
+            return set(found)
+        best, every = self._top(self._ranked()), self.keep_every_n_steps
+        kept = set(found[max(0, len(found) - self.keep_last) :]) | {path for path in found if path.name in best}
+        return kept | {path for path in found if every and int(path.name.split("-")[1]) % every == 0}
 
     def _ranked(self) -> dict[str, float]:
         """Scores of checkpoints by name, best first, without NaN; of equal ones the earlier first."""
-        return names.ranked(self.scores, self.mode) if decides(vars(self)) else {}
+        sign = 1.0 if self.mode == "min" else -1.0
+        scored = [each for each in self.scores.items() if decides(vars(self)) and not math.isnan(each[1])]
+        return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
 
     def _committed(self) -> dict[str, float]:
         """`_ranked` without the checkpoint whose save is under way."""
@@ -394,8 +391,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
     def _is_among_best(self, value: float) -> bool:
         if math.isnan(value) or self.save_top_k == 0:
             return False
-        top = self._top(self._ranked())
+        top = [*self._top(self._ranked()).values()]
         if len(top) < self.save_top_k or self.save_top_k < 0:
             return True
-        worst = next(reversed(top.values()))
-        return value < worst if self.mode == "min" else value > worst
+        return value < top[-1] if self.mode == "min" else value > top[-1]

@@ -108,9 +108,11 @@ class ModelSummary(Callback):
         """Print the table."""
         if not trainer.is_global_zero:
             return
-        total, *rows = summarize(task, self.max_depth)
-        if rows:
-            _print(rows)
+        (total, *rows), console = summarize(task, self.max_depth), terminal.console
+        if rows and console.is_terminal:
+            console.print(_table(rows, plain=False), highlight=False)
+        elif rows:
+            print(terminal.as_text(_table(rows, plain=True)), end="", file=console.file, flush=True)
         _log.info("%s", _totals(task, total))
 
 
@@ -145,14 +147,6 @@ def _row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:
     for parameter in parameters:
         counts[parameter.requires_grad] += _elements(parameter)
     return Row(name, kind, counts[True], counts[False])
-
-
-def _print(rows: list[Row]) -> None:
-    console = terminal.console
-    if console.is_terminal:
-        console.print(_table(rows, plain=False), highlight=False)
-    else:
-        print(terminal.as_text(_table(rows, plain=True)), end="", file=console.file, flush=True)
 
 
 def _table(rows: list[Row], *, plain: bool) -> Table:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
+from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.throughput import Throughput, memory_mb
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked, optional
 from lumen.internals.compiler import is_compiled
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from lumen.callbacks.used_trainer import UsedTrainer
-    from lumen.task.task_module import TaskModule
-
+from lumen.task.task_module import TaskModule
 
 # Dense peaks in TFLOP/s (10^12 FLOP per second), without the factor 2 for structured sparsity; matrix products of 16
 # bits with float32 sums, as PyTorch makes them. None: the device has no such unit, or it is no faster than float32.
@@ -69,8 +65,36 @@ def peak_flop_per_s(device_name: str, dtype: torch.dtype, *, tf32: bool) -> floa
 _COUNTED = "Samples are those the loader drew, units the weights that the task returns or that batch_weight gives."
 
 
+class _SystemMonitor(Callback, ABC):
+    """A callback that gives every logger values of each `log_every_n_steps`-th step, for `system.csv`."""
+
+    stops_at_steps = False
+
+    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+        """Begin to measure."""
+        # A step that was saved while its validation was due has no record yet.
+        self._recorded_step = trainer.global_step - trainer.progress.validation_due
+        self._begin(trainer, task)
+
+    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+        """Write a record if one is due."""
+        step, is_new = trainer.global_step, trainer.global_step != self._recorded_step  # A skipped update is no step.
+        if is_new and step % trainer.plan.log_every_n_steps == 0:
+            self._recorded_step = step
+            if values := self._values(trainer):
+                trainer.run.records.log_system(values)
+
+    @abstractmethod
+    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
+        """Begin to measure."""
+
+    @abstractmethod
+    def _values(self, trainer: UsedTrainer) -> dict[str, float]:
+        """Return the values by name, or none."""
+
+
 @final
-class ThroughputMonitor(Callback):
+class ThroughputMonitor(_SystemMonitor):
     """Gives every logger, at each `log_every_n_steps`-th step, timings and memory, for `system.csv`.
 
     | column | |
@@ -93,8 +117,6 @@ class ThroughputMonitor(Callback):
         window_s: Seconds to average over, >= 0; 0: since the last record.
     """
 
-    stops_at_steps = False
-
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "batch_size_fn": _COUNTED,
         "length_fn": _COUNTED,
@@ -107,12 +129,7 @@ class ThroughputMonitor(Callback):
         at_least(0, "ThroughputMonitor", window_s=window_s)
         self.measure_flops = measure_flops
         self._throughput = Throughput(window_s)
-        self._recorded_step = 0
-        self._is_asked = False
-        self._counter: FlopCounterMode | None = None
-        self._counted_samples = 0
-        self._flop_per_sample: float | None = None
-        self._peak: float | None = None
+        self._counter: Any = None  # a FlopCounterMode
         if measure_flops:  # hooks of this object alone: without them a step pays nothing
             vars(self).update(
                 on_before_zero_grad=self._begin_to_count,
@@ -121,14 +138,12 @@ class ThroughputMonitor(Callback):
                 on_exception=self._stop_counting,
             )
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Start the clock."""
+    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
         self._throughput.start(trainer)
-        # a step that was saved while its validation was due has no record yet
-        self._recorded_step = trainer.global_step - trainer.progress.validation_due
-        self._flop_per_sample = None
-        self._is_asked = self.measure_flops and trainer.is_global_zero and not _is_compiled(task)
-        if self.measure_flops and trainer.is_global_zero and not self._is_asked:
+        self._flop_per_sample: float | None = None
+        self._is_asked = self.measure_flops and trainer.is_global_zero
+        if self._is_asked and any(map(is_compiled, task.modules())):
+            self._is_asked = False
             _log.warning("operations are not counted: to count them a compiled model would have to run uncompiled.")
 
     def on_validation_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
@@ -139,24 +154,14 @@ class ThroughputMonitor(Callback):
         """Start the clock again."""
         self._throughput.resume()
 
-    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Write a record if one is due."""
-        step = trainer.global_step
-        if step % trainer.plan.log_every_n_steps or step == self._recorded_step:  # a skipped update is no new step
-            return
-        self._recorded_step = step
-        memory = memory_mb(trainer.strategy.device)
-        values = {"time_s": trainer.progress.elapsed_s, **self._speeds(trainer), "memory_mb": memory}
-        trainer.run.records.log_system(values)
-
-    def _begin_to_count(self, trainer: UsedTrainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+    def _begin_to_count(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Count operations from here on: the forward of a step's first micro-batch follows."""
         if self._is_asked and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
             self._counted_samples = max(trainer.run.log.batch_samples, 1)
             self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
+            self._counter.__enter__()
 
     def _take_count(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Take the count: the backward is done."""
@@ -171,11 +176,11 @@ class ThroughputMonitor(Callback):
     def _stop_counting(self, *_: Any) -> None:
         """Stop counting, also where the micro-batch was skipped or failed; then the next one is counted."""
         if self._counter is not None:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._counter.__exit__(None, None, None)
             self._counter = None
 
-    def _speeds(self, trainer: UsedTrainer) -> dict[str, float]:
-        values = self._throughput.measure(trainer)._asdict()
+    def _values(self, trainer: UsedTrainer) -> dict[str, float]:
+        values = {"time_s": trainer.progress.elapsed_s, **self._throughput.measure(trainer)._asdict()}
         if not trainer.run.step.counters.weighs:
             del values["units_per_s"]
         if self._flop_per_sample is not None:
@@ -183,11 +188,7 @@ class ThroughputMonitor(Callback):
             values |= {"flop_per_step": flop_per_s / max(values["steps_per_s"], 1e-9), "flop_per_s": flop_per_s}
             if self._peak is not None:
                 values["mfu"] = flop_per_s / (self._peak * trainer.world_size)
-        return values
-
-
-def _is_compiled(task: TaskModule) -> bool:
-    return any(is_compiled(module) for module in task.modules())
+        return values | {"memory_mb": memory_mb(trainer.strategy.device)}
 
 
 def _peak_flop_per_s(trainer: UsedTrainer) -> float | None:
@@ -272,7 +273,7 @@ _CUDA = {
 
 
 @final
-class DeviceStatsMonitor(Callback):
+class DeviceStatsMonitor(_SystemMonitor):
     """Gives every logger, at each `log_every_n_steps`-th step, memory and load of the first process, for `system.csv`.
 
     | column | |
@@ -293,18 +294,14 @@ class DeviceStatsMonitor(Callback):
         ConfigError: `psutil` is needed and not installed.
     """
 
-    stops_at_steps = False
-
     @checked
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
-        self._recorded_step = 0
-        self._sources: list[Callable[[], dict[str, float]]] = []
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
         """Find what can be read."""
         device = trainer.strategy.device
-        self._sources = []
+        self._sources: list[Callable[[], dict[str, float]]] = []
         if device.type == "cpu" if self.cpu_stats is None else self.cpu_stats:
             trainer.processes.on_rank_zero(_find_psutil)
             self._sources.append(_of_host)
@@ -313,21 +310,10 @@ class DeviceStatsMonitor(Callback):
         elif device.type == "mps":
             self._sources.append(_of_mps)
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Begin to measure the load."""
-        self._recorded_step = trainer.global_step - trainer.progress.validation_due
-        self._read(trainer)
+    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
+        self._values(trainer)  # The load is measured from one reading to the next.
 
-    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Write a record if one is due."""
-        step = trainer.global_step
-        if step % trainer.plan.log_every_n_steps or step == self._recorded_step:  # a skipped update is no new step
-            return
-        self._recorded_step = step
-        if values := self._read(trainer):
-            trainer.run.records.log_system(values)
-
-    def _read(self, trainer: UsedTrainer) -> dict[str, float]:
+    def _values(self, trainer: UsedTrainer) -> dict[str, float]:
         sources = self._sources if trainer.is_global_zero else []
         return {name: value for read in sources for name, value in read().items()}
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from pathlib import Path
+from typing import Any, ClassVar, final
 
 from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.checkpoint_names import place
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.checkpoint.format.storage import as_place, exists
 from lumen.console import logger as _log
 from lumen.errors import NonFiniteLoss
 from lumen.errors.arguments import checked
 from lumen.run.plan import Progress
-
-if TYPE_CHECKING:
-    from lumen.callbacks.used_trainer import UsedTrainer
-    from lumen.task.task_module import TaskModule
+from lumen.task.task_module import TaskModule
 
 
 @final
@@ -112,7 +110,9 @@ class OnExceptionCheckpoint(Callback):
         path, saved = place(trainer, own)
         if not (saved and may_be_there):
             if not exact or self.dirpath is not None:
-                path = _free_name(trainer, self.dirpath or own)
+                name = f"exception-step-{trainer.global_step:08d}"
+                names = (name if number == 0 else f"{name}-{number}" for number in count())
+                path = next(free for each in names if not exists(free := (self.dirpath or own) / each))
             if exact and self.dirpath is None and saver is not None:
                 saver.save(trainer, at_once=True)
             else:
@@ -123,9 +123,3 @@ class OnExceptionCheckpoint(Callback):
 def _moment(progress: Progress) -> tuple[Any, ...]:
     """Counters of which one moves as soon as anything of an epoch, a step or a validation has begun."""
     return progress.epoch, progress.in_epoch, progress.micro_batches, progress.validation_due
-
-
-def _free_name(trainer: UsedTrainer, folder: PurePath) -> PurePath:
-    name = f"exception-step-{trainer.global_step:08d}"
-    names = (name if number == 0 else f"{name}-{number}" for number in count())
-    return next(path for each in names if not exists(path := folder / each))

@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, final
 
 import torch
+from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.console import logger as _log
 from lumen.data.nested import fill
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked
 from lumen.strategies import sync_buffers
+from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Averages, Place, places_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from lumen.callbacks.used_trainer import UsedTrainer
-    from lumen.task.task_module import TaskModule
 
 
 class ParameterAverage(Callback, ABC):
@@ -95,9 +92,7 @@ class ParameterAverage(Callback, ABC):
     def _copy(self, task: TaskModule) -> None:
         """Begin with the parameters as they are."""
         found = places_of(task, buffers=self.use_buffers, persistent=True)
-        self._average = {
-            name: held[key].detach().to(_exact(held[key].dtype), copy=True) for name, (held, key) in found.items()
-        }
+        self._average = {name: held[key].detach().clone() for name, (held, key) in found.items()}
         self._find(task)
 
     def _find(self, task: TaskModule) -> None:
@@ -110,19 +105,17 @@ class ParameterAverage(Callback, ABC):
                 "layers in configure_model, before the average begins."
             )
         for name, tensor in self._tensors():
-            self._average[name] = self._average[name].to(tensor.device, _exact(tensor.dtype))
+            exact = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+            self._average[name] = self._average[name].to(tensor.device, exact)  # 16 bits round small moves away
         self._averages = Averages({name: (self._average, name) for name in self._average}, self._places)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters and buffers that the average follows, by name."""
         return ((name, held[key]) for name, (held, key) in self._places.items())
 
-    def around_validation(self, trainer: UsedTrainer, task: TaskModule) -> AbstractContextManager[None]:
-        """The average stands in the place of the parameters."""
-        return self._swapped(trainer, task)
-
     @contextmanager
-    def _swapped(self, trainer: UsedTrainer, task: TaskModule) -> Iterator[None]:
+    def around_validation(self, trainer: UsedTrainer, task: TaskModule) -> Iterator[None]:
+        """Put the average in the place of the parameters."""
         self.update(trainer, task)
         if self._average:
             self._find(task)
@@ -160,11 +153,6 @@ class ParameterAverage(Callback, ABC):
         for name, tensor in self._tensors():
             fill(tensor, self._average[name])
         sync_buffers(trainer.strategy, task)
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of an average: float32 for parameters whose dtype would round small moves away."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @final
@@ -218,11 +206,8 @@ class EMA(ParameterAverage):
             raise ConfigError(f"EMA: decay must be at least 0 and less than 1, found {decay:g}.")
         at_least(1, update_every_n_steps=update_every_n_steps)
         super().__init__(use_buffers=use_buffers)
-        self.decay, self.warmup = decay, warmup
-        self.update_every_n_steps = update_every_n_steps
-        self.update_starting_at_step = update_starting_at_step
-        self.update_starting_at_epoch = update_starting_at_epoch
-        self._seen = 0  # the newest step that was looked at
+        self.decay, self.warmup, self.update_every_n_steps = decay, warmup, update_every_n_steps
+        self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, and how often they have moved."""
@@ -234,7 +219,7 @@ class EMA(ParameterAverage):
 
     def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
         self._copy(task)
-        self._seen = trainer.global_step
+        self._seen = trainer.global_step  # the newest step that was looked at
 
     def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Move the average after an update, unless a validation of this step has."""
@@ -305,7 +290,6 @@ class SWA(ParameterAverage):
             raise ConfigError(f"SWA: swa_lrs must be above 0, found {swa_lrs}.")
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
-        self._first = 0  # epoch that is averaged
         self._rates: list[float] = []  # of the groups, before they are annealed
 
     def state_dict(self) -> dict[str, Any]:
@@ -326,7 +310,7 @@ class SWA(ParameterAverage):
                     "epoch."
                 )
             start = trainer.max_epochs * start
-        self._first = int(start)
+        self._first = int(start)  # epoch that is averaged
         self._ends(len(_groups(trainer)))
 
     def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -91,9 +92,6 @@ def _in_words(schema: Any) -> str:
     return ", ".join(f"{field.name} ({field.type})" for field in schema)
 
 
-_Interval = Literal["batch", "epoch", "batch_and_epoch"]
-
-
 class BasePredictionWriter(Callback):
     """Subclass it to write what `predict_step` returns, on each process that of its own batches.
 
@@ -103,10 +101,8 @@ class BasePredictionWriter(Callback):
     """
 
     @checked
-    def __init__(self, write_interval: _Interval = "batch") -> None:
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         self.interval = write_interval
-        self._predictions: list[list[Any]] = []
-        self._indices: list[list[list[int] | None]] = []
 
     def write_on_batch_end(
         self,
@@ -145,7 +141,8 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Begin anew."""
-        self._predictions, self._indices = [], []
+        self._predictions: list[list[Any]] = [[] for _ in trainer.num_predict_batches]
+        self._indices: list[list[list[int] | None]] = [[] for _ in trainer.num_predict_batches]
 
     def on_predict_batch_end(
         self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -155,18 +152,12 @@ class BasePredictionWriter(Callback):
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":
-            while len(self._predictions) <= dataloader_idx:
-                self._predictions.append([])
-                self._indices.append([])
             self._predictions[dataloader_idx].append(move(outputs, torch.device("cpu")))
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Write what was kept."""
         if self.interval != "batch":
-            while len(self._predictions) < len(trainer.num_predict_batches):  # this process had no batch of the last
-                self._predictions.append([])
-                self._indices.append([])
             alone = self._predictions[0] if len(self._predictions) == 1 else self._predictions
             self.write_on_epoch_end(trainer, task, alone, self._indices)
             self._predictions, self._indices = [], []
@@ -198,13 +189,12 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         super().__init__("batch")
         self.directory, self.format = local_path(directory), format
-        self._tables: dict[int, ParquetFile] = {}
         if format == "parquet":
             optional("pyarrow", "PredictionWriter(format='parquet')", "parquet")
 
     def on_predict_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Refuse a directory that has predictions of another run. Collective: every rank must call this."""
-        self._tables = {}
+        self._tables: dict[int, ParquetFile] = {}
         self.directory.mkdir(parents=True, exist_ok=True)
         found = sorted(self.directory.glob("predictions-*"))
         data_rank = trainer.strategy.data_rank
@@ -267,10 +257,8 @@ def _named(prediction: Any) -> dict[str, torch.Tensor]:
     """The tensors of a prediction by name."""
     if isinstance(prediction, torch.Tensor):
         return {"prediction": prediction}
-    items = prediction.items() if isinstance(prediction, Mapping) else None
-    if items is None and isinstance(prediction, (list, tuple)):
-        items = enumerate(prediction)  # type: ignore[assignment]
-    found = {} if items is None else {str(key): value for key, value in items}
+    items = dict(enumerate(prediction)) if isinstance(prediction, (list, tuple)) else prediction
+    found = {str(key): value for key, value in items.items()} if isinstance(items, Mapping) else {}
     if not found or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise DataError(
             f"PredictionWriter: predict_step returned a {type(prediction).__name__}. Return a tensor, or a dictionary "
@@ -291,9 +279,6 @@ def _check_rows(format: str, named: Mapping[str, torch.Tensor], indices: list[in
 
 def _lines(named: Mapping[str, torch.Tensor], indices: list[int] | None, loader: int) -> list[str]:
     """A line of JSON for each sample."""
-    columns = {key: tensor.tolist() for key, tensor in named.items()}
-    return [
-        json.dumps({"index": None if indices is None else indices[place], "dataloader": loader}
-                   | {key: values[place] for key, values in columns.items()}) + "\n"
-        for place in range(len(next(iter(named.values()))))
-    ]  # fmt: skip
+    names = "index", "dataloader", *named
+    rows = zip(indices or repeat(None), repeat(loader), *(each.tolist() for each in named.values()), strict=False)
+    return [json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 from lumen.callbacks.base import Callback
 from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
 from lumen.callbacks.early_stopping import BestSoFar, monitored
 from lumen.callbacks.throughput import Throughput, TimeLeft, memory_mb
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.errors import ConfigError
 from lumen.errors.arguments import at_least, checked
 from lumen.metrics.step_values import HostCopy, for_the_bar
-
-if TYPE_CHECKING:
-    from lumen.callbacks.used_trainer import UsedTrainer
-    from lumen.task.task_module import TaskModule
+from lumen.task.task_module import TaskModule
 
 _SPEED_WINDOW_S = 10.0
 _NAMES = {"sanity": "sanity check", "validate": "validation"}  # of evaluations; others are called as the stage
@@ -66,16 +64,12 @@ class ProgressBar(Callback):
 
     def _forget(self) -> None:
         self._display: Display = NoDisplay()
-        self._board = Board()
+        self._board: Board = {}
         self._due_at_s = math.inf
         self._validation_due_at_s = 0.0
         self._throughput = Throughput(_SPEED_WINDOW_S)
         self._training = False
-        self._total_steps: int | None = None
-        self._bar_is_epoch = False
-        self._began_at_s = 0.0
         self._time_left = TimeLeft()
-        self._best = BestSoFar(None)
         self._best_step: int | None = None  # whose validation, the newest one, gave the best value so far
         self._look: tuple[Line, HostCopy[str]] | None = None
         self._step_values: dict[str, float] = {}
@@ -98,8 +92,7 @@ class ProgressBar(Callback):
         self._time_left = TimeLeft(trainer.global_step)
         self._best = BestSoFar(monitored(trainer))
         self._throughput.start(trainer)
-        self._take_look(trainer)
-        self._take_in_look()
+        self._look_now(trainer, wait=True)
         self._display.draw(self._board)
         self._due_at_s = self._began_at_s + self._display.interval_s
 
@@ -130,13 +123,15 @@ class ProgressBar(Callback):
 
     def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Show where the run ended."""
-        self._take_look(trainer)
-        self._take_in_look(wait=True)
-        line = self._board.training
-        assert line is not None
+        self._look_now(trainer, wait=True)
+        line = self._board["training"]
         line.fraction, line.tail = None, f"took {duration(perf_counter() - self._began_at_s)}"
         self._show()
         self._close()
+
+    def _look_now(self, trainer: UsedTrainer, *, wait: bool = False) -> None:
+        self._take_look(trainer)
+        self._take_in_look(wait=wait)
 
     def _take_look(self, trainer: UsedTrainer) -> None:
         """Note where the run stands and begin to copy its values to the host."""
@@ -151,7 +146,7 @@ class ProgressBar(Callback):
         self._look = None
         self._step_values |= host_copy.read()
         line.values = self._step_values | line.values
-        self._board.training = line
+        self._board["training"] = line
         return True
 
     def _show(self) -> None:
@@ -192,12 +187,11 @@ class ProgressBar(Callback):
         """Show that an evaluation begins."""
         self._time_left.pause()
         if self._training:
-            self._take_look(trainer)
-            self._take_in_look()
+            self._look_now(trainer)
         self._throughput.pause()
         stage = trainer.run.stage
-        self._evaluation = _Pass(_NAMES.get(stage, stage), trainer.run.loaders.evaluation_batches(trainer.run.stage))
-        self._board.evaluation = self._evaluation.line()
+        self._evaluation = _Pass(_NAMES.get(stage, stage), trainer.run.loaders.evaluation_batches(stage))
+        self._board["evaluation"] = self._evaluation.line()
         self._display.draw(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
 
@@ -210,7 +204,7 @@ class ProgressBar(Callback):
         self._evaluation.done = done if self._evaluation.total is None else min(done, self._evaluation.total)
         if perf_counter() >= self._due_at_s:
             self._take_in_look()
-            self._board.evaluation = self._evaluation.line()
+            self._board["evaluation"] = self._evaluation.line()
             self._show()
 
     def on_validation_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
@@ -218,25 +212,23 @@ class ProgressBar(Callback):
         self._throughput.resume()
         self._time_left.resume()
         if trainer.sanity_checking:
-            self._board.evaluation = None
+            del self._board["evaluation"]
             self._display.draw(self._board)
             return
         names = _evaluation_names(trainer)
         if self._training:
             self._epoch_names |= dict.fromkeys(names)
-            self._board.evaluation = None
+            del self._board["evaluation"]
             values = self._values_of_validation(trainer, names)
-            self._take_look(trainer)
-            self._take_in_look(wait=True)
-            assert self._board.training is not None
-            self._display.keep(Line(self._board.training.head, values=values, best=self._board.training.best))
+            self._look_now(trainer, wait=True)
             self._display.draw(self._board)
+            training = self._board["training"]
+            self._display.keep(Line(training.head, values=values, best=training.best))
             if (now := perf_counter()) >= self._validation_due_at_s:
                 self._due_at_s, self._validation_due_at_s = 0.0, now + self._display.interval_s
         else:
-            self._board.evaluation = self._evaluation.line(
-                {name: trainer.run.values.newest[name] for name in names}, over=True
-            )
+            values = {name: trainer.run.values.newest[name] for name in names}
+            self._board["evaluation"] = self._evaluation.line(values, over=True)
             self._show()
             self._close()
 
@@ -258,12 +250,10 @@ class ProgressBar(Callback):
     def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
         """Show where a run that was asked to leave ended; leave the terminal as it was."""
         if self._training and trainer.run.ending.vote.requested and not trainer.run.log.in_train_step:
-            if self._board.evaluation is not None:
+            if self._board.pop("evaluation", None) is not None:
                 self._throughput.resume()
                 self._time_left.resume()
-                self._board.evaluation = None
-            self._take_look(trainer)
-            self._take_in_look()
+            self._look_now(trainer)
             self._show()
         self._close()
 

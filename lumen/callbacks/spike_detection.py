@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
+
+from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
 from lumen.errors.arguments import at_least, checked
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from lumen.callbacks.used_trainer import UsedTrainer
-    from lumen.task.task_module import TaskModule
+from lumen.task.task_module import TaskModule
 
 
 @final
@@ -81,14 +79,9 @@ class SpikeDetection(Callback):
             raise ConfigError("SpikeDetection: atol or rtol must say how far above the mean a spike is.")
         if min(atol or 0.0, rtol or 0.0) < 0:
             raise ConfigError(f"SpikeDetection: atol and rtol must be >= 0, found {atol} and {rtol}.")
-        self.monitor = monitor
-        self.window = window
-        self.warmup = warmup
-        self.atol = atol
-        self.rtol = rtol
+        self.monitor, self.window, self.warmup, self.atol, self.rtol = monitor, window, warmup, atol, rtol
         self.reads_step_loss = monitor == "loss"
-        self.action = action
-        self.max_in_a_row = max_in_a_row
+        self.action, self.max_in_a_row = action, max_in_a_row
         self.before, self.after, self.max_rollbacks = before, after, max_rollbacks
         self._forget()
 
@@ -126,16 +119,13 @@ class SpikeDetection(Callback):
         if not math.isfinite(value):
             return
         mean = sum(self._values) / max(len(self._values), 1)
-        if self._seen >= self.warmup and self._is_spike(value, mean):
+        above, least = value - mean, max(self.atol or 0.0, (self.rtol or 0.0) * abs(mean))
+        if self._seen >= self.warmup and above > 0 and above >= least:
             self._act(trainer, value, mean)
             return
         self._in_a_row = 0
         self._seen += 1
         self._values = [*self._values, value][-self.window :]
-
-    def _is_spike(self, value: float, mean: float) -> bool:
-        above = value - mean
-        return above > 0 and above >= (self.atol or 0.0) and above >= (self.rtol or 0.0) * abs(mean)
 
     def _act(self, trainer: UsedTrainer, value: float, mean: float) -> None:
         self.spikes += 1
@@ -181,16 +171,9 @@ class SpikeDetection(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The window, and the counts."""
-        return {
-            "values": self._values,
-            "seen": self._seen,
-            "in_a_row": self._in_a_row,
-            "spikes": self.spikes,
-        }
+        return {"values": self._values, "seen": self._seen, "in_a_row": self._in_a_row, "spikes": self.spikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the window and the counts."""
         self._values = state["values"][-self.window :]
-        self._seen = state["seen"]
-        self._in_a_row = state["in_a_row"]
-        self.spikes = state["spikes"]
+        self._seen, self._in_a_row, self.spikes = state["seen"], state["in_a_row"], state["spikes"]

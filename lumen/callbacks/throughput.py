@@ -7,12 +7,11 @@ import resource
 import sys
 from collections import deque
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 
-if TYPE_CHECKING:
-    from lumen.callbacks.used_trainer import UsedTrainer
+from lumen.callbacks.used_trainer import UsedTrainer
 
 
 class Rates(NamedTuple):
@@ -33,15 +32,6 @@ class Rates(NamedTuple):
     data_wait_share: float
 
 
-class _Mark(NamedTuple):
-    time_s: float
-    steps: int
-    batches: int
-    samples: int
-    units: float
-    waited_s: float
-
-
 @final
 class Throughput:
     """Measures the speed of a run between two readings of its counters.
@@ -52,9 +42,7 @@ class Throughput:
 
     def __init__(self, window_s: float = 0.0) -> None:
         self._window_s = window_s
-        self._marks: deque[_Mark] = deque()
         self._paused_s = 0.0
-        self._paused_at_s = 0.0
 
     def start(self, trainer: UsedTrainer) -> None:
         """Begin anew."""
@@ -72,23 +60,17 @@ class Throughput:
         """The speed up to now; after `start` and not during a pause."""
         marks, now = self._marks, self._mark(trainer)
         marks.append(now)
-        while len(marks) > 2 and marks[1].time_s <= now.time_s - self._window_s:
+        while len(marks) > 2 and marks[1][0] <= now[0] - self._window_s:
             marks.popleft()
-        then = marks[0]
-        seconds = max(now.time_s - then.time_s, 1e-9)
-        rates = Rates._make((end - start) / seconds for end, start in zip(now[1:], then[1:], strict=True))
+        seconds, *moved = (end - start for end, start in zip(now, marks[0], strict=True))
+        rates = Rates._make(each / max(seconds, 1e-9) for each in moved)
         return rates._replace(data_wait_share=min(rates.data_wait_share, 1.0))
 
-    def _mark(self, trainer: UsedTrainer) -> _Mark:
+    def _mark(self, trainer: UsedTrainer) -> tuple[float, ...]:
+        """Return the time without pauses, and the counters of the rates, in their order."""
         progress, counters = trainer.progress, trainer.run.step.counters
-        return _Mark(
-            perf_counter() - self._paused_s,
-            progress.step,
-            progress.micro_batches,
-            counters.samples,
-            progress.units,
-            counters.waited_s,
-        )
+        counted = progress.step, progress.micro_batches, counters.samples, progress.units, counters.waited_s
+        return perf_counter() - self._paused_s, *counted
 
 
 def memory_mb(device: torch.device) -> float:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from lumen.callbacks.base import Callback
+from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.arguments import checked
 from lumen.run.plan import Duration, duration_s
-
-if TYPE_CHECKING:
-    from lumen.callbacks.used_trainer import UsedTrainer
-    from lumen.task.task_module import TaskModule
+from lumen.task.task_module import TaskModule
 
 _STAGES = ("train", "validate", "test", "predict")
 
@@ -83,7 +81,7 @@ class Timer(Callback):
 
     def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Stop the clock."""
-        self._end("train")
+        self._ended_s["train"] = time.monotonic()
 
     def on_validation_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Start the clock of an evaluation."""
@@ -91,7 +89,7 @@ class Timer(Callback):
 
     def on_validation_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Stop the clock of an evaluation."""
-        self._end(_of_evaluation(trainer))
+        self._ended_s[_of_evaluation(trainer)] = time.monotonic()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -99,8 +97,7 @@ class Timer(Callback):
     def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
         """Stop every clock."""
         for stage in self._started_s:
-            if stage not in self._ended_s:
-                self._end(stage)
+            self._ended_s.setdefault(stage, time.monotonic())
 
     def state_dict(self) -> dict[str, Any]:
         """Whether this callback ended the run; its time is part of every checkpoint."""
@@ -131,9 +128,6 @@ class Timer(Callback):
     def _start(self, stage: str) -> None:
         self._started_s[stage] = time.monotonic()
         self._ended_s.pop(stage, None)
-
-    def _end(self, stage: str) -> None:
-        self._ended_s[stage] = time.monotonic()
 
 
 def _of_evaluation(trainer: UsedTrainer) -> str:

@@ -63,6 +63,14 @@ def test_plain_lines_hold_everything_in_one_order(monkeypatch: pytest.MonkeyPatc
     assert "\x1b" not in written()
 
 
+def test_plain_lines_show_a_validation_in_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The line of training has nothing new while a validation runs."""
+    written = show_on(monkeypatch, terminal=False)
+    trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_epochs=1).fit(Task(), loader(2), val_dataloaders=loader(3))
+    lines = written().splitlines()
+    assert [done for done in (1, 2, 3) if any(line.startswith(f"validation {done}/3") for line in lines)] == [1, 2, 3]
+
+
 def test_the_total_follows_data_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written, data = show_on(monkeypatch, terminal=False), [(torch.ones(2),)] * 8
     growing = lumen.LambdaCallback(on_train_epoch_end=lambda trainer, task: data.extend(data[:4]))
