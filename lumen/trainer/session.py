@@ -43,7 +43,10 @@ from lumen.callbacks import (
     OnExceptionCheckpoint,
     ProgressBar,
     ThroughputMonitor,
+    joined,
+    listed,
     savers_of,
+    scheduled,
 )
 from lumen.callbacks.checkpoint_names import is_same
 from lumen.checkpoint import Checkpoint, Saves, storage_of
@@ -65,9 +68,8 @@ from lumen.strategies import check_data_ranks
 from lumen.strategies.factory import unused_devices
 from lumen.task.data_module import DataModule
 from lumen.task.given import check_task
-from lumen.task.hooks import Hooks, check_hooks, fitted, misspelt_hooks, overridden_state_dicts
+from lumen.task.hooks import Hooks, check_hooks, fitted, misspelt_hooks, overridden_state_dicts, overrides
 from lumen.task.task_module import TaskModule
-from lumen.trainer.join_callbacks import join_callbacks
 from lumen.trainer.logs import apart_from_others, console_log, log_file
 from lumen.trainer.process_settings import torch_settings, turn, write_environment
 from lumen.trainer.run_directory import RunDirectory
@@ -135,6 +137,36 @@ class Session:
         trainer._started = False
         if needs_launcher(trainer.processes, trainer.max_restarts if self.trains else 0):
             relaunch(trainer.world_size, trainer.max_restarts)
+
+
+def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[Callback]:
+    """Ask a task for its callbacks, before anything looks at the trainer's, which they join and where they stay.
+
+    A run that goes back to a checkpoint keeps those that it has. An evaluation after `fit` keeps what has saved there,
+    which knows the best checkpoint.
+
+    Returns:
+        Those of the trainer that have lost their place.
+
+    Raises:
+        ConfigError: What the task gives are no callbacks, or they contradict the trainer's settings.
+    """
+    goes_back = stage == "fit" and trainer.origin.rolled_back is not None
+    replaced: list[Callback] = []
+    if trainer._asks_task and not goes_back and overrides(task, "configure_callbacks"):
+        where = f"{type(task).__name__}.configure_callbacks"
+        with task._opened_by(trainer):
+            given = listed(where, task.configure_callbacks())
+        saving = any(isinstance(each, ModelCheckpoint) for each in given)
+        if saving and stage == "fit" and not (trainer.enable_checkpointing or trainer.fast_dev_run):
+            raise ConfigError(
+                f"enable_checkpointing is False, but {where} has a ModelCheckpoint. Remove one of the two."
+            )
+        if not trainer.enable_checkpointing or (stage != "fit" and trainer.run_directory is not None):
+            given = [each for each in given if not isinstance(each, ModelCheckpoint)]
+        trainer.callbacks, replaced = joined(trainer.callbacks, given)
+    trainer.plan = scheduled(trainer.plan, trainer.callbacks, replaced)  # one may have joined by hand, too
+    return replaced
 
 
 @contextmanager

@@ -32,9 +32,8 @@ from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
-from lumen.trainer.fitting import begin_training, end_training, go_back
 from lumen.trainer.logs import LogSettings
-from lumen.trainer.prepare import Origin, evaluate_all
+from lumen.trainer.prepare import Origin, begin_training, end_training, evaluate_all, go_back
 from lumen.trainer.run_view import RunView
 from lumen.trainer.script_record import defaults_from_environment
 from lumen.trainer.session import opened
@@ -401,8 +400,3 @@ class Trainer(RunView):
         refuse_unknown("save_checkpoint", unknown, INSTEAD_IN_SAVE)
         _ = self.optimizers  # only a training can be saved
         self.run.saves.save_once(as_place(filepath), info or {})
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The `ModelCheckpoint` that says which checkpoint is best: the first with a monitor, else the first."""
-        return next(iter(self.checkpoint_callbacks), None)

@@ -25,7 +25,16 @@ from tests.helpers.architecture import AROUND_THE_CORE, FLOORS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DOORS = {"lumen", "lumen.__main__"}
-MIXINS = {"LacksLightnings", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "OfRun", "Attached"}
+MIXINS = {
+    "LacksLightnings",
+    "HasHyperparameters",
+    "ModelHooks",
+    "OptimizerHooks",
+    "DataHooks",
+    "OfRun",
+    "Attached",
+    "RunView",
+}
 OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI"} | MIXINS
 PUBLIC = [
     "AdvancedProfiler",

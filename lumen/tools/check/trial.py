@@ -29,10 +29,9 @@ from lumen.task.task_module import TaskModule
 from lumen.tools.bystanders import BYSTANDERS
 from lumen.tools.check.probes import Probes, Seen
 from lumen.tools.check.show import Part, largest, parts_of
-from lumen.trainer.fitting import begin_training, go_back
-from lumen.trainer.join_callbacks import join_callbacks
 from lumen.trainer.logs import LogSettings
-from lumen.trainer.session import opened
+from lumen.trainer.prepare import begin_training, go_back
+from lumen.trainer.session import join_callbacks, opened
 from lumen.trainer.trainer import Trainer
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
 
