@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import final
@@ -40,40 +39,20 @@ class OwnTime:
     """
 
     def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        self._since_s = math.nan
+        self._processes, self._since_s = processes, math.nan
         self.seconds, self.steps = 0.0, 0
 
     def start(self) -> None:
         """The data of the next step is asked for."""
-        self._since_s = self._now_s()
+        self._since_s = perf_counter() - self._processes.waited_s
 
     def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         """Begin a sum over the processes where the last backward of a step begins. Collective."""
         if not math.isnan(self._since_s):
-            self.seconds += self._now_s() - self._since_s
+            self.seconds += perf_counter() - self._processes.waited_s - self._since_s
             self.steps += 1
             self._since_s = math.nan
         return self._processes.begin_sum(numbers)
-
-    def _now_s(self) -> float:
-        return perf_counter() - self._processes.waited_s
-
-
-@final
-@dataclass(frozen=True)
-class Spent:
-    """What a rank has spent so far.
-
-    Attributes:
-        steps: That were measured.
-        own_s: Seconds until it waited for the others, in all of them.
-        data_s: Seconds for which it waited for training data.
-    """
-
-    steps: float
-    own_s: float
-    data_s: float
 
 
 @final
@@ -90,37 +69,40 @@ class SlowRanks:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._before: list[Spent] = []
-        self._before_s = 0.0
-        self._suspects: set[int] = set()
+        self._before: Sequence[Mapping[str, float]] = ()
+        self._before_s, self._suspects = 0.0, set[int]()
         self._quiet_until_s: dict[int, float] = {}
         self._quiet_s: dict[int, float] = {}
 
-    def hear(self, ranks: Sequence[Spent]) -> None:
-        """Look at what all ranks have spent so far, in rank order."""
+    def hear(self, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Look at what all ranks have spent so far.
+
+        Args:
+            ranks: For each rank the steps that were measured (`steps`), the seconds in them until it waited for the
+                others (`own_s`), and the seconds for which it waited for training data (`data_s`).
+        """
         now_s = perf_counter()
         if not self._before:
-            self._before, self._before_s = [*ranks], now_s
-        steps, took_s = ranks[0].steps - self._before[0].steps, now_s - self._before_s
+            self._before, self._before_s = ranks, now_s
+        steps, took_s = ranks[0]["steps"] - self._before[0]["steps"], now_s - self._before_s
         if steps < _LEAST_STEPS or took_s < _LEAST_S:
             return
-        own_s = [(now.own_s - then.own_s) / steps for now, then in zip(ranks, self._before, strict=True)]
-        data_s = [(now.data_s - then.data_s) / steps for now, then in zip(ranks, self._before, strict=True)]
+        own_s, data_s = (
+            [(now[name] - then[name]) / steps for now, then in zip(ranks, self._before, strict=True)]
+            for name in ("own_s", "data_s")
+        )
         slow = {rank: usual_s for rank in range(len(ranks)) if (usual_s := _exceeds(own_s, rank, took_s / steps))}
         for rank, usual_s in slow.items():
             if rank in self._suspects and now_s >= self._quiet_until_s.get(rank, 0.0):
                 self._quiet_s[rank] = 2 * self._quiet_s.get(rank, _QUIET_S / 2)
                 self._quiet_until_s[rank] = now_s + self._quiet_s[rank]
-                self._say(rank, own_s[rank], usual_s, min(data_s[rank], own_s[rank]))
+                _log.warning(
+                    "rank %d (host %s) is slow, and the others wait for it: %.2g s a step where the median of the "
+                    "others is %.2g s, %.2g s of it waiting for data",
+                    rank, self._processes.host_of(rank), own_s[rank], usual_s, min(data_s[rank], own_s[rank]),
+                )  # fmt: skip
         self._suspects = {*slow}
-        self._before, self._before_s = [*ranks], now_s
-
-    def _say(self, rank: int, own_s: float, usual_s: float, data_s: float) -> None:
-        _log.warning(
-            "rank %d (host %s) is slow, and the others wait for it: %.2g s a step where the median of the others is "
-            "%.2g s, %.2g s of it waiting for data",
-            rank, self._processes.host_of(rank), own_s, usual_s, data_s,
-        )  # fmt: skip
+        self._before, self._before_s = ranks, now_s
 
 
 def _exceeds(own_s: Sequence[float], rank: int, step_s: float) -> float | None:
@@ -186,8 +168,8 @@ class AgreementGuard:
             TrainingError: Ranks do not agree; it is raised on all.
         """
         if self._all is not None:
-            ranks, self._all = self._all(), None
-            self._hear([dict(zip(_SPENT + _COUNTED + _NORMS, each, strict=True)) for each in ranks])
+            found, self._all = self._all(), None
+            self._compare([dict(zip(_SPENT + _COUNTED + _NORMS, each, strict=True)) for each in found])
         if self._own is not None:
             own, self._own = self._own, None
             self._all = self._processes.begin_gather([*own.read().values()])
@@ -201,13 +183,13 @@ class AgreementGuard:
         self.look()
         self.look()
 
-    def _hear(self, ranks: Sequence[dict[str, float]]) -> None:
+    def _compare(self, ranks: Sequence[dict[str, float]]) -> None:
         for name in (*_COUNTED, *_NORMS):
             tolerance = SAME if name in _NORMS else 0.0
             if others := [rank for rank, each in enumerate(ranks) if not _same(each[name], ranks[0][name], tolerance)]:
                 self._refuse(name, others, ranks)
         if self._processes.is_global_zero:
-            self._slow.hear([Spent(each["steps"], each["own_s"], each["data_s"]) for each in ranks])
+            self._slow.hear(ranks)
 
     def _refuse(self, name: str, others: Sequence[int], ranks: Sequence[dict[str, float]]) -> None:
         """Say on all ranks what differs. Collective."""

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -61,8 +61,7 @@ class NonFiniteCheck:
                 raise _refusal(value, loss_factor, where(), self._told)
             return
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
-        free = self._free[dtype]
-        scalar = free.pop() if free else _HostScalar(dtype)
+        scalar = self._free[dtype].pop() if self._free[dtype] else _HostScalar(dtype)
         scalar.send(loss)
         self._under_way.append((scalar, loss_factor, where()))
         while self._under_way and self._under_way[0][0].event.query():  # type: ignore[no-untyped-call]
@@ -128,9 +127,8 @@ def _refusal(value: float, loss_factor: float | None, where: Place, told: Callab
 
 _OURS, _TORCHS = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(str(torch.__file__)).parent))
 _KINDS: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float], bool]]] = {
-    "NaN": (torch.isnan, math.isnan),
-    "infinite number": (torch.isinf, math.isinf),
-}
+    "NaN": (torch.isnan, math.isnan), "infinite number": (torch.isinf, math.isinf),
+}  # fmt: skip
 
 
 @final
@@ -148,17 +146,11 @@ class OperationFinder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._forward, self._backward, self._where = precision.forward, precision.backward, where
         self._found: dict[str, str] = {}
-
-    @classmethod
-    def over(cls, precision: Precision, where: Callable[[], Place]) -> Self:
-        """Lay one over a precision."""
-        finder = cls(precision, where)
-        vars(precision).update(forward=finder.forward, backward=finder.backward)
-        return finder
+        vars(precision).update(forward=self.forward, backward=self.backward)
 
     @classmethod
     def lift(cls, precision: Precision) -> None:
-        """Take away what `over` laid, if it did: the user's own precision may serve another run."""
+        """Take a finder away from a precision, if there is one: the user's own precision may serve another run."""
         for name in ("forward", "backward"):
             if isinstance(getattr(vars(precision).get(name), "__self__", None), cls):
                 del vars(precision)[name]
@@ -214,16 +206,13 @@ def _has(values: Any, kind: str) -> bool:
     """Whether one of the numbers in nested arguments is of a kind."""
     of_tensor, of_float = _KINDS[kind]
     if isinstance(values, torch.Tensor):
-        return _can_tell(values) and bool(of_tensor(values).any())
+        plain = type(values) in (torch.Tensor, nn.Parameter) and values.layout is torch.strided and not values.is_meta
+        can_tell = plain and (values.is_floating_point() or values.is_complex()) and values.dtype.itemsize > 1
+        return can_tell and bool(of_tensor(values).any())
     if isinstance(values, float):
         return of_float(values)
     parts = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
     return any(_has(part, kind) for part in parts)
-
-
-def _can_tell(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-    return plain and (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype.itemsize > 1
 
 
 def _of_user(frames: Iterable[str]) -> str:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import isclass
 from itertools import permutations
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    LambdaLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-)
+from torch.optim import Optimizer, lr_scheduler as torchs
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
@@ -24,11 +17,12 @@ from lumen.errors.arguments import in_words
 from lumen.internals.optimizers import StepGuard
 from lumen.optim import MultiOptimizer, Schedule, Warmup, needs_closure
 from lumen.precision import Precision
+from lumen.run.gradients import parameters_of
 from lumen.run.scheduler_config import SchedulerConfig
 from lumen.task.materialize import refer_to_current
 from lumen.task.task_module import TaskModule
 
-_ABSOLUTE = (Schedule, LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
+_ABSOLUTE = (Schedule, torchs.LambdaLR, torchs.OneCycleLR, torchs.CyclicLR, torchs.CosineAnnealingWarmRestarts)
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
 _WARMUP = ("warmup_steps", "warmup_epochs", "warmup_start", "warmup_factor")
 _ACCEPTED = {*_KEYS, *_WARMUP, "reduce_on_plateau"}
@@ -53,11 +47,12 @@ def build_optimizers(
             "Give it self.parameters(); if layers are built in configure_model, build the optimizer from them."
         ) from error
     optimizers, schedulers = _unpack(returned)
-    if strangers := [in_words(each) for each in optimizers if not _is_optimizer(each)]:
-        raise ConfigError(
-            f"configure_optimizers returned {strangers[0]}; expected a torch.optim.Optimizer, "
-            '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
-        )
+    for each in optimizers:
+        if not isinstance(each, Optimizer) or not hasattr(each, "param_groups"):
+            raise ConfigError(
+                f"configure_optimizers returned {in_words(each)}; expected a torch.optim.Optimizer, "
+                '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
+            )
     for each in (inside for given in optimizers for inside in getattr(given, "optimizers", [given])):
         if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
             raise ConfigError(
@@ -74,15 +69,17 @@ def build_optimizers(
             "parameter groups of one optimizer."
         )
     optimizer = optimizers[0] if len(optimizers) == 1 else MultiOptimizer(optimizers, by_hand=True)
-    for each in optimizers if precision.handles_overflow else ():
-        if needs_closure(each):
-            raise evaluates_in_fp16(each)
+    for each in filter(needs_closure, optimizers if precision.handles_overflow else ()):
+        raise evaluates_in_fp16(each)
     check_held(task, optimizer)
-    _warn_of_left_out(task, optimizer)
-    if by_hand:
-        configs = _moved_by_hand(schedulers)
-    else:
-        configs = _paired([config for given in schedulers for config in _configs(given)])
+    held = {*map(id, parameters_of(optimizer))}
+    if left_out := [name for name, each in task.named_parameters() if each.requires_grad and id(each) not in held]:
+        _log.warning(
+            "the optimizer does not hold %d trainable parameters, which will not change: %s. Give them to it, or set "
+            "requires_grad of them to False, which saves their gradients",
+            len(left_out), ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else ""),
+        )  # fmt: skip
+    configs = _moved_by_hand(schedulers) if by_hand else _paired(_configs(schedulers))
     for config in configs:
         moved = getattr(config.scheduler, "optimizer", optimizer)
         if not {*map(id, moved.param_groups)} <= {*map(id, optimizer.param_groups)}:
@@ -93,10 +90,6 @@ def build_optimizers(
     if not by_hand:
         _refuse_overwriting([config.scheduler for config in configs])
     return optimizer, configs
-
-
-def _is_optimizer(given: Any) -> bool:
-    return isinstance(given, Optimizer) and hasattr(given, "param_groups")
 
 
 def evaluates_in_fp16(optimizer: Optimizer) -> ConfigError:
@@ -113,10 +106,7 @@ def _moved_by_hand(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
     for given in schedulers:
         options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
         left_out |= set(options) - {"scheduler", "name"}
-        config = SchedulerConfig(options.get("scheduler"))
-        _check_kind(config.scheduler)
-        config.interval = "hand"
-        configs.append(config)
+        configs.append(SchedulerConfig(_known_kind(options.get("scheduler")), "hand"))
     if left_out:
         _log.warning(
             "lr_scheduler: %s of configure_optimizers mean nothing in manual optimization, where training_step or a "
@@ -147,93 +137,88 @@ def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     return [returned], []
 
 
-def _configs(given: Any) -> list[SchedulerConfig]:
-    """An entry of the user's: one scheduler, or two where a warm-up counts steps and what follows it does not."""
-    options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    if unknown := set(options) - _ACCEPTED:
+def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
+    """Yield the schedulers of the user's entries; an entry has two where a warm-up and what follows it count apart.
+
+    A warm-up by the key `warmup_steps` or `warmup_epochs` becomes the `Warmup` that the other spelling gives.
+    """
+    for given in schedulers:
+        options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+        if unknown := set(options) - _ACCEPTED:
+            raise ConfigError(
+                f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; there are {', '.join((*_KEYS, *_WARMUP))}."
+            )
+        if "scheduler" not in options:
+            raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
+        _known_kind(options["scheduler"])
+        options.pop("name", None)
+        reduces = options.pop("reduce_on_plateau", None)  # which Lightning has to be told
+        warmup = [options.pop(key, None) for key in _WARMUP]
+        config = SchedulerConfig(**options)
+        around = config.scheduler if isinstance(config.scheduler, Warmup) else None
+        followed = config.scheduler if around is None else around.scheduler
+        _check_config(config, followed, reduces=bool(reduces))
+        if not isinstance(followed, ReduceLROnPlateau):
+            config.monitor = None
+        if (first := _warmup(config, *warmup)) is not None:
+            yield from (first, config)
+        elif around is not None and config.monitor:
+            yield SchedulerConfig(around, config.interval)
+            yield SchedulerConfig(followed, "epoch", config.frequency, config.monitor, config.strict)
+        else:
+            yield config
+
+
+def _warmup(
+    config: SchedulerConfig, steps: int | None, epochs: int | None, start: float | None, factor: Any
+) -> SchedulerConfig | None:
+    """The warm-up before a scheduler; None if none is asked for."""
+    name, length = ("warmup_steps", steps) if steps else ("warmup_epochs", epochs)
+    if steps and epochs:
         raise ConfigError(
-            f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; there are {', '.join((*_KEYS, *_WARMUP))}."
+            f"lr_scheduler: warmup_steps = {steps} and warmup_epochs = {epochs} both say how long the warm-up is. "
+            "Leave one out."
         )
-    if "scheduler" not in options:
-        raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
-    options.pop("name", None)
-    reduces = options.pop("reduce_on_plateau", None)  # which Lightning has to be told
-    warmup = {key: options.pop(key) for key in _WARMUP if options.get(key) is not None}
-    options = {key: value for key, value in options.items() if key not in _WARMUP}
-    config = SchedulerConfig(**options)
-    _check_config(config)
-    scheduler = config.scheduler
-    followed = scheduler.scheduler if isinstance(scheduler, Warmup) else scheduler
+    if factor is not None and not length:
+        raise ConfigError("lr_scheduler: warmup_factor is for a warm-up. Set warmup_steps or warmup_epochs too.")
+    if factor is not None and start is not None:
+        raise ConfigError("lr_scheduler: warmup_start and warmup_factor both say where the warm-up begins. Set one.")
+    if not length:
+        return None
+    if (warms := isinstance(config.scheduler, Warmup)) or config.interval == "token":
+        raise ConfigError(
+            f"lr_scheduler: {name} = {length}, but this {type(config.scheduler).__name__} "
+            f"{'warms up itself' if warms else 'counts tokens'}. Leave {name} out; lumen.optim.Warmup counts as its "
+            "interval says."
+        )
+    if start is None:  # at 0 a whole first epoch would train nothing
+        start = 1 / (length + 1) if not steps and length > 0 else 0.0
+    return SchedulerConfig(Warmup(config.scheduler, length, start, factor), "step" if steps else "epoch")
+
+
+def _check_config(config: SchedulerConfig, followed: Any, *, reduces: bool) -> None:
+    if config.interval not in ("step", "epoch", "token"):
+        raise ConfigError(f'lr_scheduler: interval must be "step", "epoch" or "token", found {config.interval!r}.')
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise ConfigError(f"lr_scheduler: frequency must be an integer >= 1, found {config.frequency!r}.")
+    if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
+        raise _no_monitor()
+    if config.interval == "token" and not isinstance(followed, Schedule):
+        raise ConfigError(
+            f'lr_scheduler: {type(followed).__name__} counts its steps, so its interval cannot be "token". '
+            "Use a schedule of lumen.optim (linear, cosine, inverse_sqrt, wsd), whose lengths are then tokens."
+        )
+    if config.interval == "token" and config.frequency != 1:
+        raise ConfigError(f'lr_scheduler: interval "token" moves at every step; found frequency {config.frequency}.')
     if reduces and not isinstance(followed, ReduceLROnPlateau):
         raise ConfigError(
             f"lr_scheduler: reduce_on_plateau is set for {type(followed).__name__}, but only a ReduceLROnPlateau is "
             "given values of its monitor. Leave it out, or derive the scheduler from ReduceLROnPlateau."
         )
-    if not isinstance(followed, ReduceLROnPlateau):
-        config.monitor = None
-    if first := _warmup(config, **warmup):
-        return [first, config]
-    if isinstance(scheduler, Warmup) and config.monitor:
-        plateau = SchedulerConfig(followed, "epoch", config.frequency, config.monitor, config.strict)
-        return [SchedulerConfig(scheduler, config.interval), plateau]
-    return [config]
 
 
-def _warmup(
-    config: SchedulerConfig,
-    warmup_steps: int = 0,
-    warmup_epochs: int = 0,
-    warmup_start: float | None = None,
-    warmup_factor: Callable[[float], float] | None = None,
-) -> SchedulerConfig | None:
-    """The warm-up before a scheduler; None if none is asked for."""
-    name, length = ("warmup_steps", warmup_steps) if warmup_steps else ("warmup_epochs", warmup_epochs)
-    if warmup_steps and warmup_epochs:
-        raise ConfigError(
-            f"lr_scheduler: warmup_steps = {warmup_steps} and warmup_epochs = {warmup_epochs} both say how long the "
-            "warm-up is. Leave one out."
-        )
-    if warmup_factor is not None and not length:
-        raise ConfigError("lr_scheduler: warmup_factor is for a warm-up. Set warmup_steps or warmup_epochs too.")
-    if warmup_factor is not None and warmup_start is not None:
-        raise ConfigError("lr_scheduler: warmup_start and warmup_factor both say where the warm-up begins. Set one.")
-    if not length:
-        return None
-    if isinstance(config.scheduler, Warmup) or config.interval == "token":
-        raise ConfigError(
-            f"lr_scheduler: {name} = {length}, but this {type(config.scheduler).__name__} "
-            + ("warms up itself. " if isinstance(config.scheduler, Warmup) else "counts tokens. ")
-            + f"Leave {name} out; lumen.optim.Warmup counts as its interval says."
-        )
-    if warmup_start is None:  # at 0 a whole first epoch would train nothing
-        warmup_start = 1 / (length + 1) if warmup_epochs > 0 else 0.0
-    warmup = Warmup(config.scheduler, length, warmup_start, warmup_factor)
-    return SchedulerConfig(warmup, "step" if warmup_steps else "epoch")
-
-
-def _check_config(config: SchedulerConfig) -> None:
-    scheduler = config.scheduler
-    _check_kind(scheduler)
-    if config.interval not in ("step", "epoch", "token"):
-        raise ConfigError(f'lr_scheduler: interval must be "step", "epoch" or "token", found {config.interval!r}.')
-    if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise ConfigError(f"lr_scheduler: frequency must be an integer >= 1, found {config.frequency!r}.")
-    if isinstance(scheduler, ReduceLROnPlateau) and config.monitor is None:
-        raise _no_monitor()
-    if config.interval == "token":
-        rest = scheduler.scheduler if isinstance(scheduler, Warmup) else scheduler
-        if not isinstance(rest, Schedule):
-            raise ConfigError(
-                f'lr_scheduler: {type(rest).__name__} counts its steps, so its interval cannot be "token". '
-                "Use a schedule of lumen.optim (linear, cosine, inverse_sqrt, wsd), whose lengths are then tokens."
-            )
-        if config.frequency != 1:
-            raise ConfigError(
-                f'lr_scheduler: interval "token" moves at every step; found frequency {config.frequency}.'
-            )
-
-
-def _check_kind(scheduler: Any) -> None:
+def _known_kind(scheduler: Any) -> Any:
+    """Return a scheduler; raise an error for anything else."""
     if isclass(scheduler):
         raise ConfigError(
             f"lr_scheduler: expected a scheduler, found {in_words(scheduler)}. Make one of the optimizer: "
@@ -241,6 +226,7 @@ def _check_kind(scheduler: Any) -> None:
         )
     if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):
         raise ConfigError(f"lr_scheduler: expected a scheduler, found {type(scheduler).__name__}.")
+    return scheduler
 
 
 def _no_monitor() -> ConfigError:
@@ -250,18 +236,18 @@ def _no_monitor() -> ConfigError:
     )
 
 
-def _paired(configs: list[SchedulerConfig]) -> list[SchedulerConfig]:
+def _paired(given: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
     """Let a scheduler that has an entry of its own wait for the warm-up around it, and move as its entry says.
 
     It comes before its warm-up, so that the update that ends the warm-up does not move it yet. A plateau comes as it
     was given: during the warm-up it watches.
     """
+    configs = [*given]
     by_scheduler = {id(config.scheduler): config for config in configs}
     if len(by_scheduler) < len(configs):
         raise ConfigError("lr_scheduler: a scheduler has two entries and would move twice. Leave one out.")
     for config in list(configs):
-        warmup = config.scheduler
-        if not isinstance(warmup, Warmup):
+        if not isinstance(warmup := config.scheduler, Warmup):
             continue
         rest = by_scheduler.get(id(warmup.scheduler))
         if isinstance(warmup.scheduler, ReduceLROnPlateau):
@@ -295,27 +281,11 @@ def check_held(task: nn.Module, optimizer: Optimizer) -> None:
         ConfigError: Others would be neither saved nor, on several processes, trained alike; or it holds some twice.
     """
     refer_to_current(optimizer)
-    if strangers := len(_held(optimizer) - {id(parameter) for parameter in task.parameters()}):
+    if strangers := len({*map(id, parameters_of(optimizer))} - {*map(id, task.parameters())}):
         raise ConfigError(
             f"the optimizer holds {strangers} parameters that are not the task's. Build it in configure_optimizers, "
             "from self.parameters(), so that it sees the parameters that are trained; what a hook adds to it has to be "
             "an attribute of the task, or of a module in it."
-        )
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _warn_of_left_out(task: nn.Module, optimizer: Optimizer) -> None:
-    held = _held(optimizer)
-    left_out = [name for name, each in task.named_parameters() if each.requires_grad and id(each) not in held]
-    if left_out:
-        _log.warning(
-            "the optimizer does not hold %d trainable parameters, which will not change: %s. Give them to it, or set "
-            "requires_grad of them to False, which saves their gradients",
-            len(left_out),
-            ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else ""),
         )
 
 

@@ -37,10 +37,9 @@ class StopVote:
     """
 
     def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+        self._processes, self.polls = processes, 0
         self._every = self._left = 1
         self._answer: Callable[[], list[float]] | None = None  # under way
-        self.polls = 0
         self.requested: int | None = None
         self.stop_signal: int | None = None
         self.save_ended_here = self.save_ended = self._is_stale = False
@@ -88,7 +87,7 @@ class StopVote:
         clock_s = time.monotonic() if self._processes.rank == 0 else 0.0
         self._is_stale = False
         told = clock_s, self.requested is not None, self.save_ended_here, *wishes
-        self._answer = self._processes.begin_sum(list(map(float, told)))
+        self._answer = self._processes.begin_sum([*map(float, told)])
 
     def _read(self) -> list[bool]:
         if self._answer is None:
@@ -107,9 +106,6 @@ class StopVote:
         """All have looked at what was save_ended; what is under way says it once more. To be called on every rank."""
         self.save_ended_here = self.save_ended = False
         self._is_stale = True
-
-
-_STOPPED = "stopped early"
 
 
 @final
@@ -138,10 +134,8 @@ class Ending:
     def __init__(self, plan: Plan, progress: Progress, processes: Processes, log: LogContext) -> None:
         self._plan, self._progress, self._processes, self._log = plan, progress, processes, log
         self.vote = StopVote(processes)
-        self.finished = self.ends_epoch = False
+        self.finished = self.ends_epoch = self.is_asked = self.asks_each_step = self.is_decided = False
         self.stop_agreed = True  # a request that a checkpoint holds is that of all
-        self.is_asked = self.asks_each_step = False
-        self.is_decided = False
         self.rolls_back: tuple[int, int] | None = None
         self._clock_s = self.validated_at_s = self.vote.now_s
 
@@ -172,9 +166,8 @@ class Ending:
         """Read the clock, at boundaries only, where what is logged belongs to no step. Collective."""
         self._log.stage = None
         self.vote.poll()
-        now_s = self.vote.now_s
-        self._progress.elapsed_s += now_s - self._clock_s
-        self._clock_s = now_s
+        self._progress.elapsed_s += self.vote.now_s - self._clock_s
+        self._clock_s = self.vote.now_s
 
     def decide(self) -> bool:
         """Decide whether the run ends at this boundary. Returns True if it does."""
@@ -205,10 +198,8 @@ class Ending:
             assert loaders.train is not None
             batches = plan.batches("train", loaders.train)
             assert batches is not None  # Plan.check_validation
-            done = progress.batches
-            before = done - window.batches
-            due = int(done / (batches * fraction) + 1e-9) > int(before / (batches * fraction) + 1e-9)
-            progress.validation_due = due
+            done, each = progress.batches, batches * fraction
+            progress.validation_due = int(done / each + 1e-9) > int((done - window.batches) / each + 1e-9)
 
     def validation_done(self) -> None:
         """Note that the validation of this step is complete."""
@@ -253,7 +244,7 @@ class Ending:
         if plan.max_time_s is not None and progress.elapsed_s >= plan.max_time_s:
             return f"max_time of {plan.max_time_s:g} s reached"
         wishes = progress.should_stop and (self.stop_agreed or self._processes.world_size == 1)
-        return _STOPPED if wishes and self.may_stop else None
+        return "stopped early" if wishes and self.may_stop else None
 
     @property
     def may_stop(self) -> bool:

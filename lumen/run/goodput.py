@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +69,7 @@ class Goodput:
         before, self._bucket = self._bucket, bucket
         if self._file is None:
             return before
-        now = time.monotonic()
-        waited, compiled = self._waited_s(), compiled_for_s()
+        now, waited, compiled = time.monotonic(), self._waited_s(), compiled_for_s()
         left = now - self._read_s
         parts = {"compile": compiled - self._before[1], "data": waited - self._before[0] if before == "step" else 0.0}
         for name, seconds in parts.items():
@@ -150,9 +149,8 @@ class TimeSpent:
         """In one line."""
         shares = {name: seconds / self.wall_s if self.wall_s else 0.0 for name, seconds in self.spent_s.items()}
         others = [f"{name} {share:.0%}" for name, share in shares.items() if name != "step" and share >= 0.005]
-        return f"goodput {self.goodput:.0%}".replace("%", " %") + (
-            f" of {self.wall_s:.0f} s" + (f": {', '.join(others)}".replace("%", " %") if others else "")
-        )
+        text = f"goodput {self.goodput:.0%} of {self.wall_s:.0f} s{': ' if others else ''}{', '.join(others)}"
+        return text.replace("%", " %")
 
 
 def goodput(directory: str | Path) -> TimeSpent:
@@ -171,7 +169,7 @@ def goodput(directory: str | Path) -> TimeSpent:
     spent = dict.fromkeys(BUCKETS, 0.0)
     if not lines:
         return TimeSpent(0.0, spent, 0)
-    starts = _starts(lines)
+    begins = _starts(lines)
     before, step, ended = 0, 0, lines[0]["from_s"]
     for line in lines:
         life = line["life"]
@@ -182,7 +180,7 @@ def goodput(directory: str | Path) -> TimeSpent:
             continue
         step = step if life == before else line["step"]
         before, begun, step = life, step, line["step"]
-        kept = min((at for number, at in starts.items() if number > life), default=step)
+        kept = min((at for number, at in begins.items() if number > life), default=step)
         lost = max(step - max(kept, begun), 0) / (step - begun) if step > begun else 0.0
         for name, seconds in line["spent"].items():
             gone = seconds * lost if name in ("step", "data") else 0.0
@@ -196,12 +194,9 @@ def starts(directory: str | Path) -> dict[int, int]:
     return _starts(_lines(Path(directory) / FILE))
 
 
-def _starts(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    found = dict[int, int]()
-    for line in lines:
-        if "step" in line:
-            found.setdefault(line["life"], line["step"])
-    return found
+def _starts(lines: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    found = {line["life"]: line["step"] for line in reversed(lines) if "step" in line}
+    return dict(reversed(found.items()))
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
@@ -210,37 +205,33 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     with suppress(OSError):
         for text in file.read_text(errors="replace").splitlines():
             with suppress(ValueError):
-                line = json.loads(text)
-                if isinstance(line, dict) and _is_whole(line):
+                if _is_whole(line := json.loads(text)):
                     lines.append(line)
     return lines
 
 
-def _is_whole(line: Mapping[str, Any]) -> bool:
-    """Whether a line is one that was written here."""
-    spent = line.get("spent", {})
-    numbers = [line.get("from_s"), line.get("to_s"), *(spent.values() if isinstance(spent, dict) else [None])]
-    return (
-        isinstance(line.get("life"), int)
-        and all(isinstance(number, int | float) for number in numbers)
-        and spent.keys() <= set(BUCKETS)
-        and ("spent" not in line or isinstance(line.get("step"), int))
+def _is_whole(line: Any) -> bool:
+    """Return True if a line is one that was written here."""
+    if not isinstance(line, dict) or not isinstance(spent := line.get("spent", {}), dict):
+        return False
+    whole = [line.get("life"), line.get("step") if "spent" in line else 0]
+    numbers = [line.get("from_s"), line.get("to_s"), *spent.values()]
+    are_numbers = all(isinstance(each, int | float) for each in numbers) and all(
+        isinstance(each, int) for each in whole
     )
+    return are_numbers and spent.keys() <= {*BUCKETS}
 
 
 def _changed_s(path: Path) -> float:
-    try:
+    with suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _age_of_process_s() -> float:
     """Seconds since this program was started; 0 where a person types, or where the system does not tell."""
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
-        return 0.0
-    try:
-        started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK"), 0.0)
-    except OSError:
-        return 0.0
+    with suppress(OSError):
+        if not hasattr(sys, "ps1") and "ipykernel" not in sys.modules:
+            started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            return max(float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK"), 0.0)
+    return 0.0

@@ -14,6 +14,14 @@ from lumen.errors import ConfigError
 from lumen.internals.tensors import clamp, largest_elements, multiply
 
 
+def parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer moves now."""
+    held: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        held += group["params"]
+    return held
+
+
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients by a factor, in a few kernels."""
     if gradients := _local(parameters):
@@ -80,10 +88,10 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     kind = float(norm_type)
     if not kind > 0:
         raise ConfigError(f"grad_norm: norm_type must be more than 0, or 'inf', found {norm_type!r}.")
-    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     norms = {
-        f"grad_{kind}_norm{group_separator}{name}": _norm(gradient.detach(), kind)
-        for name, gradient in gradients.items()
+        f"grad_{kind}_norm{group_separator}{name}": _norm(each.grad.detach(), kind)
+        for name, each in module.named_parameters()
+        if each.grad is not None
     }
     if norms:
         norms[f"grad_{kind}_norm_total"] = torch.linalg.vector_norm(_on_one_device(norms.values()), kind)
@@ -104,8 +112,7 @@ def _on_one_device(norms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
     """Clamp every gradient element to [-max_value, max_value]."""
-    gradients = _local(_with_rows(parameters))
-    if gradients:
+    if gradients := _local(_with_rows(parameters)):
         clamp(gradients, max_value)
 
 

@@ -20,7 +20,7 @@ class Loaders:
             data module or the task has them.
         plan: Says how large steps are.
         progress: Counters of the run.
-        processes: How many read the training data together.
+        readers: How many processes read the training data together.
 
     Attributes:
         train: The training loader; None before `fit` has opened it.
@@ -32,20 +32,14 @@ class Loaders:
     """
 
     def __init__(
-        self,
-        datamodule: DataModule | None,
-        given: tuple[Any, Any] | None,
-        plan: Plan,
-        progress: Progress,
-        processes: int,
+        self, datamodule: DataModule | None, given: tuple[Any, Any] | None, plan: Plan, progress: Progress, readers: int
     ) -> None:
         self.datamodule, self.given = datamodule, given
-        self._plan, self._progress, self._processes = plan, progress, processes
+        self._plan, self._progress, self._readers = plan, progress, readers
         self.train: LoaderAdapter | None = None
         self.evaluation: list[LoaderAdapter] = []
         self.sources: dict[str, Any] = {}
-        self.epoch = 0
-        self.empty: list[str] = []
+        self.epoch, self.empty = 0, list[str]()
         self.fits: dict[str, int] = {}
 
     def measure(self) -> LoaderAdapter:
@@ -53,7 +47,7 @@ class Loaders:
         assert self.train is not None
         self.train.measure(self._progress.position)  # it may grow or shrink from one epoch to the next
         if len(self._plan.accumulate) > 1:
-            self.train.regroup(self._plan.accumulate_in(self._progress.epoch) * self._processes)
+            self.train.regroup(self._plan.accumulate_in(self._progress.epoch) * self._readers)
         return self.train
 
     def epoch_lengths(self) -> EpochLengths | None:
@@ -61,11 +55,9 @@ class Loaders:
         assert self.train is not None
         limit, sizes = self._plan.limit("train", self.train), self._plan.accumulate
         own = len(sizes) == 1  # the steps that it makes now: of `global_batch_size`, it may be
-        lengths = {
-            epoch: self.train.steps(limit, None if own else number * self._processes) for epoch, number in sizes.items()
-        }
-        known = {epoch: steps for epoch, steps in lengths.items() if steps is not None}
-        return EpochLengths(known) if known else None
+        each = {epoch: None if own else number * self._readers for epoch, number in sizes.items()}
+        lengths = {epoch: steps for epoch in each if (steps := self.train.steps(limit, each[epoch])) is not None}
+        return EpochLengths(lengths) if lengths else None
 
     def shrink_parts(self, stage: str, fits: int) -> None:
         """Try no larger part of a batch again in a stage of evaluation."""
@@ -77,9 +69,8 @@ class Loaders:
         Args:
             stage: "validate", "sanity", "test" or "predict".
         """
-        counts = [self._plan.batches(stage, adapter) for adapter in self.evaluation]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        counts = [count for each in self.evaluation if (count := self._plan.batches(stage, each)) is not None]
+        return sum(counts) if len(counts) == len(self.evaluation) else None
 
     def say_empty(self, stage: str, adapter: LoaderAdapter) -> None:
         """Warn once that a loader gave an evaluation no batch; who misses its values hears of it again.

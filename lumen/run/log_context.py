@@ -40,15 +40,12 @@ class LogContext:
 
     def __init__(self, task: TaskModule, hooks: Hooks, strategy: Strategy) -> None:
         self._hooks, self._strategy = hooks, strategy
-        self.train = StageMetrics()
+        self.train, self.doubts = StageMetrics(), Doubts()
         self.stage: StageMetrics | None = None
         self.batch_samples = 1
         self.batch_index: int | None = None
-        self.loader_suffix = ""
-        self.in_train_step = False
-        self.in_evaluation_pass = False
-        self.hook = ""
-        self.doubts = Doubts()
+        self.loader_suffix = self.hook = ""
+        self.in_train_step = self.in_evaluation_pass = False
         self.has_epoch_ends = bool(hooks.on_train_epoch_end)
         self.has_metrics = bool(metrics_of(task))
 

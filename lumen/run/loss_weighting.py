@@ -71,10 +71,8 @@ class LossWeighting:
             guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing. 0: none has
                 been made yet.
         """
-        self.total = 0.0
-        if self.losses is not None:
-            self.losses = []
-        self.planned = planned
+        self.total, self.planned = 0.0, planned
+        self.losses = None if self.losses is None else []
         self._alone = micro_batches == self._world == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
         # 16 bits alone mind how large what is summed becomes, and several processes would have to tell each other
@@ -93,9 +91,8 @@ class LossWeighting:
         answer = None if number is None else (number, returned)
         answers = [answer] if self._gather is None else self._gather(answer)
         if given := [each for each in answers if each is not None]:
-            first = min(given, key=itemgetter(0))[1]
             self.unseeded = False
-            total = (first or 0.0) * self._micro_batches
+            total = (min(given, key=itemgetter(0))[1] or 0.0) * self._micro_batches
             self._guess = _power_of_two(total) if 0.0 < total < math.inf else 1.0
 
     def loss_factor(self, known: float, returned: float | None) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -15,20 +15,16 @@ from torch.optim import SGD, Optimizer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
 from lumen.internals.optimizers import bare_step, drop_gradients, has_stepped
-from lumen.internals.tensors import multiply
 from lumen.optim import needs_closure
 from lumen.precision import Precision
 from lumen.run.configure_optimizers import evaluates_in_fp16
-from lumen.run.gradients import largest
+from lumen.run.gradients import largest, parameters_of, scale_gradients
 from lumen.run.plan import Plan, by_epoch
 from lumen.run.step_context import StepContext
 from lumen.strategies import Strategy
 from lumen.task.hooks import Hooks, overrides
 from lumen.task.step_output import without_gradient
 from lumen.task.task_module import TaskModule
-
-if TYPE_CHECKING:
-    from lumen.run.optimization import Optimization
 
 
 def check_plan(task: TaskModule, plan: Plan) -> None:
@@ -105,11 +101,6 @@ class ManualOptimizer:
         """Note that the gradients are used, or dropped."""
         self.is_open = self.has_weight = False
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer moves now."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """The context in which only what this optimizer moves is trained.
@@ -135,11 +126,11 @@ class ManualOptimization:
 
     Args:
         task: The task that optimizes by hand.
-        optim: The optimizers of the run.
         hooks: Those of the run.
         precision: Scales losses in fp16.
         strategy: Sums gradients over the processes.
         step: The step in progress.
+        optimizers: The optimizers of the run.
 
     Attributes:
         handles: The optimizers as the task has them, in the same order.
@@ -149,13 +140,13 @@ class ManualOptimization:
     def __init__(
         self,
         task: TaskModule,
-        optim: Optimization,
         hooks: Hooks,
         precision: Precision,
         strategy: Strategy,
         step: StepContext,
+        optimizers: Sequence[Optimizer],
     ) -> None:
-        self._task, self._optim = task, optim
+        self._task = task
         self._hooks, self._precision, self._strategy, self._step = hooks, precision, strategy, step
         self._backward = task.backward if overrides(task, "backward") else torch.Tensor.backward
         self._kind = strategy.device.type
@@ -165,7 +156,7 @@ class ManualOptimization:
         self._toggled: ManualOptimizer | None = None
         self._frozen: list[nn.Parameter] = []
         self._parts: list[Optimizer] = []  # what was unscaled since the scale changed last
-        self.handles = [ManualOptimizer(self, each) for each in optim.optimizers]
+        self.handles = [ManualOptimizer(self, each) for each in optimizers]
 
     def begin(self, factor: float, *, is_dummy: bool, has_weight: bool) -> None:
         """A step begins.
@@ -209,46 +200,43 @@ class ManualOptimization:
             for hook in self._hooks.on_before_backward:
                 hook(loss)
         part = loss if self._factor == 1.0 else loss * self._factor
-        casts = torch.is_autocast_enabled(self._kind)  # torch wants autocast to end before a backward
-        with torch.autocast(self._kind, enabled=False) if casts else nullcontext():
+        is_torchs = not (args or options) and self._backward is torch.Tensor.backward
+        by = () if is_torchs else (lambda each: self._backward(each, *args, **options),)
+        with self._without_autocast():  # torch wants autocast to end before a backward
             if self._sums or self._precision.handles_overflow:
-                self._add_apart(part, args, options)
-            elif args or options or self._backward is not torch.Tensor.backward:
-                self._precision.backward(part, lambda each: self._backward(each, *args, **options))
+                self._add_apart(part, by)
             else:
-                self._precision.backward(part)
+                self._precision.backward(part, *by)
         for hook in self._hooks.on_after_backward if not self._is_dummy else ():
             hook()
 
-    def _add_apart(self, loss: torch.Tensor, args: Any, options: Any) -> None:
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        casts = torch.is_autocast_enabled(self._kind)
+        return torch.autocast(self._kind, enabled=False) if casts else nullcontext()
+
+    def _add_apart(self, loss: torch.Tensor, by: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
         """Make a backward apart from the gradients there are, complete its own, and add them to those."""
         parameters = list(self._task.parameters())
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self._precision.backward(loss, lambda each: self._backward(each, *args, **options))
+        self._precision.backward(loss, *by)
         self._strategy.after_backward()
-        if self._precision.handles_overflow:
-            self._unscale(parameters)
+        given = [parameter for parameter in parameters if parameter.grad is not None]
+        if given and self._precision.handles_overflow:
+            self._parts.append(SGD(given, lr=0.0))
+            self._precision.unscale(self._parts[-1])
+            if (world := self._strategy.data_world_size) > 1:  # multiplied into a loss it could overflow
+                scale_gradients(given, world)
         for parameter, gradient in zip(parameters, before, strict=True):
             if not parameter.requires_grad:  # FSDP gives one, where the graph is older than the freezing
                 parameter.grad = gradient
             elif gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
-    def _unscale(self, parameters: list[nn.Parameter]) -> None:
-        """Divide gradients by the loss scale; the processes are multiplied here, as in a loss they could overflow."""
-        given = [parameter for parameter in parameters if parameter.grad is not None]
-        if given:
-            self._parts.append(SGD(given, lr=0.0))
-            self._precision.unscale(self._parts[-1])
-            world = self._strategy.data_world_size
-            if world > 1:
-                multiply([parameter.grad for parameter in given if parameter.grad is not None], world)
-
     def kept_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """The gradients that a later update may need: those of optimizers that have not moved since a backward."""
-        held = [parameter for each in self.handles if each.is_open for parameter in each.parameters]
+        held = [parameter for each in self.handles if each.is_open for parameter in parameters_of(each.optimizer)]
         return {parameter: parameter.grad for parameter in held if parameter.grad is not None}
 
     def keep(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -299,7 +287,12 @@ class ManualOptimization:
         if skips:
             _log.warning("a step of %s was skipped: the weights of its batches sum to 0", type(of.optimizer).__name__)
         elif not evaluates:
-            self._say_if_nothing_moves(of)
+            if not of.has_warned and all(parameter.grad is None for parameter in parameters_of(of.optimizer)):
+                of.has_warned = True
+                _log.warning(
+                    "%s.step was called where no parameter of it has a gradient: nothing moves. Call "
+                    "self.manual_backward(loss) before it, and zero_grad before that", type(of.optimizer).__name__,
+                )  # fmt: skip
             for hook in self._hooks.on_before_optimizer_step:
                 hook(of.optimizer)
             skips, self._step.skips_update = self._step.skips_update, False
@@ -310,12 +303,9 @@ class ManualOptimization:
         if skips:
             return None
         self._step.is_updating = True
-        if torch.is_autocast_enabled(self._kind):
-            with torch.autocast(self._kind, enabled=False):
-                found = update()
-            torch.clear_autocast_cache()  # it holds the parameters in 16 bits as they were
-        else:
+        with self._without_autocast():
             found = update()
+        torch.clear_autocast_cache()  # it holds the parameters in 16 bits as they were
         self._step.is_updating, self._has_moved = False, True
         of.forget()  # a closure may have left gradients
         return found
@@ -342,31 +332,24 @@ class ManualOptimization:
         return evaluate
 
     def _overflows(self, of: ManualOptimizer) -> bool:
-        found = largest(of.parameters)
-        if found is None:
+        if (found := largest(parameters_of(of.optimizer))) is None:
             return False
         if self._strategy.shards:
             found = self._strategy.reduce(found.nan_to_num(math.inf), "max")
         return not math.isfinite(found.item())
 
     def _refuse_plain_backward(self, of: ManualOptimizer) -> None:
-        if of.is_known or not (self._sums or self._precision.handles_overflow):
-            return
-        if any(parameter.grad is not None for parameter in of.parameters):
+        adds_apart = self._sums or self._precision.handles_overflow
+        if (
+            adds_apart
+            and not of.is_known
+            and any(parameter.grad is not None for parameter in parameters_of(of.optimizer))
+        ):
             raise TrainingError(
                 f"{type(of.optimizer).__name__}.step: no manual_backward was called for what it moves, so its "
                 "gradients are neither summed over the processes nor scaled for fp16. Call "
                 "self.manual_backward(loss) instead of loss.backward()."
             )
-
-    def _say_if_nothing_moves(self, of: ManualOptimizer) -> None:
-        """Say once of an optimizer that a step of it changes nothing."""
-        if not of.has_warned and all(parameter.grad is None for parameter in of.parameters):
-            of.has_warned = True
-            _log.warning(
-                "%s.step was called where no parameter of it has a gradient: nothing moves. Call "
-                "self.manual_backward(loss) before it, and zero_grad before that", type(of.optimizer).__name__,
-            )  # fmt: skip
 
     def say_idle(self) -> None:
         """Say which optimizers nobody has moved."""
@@ -381,8 +364,8 @@ class ManualOptimization:
         """Freeze what the other optimizers move, and this one does not."""
         self.untoggle()
         self._toggled = next((each for each in self.handles if each.param_groups is optimizer.param_groups), None)
-        kept = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for parameter in (parameter for each in self.handles for parameter in each.parameters):
+        kept = {*map(id, parameters_of(optimizer))}
+        for parameter in (parameter for each in self.handles for parameter in parameters_of(each.optimizer)):
             if id(parameter) not in kept and parameter.requires_grad:
                 self._frozen.append(parameter)
                 parameter.requires_grad_(False)

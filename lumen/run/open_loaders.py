@@ -23,12 +23,8 @@ from lumen.task.data_module import DataModule
 from lumen.task.given import check_loaders
 from lumen.task.hooks import overrides
 
-_METHODS = {
-    "fit": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
+_NAMES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+_METHODS = {stage: f"{name}_dataloader" for stage, name in _NAMES.items()}
 _BEFORE_THE_FIRST_EPOCH = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 NO_TRAINING = "there is no batch to train on: {}. Look at where the data comes from, or lower the batch_size."
 
@@ -61,27 +57,22 @@ def open_loaders(run: Run) -> None:
 
 def _open_loaders(run: Run) -> None:
     plan = run.plan
-    loader = _loader(run, "fit")
-    if loader is None:
+    if (loader := _loader(run, "fit")) is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
     by_hand = not run.task.automatic_optimization
     communicates = by_hand or run.strategy.communicates_in("forward")
     rank_slice = _rank_slice(run, needs_dummies=communicates)._replace(splits=by_hand)
-    run.loaders.train = adapt_loader(
-        loader,
-        run.seed,
-        plan.accumulate_in(run.progress.epoch) * rank_slice.world,
-        plan.global_batch_size,
-        rewinds=plan.same_batches,
-        rank_slice=rank_slice,
+    per_step = plan.accumulate_in(run.progress.epoch) * rank_slice.world
+    run.loaders.train = train = adapt_loader(
+        loader, run.seed, per_step, plan.global_batch_size, rewinds=plan.same_batches, rank_slice=rank_slice
     )
-    steps, length = run.loaders.train.steps(None), run.loaders.train.length or 0
+    steps, length = train.steps(None), train.length or 0
     accumulates = plan.accumulates or (steps is not None and length > steps * rank_slice.world)
     run.calls.compilation.check_graphs(run.strategy.device, shards=run.strategy.shards, accumulates=accumulates)
-    plan.limit("train", run.loaders.train)
-    plan.check_validation(run.loaders.train)
-    if run.loaders.train.length == 0 and not _may_be_filled(run):
-        raise DataError(NO_TRAINING.format(run.loaders.train.nothing()))
+    plan.limit("train", train)
+    plan.check_validation(train)
+    if train.length == 0 and not _may_be_filled(run):
+        raise DataError(NO_TRAINING.format(train.nothing()))
     if overrides(run.task, "validation_step") and plan.limits["validate"] != 0:
         run.loaders.evaluation = open_evaluation_loaders(run, "validate", required=False, beside=loader)
     elif run.loaders.given is not None and run.loaders.given[1] is not None and plan.limits["validate"] != 0:
@@ -103,21 +94,17 @@ def one_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = N
     Raises:
         ConfigError: Both were given, or no data module where one belongs.
     """
-    if datamodule is None:
-        source = loaders
-    elif loaders is not None:
+    source = loaders if datamodule is None else datamodule
+    if datamodule is not None and loaders is not None:
         raise ConfigError("loaders were given beside a datamodule, which brings its own. Leave one out.")
-    elif not isinstance(datamodule, DataModule):
+    if datamodule is not None and not isinstance(datamodule, DataModule):
         advice = f"Make one: {datamodule.__name__}(...)." if isclass(datamodule) else "Give loaders without a name."
         raise ConfigError(f"datamodule: expected a lumen.DataModule, found {in_words(datamodule)}. {advice}")
-    else:
-        source = datamodule
-    if isinstance(source, DataModule):
-        if val_loaders is not None:
-            raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
-        return source
-    check_loaders("dataloaders", source)
-    check_loaders("val_dataloaders", val_loaders)
+    if not isinstance(source, DataModule):
+        check_loaders("dataloaders", source)
+        check_loaders("val_dataloaders", val_loaders)
+    elif val_loaders is not None:
+        raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
     return source
 
 
@@ -139,35 +126,29 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
     Raises:
         DataError: There is none, and it is required; or it would take batches from the training.
     """
-    given = _loader(run, stage)
-    if given is None:
+    if (given := _loader(run, stage)) is None:
         if required:
             raise DataError(f"there is no data to {stage}. Give a DataModule or a loader, or define {_METHODS[stage]}.")
         return []
     several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    loaders = list(given.values() if isinstance(given, Mapping) else given if several else [given])
+    loaders = [*(given.values() if isinstance(given, Mapping) else given if several else [given])]
     if any(map(holds_loaders, loaders)):
         raise DataError(
             f"{_METHODS[stage]}: a list or dictionary of loaders lies in another, but an evaluation reads one loader "
             "after the other. Give them in one list or dictionary; or as a CombinedLoader, whose mode says how they "
             "are read together."
         )
-    if (
-        isinstance(beside, Iterator)
-        and any(each is beside for each in loaders)
-        and run.plan.val_every_epoch_fraction != 1.0
-    ):
+    is_shared = isinstance(beside, Iterator) and any(each is beside for each in loaders)
+    if is_shared and run.plan.val_every_epoch_fraction != 1.0:
         raise DataError(
             f"training and validation within its epoch read one {type(beside).__name__}, which is its own iterator: "
             "each would move the other on. Give a loader to each."
         )
-    communicates = run.strategy.communicates_in("evaluation")
-    rank_slice = _rank_slice(run, needs_dummies=communicates)
-    seeds = [make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number) for number in range(len(loaders))]
-    adapters = [
-        adapt_loader(loader, seed, rank_slice.world, rewinds=True, rank_slice=rank_slice)
-        for loader, seed in zip(loaders, seeds, strict=True)
-    ]
+    rank_slice = _rank_slice(run, needs_dummies=run.strategy.communicates_in("evaluation"))
+    adapters = []
+    for number, loader in enumerate(loaders):
+        seed = make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number)
+        adapters.append(adapt_loader(loader, seed, rank_slice.world, rewinds=True, rank_slice=rank_slice))
     for adapter, name in zip(adapters, given if isinstance(given, Mapping) else [""] * len(adapters), strict=True):
         adapter.call(str(name))
         run.plan.limit(stage, adapter)
@@ -185,20 +166,11 @@ def _rank_slice(run: Run, *, needs_dummies: bool) -> RankSlice:
 
 
 def _loader(run: Run, stage: str) -> Any:
-    run.loaders.sources[stage] = found = _found_loader(run, stage)
+    """Return the loader or loaders of a stage, and note them as the source; None if nobody has any."""
+    found, method = (run.loaders.given or (None, None))[stage != "fit"], _METHODS[stage]
+    owners = [each for each in (run.loaders.datamodule, run.task) if each is not None and overrides(each, method)]
+    run.loaders.sources[stage] = found = _asked(owners[0], method) if found is None and owners else found
     return found
-
-
-def _found_loader(run: Run, stage: str) -> Any:
-    if run.loaders.given is not None:
-        training, evaluation = run.loaders.given
-        given = training if stage == "fit" else evaluation
-        if given is not None:
-            return given
-    for owner in (run.loaders.datamodule, run.task):
-        if owner is not None and overrides(owner, _METHODS[stage]):
-            return _asked(owner, _METHODS[stage])
-    return None
 
 
 def _asked(owner: Any, method: str) -> Any:

@@ -12,20 +12,12 @@ from torch.optim import Optimizer
 from lumen.internals.optimizers import StepGuard, drop_gradients
 from lumen.optim import MultiOptimizer, needs_closure
 from lumen.run.configure_optimizers import check_held, guard
-from lumen.run.gradients import clip_grad_norm, clip_grad_value, scale_gradients
+from lumen.run.gradients import clip_grad_norm, clip_grad_value, parameters_of, scale_gradients
 from lumen.run.manual import ManualOptimization
 from lumen.run.scheduler_config import SchedulerConfig
 from lumen.task.hooks import OWN_STEPS, overrides
 from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Teacher
-
-
-def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
-    """What an optimizer moves now."""
-    held: list[torch.nn.Parameter] = []
-    for group in optimizer.param_groups:
-        held += group["params"]
-    return held
 
 
 @final
@@ -70,7 +62,7 @@ class Optimization:
         schedulers: list[SchedulerConfig],
         *,
         may_step: Callable[[], bool],
-        by_hand: Callable[[Optimization], ManualOptimization],
+        by_hand: Callable[[list[Optimizer]], ManualOptimization],
     ) -> None:
         """Take what `configure_optimizers` gave.
 
@@ -82,12 +74,11 @@ class Optimization:
         """
         task = self._task
         self.optimizer, self.schedulers = optimizer, schedulers
+        self._guards = [guard(each, may_step, by_hand=not task.automatic_optimization) for each in self.optimizers]
         if not task.automatic_optimization:
-            self.manual = by_hand(self)
-            self._guards = [guard(each, may_step, by_hand=True) for each in self.optimizers]
+            self.manual = by_hand(self.optimizers)
             return
         self.needs_closure = needs_closure(optimizer)
-        self._guards = [guard(optimizer, may_step, by_hand=False)]
         self.own = frozenset(name for name in OWN_STEPS if overrides(task, name))
         self.backward = task.backward if "backward" in self.own else None
         if "lr_scheduler_step" in self.own:
@@ -159,8 +150,8 @@ class Optimization:
             self._held = held
         if "optimizer_zero_grad" in self.own:
             self._task.optimizer_zero_grad(epoch, batch_idx, self.optimizer)
-            return
-        drop_gradients(self.optimizer)
+        else:
+            drop_gradients(self.optimizer)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by a factor."""

@@ -65,22 +65,19 @@ def note_place(run: Run, error: BaseException) -> None:
 
 
 def _told(run: Run) -> str:
-    log, progress = run.log, run.progress
-    inside = [f"epoch {progress.epoch}"] if progress.step or progress.in_epoch else []
-    inside += [] if log.batch_index is None else [f"batch_idx {log.batch_index}"]
-    inside += [f"rank {run.processes.rank}"] if run.processes.world_size > 1 else []
-    inside += [f"loader {log.loader_suffix.lstrip('/')}"] if log.loader_suffix else []
-    return _stage(run) + (f" ({', '.join(inside)})" if inside else "")
-
-
-def _stage(run: Run) -> str:
-    step = run.progress.step
+    log, progress, step = run.log, run.progress, run.progress.step
+    inside = [f"epoch {progress.epoch}"] * bool(step or progress.in_epoch)
+    inside += [f"batch_idx {log.batch_index}"] * (log.batch_index is not None)
+    inside += [f"rank {run.processes.rank}"] * (run.processes.world_size > 1)
+    inside += [f"loader {log.loader_suffix.lstrip('/')}"] * bool(log.loader_suffix)
+    where = _NAMES.get(run.stage, run.stage)
     if run.stage == "fit":
         between = f"fit, after step {step}" if step else "fit, before its first step"
-        return f"step {step + 1}" if run.log.in_train_step else between
-    if run.stage == "sanity":
-        return "the sanity check of the validation"
-    return f"{_NAMES.get(run.stage, run.stage)}{f' after step {step}' if run.loaders.train is not None else ''}"
+        where = f"step {step + 1}" if log.in_train_step else between
+    elif run.stage != "sanity" and run.loaders.train is not None:
+        where += f" after step {step}"
+    return where + (f" ({', '.join(inside)})" if inside else "")
 
 
-_NAMES = {"validate": "the validation", "test": "the test", "predict": "the prediction"}
+_NAMES = {"validate": "the validation", "test": "the test", "predict": "the prediction",
+          "sanity": "the sanity check of the validation"}  # fmt: skip

@@ -86,8 +86,7 @@ class Plan:
 
     def accumulate_in(self, epoch: int) -> int:
         """Micro-batches of a step in each process in an epoch, counted from 0."""
-        epochs = [*self.accumulate]
-        return self.accumulate[epochs[bisect_right(epochs, epoch) - 1]]
+        return self.accumulate[max(begin for begin in self.accumulate if begin <= epoch)]
 
     def limit(self, stage: str, adapter: LoaderAdapter) -> int | None:
         """Batches of a loader to use at most.
@@ -159,9 +158,8 @@ class EpochLengths:
 
     def until(self, epoch: int) -> int:
         """Steps of all epochs before this one."""
-        begins = [min(begin, epoch) for begin in (*self._steps, epoch)]
-        spans = zip(pairwise(begins), self._steps.values(), strict=True)
-        return sum((end - begin) * steps for (begin, end), steps in spans)
+        spans = pairwise(min(begin, epoch) for begin in (*self._steps, epoch))
+        return sum((end - begin) * steps for (begin, end), steps in zip(spans, self._steps.values(), strict=True))
 
     def of(self, epoch: int) -> int:
         """Steps of one epoch."""
@@ -178,8 +176,7 @@ def accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
     Raises:
         ConfigError: An epoch is negative, a number less than 1, or there is none.
     """
-    if not isinstance(given, Mapping):
-        given = {0: given}
+    given = given if isinstance(given, Mapping) else {0: given}
     if not given:
         raise ConfigError(f"{name}: names no epoch. Write from which epoch on how many, as in {{0: 1, 4: 8}}.")
     for epoch, number in given.items():
@@ -214,10 +211,8 @@ def batch_limit(name: str, value: int | float | None) -> int | float | None:
 
 def duration_s(name: str, value: Duration) -> float:
     """A duration in seconds."""
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, dict):
-        return timedelta(**value).total_seconds()
+    if isinstance(value, timedelta | dict):
+        return (value if isinstance(value, timedelta) else timedelta(**value)).total_seconds()
     parts = value.split(":") if isinstance(value, str) else []
     if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
         raise ConfigError(f'{name}: expected a duration "DD:HH:MM:SS", found {value!r}.')

@@ -55,15 +55,12 @@ class Records:
         goodput: Goodput,
     ) -> None:
         self._plan, self._progress, self._log, self._step = plan, progress, log, step
-        self._device = strategy.device
+        self._device, self.goodput, self.loggers, self.is_logged = strategy.device, goodput, loggers, bool(loggers)
         self.guard = AgreementGuard(strategy, progress, step)
         self.pending: PendingStepLog | None = None
-        self.loggers = loggers
         self._told_epochs = [takes_epoch(logger) for logger in loggers]
-        self.is_logged = bool(loggers)
         self.absent: dict[str, Any] = {}
         self.before_evaluation: dict[str, Any] | None = None
-        self.goodput = goodput
         self.kept_row: tuple[int, dict[str, float]] = 0, {}
 
     def restore_row(self, row: tuple[int, dict[str, float]] | None) -> None:

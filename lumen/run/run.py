@@ -87,16 +87,11 @@ class Run:
         make_saves: Callable[[Run], Saves],
     ) -> None:
         replays_graphs = compilation.replays_graphs(strategy.device)
-        self.stage = stage
-        self.task = task
-        self.strategy = strategy
-        self.processes = strategy.processes
-        self.precision = precision
-        self.plan = plan
-        self.seed = seed
-        self.hooks = hooks
+        self.stage, self.task, self.hooks, self.plan, self.seed = stage, task, hooks, plan, seed
+        self.strategy, self.processes, self.precision = strategy, strategy.processes, precision
+        self.checkpoint = checkpoint
         self.progress = Progress()
-        self.log = LogContext(task, self.hooks, strategy)
+        self.log = LogContext(task, hooks, strategy)
         self.ending = Ending(plan, self.progress, strategy.processes, self.log)
         self.loaders = Loaders(datamodule, loaders, plan, self.progress, strategy.data_world_size)
         self.calls = TaskCalls(task, datamodule, strategy, precision, compilation)
@@ -104,7 +99,6 @@ class Run:
         self.optim = Optimization(task)
         self.values = LoggedValues(task, self.loaders)
         self.records = Records(loggers, plan, self.progress, self.log, self.step, strategy, goodput)
-        self.checkpoint = checkpoint
         self.saves = make_saves(self)
 
     def agree_on_logging(self) -> None:

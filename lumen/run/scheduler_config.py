@@ -8,23 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    MultiplicativeLR,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim import Optimizer, lr_scheduler as torchs
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
@@ -33,7 +17,7 @@ from lumen.optim import Schedule, Warmup
 from lumen.run.plan import EpochLengths, Plan
 
 #: What has a rate for each group that it was built for, and fails where there are more; others move all that there are.
-_BY_GROUP = (CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR, Schedule, Warmup)
+_BY_GROUP = (torchs.CyclicLR, torchs.LambdaLR, torchs.MultiplicativeLR, torchs.OneCycleLR, Schedule, Warmup)
 
 
 @final
@@ -74,7 +58,7 @@ class SchedulerConfig:
         Args:
             optimizer: The one that trains.
         """
-        moved = {id(group) for group in getattr(self.scheduler, "optimizer", optimizer).param_groups}
+        moved = {*map(id, getattr(self.scheduler, "optimizer", optimizer).param_groups)}
         groups = [number for number, group in enumerate(optimizer.param_groups) if id(group) in moved]
         of = [f"groups {groups}"] if len(groups) < len(optimizer.param_groups) else []
         of += [] if self.monitor is None else [self.monitor]
@@ -142,8 +126,7 @@ class SchedulerConfig:
 @contextmanager
 def _first_groups(optimizer: Optimizer, count: int | None) -> Iterator[None]:
     """The context in which an optimizer shows so many groups alone; None: all."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = groups[:count]
+    groups, optimizer.param_groups = optimizer.param_groups, optimizer.param_groups[:count]
     try:
         yield
     finally:
@@ -151,21 +134,24 @@ def _first_groups(optimizer: Optimizer, count: int | None) -> Iterator[None]:
 
 
 def _is_by_group(scheduler: Any) -> bool:
-    inside = schedules_in(scheduler)[0] if isinstance(scheduler, (SequentialLR, ChainedScheduler)) else []
-    return isinstance(scheduler, _BY_GROUP) or any(map(_is_by_group, inside))
+    return isinstance(scheduler, _BY_GROUP) or any(map(_is_by_group, _inside(scheduler)))
+
+
+def _inside(scheduler: Any) -> list[Any]:
+    """Return the schedulers that one of torch's is made of."""
+    return schedules_in(scheduler)[0] if isinstance(scheduler, (torchs.SequentialLR, torchs.ChainedScheduler)) else []
 
 
 def _kind_of(scheduler: Any) -> str:
     """The class of a scheduler, with those of the ones inside it."""
-    many = isinstance(scheduler, (SequentialLR, ChainedScheduler))
-    inside = schedules_in(scheduler)[0] if many else [getattr(scheduler, "scheduler", None)]
+    inside = _inside(scheduler) or [getattr(scheduler, "scheduler", None)]
     kinds = ", ".join(_kind_of(each) for each in inside if each is not None)
     return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
 
 
-_LENGTH = {Schedule: "total_steps", OneCycleLR: "total_steps", CosineAnnealingLR: "T_max",
-           PolynomialLR: "total_iters", LinearLR: "total_iters", ConstantLR: "total_iters"}  # fmt: skip
-_FIRST_CHANGE = {StepLR: "step_size", CyclicLR: "total_size", CosineAnnealingWarmRestarts: "T_0"}
+_LENGTH = {Schedule: "total_steps", torchs.OneCycleLR: "total_steps", torchs.CosineAnnealingLR: "T_max",
+           **dict.fromkeys((torchs.PolynomialLR, torchs.LinearLR, torchs.ConstantLR), "total_iters")}  # fmt: skip
+_FIRST_CHANGE = {torchs.StepLR: "step_size", torchs.CyclicLR: "total_size", torchs.CosineAnnealingWarmRestarts: "T_0"}
 _NEARLY = 0.9
 _ADVICE = "If that is not meant, change its length or its interval."
 
@@ -194,8 +180,7 @@ def check_horizons(schedulers: list[SchedulerConfig], horizon: Horizon) -> None:
     for config in schedulers:
         moves = _moves(config, schedulers, horizon)
         parts = [] if moves is None else _parts(config.scheduler, 0)
-        reasons = (_misfit(part, begin, moves or 0, config, horizon) for part, begin in parts)
-        if reason := next(filter(None, reasons), None):
+        if reason := next(filter(None, (_misfit(*part, moves or 0, config, horizon) for part in parts)), None):
             _log.warning("lr_scheduler: %s", reason)
 
 
@@ -215,16 +200,15 @@ def unfinished(schedulers: list[SchedulerConfig], horizon: Horizon) -> Iterator[
 
 def may_move_further(schedulers: list[SchedulerConfig]) -> bool:
     """Return True if no scheduler fails where its run becomes longer."""
-    return not any(isinstance(part, OneCycleLR) for each in schedulers for part, _ in _parts(each.scheduler, 0))
+    return not any(isinstance(part, torchs.OneCycleLR) for each in schedulers for part, _ in _parts(each.scheduler, 0))
 
 
 def lengths_of(schedulers: list[SchedulerConfig]) -> dict[str, int]:
     """Return after how many moves each schedule of `lumen.optim` ends: the configuration's, not a checkpoint's."""
-    parts = {f"lengths[{n}]": [*_parts(each.scheduler, 0)] for n, each in enumerate(schedulers)}
     return {
-        name: begin + part.total_steps
-        for name, found in parts.items()
-        for part, begin in found
+        f"lengths[{number}]": begin + part.total_steps
+        for number, each in enumerate(schedulers)
+        for part, begin in _parts(each.scheduler, 0)
         if isinstance(part, Schedule) and part.total_steps is not None
     }
 
@@ -262,35 +246,50 @@ def _parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
     if isinstance(scheduler, Warmup):
         if scheduler.leads:
             yield from _parts(scheduler.scheduler, begin + scheduler.steps)
-    elif isinstance(scheduler, SequentialLR):
+    elif isinstance(scheduler, torchs.SequentialLR):
         parts, milestones = schedules_in(scheduler)
         for part in parts[-1:]:
             yield from _parts(part, begin + (milestones or [0])[-1])
-    elif isinstance(scheduler, ChainedScheduler):
-        for part in schedules_in(scheduler)[0]:
+    elif isinstance(scheduler, torchs.ChainedScheduler):
+        for part in _inside(scheduler):
             yield from _parts(part, begin)
     else:
         yield scheduler, begin
 
 
 def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, horizon: Horizon) -> str | None:
-    """Why a schedule does not fit, in a sentence; None if it may."""
+    """Why a schedule does not fit, in a sentence; None if it may.
+
+    Raises:
+        ConfigError: What the schedule says cannot be meant.
+    """
     name, every = type(scheduler).__name__, f"{config.frequency} {config.interval}s"
     often = f"moves once every {config.interval if config.frequency == 1 else every}, {moves} times in all"
     if (length := _attribute(scheduler, _LENGTH)) is not None:
         end = begin + length
-        _refuse_mistakes(scheduler, begin, end, moves, often, config, horizon)
-        if end > 2 * moves and not (begin and isinstance(scheduler, ConstantLR)):
+        if isinstance(scheduler, torchs.OneCycleLR) and moves > end:
+            by_epoch = config.interval == "step" and horizon.epochs is not None and horizon.epochs <= end
+            cure = f"Set its total_steps to {moves - begin}" + (', or its interval to "epoch".' if by_epoch else ".")
+            if horizon.resumed:
+                cure = "A resumed one keeps its length: end the run there, or use a schedule of lumen.optim, which may "
+                cure += "grow."
+            raise ConfigError(f"lr_scheduler: {name} ends after {end} moves and fails at the next, but {often}. {cure}")
+        meant = horizon.max_epochs is not None and end <= 2 * horizon.max_epochs  # by epochs, for a run cut short
+        early = config.interval == "epoch" and end == horizon.steps and end > 2 * moves
+        if early and _ends_low(scheduler) and not meant:
+            raise ConfigError(
+                f"lr_scheduler: {name} ends after {end} moves, as many as the run has steps, but {often}. Set its "
+                'interval to "step"; if it does count epochs, set max_epochs too.'
+            )
+        if end > 2 * moves and not (begin and isinstance(scheduler, torchs.ConstantLR)):
             return f"{name} ends after {end} moves, but {often}: the run sees only its beginning. {_ADVICE}"
-        if isinstance(scheduler, CosineAnnealingLR) and moves > 1.1 * end:
+        if isinstance(scheduler, torchs.CosineAnnealingLR) and moves > 1.1 * end:
             return f"{name} is at its lowest after {end} moves, but {often}: then it rises again. {_ADVICE}"
         if moves > 2 * end and _ends_low(scheduler):
             return f"{name} ends after {end} moves, but {often}: it stays at its lowest for the rest. {_ADVICE}"
         return None
-    if isinstance(scheduler, MultiStepLR):
-        first = min(scheduler.milestones, default=None)
-    else:
-        first = _attribute(scheduler, _FIRST_CHANGE)
+    has_milestones = isinstance(scheduler, torchs.MultiStepLR)
+    first = min(scheduler.milestones, default=None) if has_milestones else _attribute(scheduler, _FIRST_CHANGE)
     if first is not None and begin + first > 2 * moves:
         return f"{name} changes first after {begin + first:.0f} moves, but {often}. {_ADVICE}"
     if config.interval == "step" and (reason := _too_early(scheduler, begin, moves, horizon)):
@@ -298,29 +297,10 @@ def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, hor
     return None
 
 
-def _refuse_mistakes(
-    scheduler: Any, begin: int, end: int, moves: int, often: str, config: SchedulerConfig, horizon: Horizon
-) -> None:
-    if isinstance(scheduler, OneCycleLR) and moves > end:
-        by_epoch = config.interval == "step" and horizon.epochs is not None and horizon.epochs <= end
-        cure = f"Set its total_steps to {moves - begin}" + (', or its interval to "epoch".' if by_epoch else ".")
-        if horizon.resumed:
-            cure = (
-                "A resumed one keeps its length: end the run there, or use a schedule of lumen.optim, which may grow."
-            )
-        raise ConfigError(f"lr_scheduler: OneCycleLR ends after {end} moves and fails at the next, but {often}. {cure}")
-    meant = horizon.max_epochs is not None and end <= 2 * horizon.max_epochs  # by epochs, for a run cut short
-    if config.interval == "epoch" and end == horizon.steps and end > 2 * moves and _ends_low(scheduler) and not meant:
-        raise ConfigError(
-            f"lr_scheduler: {type(scheduler).__name__} ends after {end} moves, as many as the run has steps, but "
-            f'{often}. Set its interval to "step"; if it does count epochs, set max_epochs too.'
-        )
-
-
 def _too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str | None:
     """What a schedule that is usually given in epochs does too early when it moves every step."""
     epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.of(0)
-    if isinstance(scheduler, (StepLR, ExponentialLR)) and 0 < scheduler.gamma < 1:
+    if isinstance(scheduler, (torchs.StepLR, torchs.ExponentialLR)) and 0 < scheduler.gamma < 1:
         size = getattr(scheduler, "step_size", 1)
         small, nothing = (begin + size * math.ceil(math.log(x) / math.log(scheduler.gamma)) for x in (1e-6, 1e-12))
         if nothing < per_epoch and epochs >= 10:
@@ -330,10 +310,10 @@ def _too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str 
                 'Set its interval to "epoch".'
             )
         return f"after {small} moves the learning rate is 1e-6 of what it was" if 2 * small < moves else None
-    if isinstance(scheduler, MultiStepLR) and 0 < max(scheduler.milestones, default=0) <= epochs:
+    if isinstance(scheduler, torchs.MultiStepLR) and 0 < max(scheduler.milestones, default=0) <= epochs:
         last = begin + max(scheduler.milestones)
         return f"its last milestone comes after {last} of them" if 10 * last < moves else None
-    if isinstance(scheduler, CosineAnnealingWarmRestarts) and scheduler.T_mult == 1 and epochs >= scheduler.T_0:
+    if isinstance(scheduler, torchs.CosineAnnealingWarmRestarts) and scheduler.T_mult == 1 and epochs >= scheduler.T_0:
         return f"it restarts {moves // scheduler.T_0} times" if moves > 100 * scheduler.T_0 else None
     return None
 
@@ -345,5 +325,5 @@ def _attribute(scheduler: Any, names: dict[type, str]) -> int | None:
 
 def _ends_low(scheduler: Any) -> bool:
     """Whether its end is that of the training, not that of a warm-up."""
-    rising = isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor
-    return not rising and not isinstance(scheduler, ConstantLR)
+    rising = isinstance(scheduler, torchs.LinearLR) and scheduler.end_factor >= scheduler.start_factor
+    return not rising and not isinstance(scheduler, torchs.ConstantLR)

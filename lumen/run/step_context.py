@@ -83,20 +83,16 @@ class StepContext:
         replays_graphs: bool,
     ) -> None:
         self._strategy, self._precision, self._progress, self._log = strategy, precision, progress, log
-        self._seed = seed
-        self._replays_graphs = replays_graphs
-        self._first_micro_batch = 0
+        self._seed, self._replays_graphs, self._first_micro_batch = seed, replays_graphs, 0
         self.weighting: LossWeighting
         finds = torch.is_anomaly_enabled()
-        self.nonfinite = NonFiniteCheck(OperationFinder.over(precision, self.where).told if finds else None)
-        self.skips_epoch = self.skips_update = False
-        self.has_shrunk = self.is_updating = False
+        self.nonfinite = NonFiniteCheck(OperationFinder(precision, self.where).told if finds else None)
+        self.skips_epoch = self.skips_update = self.has_shrunk = self.is_updating = self.updated = False
         self.requests: Sequence[Any] | None = None
         self.dummy: tuple[Any, MicroBatch] | None = None
         self.loss: torch.Tensor | None = None
         self.grad_norm: torch.Tensor | None = None
         self.counters = Counters()
-        self.updated = False
         self.weighted_windows = 0
 
     def start_weighing(
@@ -216,7 +212,7 @@ class StepContext:
             updated: The window made an update.
             tried: An update was tried; one may have been skipped in fp16.
         """
-        progress, weighting = self._progress, self.weighting
+        progress, weighting, counters = self._progress, self.weighting, self.counters
         counted = weighting.by_task or bool(weighting._returned)
         progress.advance(window, updated=updated)
         progress.micro_batches = self._first_micro_batch + len(window.sizes)
@@ -225,7 +221,6 @@ class StepContext:
             progress.weight_guess = weighting.next_guess
         if updated:
             progress.units += weighting.total
-        counters = self.counters
         counters.waited_s += window.waited_s
         counters.samples += window.samples
         counters.weighs |= counted
@@ -265,9 +260,7 @@ class TaskCalls:
         precision: Precision,
         compilation: Compilation,
     ) -> None:
-        self.compilation = compilation
-        self._task = task
-        self._device = strategy.device
+        self.compilation, self._task, self._device = compilation, task, strategy.device
         self._arguments = _step_arguments(task, {})
         marks_steps = compilation.replays_graphs(strategy.device)
         self._hooks = _transfer_hooks(task, datamodule, strategy.device, precision.dtype, marks_steps=marks_steps)
@@ -301,35 +294,23 @@ class TaskCalls:
         return output if self._device.type == "cpu" else move(output, torch.device("cpu"))
 
 
-def _step_arguments(
-    task: TaskModule, several: dict[str, bool]
-) -> dict[str, Callable[[tuple[Any, int, int]], tuple[Any, ...]]]:
+def _step_arguments(task: TaskModule, several: dict[str, bool]) -> dict[str, _Pick]:
     """What picks the arguments of each step that the task has; `several`: by step, whether it has several loaders."""
-    steps = ("training_step", "validation_step", "test_step", "predict_step")
+    own = {step: getattr(task, step) for step in ("training_step", "validation_step", "test_step", "predict_step")}
     return {
-        step: step_arguments(function, several=several.get(step, False))
-        for step in steps
-        if (function := getattr(task, step)) is not None
+        step: step_arguments(each, several=several.get(step, False)) for step, each in own.items() if each is not None
     }
 
 
 def _transfer_hooks(
-    task: TaskModule,
-    datamodule: DataModule | None,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    *,
-    marks_steps: bool,
+    task: TaskModule, data: DataModule | None, device: torch.device, dtype: torch.dtype | None, *, marks_steps: bool
 ) -> list[Callable[[Any, int], Any]]:
-    def owner(method: str) -> Any:
-        return next((thing for thing in (datamodule, task) if thing and overrides(thing, method)), None)
+    def of_user(method: str) -> list[Callable[..., Any]]:
+        return [fitted(each, method) for each in (data, task) if each and overrides(each, method)][:1]
 
-    hooks: list[Callable[[Any, int], Any]] = []
-    if (before := owner("on_before_batch_transfer")) is not None:
-        hooks.append(fitted(before, "on_before_batch_transfer"))
-    if (mover := owner("transfer_batch_to_device")) is not None:
-        transfer = fitted(mover, "transfer_batch_to_device")
-        hooks.append(lambda batch, index: transfer(batch, device, index))
+    hooks: list[Callable[[Any, int], Any]] = of_user("on_before_batch_transfer")
+    if transfers := of_user("transfer_batch_to_device"):
+        hooks.append(lambda batch, index: transfers[0](batch, device, index))
     elif device.type == "cuda":
         copies = CopyStream(device, dtype)
         hooks.append(lambda batch, index: copies.move(batch))
@@ -337,9 +318,7 @@ def _transfer_hooks(
         hooks.append(lambda batch, index: move(batch, device, dtype))
     if marks_steps:
         hooks.append(_mark_step)
-    if (after := owner("on_after_batch_transfer")) is not None:
-        hooks.append(fitted(after, "on_after_batch_transfer"))
-    return hooks
+    return hooks + of_user("on_after_batch_transfer")
 
 
 def _mark_step(batch: Any, _: int) -> Any:

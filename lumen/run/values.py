@@ -8,7 +8,6 @@ from typing import Any, final
 
 from lumen.errors import ConfigError
 from lumen.metrics.collector import StageMetrics
-from lumen.metrics.log_call import LogOptions
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.run.loaders import Loaders
 from lumen.run.scheduler_config import SchedulerConfig
@@ -40,10 +39,9 @@ class LoggedValues:
         self._task, self._loaders = task, loaders
         self._of_stages: dict[str, StageMetrics] = {}
         self._published: StageMetrics
-        self._of_single_steps: set[str] = set()  # that a scheduler has looked at
+        self._of_single_steps = set[str]()  # that a scheduler has looked at
         self.newest: dict[str, float] = {}
-        self.updated: set[str] = set()
-        self.logged: set[str] = set()
+        self.updated, self.logged = set[str](), set[str]()
         self.predictions: list[list[Any]] = []
         self.keeps_predictions = self.are_shown = True
         self.batch_indices: list[int] | None = None
@@ -98,7 +96,9 @@ class LoggedValues:
     def unlogged(self, train: StageMetrics) -> set[str]:
         """The names whose values no logger is given; see `forks`."""
         stages = (*self._of_stages.values(), train)
-        return {*chain.from_iterable(names for each in stages for names in each.published(_is_unlogged).values())}
+        return {
+            name for each in stages for names in each.published(lambda of: not of.logger).values() for name in names
+        }
 
     @property
     def options(self) -> dict[str, Any]:
@@ -121,13 +121,11 @@ class LoggedValues:
         scheduler.take(values)
 
     @property
-    def all_have_logged(self) -> bool:
-        """Everything that logs has had its turn since this part of the run began: what has no value now never has."""
-        return not self.yet_to_log
-
-    @property
     def yet_to_log(self) -> list[str]:
-        """What logs and has not had its turn since this part of the run began: its first epoch, a validation."""
+        """What logs and has not had its turn since this part of the run began: its first epoch, a validation.
+
+        If the list is empty, a name that has no value now never has one.
+        """
         validates = self._loaders.evaluation and not self.has_validated
         return ["epoch"] * (not self.has_ended_epoch) + ["validation"] * bool(validates)
 
@@ -137,7 +135,7 @@ class LoggedValues:
         Raises:
             ConfigError: It was never logged; names what was.
         """
-        if monitor in self.logged or not self.all_have_logged:
+        if monitor in self.logged or self.yet_to_log:
             return
         since = " since the run went on" if monitor in self.newest else ""
         empty = "".join(f"But {why}. " for why in self._loaders.empty)
@@ -149,10 +147,9 @@ class LoggedValues:
 
     def _elsewhere(self, monitor: str) -> str:
         """Where else a task logs it, in words."""
-        places = [name for stage in ("test", "predict") for name in mentioned_in(self._task, stage, monitor)]
-        if not places:
-            return ""
-        return f" {' and '.join(places)} of {type(self._task).__name__} may log it, which fit does not call."
+        found = [name for stage in ("test", "predict") for name in mentioned_in(self._task, stage, monitor)]
+        places = " and ".join(found)
+        return f" {places} of {type(self._task).__name__} may log it, which fit does not call." if places else ""
 
     def move(self, scheduler: SchedulerConfig) -> None:
         """Move a schedule by one.
@@ -160,7 +157,7 @@ class LoggedValues:
         Raises:
             ConfigError: It is strict about a monitor that has no value.
         """
-        name, never = scheduler.monitor, not scheduler.known or self.all_have_logged
+        name, never = scheduler.monitor, not scheduler.known or not self.yet_to_log
         known = self.logged | self._of_single_steps
         if name is not None and scheduler.strict and never and name not in known:
             said = self._only_in_steps(name) or (
@@ -181,7 +178,3 @@ class LoggedValues:
             f"is logged per step only, and a step's value is that of one batch. Write self.log({name!r}, ..., "
             f"on_step=False, on_epoch=True); or on_epoch=True alone, and {epoch!r} as the monitor."
         )
-
-
-def _is_unlogged(options: LogOptions) -> bool:
-    return not options.logger

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, final
 
@@ -46,10 +46,13 @@ class LogSettings:
                 where = "log_level" if isinstance(level, str) else f"log_level.{name}"
                 raise ConfigError(f"{where}: expected DEBUG, INFO, WARNING or ERROR, found {each!r}.")
         self.named: dict[str, int] = {name: logging.getLevelName(each.upper()) for name, each in given.items()}
-        self.root = self.named.pop("root")
-        self.form = form
-        with _said_as_config_error():
+        self.root, self.form = self.named.pop("root"), form
+        try:
             self.formatter = _Formatter(form)
+        except ValueError as error:
+            raise ConfigError(
+                f"log_format: {error}. Write it as for logging.Formatter: '%(name)s %(message)s'."
+            ) from None
 
     @property
     def own(self) -> int:
@@ -65,14 +68,6 @@ class LogSettings:
             name = name.rpartition(".")[0]
         least = self.named[name] if name else max(self.root, logging.WARNING * _is_of_a_library(record.name))
         return record.levelno >= least
-
-
-@contextmanager
-def _said_as_config_error() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"log_format: {error}. Write it as for logging.Formatter: '%(name)s %(message)s'.") from None
 
 
 @final
@@ -117,7 +112,7 @@ class _Others(logging.Handler):
         """Pass it on, to the terminal only if nobody else shows it there."""
         if not self.is_console:
             self._target.handle(record)
-        elif not _shown_by_the_user(record.name):
+        elif not any(_is_on_the_terminal(handler) for each in _above(record.name) for handler in each.handlers):
             if os.getpid() == self._process:
                 self._target.handle(record)
             else:  # a forked worker: the console's lock may be held for ever there
@@ -132,34 +127,30 @@ def _above(name: str) -> Iterator[logging.Logger]:
         found = found.parent if found.propagate else None
 
 
-def _shown_by_the_user(name: str) -> bool:
-    return any(_is_on_the_terminal(handler) for each in _above(name) for handler in each.handlers)
-
-
 def _is_on_the_terminal(handler: logging.Handler) -> bool:
     """Whether it writes where this process does: that of `logging.basicConfig`, or rich's; no file, no test's."""
     stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
     return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
-def _heard_before(level: int, record: logging.LogRecord) -> bool:
-    """Whether the root's handlers would have got a record when its level was this."""
-    return record.levelno >= level or any(each.level for each in _above(record.name) if each is not logging.root)
-
-
 @contextmanager
-def _listening(settings: LogSettings) -> Iterator[None]:
-    """Let loggers say what is to be heard."""
+def _of_others(target: logging.Handler, settings: LogSettings) -> Iterator[None]:
+    """Let loggers say what is to be heard, and pass on what is not Lumen's."""
     root, level = logging.root, logging.root.level
+
+    def was_heard(record: logging.LogRecord) -> bool:
+        return record.levelno >= level or any(each.level for each in _above(record.name) if each is not root)
+
     theirs = [handler for handler in root.handlers if not isinstance(handler, _Others)] if settings.root < level else []
     with ExitStack() as closing:
         for name, least in settings.named.items():
             each = logging.getLogger(name)
             closing.callback(each.setLevel, each.level)
             each.setLevel(least)
-        closing.enter_context(filtered(theirs, partial(_heard_before, level)))
+        closing.enter_context(filtered(theirs, was_heard))
         closing.callback(root.setLevel, level)
         root.setLevel(min(level, settings.root))
+        closing.enter_context(_added(root, _Others(target, settings)))
         yield
 
 
@@ -272,22 +263,18 @@ def filtered(handlers: list[logging.Handler], is_heard: Callable[[logging.LogRec
 def _handler(handler: logging.Handler, settings: LogSettings) -> Iterator[None]:
     before = logger.level
     logger.setLevel(settings.own)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-        handler.close()
-
-
-@contextmanager
-def _of_others(target: logging.Handler, settings: LogSettings) -> Iterator[None]:
-    handler = _Others(target, settings)
-    with _listening(settings):
-        logging.root.addHandler(handler)
+    with _added(logger, handler):
         try:
             yield
         finally:
-            logging.root.removeHandler(handler)
-            handler.close()
+            logger.setLevel(before)
+
+
+@contextmanager
+def _added(where: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+    where.addHandler(handler)
+    try:
+        yield
+    finally:
+        where.removeHandler(handler)
+        handler.close()

@@ -12,15 +12,7 @@ import torch
 from torch import nn
 
 from lumen.checkpoint import PARTS, Checkpoint, Part, Weights, find_checkpoint, is_weights
-from lumen.checkpoint.format.folder import (
-    find_checkpoints,
-    find_newer,
-    newest_committed,
-    newest_valid,
-    read_info,
-    remove_checkpoints,
-    set_aside,
-)
+from lumen.checkpoint.format import folder
 from lumen.checkpoint.load.config_diff import compare, configured, modes_of
 from lumen.checkpoint.load.load_weights import load_weights
 from lumen.checkpoint.load.restore import load_model_and_data, load_run
@@ -55,6 +47,9 @@ from lumen.trainer.telling import note_steps, tell_end, tell_setup
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
+Source = Weights | str | Path | None  # of parameters to evaluate with
+Averages = str | Sequence[str | PurePath] | None  # to evaluate in place of a checkpoint's parameters
+
 
 @final
 class Origin:
@@ -70,10 +65,7 @@ class Origin:
     """
 
     def __init__(
-        self,
-        resume: str | Path | None,
-        resume_parts: Iterable[Part] | None,
-        init_from: Weights | str | Path | None,
+        self, resume: str | Path | None, resume_parts: Iterable[Part] | None, init_from: Weights | str | Path | None
     ) -> None:
         self._resume = None if resume is None else str(resume)
         self._parts = choose_parts(resume_parts, self._resume)
@@ -147,7 +139,8 @@ class Origin:
             checkpoint = find_checkpoint(self._resume, earlier[0], processes, beside=earlier[1:])
         if checkpoint is not None:
             if writes and self.stays:
-                processes.on_rank_zero(partial(_set_aside_newer, checkpoint.path, own))
+                newer = partial(folder.find_newer, checkpoint.path, own)  # damaged ones, whose names will be needed
+                processes.on_rank_zero(lambda: [folder.set_aside(each) for each in newer()])
             _log.info("going on from %s", checkpoint.path)
             if self._weights is not None:
                 _log.info("init_from is not read: the parameters are the checkpoint's")
@@ -174,12 +167,7 @@ class Origin:
         return draw_seed() if given is None else given
 
     def fill(
-        self,
-        run: Run,
-        ckpt_path: Weights | str | Path | None,
-        home: Path,
-        folders: Sequence[PurePath],
-        average: str | Sequence[str | PurePath] | None = None,
+        self, run: Run, ckpt_path: Source, home: Path, folders: Sequence[PurePath], average: Averages
     ) -> Checkpoint | None:
         """Load the model, if there is anything to load.
 
@@ -213,7 +201,7 @@ class Origin:
         elif weights is not None:
             load_weights(task, weights, run.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
-            trained = home if any(map(newest_committed, folders)) else "a run"
+            trained = home if any(map(folder.newest_committed, folders)) else "a run"
             _log.warning(
                 "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
                 stage, type(task).__name__, trained,
@@ -223,18 +211,8 @@ class Origin:
         return checkpoint
 
 
-def _set_aside_newer(path: PurePath, folders: Sequence[PurePath]) -> None:
-    """Move what is newer than the newest valid checkpoint, and so damaged, out of the way: its name will be needed."""
-    for damaged in find_newer(path, folders):
-        set_aside(damaged)
-
-
 def prepare(
-    trainer: Trainer,
-    run: Run,
-    ckpt_path: Weights | str | Path | None = None,
-    given: Callable[[], Any] | None = None,
-    average: str | Sequence[str | PurePath] | None = None,
+    trainer: Trainer, run: Run, ckpt_path: Source, average: Averages, given: Callable[[], Any] | None
 ) -> Checkpoint | None:
     """Prepare the data, set up, place and load the model. Collective: every rank must call this.
 
@@ -242,8 +220,8 @@ def prepare(
         trainer: The trainer that has opened the run.
         run: Just opened, of any stage.
         ckpt_path: The parameters to evaluate with; None: those that the task has, or that the run begins with.
-        given: What `fit` was given in place of the task's `configure_optimizers`, for searches in `setup`.
         average: What to evaluate in place of the checkpoint's parameters; None: these.
+        given: What `fit` was given in place of the task's `configure_optimizers`, for searches in `setup`.
 
     Returns:
         The checkpoint that the run goes on from.
@@ -273,8 +251,7 @@ def prepare(
         check_halving(run)
     layers.materialize(run.seed, strategy.parameter_device)  # what the strategy has cut up
     home = trainer.run_directory or trainer.default_root_dir / str(trainer.name)
-    found: Checkpoint | None = trainer.origin.fill(run, ckpt_path, home, checkpoints_of(trainer, home), average)
-    return found
+    return trainer.origin.fill(run, ckpt_path, home, checkpoints_of(trainer, home), average)
 
 
 def _prepare_data(datamodule: DataModule | None, task: TaskModule, *, is_first: bool) -> None:
@@ -297,22 +274,24 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         LumenError: Something does not fit: the optimizer to the task, a schedule to the run's length, the checkpoint to
             the configuration; or something cannot be saved.
     """
-    checkpoint = prepare(trainer, run, given=configure_optimizers)
+    checkpoint = prepare(trainer, run, None, None, configure_optimizers)
     task, optim = run.task, run.optim
     with only_young_collected():  # the first optimizer of a process makes torch import its compiler
         built = build_optimizers(task, configure_optimizers or task.configure_optimizers, run.precision)
     if not task.automatic_optimization:
         check_plan(task, run.plan)
-    by_hand = partial(
-        ManualOptimization, task, hooks=run.hooks, precision=run.precision, strategy=run.strategy, step=run.step
-    )
+    by_hand = partial(ManualOptimization, task, run.hooks, run.precision, run.strategy, run.step)
     optim.take(*built, may_step=lambda: run.step.is_updating or not run.log.in_train_step, by_hand=by_hand)
     for each in optim.optimizers:
         run.strategy.check_optimizer(each)
-    optim.note_built(groups_of(task, optim.optimizer), configured(run), modes_of(task))
+    optim.note_built(
+        groups_of(task, optim.optimizer), configured(run), modes_of(task)
+    )
     origin = trainer.origin
     if checkpoint is not None:
-        load_run(run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero)
+        load_run(
+            run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero
+        )
         if not origin.stays:  # a new run may go on where a callback ended the old one
             run.ending.request_stop(value=False)
     open_loaders(run)
@@ -334,7 +313,11 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         origin.unsaved = [(place, place[0][place[1]].clone()) for name, place in found if name not in saved]
     else:
         run.progress.leave_out(origin.rolled_back[1])
-        reset_buffers(origin.unsaved)
+        for (held, key), value in origin.unsaved:  # as a new process would make them
+            if (buffer := held.get(key)) is not None and buffer.shape == value.shape:
+                fill(buffer, value)
+            else:
+                held[key] = value.clone()
     if checkpoint is not None and (reason := run.ending.limit_reached):
         record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
     trainer._started = True
@@ -349,15 +332,6 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         hook()
     if checkpoint is None and run.loaders.evaluation and run.plan.sanity_batches:
         sanity_check(run)
-
-
-def reset_buffers(places: Iterable[tuple[Place, torch.Tensor]]) -> None:
-    """Set buffers to the given values, as a new process would make them."""
-    for (held, key), value in places:
-        if (buffer := held.get(key)) is not None and buffer.shape == value.shape:
-            fill(buffer, value)
-        else:
-            held[key] = value.clone()
 
 
 def end_training(trainer: Trainer, run: Run) -> None:
@@ -397,7 +371,9 @@ def go_back(trainer: Trainer, run: Run, left_out: list[int]) -> Origin:
     newer = run.processes.on_rank_zero(partial(_newer, folders, left_out[0]))
     kept = None
     if home is not None:
-        kept = newest_valid(folders[0], _log.warning, run.processes, sections=(), beside=folders[1:], without=newer)
+        kept = folder.newest_valid(
+            folders[0], _log.warning, run.processes, sections=(), beside=folders[1:], without=newer
+        )
     if home is None or kept is None:
         but = f", only {newer[0].name} and newer ones" if newer else ""
         raise TrainingError(
@@ -406,7 +382,7 @@ def go_back(trainer: Trainer, run: Run, left_out: list[int]) -> Origin:
             "keep_last), leave out fewer steps before a spike, or look for spikes only once a checkpoint is old enough "
             "(SpikeDetection: before, warmup)."
         )
-    run.processes.on_rank_zero(partial(remove_checkpoints, newer))
+    run.processes.on_rank_zero(partial(folder.remove_checkpoints, newer))
     _log.warning(
         "going back from step %d to %s, to leave out the micro-batches %d to %d of the run",
         progress.step, kept.path.name, left_out[0], left_out[1] - 1,
@@ -416,11 +392,8 @@ def go_back(trainer: Trainer, run: Run, left_out: list[int]) -> Origin:
 
 def _newer(folders: Sequence[PurePath], micro_batches: int) -> list[PurePath]:
     """The checkpoints of more than so many micro-batches."""
-    found = [path for folder in folders for path in find_checkpoints(folder)]
-    return [path for path in found if read_info(path)["micro_batches"] > micro_batches]
-
-
-_STEPS = {"validate": "validation_step", "test": "test_step"}
+    found = [path for each in folders for path in folder.find_checkpoints(each)]
+    return [path for path in found if folder.read_info(path)["micro_batches"] > micro_batches]
 
 
 def evaluate_all(
@@ -428,9 +401,9 @@ def evaluate_all(
     stage: str,
     model: TaskModule | None,
     data: Any,
-    ckpt_path: Weights | str | Path | None,
+    ckpt_path: Source,
     *,
-    average: str | Sequence[str | PurePath] | None = None,
+    average: Averages,
     keeps_outputs: bool = True,
     verbose: bool = True,
 ) -> Run:
@@ -451,7 +424,7 @@ def evaluate_all(
     """
     task, data, ckpt_path = _of_last_run(trainer, stage, model, data, ckpt_path)
     check_task(task, data)
-    if (step := _STEPS.get(stage)) and not overrides(task, step):
+    if (step := {"validate": "validation_step", "test": "test_step"}.get(stage)) and not overrides(task, step):
         raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
     if average is not None and ckpt_path is None:
         raise ConfigError(
@@ -459,7 +432,7 @@ def evaluate_all(
             "ckpt_path='last'; after fit with EMA or SWA the task itself holds the average."
         )
     with opened(trainer, stage, task, data, data) as run:
-        run.evaluate_checkpoint(prepare(trainer, run, ckpt_path, average=average))
+        run.evaluate_checkpoint(prepare(trainer, run, ckpt_path, average, None))
         open_for_evaluation(run, stage)
         run.values.choose(keeps_predictions=keeps_outputs, are_shown=verbose)
         if not evaluate(run, stage):
@@ -468,8 +441,8 @@ def evaluate_all(
 
 
 def _of_last_run(
-    trainer: Trainer, stage: str, task: TaskModule | None, data: Any, ckpt_path: Weights | str | Path | None
-) -> tuple[TaskModule, Any, Weights | str | Path | None]:
+    trainer: Trainer, stage: str, task: TaskModule | None, data: Any, ckpt_path: Source
+) -> tuple[TaskModule, Any, Source]:
     """What to evaluate, where a call leaves that to the run before it."""
     if task is not None:
         return task, data, ckpt_path

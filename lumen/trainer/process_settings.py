@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib import metadata
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lumen.console import in_notebook, logger
+from lumen.console import logger
 from lumen.errors import ConfigError
 from lumen.internals.masking import masked_words
 from lumen.internals.whole_files import write_private
@@ -28,52 +27,14 @@ from lumen.task.modes import make_trainable
 from lumen.task.task_module import TaskModule
 
 
-def resume_command(run_directory: Path, command: str) -> str:
-    """Return the command, or in a notebook the line, that resumes a run.
-
-    Args:
-        run_directory: The run's directory.
-        command: The words that a command line for such a run begins with, such as `lumen fit`; empty: it has none.
-    """
-    trainer = _resuming_trainer(run_directory)
-    if in_notebook:
-        return f"{trainer}.fit(...)"
-    if command and (run_directory / "config.yaml").exists():
-        return _resuming_fit(run_directory, command)
-    script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
-    return f"{script}   # with {trainer}"
-
-
-def longer_command(run_directory: Path, command: str, limit: str, value: int | str) -> str:
-    """Return the command, or of a script the line, that trains a run beyond the limit that it has reached."""
-    if not in_notebook and command and (run_directory / "config.yaml").exists():
-        return f"{_resuming_fit(run_directory, command)} --trainer.{limit} {value}"
-    return f"{_resuming_trainer(run_directory, f', {limit}={json.dumps(value)}')}.fit(...)"
-
-
-def _resuming_fit(run_directory: Path, command: str) -> str:
-    return f"{command} --config {shlex.quote(str(run_directory / 'config.yaml'))} --trainer.resume auto"
-
-
-def _resuming_trainer(run_directory: Path, more: str = "") -> str:
-    return f'Trainer(..., name={json.dumps(run_directory.name, ensure_ascii=False)}, resume="auto"{more})'
-
-
 @contextmanager
 def torch_settings(
-    *,
-    deterministic: bool | str,
-    detect_anomaly: bool,
-    matmul_precision: str | None = None,
-    benchmark: bool | None = None,
+    *, deterministic: bool | str, detect_anomaly: bool, matmul_precision: str | None, benchmark: bool | None
 ) -> Iterator[None]:
     """Torch's global switches for the time of a run; None leaves one as it is."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn = torch.backends.cudnn.benchmark
-    with (
-        _float32_matmul(matmul_precision),
-        torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()),
-    ):
+    cudnn, finds = torch.backends.cudnn.benchmark, detect_anomaly or torch.is_anomaly_enabled()
+    with _float32_matmul(matmul_precision), torch.autograd.set_detect_anomaly(finds):
         if deterministic:
             torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
         if benchmark is not None:
@@ -97,11 +58,9 @@ def _float32_matmul(precision: str | None) -> Iterator[None]:
         yield
         return
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
+    before, known = [backend.fp32_precision for backend in backends], "highest"
+    with suppress(RuntimeError):  # they were set, and torch has no name for it
         known = torch.get_float32_matmul_precision()
-    except RuntimeError:  # they were set, and this has no name for it
-        known = "highest"
     torch.set_float32_matmul_precision(precision)
     try:
         yield
@@ -113,7 +72,7 @@ def _float32_matmul(precision: str | None) -> Iterator[None]:
 
 def write_environment(directory: Path, strategy: Strategy) -> None:
     """Record what the run runs on, as `environment.json`."""
-    record = {
+    record: dict[str, Any] = {
         "command": masked_words(sys.orig_argv),
         "working_directory": os.getcwd(),
         "host": platform.node(),
@@ -125,17 +84,12 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
         "nodes": strategy.processes.nodes,
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        **({"slurm": _slurm_job(os.environ)} if "SLURM_JOB_ID" in os.environ else {}),
     }
+    if "SLURM_JOB_ID" in os.environ:
+        names, restarts = ("job_id", "array_job_id", "array_task_id"), os.environ.get("SLURM_RESTART_COUNT", "0")
+        job = {name: found for name in names if (found := os.environ.get(f"SLURM_{name.upper()}")) is not None}
+        record["slurm"] = {**job, "restarts": int(restarts) if restarts.isdigit() else 0}
     write_private(directory / "environment.json", json.dumps(record, indent=2) + "\n")
-
-
-def _slurm_job(environment: Mapping[str, str]) -> dict[str, str | int]:
-    """The ids of a job, and how often it was queued again."""
-    ids = {name: environment.get(f"SLURM_{name.upper()}") for name in ("job_id", "array_job_id", "array_task_id")}
-    restarts = environment.get("SLURM_RESTART_COUNT", "0")
-    known = {name: each for name, each in ids.items() if each is not None}
-    return {**known, "restarts": int(restarts) if restarts.isdigit() else 0}
 
 
 @cache
@@ -191,24 +145,22 @@ def turn(task: TaskModule, datamodule: DataModule | None, *, trains: bool) -> It
             threading.current_thread().name,
         )
         _turn.acquire()
-    try:
+    with ExitStack() as closing:
+        closing.callback(_turn.release)
         if any(each is task for each in _open):
             raise ConfigError(
                 f"this {type(task).__name__} is in a run of another Trainer. Give the run inside it a copy: "
                 "copy.deepcopy(task)."
             )
         attached = None if datamodule is None else datamodule._run
-        with ExitStack() as closing:
-            if _open:
-                closing.enter_context(preserved_generators())
-                if attached is not None and attached.stage and datamodule is not None:
-                    closing.callback(datamodule._attach, attached, datamodule._trainer)
-            if trains:
-                closing.enter_context(torch.inference_mode(False))
-                closing.enter_context(torch.enable_grad())
-                make_trainable(task)
-            _open.append(task)
-            closing.callback(_open.pop)
-            yield
-    finally:
-        _turn.release()
+        if _open:
+            closing.enter_context(preserved_generators())
+            if attached is not None and attached.stage and datamodule is not None:
+                closing.callback(datamodule._attach, attached, datamodule._trainer)
+        if trains:
+            closing.enter_context(torch.inference_mode(False))
+            closing.enter_context(torch.enable_grad())
+            make_trainable(task)
+        _open.append(task)
+        closing.callback(_open.pop)
+        yield

@@ -11,11 +11,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 from lumen.checkpoint.format.folder import clean_leftovers
@@ -50,9 +49,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, descriptor: int, *, restarted: bool) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.restarted = restarted
+        self.path, self.checkpoints, self.restarted = path, path / "checkpoints", restarted
         self._descriptor: int | None = descriptor
         self._key = os.path.realpath(path)
 
@@ -83,14 +80,15 @@ class RunDirectory:
                 with suppress(PermissionError):  # what may not be read cannot be synced
                     fsync_directory(root.parent)
             path = root / name
-            claim = _next_claim(path, launchers)
+            _claims[key := os.path.realpath(path)] += 1
+            digests = sorted(hashlib.sha256(each.encode()).hexdigest()[:12] for each in launchers)[:_MOST_LAUNCHERS]
+            # This differs from all other claims but those of the same run in earlier attempts of the same launch.
+            claim = {"launchers": digests, "name": name, "number": _claims[key]}
             earlier = _of_earlier_attempt(path, claim) if launchers else None
-            if earlier is not None:
-                path = earlier
-            elif reuse:
+            if reuse and earlier is None:
                 path.mkdir(exist_ok=True)
             else:
-                path = _create_new(path)
+                path = earlier or _create_new(path)
             run = RunDirectory(path, _lock(path, claim), restarted=earlier is not None)
             try:
                 run.checkpoints.mkdir(exist_ok=True)
@@ -118,14 +116,9 @@ class RunDirectory:
         """What the job that holds or held a run's directory has noted; empty if none did."""
         if holder := _held_here.get(os.path.realpath(path)):
             return dict(holder)
-        try:
-            descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError:
-            return {}
-        try:
+        with suppress(OSError), _opened(path) as descriptor:
             return _read_holder(descriptor)
-        finally:
-            os.close(descriptor)
+        return {}
 
     @staticmethod
     def is_locked(path: Path) -> dict[str, Any] | None:
@@ -136,15 +129,9 @@ class RunDirectory:
         """
         if holder := _held_here.get(os.path.realpath(path)):
             return dict(holder)
-        with _explained(path):
-            try:
-                descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            try:
-                return None if _try_lock(descriptor, fcntl.LOCK_SH, path) else _read_holder(descriptor)
-            finally:
-                os.close(descriptor)
+        with _explained(path), suppress(FileNotFoundError, NotADirectoryError), _opened(path) as descriptor:
+            return None if _try_lock(descriptor, fcntl.LOCK_SH, path) else _read_holder(descriptor)
+        return None
 
     def check(self) -> None:
         """Check that the directory is the one that was claimed; warn if its checkpoints were removed.
@@ -155,10 +142,9 @@ class RunDirectory:
         if self._descriptor is None:
             return
         held = os.fstat(self._descriptor)
-        try:
+        is_there = False
+        with suppress(FileNotFoundError, NotADirectoryError):
             is_there = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), held)
-        except (FileNotFoundError, NotADirectoryError):
-            is_there = False
         if not is_there and held.st_nlink:
             raise RunDirectoryError(
                 f"{self.path} was moved to {self._place()} while its run was writing there; what was written is there. "
@@ -192,27 +178,27 @@ class RunDirectory:
     def __enter__(self) -> "RunDirectory":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _create_new(path: Path) -> Path:
     taken = set(os.listdir(path.parent))
-    for name in chain([path.name], (f"{path.name}-{k}" for k in count(2))):
+    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
+    while True:
         with suppress(FileExistsError):  # another job was faster
-            if name not in taken:
-                path.with_name(name).mkdir()
-                return path.with_name(name)
-    raise AssertionError("there is always a free name")
-
-
-def _next_claim(path: Path, launchers: Collection[str]) -> dict[str, Any]:
-    """What tells this claim from all others but those of the same run in earlier attempts of the same launch."""
-    _claims[key := os.path.realpath(path)] += 1
-    digests = sorted(hashlib.sha256(each.encode()).hexdigest()[:12] for each in launchers)
-    return {"launchers": digests[:_MOST_LAUNCHERS], "name": path.name, "number": _claims[key]}
+            free = path.with_name(next(name for name in names if name not in taken))
+            free.mkdir()
+            return free
 
 
 def _of_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
@@ -228,26 +214,21 @@ def _of_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
 
 def _lock(path: Path, claim: dict[str, Any]) -> int:
     """Lock a run's directory, note who holds it, and return the lock's open descriptor."""
-    key = os.path.realpath(path)
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat(timespec="seconds")}
-    me |= claim
+    key, began = os.path.realpath(path), datetime.now(UTC).isoformat(timespec="seconds")
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "started": began, **claim}
     if (holder := _held_here.setdefault(key, me)) is not me:
         raise _in_use(path, holder)
-    try:
+    with ExitStack() as undoing:
+        undoing.callback(_held_here.pop, key)
         descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            deadline = time.monotonic() + _PATIENCE_S
-            while not _try_lock(descriptor, fcntl.LOCK_EX, path):
-                if time.monotonic() > deadline:
-                    raise _in_use(path, _read_holder(descriptor))
-                time.sleep(_PATIENCE_S / 20)
-            os.ftruncate(descriptor, os.pwrite(descriptor, json.dumps(me).encode(), 0))
-        except BaseException:
-            os.close(descriptor)
-            raise
-    except BaseException:
-        del _held_here[key]
-        raise
+        undoing.callback(os.close, descriptor)
+        deadline = time.monotonic() + _PATIENCE_S
+        while not _try_lock(descriptor, fcntl.LOCK_EX, path):
+            if time.monotonic() > deadline:
+                raise _in_use(path, _read_holder(descriptor))
+            time.sleep(_PATIENCE_S / 20)
+        os.ftruncate(descriptor, os.pwrite(descriptor, json.dumps(me).encode(), 0))
+        undoing.pop_all()
     return descriptor
 
 

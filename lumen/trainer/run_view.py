@@ -1,4 +1,4 @@
-"""RunView: what callbacks and tasks may read of a trainer."""
+"""RunView: the part of a trainer that callbacks and tasks may read."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class TrainerState:
 
 
 class RunView:
-    """What callbacks and tasks read of a trainer; nothing here changes a run, but for `should_stop`.
+    """Trainer as callbacks and tasks read it; nothing here changes a run, but for `should_stop`.
 
-    It is apart from `Trainer`, its one child: what a callback may use is in one place, how a run is made in another.
-    The names are Lightning's, but for those that docs/site/trainer.md lists as Lumen's own. Arguments of the trainer
-    are as they are after `fast_dev_run` and `overfit_batches`, and none can be set afterwards.
+    `Trainer` is its one child: what a callback may use is in one place, how a run is made in another. The names are
+    Lightning's, but for those that docs/site/trainer.md lists as Lumen's own. Arguments of the trainer are as they are
+    after `fast_dev_run` and `overfit_batches`, and none can be set afterwards.
 
     Attributes:
         plan: How long the run is and what happens when.
@@ -407,8 +407,7 @@ class RunView:
                 f"trainer.step_loss(): {type(self.run.task).__name__} optimizes by hand, so that Lumen does not know "
                 "which of its losses is the step's. Log that one, and read trainer.callback_metrics."
             )
-        parts = self.run.step.weighting.losses
-        if parts is None:
+        if (parts := self.run.step.weighting.losses) is None:
             raise ConfigError(
                 "trainer.step_loss(): the losses of a step are kept for callbacks that say so. Write reads_step_loss = "
                 "True in the class of yours."
@@ -597,8 +596,7 @@ class RunView:
     @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of a training epoch, as one process would count; infinite if the loader has no length."""
-        adapter = self.run.loaders.train
-        if adapter is None:
+        if (adapter := self.run.loaders.train) is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
         return self._batches("train", adapter)
 

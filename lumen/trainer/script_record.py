@@ -64,13 +64,10 @@ def record_script(trainer: Trainer, run: Run) -> None:
         return
     defaults = {name: plain(each.default) for name, each in inspect.signature(type(trainer)).parameters.items()}
     settings = {**defaults, **trainer._given, "name": trainer.run_directory.name}
-    data = run.loaders.datamodule
-    found = {
-        "seed_everything": run.seed,
-        "model": plain(run.task),
-        **({} if data is None else {"data": plain(data)}),
-        "trainer": {name: value for name, value in settings.items() if name not in _LEFT_OUT},
-    }
+    found: dict[str, Any] = {"seed_everything": run.seed, "model": plain(run.task)}
+    if run.loaders.datamodule is not None:
+        found["data"] = plain(run.loaders.datamodule)
+    found["trainer"] = {name: value for name, value in settings.items() if name not in _LEFT_OUT}
     import yaml  # not before a run: a script imports little beside torch
 
     text = yaml.safe_dump(masked(found), sort_keys=False, allow_unicode=True)
@@ -107,18 +104,14 @@ def defaults_from_environment(constructor: Callable[Concatenate[S, P], None]) ->
                 continue
             if name not in names:
                 raise ConfigError(f"the environment variable {variable}: Trainer has no argument {name}. Unset it.")
-            kwargs[name] = _value(variable, text)
+            import yaml  # which a script without such variables does not wait for
+
+            try:
+                kwargs[name] = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"the environment variable {variable}: {text!r} is no YAML value.") from error
             logger.info("Trainer: %s=%s is that of the environment variable %s", name, text, variable)
         vars(self)["_given"] = plain(kwargs)
         constructor(self, *args, **kwargs)
 
     return constructing
-
-
-def _value(variable: str, text: str) -> Any:
-    import yaml  # which a script without such variables does not wait for
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the environment variable {variable}: {text!r} is no YAML value.") from error

@@ -28,7 +28,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing as closed_at_end, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path, PurePath
@@ -36,20 +36,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from lumen.callbacks import (
-    Callback,
-    ModelCheckpoint,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    ProgressBar,
-    ThroughputMonitor,
-    joined,
-    listed,
-    savers_of,
-    scheduled,
-)
+from lumen import callbacks
 from lumen.callbacks.checkpoint_names import is_same
-from lumen.checkpoint import Checkpoint, Saves, storage_of
+from lumen.checkpoint import Saves, storage_of
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
@@ -67,18 +56,21 @@ from lumen.run.run import Run
 from lumen.strategies import check_data_ranks
 from lumen.strategies.factory import unused_devices
 from lumen.task.data_module import DataModule
-from lumen.task.given import check_task
 from lumen.task.hooks import Hooks, check_hooks, fitted, misspelt_hooks, overridden_state_dicts, overrides
 from lumen.task.task_module import TaskModule
-from lumen.trainer.logs import apart_from_others, console_log, log_file
+from lumen.trainer.logs import apart_from_others, console_log, log_file, record
 from lumen.trainer.process_settings import torch_settings, turn, write_environment
 from lumen.trainer.run_directory import RunDirectory
-from lumen.trainer.stop_request import Grace, interruption, limited, stop_signals
-from lumen.trainer.telling import tell_failure, tell_place, tell_restart, tell_stop
+from lumen.trainer.stop_request import Grace, interruption, stop_signals
+from lumen.trainer.telling import tell_failure, tell_restart, tell_stop
 from lumen.trainer.watch import debuggable, watched
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
+
+
+#: Arguments of a trainer that change what is computed, and that no part of the run has.
+_SWITCHES = ("matmul_precision", "benchmark", "deterministic", "sync_batchnorm")
 
 
 @final
@@ -111,23 +103,22 @@ class Session:
 
     def __init__(self, trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> None:
         self.trainer, self.stage, self.task = trainer, stage, task
-        self.data, self.datamodule = data, data if isinstance(data, DataModule) else None
+        self.datamodule = data if isinstance(data, DataModule) else None
         self.given = None if self.datamodule is not None else (data, val_loaders)
         self.trains = stage == "fit"
-        self.replaced: list[Callback] = []
+        self.replaced: list[callbacks.Callback] = []
         self.directory: Path | None = None
         self.check_home: Callable[[], None] | None = None
         self.folders: list[PurePath] = []
         self.loggers: list[Logger] = []
 
     def check(self) -> None:
-        """Check what was given, let the task's callbacks join, and start other processes if they are missing.
+        """Check the hooks, let the task's callbacks join, and start other processes if they are missing.
 
         Raises:
             ConfigError: The trainer is in a run, or something cannot be run.
         """
         trainer, task = self.trainer, self.task
-        check_task(task, self.data)
         if trainer._status == "running":
             raise ConfigError(f"this trainer is in a run; call {self.stage} after it, or use a second Trainer.")
         check_hooks(task, self.datamodule, [])
@@ -139,7 +130,7 @@ class Session:
             relaunch(trainer.world_size, trainer.max_restarts)
 
 
-def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[Callback]:
+def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callbacks.Callback]:
     """Ask a task for its callbacks, before anything looks at the trainer's, which they join and where they stay.
 
     A run that goes back to a checkpoint keeps those that it has. An evaluation after `fit` keeps what has saved there,
@@ -152,20 +143,20 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[Callb
         ConfigError: What the task gives are no callbacks, or they contradict the trainer's settings.
     """
     goes_back = stage == "fit" and trainer.origin.rolled_back is not None
-    replaced: list[Callback] = []
+    replaced: list[callbacks.Callback] = []
     if trainer._asks_task and not goes_back and overrides(task, "configure_callbacks"):
         where = f"{type(task).__name__}.configure_callbacks"
         with task._opened_by(trainer):
-            given = listed(where, task.configure_callbacks())
-        saving = any(isinstance(each, ModelCheckpoint) for each in given)
+            given = callbacks.listed(where, task.configure_callbacks())
+        saving = any(isinstance(each, callbacks.ModelCheckpoint) for each in given)
         if saving and stage == "fit" and not (trainer.enable_checkpointing or trainer.fast_dev_run):
             raise ConfigError(
                 f"enable_checkpointing is False, but {where} has a ModelCheckpoint. Remove one of the two."
             )
         if not trainer.enable_checkpointing or (stage != "fit" and trainer.run_directory is not None):
-            given = [each for each in given if not isinstance(each, ModelCheckpoint)]
-        trainer.callbacks, replaced = joined(trainer.callbacks, given)
-    trainer.plan = scheduled(trainer.plan, trainer.callbacks, replaced)  # one may have joined by hand, too
+            given = [each for each in given if not isinstance(each, callbacks.ModelCheckpoint)]
+        trainer.callbacks, replaced = callbacks.joined(trainer.callbacks, given)
+    trainer.plan = callbacks.scheduled(trainer.plan, trainer.callbacks, replaced)  # one may have joined by hand, too
     return replaced
 
 
@@ -195,7 +186,7 @@ def take_turn(session: Session) -> Iterator[None]:
 @contextmanager
 def limit_grace(session: Session) -> Iterator[None]:
     """Start the thread that limits the time from a signal to the end of the process."""
-    with limited(session.trainer.grace_s, saves=session.trains) as session.grace:
+    with closed_at_end(Grace(session.trainer.grace_s, saves=session.trains)) as session.grace:
         yield
 
 
@@ -217,11 +208,9 @@ def switch_torch(session: Session) -> Iterator[None]:
     """Set torch's global switches as the trainer's arguments ask."""
     trainer = session.trainer
     switches = torch_settings(
-        deterministic=trainer.deterministic,
-        detect_anomaly=trainer.detect_anomaly,
-        matmul_precision=trainer.matmul_precision,
-        benchmark=trainer.benchmark,
-    )
+        deterministic=trainer.deterministic, detect_anomaly=trainer.detect_anomaly,
+        matmul_precision=trainer.matmul_precision, benchmark=trainer.benchmark,
+    )  # fmt: skip
     with switches, trainer.compilation:
         yield
 
@@ -309,7 +298,7 @@ def write_logs(session: Session) -> Iterator[None]:
             file = directory / "logs" / f"{began}-rank{processes.rank}.log"
             closing.enter_context(log_file(file, trainer.log_settings))
             processes.barrier()  # All files are open before anything can fail and give the directory back.
-        tell_place(directory)
+        record("the run is in %s", directory)
         try:
             with processes.explained():  # The record names the error that is raised.
                 yield
@@ -340,42 +329,19 @@ def make_run(session: Session) -> Iterator[None]:
     with ExitStack() as closing:
         closing.callback(OperationFinder.lift, precision)
         run = session.run = trainer._run = Run(
-            session.stage,
-            session.task,
-            session.datamodule,
-            session.given,
-            strategy=trainer.strategy,
-            plan=trainer.plan,
-            precision=precision,
-            hooks=Hooks(session.task, trainer.callbacks, trainer),
-            compilation=trainer.compilation,
-            seed=seed,
-            loggers=session.loggers,
-            goodput=goodput,
-            checkpoint=checkpoint,
+            session.stage, session.task, session.datamodule, session.given, strategy=trainer.strategy,
+            plan=trainer.plan, precision=precision, hooks=Hooks(session.task, trainer.callbacks, trainer),
+            compilation=trainer.compilation, seed=seed, loggers=session.loggers, goodput=goodput, checkpoint=checkpoint,
             make_saves=partial(
-                Saves,
-                check_home=session.check_home,
-                are_on=trainer.enable_checkpointing,
-                stays=origin.stays,
-                switches=_switches(trainer),
+                Saves, check_home=session.check_home, are_on=trainer.enable_checkpointing, stays=origin.stays,
+                switches={name: getattr(trainer, name) for name in _SWITCHES},
             ),
-        )
+        )  # fmt: skip
         if session.trains:
             trainer._counted = run.progress
         if writes:
             closing.callback(lambda: goodput.close(run.progress.step))
         yield
-
-
-def _switches(trainer: Trainer) -> dict[str, bool | str | None]:
-    """Return the arguments that change what is computed, and that no part of the run has."""
-    return {
-        "matmul_precision": trainer.matmul_precision,
-        "benchmark": trainer.benchmark,
-        "deterministic": trainer.deterministic,
-        "sync_batchnorm": trainer.sync_batchnorm,
-    }
 
 
 @contextmanager
@@ -401,9 +367,9 @@ def open_loggers(session: Session) -> Iterator[None]:
 
 
 def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None:
-    stays, checkpoint = session.trainer.origin.stays, session.run.checkpoint
-    for logger in session.loggers:
-        logger.open(directory, resumed=stays and _has_record(checkpoint, logger.state_key))
+    checkpoint = session.run.checkpoint if session.trainer.origin.stays else None
+    for logger in session.loggers:  # Without a state nobody knows how far its record goes.
+        logger.open(directory, resumed=checkpoint is not None and logger.state_key in checkpoint.state["loggers"])
         closing.push(partial(_finalize, logger))
 
 
@@ -472,13 +438,8 @@ def _leave(session: Session) -> None:
     leaving = interruption(number)
     for hook in run.hooks.on_exception:
         hook(leaving)
-    tell_stop(
-        session.trainer,
-        run,
-        number,
-        directory,
-        checkpoints_of(session.trainer, directory) if directory is not None else [],
-    )
+    folders = checkpoints_of(session.trainer, directory) if directory is not None else []
+    tell_stop(session.trainer, run, number, directory, folders)
     raise leaving from None
 
 
@@ -498,7 +459,7 @@ PHASES: tuple[Callable[[Session], AbstractContextManager[None]], ...] = (
 def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[PurePath]:
     """Where the checkpoints of a run lie, first those of the callback that says which is best."""
     default = run_directory / "checkpoints"
-    folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
+    folders = [saver.given_dirpath or default for saver in callbacks.savers_of(trainer.callbacks)] or [default]
     return [each for number, each in enumerate(folders) if not any(is_same(each, one) for one in folders[:number])]
 
 
@@ -508,27 +469,27 @@ def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:
     Raises:
         ConfigError: Callbacks differ between ranks. Bars, summaries and throughput may: they never communicate.
     """
-    shown = (ThroughputMonitor, ModelSummary, ProgressBar)
+    shown = (callbacks.ThroughputMonitor, callbacks.ModelSummary, callbacks.ProgressBar)
     acting = [(type(each).__qualname__, each.state_key) for each in trainer.callbacks if not isinstance(each, shown)]
     (name, first), *others = trainer.processes.gather((trainer.name, acting))
-    for rank, (_, callbacks) in enumerate(others, 1):
-        if callbacks != first:
+    for rank, (_, found) in enumerate(others, 1):
+        if found != first:
             raise ConfigError(
                 f"callbacks differ between ranks: rank 0 has {_in_words(first)}; rank {rank} has "
-                f"{_in_words(callbacks)}. What callbacks agree on all ranks agree on, in one order: give every rank "
+                f"{_in_words(found)}. What callbacks agree on all ranks agree on, in one order: give every rank "
                 "the same ones in the same order. One that acts on a single rank can ask trainer.is_global_zero."
             )
     return name
 
 
-def _in_words(callbacks: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(key if key.startswith(kind) else f"{kind} ({key})" for kind, key in callbacks) or "none"
+def _in_words(acting: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(key if key.startswith(kind) else f"{kind} ({key})" for kind, key in acting) or "none"
 
 
 def _check_places(trainer: Trainer) -> None:
     """Every process writes its share of a checkpoint itself."""
-    given = [each.given_dirpath for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
-    given += [each.dirpath for each in trainer.callbacks if isinstance(each, OnExceptionCheckpoint)]
+    given = [each.given_dirpath for each in trainer.callbacks if isinstance(each, callbacks.ModelCheckpoint)]
+    given += [each.dirpath for each in trainer.callbacks if isinstance(each, callbacks.OnExceptionCheckpoint)]
     for place in given:
         if place is not None:
             storage_of(place).check_writable(place)
@@ -547,17 +508,9 @@ def _stays(trainer: Trainer) -> bool:
 
 def _finalize(logger: Logger, kind: Any, error: BaseException | None, traceback: Any) -> None:
     """Tell a logger that the run has ended, and how."""
-    if error is None:
-        logger.finalize("success")
-    else:
-        logger.finalize("interrupted" if _is_by_signal(error) else "failed")
+    logger.finalize("success" if error is None else "interrupted" if _is_by_signal(error) else "failed")
 
 
 def _is_by_signal(error: BaseException) -> bool:
     """Whether a run ends because it was asked to."""
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in LEFT)
-
-
-def _has_record(checkpoint: Checkpoint | None, logger: str) -> bool:
-    """Whether a checkpoint says how far a logger's record goes; without that nothing of it can be told apart."""
-    return checkpoint is not None and logger in checkpoint.state["loggers"]

@@ -31,25 +31,9 @@ _SECOND_S = 5.0  # after the second signal: a main thread that runs Python obeys
 _OVER, _LATE = 0, -1
 
 
-@contextmanager
-def limited(grace_s: float | None, *, saves: bool) -> Iterator[Grace]:
-    """The context of a run whose process ends in time after a signal, if the run does not end.
-
-    Args:
-        grace_s: Seconds from the first signal until the process ends; None: as long as the run saves checkpoints, no
-            limit.
-        saves: The run saves checkpoints.
-    """
-    grace = Grace(grace_s, saves=saves)
-    try:
-        yield grace
-    finally:
-        grace.end()
-
-
 @final
 class Grace:
-    """A thread that waits for signals, and then for the end of the run.
+    """A thread that waits for signals, and then for the end of the run; in time it ends the process itself.
 
     It hears of signals from the system: a main thread that stands in a collective calls no handler.
 
@@ -88,8 +72,8 @@ class Grace:
         finally:
             signal.set_wakeup_fd(before)
 
-    def end(self) -> None:
-        """The run is over."""
+    def close(self) -> None:
+        """End the thread, since the run is over."""
         os.write(self._hears, bytes([_OVER]))
         self._thread.join()
         os.close(self._hears)
@@ -103,12 +87,13 @@ class Grace:
         while True:
             left_s = limit_s - (time.monotonic() - began_s)
             number = self._next(left_s if second is None else min(left_s, _SECOND_S))
+            passed_s = time.monotonic() - began_s
             if number == _OVER:
                 return
             if number != _LATE:
-                if not (self._is_interactive or is_same_request(first, number, time.monotonic() - began_s)):
+                if not (self._is_interactive or is_same_request(first, number, passed_s)):
                     second = number
-            elif time.monotonic() - began_s >= limit_s:
+            elif passed_s >= limit_s:
                 self._exit(first, f"not done within {text}")
             elif second is not None and not self._obeys():
                 self._exit(second, "at once")
@@ -134,9 +119,7 @@ class Grace:
         return _LATE
 
     def _exit(self, number: int, reason: str) -> NoReturn:
-        telling = threading.Thread(target=self._say, args=(number, reason), daemon=True)
-        telling.start()
-        telling.join(_LAST_WORDS_S)
+        call_within(_LAST_WORDS_S, lambda: self._say(number, reason))
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(exit_code(number))
@@ -145,6 +128,13 @@ class Grace:
         self._tell(number, reason)
         stdout.flush()
         stderr.flush()
+
+
+def call_within(limit_s: float, function: Callable[[], object]) -> None:
+    """Call a function, and wait for its end for so long at most: the run may hang with a lock that it needs."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(limit_s)
 
 
 def _hear_no_more() -> None:

@@ -5,8 +5,10 @@ Its bar and its validations are told by `lumen/callbacks/progress_bar.py`.
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -35,7 +37,6 @@ from lumen.run.scheduler_config import may_move_further
 from lumen.strategies import Strategy
 from lumen.task.given import texts_of
 from lumen.trainer.logs import record
-from lumen.trainer.process_settings import longer_command, resume_command
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -45,9 +46,24 @@ _WORTH_TELLING_S = 60.0
 _NEARLY_THE_SAME = 0.85  # val_los and val_loss are; _loss, as in f"{stage}_loss", is not
 
 
-def tell_place(directory: Path) -> None:
-    """Say where the run is."""
-    record("the run is in %s", directory)
+def resume_command(run_directory: Path, command: str, beyond: tuple[str, int | str] | None = None) -> str:
+    """Return the command, or of a script or in a notebook the line, that resumes a run.
+
+    Args:
+        run_directory: The run's directory.
+        command: The words that a command line for such a run begins with, such as `lumen fit`; empty: it has none.
+        beyond: The limit that the run has reached, and a larger value, with which to train on; None: keep the limits.
+    """
+    if not in_notebook and command and (config := run_directory / "config.yaml").exists():
+        further = f" --trainer.{beyond[0]} {beyond[1]}" if beyond else ""
+        return f"{command} --config {shlex.quote(str(config))} --trainer.resume auto{further}"
+    further = f", {beyond[0]}={json.dumps(beyond[1])}" if beyond else ""
+    name = json.dumps(run_directory.name, ensure_ascii=False)
+    trainer = f'Trainer(..., name={name}, resume="auto"{further})'
+    if in_notebook or beyond:
+        return f"{trainer}.fit(...)"
+    script = " ".join(shlex.quote(word) for word in [Path(sys.executable).name, *sys.orig_argv[1:]])
+    return f"{script}   # with {trainer}"
 
 
 def tell_setup(run: Run) -> None:
@@ -101,11 +117,9 @@ def tell_end(trainer: Trainer, run: Run, folders: Iterable[PurePath]) -> None:
     directory = trainer.run_directory
     if directory is None or not trainer.is_global_zero:
         return
-    if run.records.goodput.is_on:
-        with suppress(FileNotFoundError):  # it could not be written
-            spent = goodput(directory)
-            if spent.wall_s >= _WORTH_TELLING_S:
-                _log.info("%s", spent)
+    with suppress(FileNotFoundError):  # it is not measured, or could not be written
+        if run.records.goodput.is_on and (spent := goodput(directory)).wall_s >= _WORTH_TELLING_S:
+            _log.info("%s", spent)
     for line in _what_now(trainer, run, directory, _newest(folders)):
         _log.info("%s", line)
 
@@ -116,15 +130,14 @@ def _tell_idle_monitors(run: Run) -> None:
     for each in run.hooks.callbacks:
         if isinstance(each, EarlyStopping | ModelCheckpoint) and each.monitor not in (None, *run.values.newest):
             waiting.setdefault(str(each.monitor), []).append(type(each).__name__)
-    if not waiting or not (missing := run.values.yet_to_log):
+    if not waiting or not (missing := " and ".join(run.values.yet_to_log)):
         return
     named = texts_of([run.task, *run.hooks.callbacks])
     for name, who in waiting.items():
         near = did_you_mean(name, named, cutoff=_NEARLY_THE_SAME)
         near = "" if name in named else near or f" No text in the code of {type(run.task).__name__} reads so."
-        waited = " and ".join(dict.fromkeys(who))
-        _log.info("%s had no value: the run ended before its first %s. %s had nothing to go by.%s", name,
-                  " and ".join(missing), waited, near)  # fmt: skip
+        text = "%s had no value: the run ended before its first %s. %s had nothing to go by.%s"
+        _log.info(text, name, missing, " and ".join(dict.fromkeys(who)), near)
 
 
 def _what_now(trainer: Trainer, run: Run, directory: Path, newest: PurePath | None) -> Iterator[str]:
@@ -137,7 +150,7 @@ def _what_now(trainer: Trainer, run: Run, directory: Path, newest: PurePath | No
     elif best or saved is not None:
         yield "; ".join([f"best: {best}"] * bool(best) + [f"newest checkpoint: {saved}"] * (saved is not None))
     if newest is not None and (limit := _longer(run)) is not None:
-        yield f"longer: {longer_command(directory, trainer._command, *limit)}"
+        yield f"longer: {resume_command(directory, trainer._command, limit)}"
     shell = "!" if in_notebook else ""
     if trainer.loggers:
         yield f"curves: {shell}lumen report {shlex.quote(str(directory))}"
@@ -163,12 +176,7 @@ def _longer(run: Run) -> tuple[str, int | str] | None:
 
 
 def tell_stop(
-    trainer: Trainer,
-    run: Run,
-    number: int | None,
-    directory: Path | None,
-    folders: Iterable[PurePath],
-    reason: str = "",
+    trainer: Trainer, run: Run, number: int | None, home: Path | None, folders: Iterable[PurePath], reason: str = ""
 ) -> None:
     """Say by what a run was stopped, where, what of it is saved, and how to go on.
 
@@ -176,27 +184,20 @@ def tell_stop(
         trainer: The trainer of the run.
         run: The run, at its last boundary unless it has overrun.
         number: The signal that it obeys.
-        directory: Of the run, if it has one.
+        home: The run directory, if the run has one.
         folders: Where its checkpoints lie.
         reason: Why the run is left where it stands, such as "not done within grace_s=8"; "" for a run at a boundary.
     """
     by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"
+    at = f"stopped at step {run.progress.step} {by}"
     if trainer.state.fn != "fit":
         record("%s stopped %s", trainer.state.fn, by)
-        return
-    at = f"stopped at step {run.progress.step} {by}"
-    newest = _newest(folders)
-    if newest is None or directory is None:
+    elif (newest := _newest(folders)) is None or home is None:
         record("%s; no checkpoint was saved", at)
-        return
-    again = f"; exit code {REQUEUE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
-    record(
-        "%s; newest checkpoint: %s%s. Go on with:\n  %s",
-        at,
-        newest.name,
-        again,
-        resume_command(directory, trainer._command),
-    )
+    else:
+        again = f"; exit code {REQUEUE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
+        command = resume_command(home, trainer._command)
+        record("%s; newest checkpoint: %s%s. Go on with:\n  %s", at, newest.name, again, command)
 
 
 def tell_failure(
@@ -216,14 +217,11 @@ def tell_failure(
     record("failed: %s (step %d)", first_line, step, error=error)
     if not stays:
         return
-    if trainer.world_size > 1:
-        error.add_note(f"The tracebacks of all ranks are in {directory / 'logs'}.")
-    else:
-        error.add_note(f"The log of the run is {directory / 'run.log'}.")
+    several = f"The tracebacks of all ranks are in {directory / 'logs'}."
+    error.add_note(several if trainer.world_size > 1 else f"The log of the run is {directory / 'run.log'}.")
     if (newest := _newest(folders)) is not None:
-        error.add_note(
-            f"Its newest checkpoint is {newest}. Go on with:\n  {resume_command(directory, trainer._command)}"
-        )
+        command = resume_command(directory, trainer._command)
+        error.add_note(f"Its newest checkpoint is {newest}. Go on with:\n  {command}")
 
 
 def _newest(folders: Iterable[PurePath]) -> PurePath | None:
@@ -252,14 +250,12 @@ def tell_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     if trainer.max_restarts and not is_worker():
         record("max_restarts is that of %s, which started this run: not %d", trainer.processes.started_by,
                trainer.max_restarts)  # fmt: skip
-    restart = told_restart()
-    if restart is None or trainer.origin.rolled_back is not None:
+    restart, here = told_restart(), (None, str(trainer.run_directory))
+    if restart is None or trainer.origin.rolled_back is not None or restart.directory not in here:
         return
-    if restart.directory not in (None, str(trainer.run_directory)):
-        return
-    step = 0 if checkpoint is None else int(checkpoint.state["progress"]["step"])
-    since_s = restart.began_s
+    step, since_s = 0, restart.began_s
     if checkpoint is not None:
+        step = int(checkpoint.state["progress"]["step"])
         with suppress(OSError):  # it is in an object store
             since_s = max(since_s, Path(checkpoint.path, MANIFEST).stat().st_mtime)
     lost = max(restart.reached - step, 0)

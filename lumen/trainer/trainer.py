@@ -216,29 +216,23 @@ class Trainer(RunView):
         self.gc_every_n_steps, self.grace_s = gc_every_n_steps, grace_s
         self.log_settings = LogSettings(log_level, log_format)
         self.plan = Plan(
-            max_steps=count_limit("max_steps", max_steps),
-            max_epochs=count_limit("max_epochs", max_epochs),
+            max_steps=count_limit("max_steps", max_steps), max_epochs=count_limit("max_epochs", max_epochs),
             max_time_s=None if max_time is None else duration_s("max_time", max_time),
-            min_steps=min_steps,
-            min_epochs=min_epochs,
+            min_steps=min_steps, min_epochs=min_epochs,
             clip_norm=gradient_clip_val if gradient_clip_algorithm == "norm" else None,
             clip_value=gradient_clip_val if gradient_clip_algorithm == "value" else None,
-            val_every_n_epochs=check_val_every_n_epoch,
-            sanity_batches=num_sanity_val_steps,
+            val_every_n_epochs=check_val_every_n_epoch, sanity_batches=num_sanity_val_steps,
             limits={
                 "train": batch_limit("limit_train_batches", limit_train_batches),
                 "validate": batch_limit("limit_val_batches", limit_val_batches),
                 "test": batch_limit("limit_test_batches", limit_test_batches),
                 "predict": batch_limit("limit_predict_batches", limit_predict_batches),
             },
-            log_every_n_steps=log_every_n_steps,
-            inference_mode=inference_mode,
-            halve_on_oom=halve_on_oom,
+            log_every_n_steps=log_every_n_steps, inference_mode=inference_mode, halve_on_oom=halve_on_oom,
             accumulate=accumulation("accumulate_grad_batches", accumulate_grad_batches),
-            global_batch_size=global_batch_size,
-            reload_every_n_epochs=reload_dataloaders_every_n_epochs,
+            global_batch_size=global_batch_size, reload_every_n_epochs=reload_dataloaders_every_n_epochs,
             **validation_interval(val_check_interval),
-        )
+        )  # fmt: skip
         if overfit_batches:
             self.plan = self.plan.overfitting(overfit_batches)
         if self.fast_dev_run:

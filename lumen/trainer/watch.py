@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import active_children
@@ -30,6 +30,7 @@ from lumen.loop.manual import manual_step
 from lumen.loop.step import train_step
 from lumen.run.run import Run
 from lumen.trainer.logs import record
+from lumen.trainer.stop_request import call_within
 
 if TYPE_CHECKING:
     from pdb import Pdb
@@ -107,7 +108,7 @@ class _Watch:
             if self._over.wait(period_s):
                 return
             if self._stacks is not None and (why := self._stacks.over) is not None:
-                _within(_TELLING_S, partial(self._record, why))
+                call_within(_TELLING_S, partial(self._record, why))
                 self._exit()
             if vote.polls != beats:
                 if is_in_step or self._has_begun:  # what it takes to start says nothing of later
@@ -125,19 +126,12 @@ class _Watch:
             used += passed_s / limit_s
             if (pair := self._unmatched(idle_s)) is not None and (places := self._claim(beats)):
                 headline = name_unmatched(*(places[rank] for rank in pair))
-                if not self._is_looked_at(places):
-                    self._end(places, headline, _CALL_EQUALLY_OFTEN)
-                self._give_up_claim()
-                if not warned:
-                    self._warn(f"{headline}. It is not ended: somebody may be looking at it.")
+                self._end(places, headline, _CALL_EQUALLY_OFTEN, warns=not warned)
                 warned = True
             if used > 1 and (places := self._claim(beats)):
                 headline = f"no step and no batch was done for {idle_s:.3g} s: {name_culprits(places)}"
-                if not self._is_looked_at(places):
-                    self._end(places, headline)
-                self._give_up_claim()
+                self._end(places, headline, _TAKES_LONG)
                 patience, idle_s, used, warned = 2 * patience, 0.0, 0.0, True
-                self._warn(f"{headline}. It is not ended: somebody may be looking at it.")
             elif used > 0.5 and not warned:
                 warned = True
                 self._warn(
@@ -156,33 +150,31 @@ class _Watch:
         pair = find_unmatched(posted)
         return pair if pair is not None and all(before.get(rank) == posted[rank] for rank in pair) else None
 
+    def _frames(self) -> Iterator[FrameType]:
+        """Yield the frames of the thread that is watched, the innermost first."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
     def _waits(self) -> bool:
         """Return True if the thread that is watched waits in a collective."""
-        lines, frame = list[str](), sys._current_frames().get(self._thread)
-        while frame is not None:
-            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
-            frame = frame.f_back
+        codes = ((frame.f_code, frame.f_lineno) for frame in self._frames())
+        lines = [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in codes]
         return Place(self._processes.rank, os.getpid(), "runs", "\n".join(lines)).waits_for_others
 
     def _limit(self) -> tuple[bool, float, bool]:
         """Whether the run is in a step, how long it may stand where it is, in seconds, and if a debugger asks there."""
-        processes = self._processes
-        frame: FrameType | None = sys._current_frames().get(self._thread)
-        in_step = waits = saves = asked = False
-        while frame is not None:
-            in_step |= frame.f_code in _STEPS
-            waits |= frame.f_code.co_filename.startswith(_COLLECTIVES)
-            saves |= frame.f_code.co_filename == _SAVES
-            asked |= is_prompt(frame.f_code)
-            frame = frame.f_back
-        waits &= not saves  # a disk may be slow
+        processes, codes = self._processes, [frame.f_code for frame in self._frames()]
+        in_step, asked = not _STEPS.isdisjoint(codes), any(map(is_prompt, codes))
+        files = [code.co_filename for code in codes]
+        waits = any(file.startswith(_COLLECTIVES) for file in files) and _SAVES not in files  # a disk may be slow
         if not self._has_begun:
             return in_step, processes.startup_timeout_s, asked
-        floor_s = max(processes.startup_timeout_s, processes.timeout_s)
-        if self._is_fit and (in_step or waits):
-            floor_s = processes.timeout_s
+        is_together = self._is_fit and (in_step or waits)
+        floor_s = processes.timeout_s if is_together else max(processes.startup_timeout_s, processes.timeout_s)
         limit_s = max(floor_s, _TIMES * self._longest_s[in_step])
-        if self._is_fit and (in_step or waits):
+        if is_together:
             processes.wait_for(limit_s)
         return in_step, limit_s, asked
 
@@ -192,12 +184,7 @@ class _Watch:
         return bool(self._run.step.weighted_windows) or not self._is_fit
 
     def _warn(self, text: str) -> None:
-        _within(_TELLING_S, partial(_log.warning, "%s", text))
-
-    def _is_looked_at(self, places: Sequence[Place]) -> bool:
-        """Whether somebody may be looking: in a notebook, a debugger, an interactive session."""
-        here = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive) or self._is_traced
-        return here or not _LOOKERS.isdisjoint(sys.modules) or any(place.is_debugged for place in places)
+        call_within(_TELLING_S, partial(_log.warning, "%s", text))
 
     def _claim(self, beats: int) -> list[Place]:
         """Where all processes stand, if this one is to end the job; nothing: another one does, or it goes on."""
@@ -213,8 +200,24 @@ class _Watch:
         if self._stacks is not None:
             self._stacks.give_up_claim()
 
-    def _end(self, places: Sequence[Place], headline: str, advice: str = _TAKES_LONG) -> NoReturn:
-        self._say(places, headline, advice)
+    def _end(self, places: Sequence[Place], headline: str, advice: str, *, warns: bool = True) -> None:
+        """Write down where all processes are, and end the job; whatever cannot be written is left out.
+
+        Only warn where somebody may be looking: in a notebook, a debugger, an interactive session.
+        """
+        here = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive) or self._is_traced
+        if here or not _LOOKERS.isdisjoint(sys.modules) or any(place.is_debugged for place in places):
+            self._give_up_claim()
+            if warns:
+                self._warn(f"{headline}. It is not ended: somebody may be looking at it.")
+            return
+        text, written = "\n".join([headline + ".", *(place.told() for place in places)]), list[Path]()
+        call_within(_TELLING_S, lambda: self._write("stacks.txt", f"{text}\n".encode(), written))
+        where = f"The stacks are in {written[0]}. " if written else ""
+        told = f"error: {text}\n{where}{advice}\nerror: {headline}."
+        call_within(_TELLING_S, partial(self._record, headline))
+        if not report(ProcessStuck(headline), told):
+            call_within(_TELLING_S, partial(print, told, file=stderr, flush=True))
         if self._stacks is not None:
             self._stacks.say_over(headline)
         self._exit(_LEAVING_S)
@@ -228,52 +231,27 @@ class _Watch:
             self._stacks.end_others(others_s)
         if self._stacks is not None:
             faulthandler.dump_traceback_later(_LEAVING_S, exit=True, file=self._file)  # a device may hold it up here
-            with suppress(Exception):
-                self._write_collectives()
+            with suppress(Exception):  # The last collectives of this process are kept with the stacks.
+                for recorder, recorded in recorded_collectives().items():
+                    self._write(f"collectives-{recorder}-rank{self._processes.rank}.json", recorded, [])
         os._exit(HUNG)
-
-    def _say(self, places: Sequence[Place], headline: str, advice: str) -> None:
-        """Write down where all processes stand; whatever cannot be written is left out."""
-        text, written = "\n".join([headline + ".", *(place.told() for place in places)]), list[Path]()
-        _within(_TELLING_S, lambda: self._write(text + "\n", written))
-        where = f"The stacks are in {written[0]}. " if written else ""
-        told = f"error: {text}\n{where}{advice}\nerror: {headline}."
-        _within(_TELLING_S, partial(self._record, headline))
-        if not report(ProcessStuck(headline), told):
-            _within(_TELLING_S, partial(print, told, file=stderr, flush=True))
 
     def _record(self, headline: str) -> None:
         step = self._run.progress.step
         record("failed: ProcessStuck: %s (step %d)", headline, step, error=ProcessStuck(headline))
 
-    def _write(self, text: str, written: list[Path]) -> None:
-        file = self._log_of("stacks", ".txt")
-        if file is not None:
+    def _write(self, what: str, content: bytes, written: list[Path]) -> None:
+        """Write a file into the folder of logs, with the host and the step in its name; note it if that works."""
+        if self._directory is not None:
+            file = Path(self._directory, "logs", what)
+            file = file.with_stem(f"{file.stem}-{socket.gethostname()}-step{self._run.progress.step}")
             with suppress(OSError):
                 file.parent.mkdir(exist_ok=True)
-                file.write_text(text)
+                file.write_bytes(content)
                 written.append(file)
-
-    def _write_collectives(self) -> None:
-        """Write down the last collectives of this process, beside the stacks."""
-        for recorder, text in recorded_collectives().items():
-            file = self._log_of(f"collectives-{recorder}-rank{self._processes.rank}", ".json")
-            if file is not None:
-                file.write_bytes(text)
-
-    def _log_of(self, what: str, suffix: str) -> Path | None:
-        name = f"{what}-{socket.gethostname()}-step{self._run.progress.step}{suffix}"
-        return None if self._directory is None else self._directory / "logs" / name
 
     def _own_place(self) -> Place:
         return look_at({self._processes.rank: (os.getpid(), self._file)}, OWN_SIGNAL)[self._processes.rank]
-
-
-def _within(limit_s: float, tell: Callable[[], object]) -> None:
-    """Call a function, but wait no longer than so: the run may hang with a lock that it needs."""
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    thread.join(limit_s)
 
 
 @contextmanager
@@ -299,9 +277,8 @@ def debuggable(processes: Processes) -> Iterator[None]:
         elif not told:
             _log.warning(
                 "rank %d is in a debugger: the other ranks wait for it, at most for timeout_s (%g s) of the strategy",
-                processes.rank,
-                processes.timeout_s,
-            )
+                processes.rank, processes.timeout_s,
+            )  # fmt: skip
         told = True
         return debugger.set_continue() if goes_on else interact(debugger, *args)
 

@@ -25,17 +25,8 @@ from tests.helpers.architecture import AROUND_THE_CORE, FLOORS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DOORS = {"lumen", "lumen.__main__"}
-MIXINS = {
-    "LacksLightnings",
-    "HasHyperparameters",
-    "ModelHooks",
-    "OptimizerHooks",
-    "DataHooks",
-    "OfRun",
-    "Attached",
-    "RunView",
-}
-OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI"} | MIXINS
+MIXINS = {"LacksLightnings", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "OfRun", "Attached"}
+OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI", "RunView"} | MIXINS
 PUBLIC = [
     "AdvancedProfiler",
     "AimLogger",
@@ -546,7 +537,7 @@ def test_interpreters_are_started_in_known_places():
         "lumen.distributed.agent",
         "lumen.tools.submit.command",
         "lumen.cli.words",  # prints its name
-        "lumen.trainer.process_settings",  # prints its name
+        "lumen.trainer.telling",  # prints its name
     }
     for module, start in (("lumen.tools.convert.unpickle", "subprocess.run"), ("lumen.distributed.launch", "os.execv")):
         assert "lumen.internals.interpreters.python_command" in names_imported_by(module), start

@@ -14,7 +14,7 @@ from lumen.data.iterable_style import declares
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.tools.bystanders import BYSTANDERS
-from lumen.trainer.tuner.finders import BatchSizeFinder, LearningRateFinder
+from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
 
 NAME = "run"
 #: What has no part in what is computed, or would end or change the run that proves it.

@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 
 from lumen.callbacks import Callback
 from lumen.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lumen.task.task_module import TaskModule
-    from lumen.trainer.trainer import Trainer
+from lumen.task.task_module import TaskModule
+from lumen.trainer.trainer import Trainer
 
 _SMOOTHING = 0.98
 Mode = Literal["exponential", "linear"]

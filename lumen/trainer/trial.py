@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -19,7 +19,6 @@ from lumen.errors import ConfigError
 from lumen.internals.memory import empty_device_cache
 from lumen.profilers import make_profiler
 from lumen.random import preserved_generators
-from lumen.run.open_loaders import one_source
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
@@ -37,6 +36,10 @@ class Trials:
         data: A loader, several, or a data module; None: those of the run in progress, else the task's own.
         configure_optimizers: Makes the optimizer of a copy; None: its own method does.
 
+    Attributes:
+        given: What makes the optimizer of the run in progress, if `fit` was given it in place of the task's method.
+        owners: The task, and the data module if there is one.
+
     Raises:
         ConfigError: There are several processes.
     """
@@ -52,21 +55,13 @@ class Trials:
             )
         self._trainer, self._task, self._configure = trainer, task, configure_optimizers
         run = trainer.run if trainer._status == "running" else None
-        self._given = None if run is None or configure_optimizers is not None else trainer._given_optimizers
-        self._seed = trainer.seed if run is None else run.seed
-        self._data = data
+        self.given = None if run is None or configure_optimizers is not None else trainer._given_optimizers
+        self._seed, self._data = trainer.seed if run is None else run.seed, data
         if run is not None and data is None:
             self._data = run.loaders.datamodule or (run.loaders.given or (None, None))[0]
-
-    @property
-    def owners(self) -> list[TaskModule | DataModule]:
-        """The task, and the data module if there is one."""
-        return [self._task, *([self._data] if isinstance(self._data, DataModule) else [])]
-
-    @property
-    def has_own_optimizer(self) -> bool:
-        """The optimizer is the one that `fit` was given, not that of the task."""
-        return self._given is not None
+        self.owners: list[TaskModule | DataModule] = [task]
+        if isinstance(self._data, DataModule):
+            self.owners.append(self._data)
 
     def run(self, callback: Callback, settings: dict[str, Any] | None = None, **plan: Any) -> None:
         """Train a copy.
@@ -80,21 +75,16 @@ class Trials:
         trainer, task, data = self._trial(callback, plan), _copied(self._task), _copied_data(self._data)
         for name, value in (settings or {}).items():
             set_everywhere([task, data], name, value)
-        configure = self._of_run(task) if self._configure is None else partial(self._configure, task)
-        with preserved_generators(), filtered([*_log.handlers], lambda record: record.levelno >= logging.ERROR):
-            trainer.fit(task, data, configure_optimizers=configure)
-
-    def _of_run(self, task: TaskModule) -> Callable[[], Any] | None:
-        """What makes the optimizer of a copy as the run's is made; None: its own method does."""
-        if self._given is None:
-            return None
-        configure = copy.deepcopy(self._given, {id(self._task): task})
-        if configure is self._given:
+        configure = copy.deepcopy(self.given, {id(self._task): task})  # as the run's is made
+        if configure is not None and configure is self.given:
             raise ConfigError(
                 "a search trains a copy of the task, but the function that fit was given as configure_optimizers knows "
                 "the task alone. Give functools.partial(function, task)."
             )
-        return configure
+        if self._configure is not None:
+            configure = partial(self._configure, task)
+        with preserved_generators(), filtered([*_log.handlers], lambda record: record.levelno >= logging.ERROR):
+            trainer.fit(task, data, configure_optimizers=configure)
 
     def free(self) -> None:
         """Give the memory of trials back, once nobody holds what they have failed by."""
@@ -140,11 +130,6 @@ def has_anywhere(owners: list[Any], name: str) -> bool:
     return any(hasattr(owner, name) or name in owner.hparams for owner in owners)
 
 
-def source(train_dataloaders: Any, datamodule: DataModule | None) -> Any:
-    """The data that a search was given; None: none."""
-    return None if train_dataloaders is None and datamodule is None else one_source(train_dataloaders, datamodule)
-
-
 def _copied(task: TaskModule) -> TaskModule:
     try:
         return copy.deepcopy(task, _shared(vars(task)))
@@ -170,9 +155,6 @@ def _shared(value: Any) -> dict[int, Any]:
     """By their ids, the data sets with indices that loaders, a data module or a collection of such things hold."""
     if isinstance(value, Dataset) and not isinstance(value, IterableDataset):
         return {id(value): value}
-    held: Iterable[Any] = ()
-    if isinstance(value, (DataLoader, DataModule, CombinedLoader)):
-        held = vars(value).values()
-    elif isinstance(value, (dict, list, tuple)):
-        held = value.values() if isinstance(value, dict) else value
-    return {number: each for found in map(_shared, held) for number, each in found.items()}
+    held = vars(value) if isinstance(value, (DataLoader, DataModule, CombinedLoader)) else value
+    inside = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
+    return {number: each for found in map(_shared, inside) for number, each in found.items()}

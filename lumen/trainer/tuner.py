@@ -1,0 +1,389 @@
+"""Tuner: the searches, called by hand, or by callbacks as a run begins, before it has loaders and optimizers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar, Literal, final
+
+from lumen.callbacks import Callback
+from lumen.console import logger as _log
+from lumen.errors import ConfigError, DataError, NonFiniteLoss, TrainingError
+from lumen.errors.arguments import at_least, checked
+from lumen.internals.memory import is_out_of_memory
+from lumen.run.open_loaders import one_source
+from lumen.run.plan import Plan
+from lumen.task.data_module import DataModule
+from lumen.task.task_module import TaskModule
+from lumen.trainer import lr_search
+from lumen.trainer.trainer import Trainer
+from lumen.trainer.trial import Trials, has_anywhere, set_everywhere
+
+Mode = Literal["power", "binsearch"]
+
+
+@final
+class LargestBatch(Callback):
+    """Notes how large batches are.
+
+    Attributes:
+        samples: Of the largest so far.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Look at a batch."""
+        self.samples = max(self.samples, trainer.run.log.batch_samples)
+
+
+def _search(
+    attempt: Callable[[int], int | None], most: int | None, first: int, trials: int, mode: Mode, margin: float
+) -> int:
+    """Return the largest micro-batch that fits into memory.
+
+    Args:
+        attempt: Trains a little with a size; returns how large batches were, or None if memory did not suffice.
+        most: The size of a step, if that is known: no larger batch is tried.
+        first: The first size to try.
+        trials: How many sizes are tried at most.
+        mode: "power": doubled until memory ends; "binsearch": then halved between what fits and what does not.
+        margin: This part less is used, where "binsearch" has met the end of memory.
+
+    Raises:
+        TrainingError: Not even one sample fits.
+    """
+    fits, too_large, size = 0, None, first if most is None else min(first, most)
+    while trials and (too_large is None or fits == 0):
+        found, trials = attempt(size), trials - 1
+        if found is None:
+            too_large, size = size, size // 2
+            if size == 0:
+                raise TrainingError("a batch of one sample does not fit into memory: no batch size does.")
+            continue
+        fits = found
+        if found < size or too_large is not None or size == most:
+            break
+        size = size * 2 if most is None else min(size * 2, most)
+    while mode == "binsearch" and too_large is not None and trials and too_large - fits > 1:
+        middle, trials = (fits + too_large) // 2, trials - 1
+        found = attempt(middle)
+        fits, too_large = (fits, middle) if found is None else (found, too_large)
+    if not fits:
+        raise TrainingError(f"no batch size was found to fit: {size * 2} does not. Set max_trials larger.")
+    if mode == "binsearch" and too_large is not None:
+        fits = max(1, int(fits * (1 - margin)))
+    _log.info("batch size: %d fits into memory%s", fits, f", {too_large} does not" if too_large is not None else "")
+    # A step of a known size is cut into equal parts, of at most so many samples.
+    return fits if most is None else -(-most // -(-most // fits))
+
+
+def _attempt(trials: Trials, plan: Plan, name: str, steps: int, size: int) -> int | None:
+    """Train a copy for a few steps with a batch size. Returns how large batches were; None: memory did not suffice."""
+    largest, accumulates = LargestBatch(), plan.global_batch_size is not None or plan.accumulates
+    try:
+        trials.run(
+            largest, {name: size}, max_steps=steps, accumulate={0: 1 + accumulates}, global_batch_size=None,
+            halve_on_oom=False,
+        )  # fmt: skip
+    except DataError:
+        if size == 1 or largest.samples:
+            raise
+        return None  # with drop_last there is no batch of this size
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    if largest.samples > size:
+        raise ConfigError(
+            f"{name} was set to {size}, but batches have {largest.samples} samples: the loader does not take its size "
+            "from there. Write DataLoader(..., batch_size=self.hparams.batch_size), or as it is called."
+        )
+    return largest.samples
+
+
+_RATE_NAMES = ("lr", "learning_rate")
+
+
+@final
+class Tuner:
+    """Finds a learning rate, or a batch size that fits into memory, with a few steps of training.
+
+    What is trained is a copy, by the trainer's settings, but without its callbacks, loggers and checkpoints. The task,
+    the data, all random numbers and the trainer are afterwards as they were, but for the attribute that is set: `fit`
+    gives the bits that it gives with this value written by hand. In `setup` of a callback, where neither loaders nor
+    optimizers exist, a run may search for itself: that is what `LearningRateFinder` and `BatchSizeFinder` do.
+
+    Args:
+        trainer: The one that `fit` is to be called of; it has one process.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def lr_find(
+        self,
+        model: TaskModule,
+        train_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        *,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training: int = 100,
+        mode: lr_search.Mode = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+        configure_optimizers: Callable[[TaskModule], Any] | None = None,
+    ) -> lr_search.LearningRateCurve:
+        """Train with ever larger learning rates (Smith, Cyclical Learning Rates, 2015).
+
+        Schedules do not move; parameter groups keep the ratios of their rates, and the rate is that of the first.
+
+        Args:
+            model: Of which a copy is trained, from the parameters that it has.
+            train_dataloaders: A loader, several, or a data module; None: the task's, or those of the run in progress.
+            datamodule: A data module, in place of loaders.
+            min_lr: The first rate, more than 0.
+            max_lr: The last rate.
+            num_training: Steps, at least 2.
+            mode: "exponential": each rate is a multiple of the one before; "linear": they have equal distances.
+            early_stop_threshold: Stop when the smoothed loss is more than so many times the least one; None: never.
+            update_attr: Set the attribute or hyperparameter to the suggestion.
+            attr_name: Of the attribute or hyperparameter of the task. Default: `lr` or `learning_rate`.
+            configure_optimizers: Makes the optimizer of a task, in place of its own method.
+
+        Returns:
+            The curve, with `suggestion()`, `results` and `plot()`.
+
+        Raises:
+            ConfigError: There are several processes, the task optimizes by hand, or it has no such attribute.
+            TrainingError: There is no suggestion, but the attribute was to be set.
+        """
+        if not model.automatic_optimization:
+            raise ConfigError(
+                f"lr_find: {type(model).__name__} optimizes by hand, and which of its rates is meant is not known. "
+                "Try rates in short runs."
+            )
+        rates = lr_search.rising(min_lr, max_lr, num_training, mode)
+        trials = Trials(self._trainer, model, one_source(train_dataloaders, datamodule), configure_optimizers)
+        if update_attr and trials.given is not None:
+            raise ConfigError(
+                "lr_find: the optimizer is not the task's but that of the config, or what fit was given as "
+                "configure_optimizers. Set update_attr: false, and write the rate that is suggested there."
+            )
+        name = rate_name(model, attr_name) if update_attr else ""
+        curve = lr_search.LearningRateCurve(mode)
+        with suppress(NonFiniteLoss):  # the curve ends there
+            trials.run(lr_search.RisingRate(curve, rates, early_stop_threshold), max_steps=num_training)
+        trials.free()
+        if update_attr:
+            if (rate := curve.suggestion()) is None:
+                raise TrainingError(
+                    f"lr_find: no rate can be suggested: of {len(curve.results['lr'])} rates from {min_lr:g} on, but "
+                    "for the first ten and the last, none lets the loss fall. Begin with a smaller min_lr, take more "
+                    "steps, or set early_stop_threshold to None."
+                )
+            _log.info("learning rate: %g, set as %s", rate, " and ".join(set_everywhere([model], name, rate)))
+        return curve
+
+    def scale_batch_size(
+        self,
+        model: TaskModule,
+        train_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        *,
+        mode: Mode = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+    ) -> int:
+        """Find the largest batch that training fits into memory, and set it.
+
+        With `global_batch_size` that is the micro-batch, and training stays the same: only how each step is cut
+        changes, so at most all of it is tried, and the size cuts it evenly. Without it a step becomes larger.
+
+        Args:
+            model: Of which copies are trained.
+            train_dataloaders: A data module; None: the task's loader, or the data of the run in progress.
+            datamodule: A data module.
+            mode: "power": double until memory ends; "binsearch": then search between what fits and what does not.
+            steps_per_trial: Updates of each trial, at least 1.
+            init_val: The first size, at least 1.
+            max_trials: How many trials there may be, at least 1.
+            batch_arg_name: Of the attribute or hyperparameter of the task or the data module that the loader is made
+                with.
+            margin: With "binsearch" this part less is used, from 0 to 1.
+
+        Returns:
+            The size that was set.
+
+        Raises:
+            ConfigError: There are several processes, or nobody has such an attribute.
+            TrainingError: Not even one sample fits.
+        """
+        at_least(1, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials)
+        if mode not in ("power", "binsearch") or not 0 <= margin < 1:
+            raise ConfigError(
+                f"scale_batch_size: expected the mode power or binsearch and a margin from 0 to 1, found {mode!r} and "
+                f"{margin}."
+            )
+        trials = Trials(self._trainer, model, one_source(train_dataloaders, datamodule), None)
+        if not has_anywhere(trials.owners, batch_arg_name):
+            names = " and ".join(type(owner).__name__ for owner in trials.owners)
+            raise ConfigError(
+                f"scale_batch_size: {names} has no attribute or hyperparameter {batch_arg_name}. Make the loader in a "
+                "data module or the task with a size from there, and name it as batch_arg_name."
+            )
+        plan = self._trainer.plan
+        attempt = partial(_attempt, trials, plan, batch_arg_name, steps_per_trial)
+        size = _search(attempt, plan.global_batch_size, init_val, max_trials, mode, margin)
+        trials.free()
+        set_everywhere([*trials.owners], batch_arg_name, size)
+        return size
+
+
+def rate_name(model: TaskModule, given: str) -> str:
+    """The attribute or hyperparameter that the rate is set as."""
+    found = [name for name in ([given] if given else _RATE_NAMES) if has_anywhere([model], name)]
+    if len(found) == 1:
+        return found[0]
+    problem = f"has no attribute or hyperparameter {given or ' or '.join(_RATE_NAMES)}" if not found else "has both"
+    raise ConfigError(
+        f"lr_find: {type(model).__name__} {problem}, from which configure_optimizers takes its rate. Name it as "
+        "attr_name, or set update_attr: false and write the suggestion where the rate is set."
+    )
+
+
+@final
+class LearningRateFinder(Callback):
+    """Finds a learning rate when a run begins, and trains with it; see `Tuner.lr_find`.
+
+    A run that goes on from a checkpoint has the rate that was found, and does not search.
+
+    Args:
+        min_lr: The first rate, more than 0.
+        max_lr: The last rate.
+        num_training_steps: Steps of the search, at least 2.
+        mode: "exponential": each rate is a multiple of the one before; "linear": they have equal distances.
+        early_stop_threshold: Stop when the smoothed loss is more than so many times the least one; None: never.
+        update_attr: Set the attribute or hyperparameter; else the run trains with the rate that it has.
+        attr_name: Of the attribute or hyperparameter of the task. Default: `lr` or `learning_rate`.
+        plot: Write the curve into the run directory: `lr_find.csv`, and `lr_find.png` if matplotlib is installed.
+
+    Attributes:
+        optimal_lr: The curve; None: there was no search.
+    """
+
+    @checked
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training_steps: int = 100,
+        mode: Literal["exponential", "linear"] = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+        *,
+        plot: bool = False,
+    ) -> None:
+        self._settings: dict[str, Any] = {
+            "min_lr": min_lr, "max_lr": max_lr, "num_training": num_training_steps, "mode": mode,
+            "early_stop_threshold": early_stop_threshold, "update_attr": update_attr, "attr_name": attr_name,
+        }  # fmt: skip
+        self._plot = plot
+        self.optimal_lr: lr_search.LearningRateCurve | None = None
+        self._found: Any = None  # the name, and the rate
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Search, unless the run goes on from a checkpoint."""
+        if stage != "fit":
+            return
+        self.optimal_lr = self._found = None
+        if trainer.run.checkpoint is not None:
+            return
+        self.optimal_lr = Tuner(trainer).lr_find(task, **self._settings)
+        rate = self.optimal_lr.suggestion()
+        if self._settings["update_attr"]:
+            self._found = rate_name(task, self._settings["attr_name"]), rate
+        elif rate is not None:
+            _log.info("learning rate: %g is suggested", rate)
+        if self._plot and trainer.run_directory is not None:
+            self.optimal_lr.write(trainer.run_directory / "lr_find.csv")
+            if importlib.util.find_spec("matplotlib") is not None:
+                from matplotlib.figure import Figure
+
+                figure = self.optimal_lr.plot(suggest=True, ax=Figure().add_subplot())
+                figure.savefig(trainer.run_directory / "lr_find.png", dpi=120)
+
+    def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the rate that was found."""
+        checkpoint["found"] = self._found
+
+    def on_load_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Set the rate that was found, before optimizers are built."""
+        self._found = checkpoint["found"]
+        if self._found is not None:
+            set_everywhere([task], *self._found)
+
+
+@final
+class BatchSizeFinder(Callback):
+    """Finds the largest batch that training fits into memory, and trains with it; see `Tuner.scale_batch_size`.
+
+    With `global_batch_size` of the trainer that is the micro-batch, and the training is the same as with any other;
+    without it a step becomes larger. A run that goes on from a checkpoint has the size that was found, and does not
+    search.
+
+    Args:
+        mode: "power": double until memory ends; "binsearch": then search between what fits and what does not.
+        steps_per_trial: Updates of each trial, at least 1.
+        init_val: The first size, at least 1.
+        max_trials: How many trials there may be, at least 1.
+        batch_arg_name: Of the attribute or hyperparameter of the task or the data module that the loader is made with.
+        margin: With "binsearch" this part less is used, from 0 to 1.
+
+    Attributes:
+        optimal_batch_size: The size; None: there was no search.
+    """
+
+    INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": "It ends where a batch no longer fits, or after max_trials."}
+
+    @checked
+    def __init__(
+        self,
+        mode: Literal["power", "binsearch"] = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+    ) -> None:
+        self._settings: dict[str, Any] = {
+            "mode": mode, "steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials,
+            "batch_arg_name": batch_arg_name, "margin": margin,
+        }  # fmt: skip
+        self.optimal_batch_size: int | None = None
+
+    def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
+        """Search, unless the run goes on from a checkpoint."""
+        if stage == "fit":
+            self.optimal_batch_size = None
+            if trainer.run.checkpoint is None:
+                self.optimal_batch_size = Tuner(trainer).scale_batch_size(task, **self._settings)
+
+    def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the size that was found."""
+        checkpoint["found"] = self.optimal_batch_size
+
+    def on_load_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Set the size that was found, before loaders are made."""
+        self.optimal_batch_size = checkpoint["found"]
+        if self.optimal_batch_size is not None:
+            set_everywhere([task, trainer.datamodule], self._settings["batch_arg_name"], self.optimal_batch_size)
