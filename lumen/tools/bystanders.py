@@ -1,18 +1,10 @@
 """Callbacks that a tool leaves out when it trains a task again: the same is computed without them."""
 
-from lumen.callbacks import (
-    BasePredictionWriter,
-    DeviceStatsMonitor,
-    ModelCheckpoint,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    ProgressBar,
-    ThroughputMonitor,
-)
+from lumen import callbacks
 from lumen.integrations.ray import RayTrainReportCallback
 from lumen.tools.report.callback import Report
 
 BYSTANDERS = (
-    BasePredictionWriter, DeviceStatsMonitor, ModelCheckpoint, ModelSummary, OnExceptionCheckpoint, ProgressBar,
-    RayTrainReportCallback, Report, ThroughputMonitor,
+    callbacks.BasePredictionWriter, callbacks.DeviceStatsMonitor, callbacks.ModelCheckpoint, callbacks.ModelSummary,
+    callbacks.OnExceptionCheckpoint, callbacks.ProgressBar, callbacks.ThroughputMonitor, RayTrainReportCallback, Report,
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, final
 
@@ -252,6 +253,24 @@ class Trainer(RunView):
         self._run: Run | None = None
         self._status, self._fn = "initializing", None
         self._started, self._asks_task = False, True
+
+    def _leave_no_traces(self, callbacks: list[Callback], log_level: str, **plan: Any) -> None:
+        """Let the next run write, log, profile and restart nothing: a search or a tool throws that run away.
+
+        Args:
+            callbacks: The callbacks of the run, in place of the trainer's.
+            log_level: The lowest level that is shown.
+            **plan: Fields of the plan that differ.
+        """
+        self.callbacks, self.loggers, self.profiler = callbacks, [], make_profiler(None)
+        self.enable_checkpointing, self.max_restarts, self._asks_task = False, 0, False
+        self.log_settings = LogSettings(log_level)
+        self._change(**plan)
+
+    def _change(self, callbacks: Iterable[Callback] = (), **plan: Any) -> None:
+        """Add callbacks and change fields of the plan, before a run is opened."""
+        self.callbacks = [*self.callbacks, *callbacks]
+        self.plan = replace(self.plan, **plan)
 
     # ------------------------------------------------------------------ the four loops
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, final
 
@@ -17,12 +16,11 @@ from lumen.console import logger as _log
 from lumen.data.combined import CombinedLoader
 from lumen.errors import ConfigError
 from lumen.internals.memory import empty_device_cache
-from lumen.profilers import make_profiler
 from lumen.random import preserved_generators
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
-from lumen.trainer.logs import LogSettings, filtered
+from lumen.trainer.logs import filtered
 from lumen.trainer.trainer import Trainer
 
 
@@ -97,15 +95,11 @@ class Trials:
         if not isinstance(trainer.precision, (str, int, type)):
             trainer.precision = copy.copy(trainer.precision)  # `setup` gives it a state of its own
         trainer.compilation = Compilation(self._trainer.compilation.setting)
-        trainer.plan = replace(
-            trainer.plan, **{"max_epochs": None, "max_time_s": None, "min_steps": 0, "min_epochs": 0} | plan,
-            sanity_batches=0, limits=trainer.plan.limits | {"validate": 0},
-        )  # fmt: skip
+        plan = {"max_epochs": None, "max_time_s": None, "min_steps": 0, "min_epochs": 0} | plan
+        limits = trainer.plan.limits | {"validate": 0}
+        trainer._leave_no_traces([callback], "ERROR", **plan, sanity_batches=0, limits=limits)
         trainer.origin = trainer._origin = trainer.origin.anew()
-        trainer._asks_task = False
-        trainer.callbacks, trainer.loggers, trainer.profiler = [callback], [], make_profiler(None)
-        trainer.fast_dev_run, trainer.enable_checkpointing = 1, False  # no directory, and no word on schedules
-        trainer.seed, trainer.log_settings = self._seed, LogSettings("ERROR")
+        trainer.fast_dev_run, trainer.seed = 1, self._seed  # no directory, and no word on schedules
         trainer.run_directory, trainer._run, trainer._status = None, None, "initializing"
         return trainer
 

@@ -679,8 +679,7 @@ WRITTEN_BY_OTHERS = {
         "random: state", "tools: complete", "tools: formatter", "tools: help", "tools: num_nodes", "tools: strategy",
     },
     "a tool changes the settings of a trainer that it has built, before that opens a run": {
-        "tools: _asks_task", "tools: callbacks", "tools: enable_checkpointing", "tools: log_settings", "tools: loggers",
-        "tools: max_restarts", "tools: plan", "tools: profiler",
+        "tools: callbacks", "tools: plan",
     },
     "the optimizer of a config takes the place of the task's method": {"cli: configure_optimizers"},
     "users set the hyperparameters in this way": {"trainer: hparams"},

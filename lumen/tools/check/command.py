@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from typing import Any, final
 
@@ -14,11 +13,12 @@ from lumen.cli.optimization import configure_optimizers
 from lumen.cli.parser import Words
 from lumen.cli.users_error import show as show_error
 from lumen.cli.words import Shown
-from lumen.console import stdout
 from lumen.errors import ConfigError, LumenError
 from lumen.tools.check import COMMAND
 from lumen.tools.check.look import look
-from lumen.tools.check.show import Report, as_json, show
+from lumen.tools.check.show import Report, show, show_json
+from lumen.tools.check.trial import Trial
+from lumen.tools.terminal import first_line
 from lumen.trainer.logs import LogSettings, console_log
 
 _MORE = (
@@ -45,7 +45,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"--samples: expected a number of at least 0, found {asked.samples}.")
     report = Report()
     try:
-        with _quiet(), suppress(Shown):
+        with redirect_stdout(sys.stderr), suppress(Shown):  # stdout is for the report, not for what user code prints
             _Look(report, asked.samples, words)
             if not report.title:  # --print_config has shown it
                 return 0
@@ -54,30 +54,19 @@ def run(words: list[str]) -> int:
     except BaseException as error:
         return _failed(report, error, as_text=not asked.json)
     code = report.exit_code(strict=asked.strict)
-    print(as_json(report, code), file=stdout) if asked.json else show(report)
+    show_json(report, code) if asked.json else show(report)
     return code
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The context in which what the user's code prints goes where messages go: the output is the report."""
-    with redirect_stdout(sys.stderr):
-        yield
 
 
 def _failed(report: Report, error: BaseException, *, as_text: bool) -> int:
     """Show what was found before an error, and the error: of the user's own code with its traceback."""
     if not isinstance(error, LumenError):
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        report.add("first steps", "wrong", "failed", f"it fails with {said}", "Its traceback is below.")
+        report.add("first steps", "wrong", "failed", f"it fails with {first_line(error)}", "Its traceback is below.")
     elif not report.all_of("wrong"):
         report.add("first steps", "wrong", "failed", str(error))
     if report.title:
-        show(report) if as_text else print(as_json(report, 2), file=stdout)
-    if isinstance(error, LumenError):
-        tell(error)
-    else:
-        show_error(error)
+        show(report) if as_text else show_json(report, 2)
+    tell(error) if isinstance(error, LumenError) else show_error(error)
     return 2
 
 
@@ -101,35 +90,30 @@ class _Look(CLI):
         config = self._own(self.config)
         wanted = self._processes(config.trainer)
         if wanted.world_size > 1 and not wanted.are_missing:
-            raise ConfigError(
-                "lumen check looks at a run with one process, but torchrun or SLURM has started "
-                f"{wanted.world_size}. Run it without them."
-            )
+            said = "lumen check looks at a run with one process, but torchrun or SLURM has started"
+            raise ConfigError(f"{said} {wanted.world_size}. Run it without them.")
         asked = config.trainer.strategy
         config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy = 1, 1, "auto"
         with console_log(LogSettings("WARNING"), shown=False):
             self._build(self._processes(config.trainer))
             configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
             self._describe(wanted.world_size, asked)
-            look(
-                self._report, self.trainer, self.model, self.datamodule, configure,
-                processes=wanted.world_size, samples=self._samples,
-            )  # fmt: skip
+            trial = Trial(self.trainer, self.model, self.datamodule, wanted.world_size)
+            look(self._report, trial, configure, self._samples)
 
     def _describe(self, processes: int, strategy: Any) -> None:
         report, trainer = self._report, self.trainer
         data = "" if self.datamodule is None else f" on {type(self.datamodule).__name__}"
         report.title = f"lumen check: {trainer.name or type(self.model).__name__.lower()}"
         precision = trainer.precision if isinstance(trainer.precision, (str, int)) else type(trainer.precision).__name__
-        report.facts |= {
-            "model": type(self.model).__name__, "device": str(trainer.strategy.device), "precision": str(precision),
-            "seed": trainer.seed, "processes": processes,
-        }  # fmt: skip
-        text = f"{type(self.model).__name__}{data}; seed {trainer.seed}, {trainer.strategy.device}, {precision}"
+        model, device = type(self.model).__name__, str(trainer.strategy.device)
+        report.facts |= {"model": model, "device": device, "precision": str(precision)}
+        report.facts |= {"seed": trainer.seed, "processes": processes}
+        text = f"{model}{data}; seed {trainer.seed}, {device}, {precision}"
         report.add("configuration", "ok", "configuration", text)
         if processes > 1:
             name = strategy if isinstance(strategy, str) else strategy.class_path
-            report.add(
-                "configuration", "note", "processes",
-                f"the run has {processes} processes (strategy {name}); one was looked at, without what is between them",
-            )  # fmt: skip
+            text = (
+                f"the run has {processes} processes (strategy {name}); one was looked at, without what is between them"
+            )
+            report.add("configuration", "note", "processes", text)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from lumen.data.combined import CombinedLoader
 from lumen.data.fingerprint import known_length
 from lumen.run.run import Run
 from lumen.task.hooks import overrides
-from lumen.tools.check.show import Part, Report, counted, leaves, rows_of
+from lumen.tools.check.show import Part, Report, leaves, rows_of
 from lumen.tools.check.trial import LOOKED_INTO, Trial
+from lumen.tools.terminal import counted, first_line
 
 _SECTION = "data"
 _FAR, _FLAT = 20.0, 1e-4
@@ -40,20 +42,11 @@ def look_at_data(report: Report, trial: Trial, run: Run) -> None:
 
 def loaders_in(given: Any, name: str = "") -> list[tuple[str, Any]]:
     """The loaders in lists, dictionaries and combinations of such, each with what it is called there."""
-    return list(_loaders(given, name))
-
-
-def _loaders(given: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(given, CombinedLoader):
-        yield from _loaders(given.iterables, name)
-    elif isinstance(given, Mapping):
-        for key, each in given.items():
-            yield from _loaders(each, f"{name}/{key}".lstrip("/"))
-    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-        for number, each in enumerate(given):
-            yield from _loaders(each, f"{name}/{number}".lstrip("/"))
-    elif given is not None:
-        yield name, given
+    given = given.iterables if isinstance(given, CombinedLoader) else given
+    if isinstance(given, Mapping) or (isinstance(given, Sequence) and not isinstance(given, (str, bytes))):
+        parts = given.items() if isinstance(given, Mapping) else enumerate(given)
+        return [each for key, part in parts for each in loaders_in(part, f"{name}/{key}".lstrip("/"))]
+    return [] if given is None else [(name, given)]
 
 
 def is_map_style(loader: Any) -> bool:
@@ -88,17 +81,11 @@ def _in_words(loader: Any) -> str:
 
 
 def _look_at_order(report: Report, trial: Trial, loaders: list[tuple[str, Any]]) -> None:
-    if trial.plan.same_batches:
-        return
-    for name, loader in loaders:
-        if not is_map_style(loader) or type(loader.sampler) is not SequentialSampler:
-            continue
-        if (known_length(loader.dataset) or 0) > (loader.batch_size or 0) > 0:
-            report.add(
-                _SECTION, "suspicious", "training.order",
-                f"training{f' {name}' if name else ''} is not shuffled: its samples come in one order in every epoch",
-                "Write DataLoader(..., shuffle=True), or give a sampler.",
-            )  # fmt: skip
+    for name, loader in [] if trial.plan.same_batches else loaders:
+        in_order = is_map_style(loader) and type(loader.sampler) is SequentialSampler
+        if in_order and (known_length(loader.dataset) or 0) > (loader.batch_size or 0) > 0:
+            text = f"training{f' {name}' if name else ''} is not shuffled: its samples come in one order in every epoch"
+            report.add(_SECTION, "suspicious", "training.order", text)
 
 
 def _look_at_division(report: Report, trial: Trial, loaders: list[tuple[str, Any]]) -> None:
@@ -129,38 +116,27 @@ def _look_at_validation(report: Report, trial: Trial, run: Run) -> None:
     if off or (has_step and run.loaders.evaluation):
         return
     if has_step:
-        report.add(
-            _SECTION, "suspicious", "validation.loader",
-            f"{type(trial.task).__name__} has a validation_step, but there is no validation data: it is never called",
-            "Define val_dataloader in the data module or the task, or set limit_val_batches: 0.",
-        )  # fmt: skip
+        text = f"{type(trial.task).__name__} has a validation_step, but there is no validation data: it is never called"
+        report.add(_SECTION, "suspicious", "validation.loader", text)
     elif has_loader:
-        report.add(
-            _SECTION, "suspicious", "validation.step",
-            f"there is validation data, but {type(trial.task).__name__} has no validation_step: it is not used",
-            "Define validation_step(self, batch), or set limit_val_batches: 0.",
-        )  # fmt: skip
+        text = f"there is validation data, but {type(trial.task).__name__} has no validation_step: it is not used"
+        report.add(_SECTION, "suspicious", "validation.step", text)
 
 
 def _look_at_labels(report: Report, trial: Trial) -> None:
     seen = [each for each in trial.witness.seen if each.losses]
     everywhere = [loss for each in (*trial.witness.seen_in_validation, *seen) for loss in each.losses]
     if bad := next((loss for loss in everywhere if loss.is_out_of_range), None):
-        report.add(
-            _SECTION, "wrong", "labels.range",
+        text = (
             f"labels go from {bad.least} to {bad.most}, but the output has {bad.classes} classes: 0 to "
-            f"{bad.classes - 1}",
-            "Give the model as many outputs as there are classes, or number the labels from 0; those that are not to "
-            "count are ignore_index.",
-        )  # fmt: skip
+            f"{bad.classes - 1}"
+        )
+        report.add(_SECTION, "wrong", "labels.range", text)
     alone = [each.losses[0] for each in seen if len(each.losses) == 1 and each.losses[0].labels]
     labels: frozenset[int] = frozenset[int]().union(*(each.labels for each in alone))
     if len(alone) >= LOOKED_INTO and len(labels) == 1 and alone[0].classes > 1:
-        report.add(
-            _SECTION, "suspicious", "labels.constant",
-            f"all labels of the first {len(alone)} batches are {next(iter(labels))}, of {alone[0].classes} classes",
-            "Look at where labels come from; data that is sorted by class has to be shuffled.",
-        )  # fmt: skip
+        text = f"all labels of the first {len(alone)} batches are {next(iter(labels))}, of {alone[0].classes} classes"
+        report.add(_SECTION, "suspicious", "labels.constant", text)
 
 
 def _look_at_inputs(report: Report, trial: Trial) -> None:
@@ -170,18 +146,14 @@ def _look_at_inputs(report: Report, trial: Trial) -> None:
     first = firsts[0]
     report.facts["first_layer"] = first._asdict()
     if all(each.least == each.most == first.least for each in firsts) and len(firsts) >= LOOKED_INTO:
-        report.add(
-            _SECTION, "suspicious", "inputs.constant",
-            f"the first layer, {first.name}, is given nothing but {first.least:.3g} in {len(firsts)} batches",
-            "Look at what the data set gives, and at what is done to it before this layer.",
-        )  # fmt: skip
+        text = f"the first layer, {first.name}, is given nothing but {first.least:.3g} in {len(firsts)} batches"
+        report.add(_SECTION, "suspicious", "inputs.constant", text)
     elif abs(first.mean) > _FAR or first.std > _FAR or 0 < max(first.std, abs(first.mean)) < _FLAT:
-        report.add(
-            _SECTION, "suspicious", "inputs.scale",
+        text = (
             f"the first layer, {first.name}, is given numbers from {first.least:.3g} to {first.most:.3g}, mean "
-            f"{first.mean:.3g}, standard deviation {first.std:.3g}",
-            "Normalise inputs to about mean 0 and standard deviation 1, in the data set or by a first norm.",
-        )  # fmt: skip
+            f"{first.mean:.3g}, standard deviation {first.std:.3g}"
+        )
+        report.add(_SECTION, "suspicious", "inputs.scale", text)
 
 
 _BUDGET_S = 3.0
@@ -211,26 +183,16 @@ def look_for_leaks(report: Report, run: Run, most: int) -> None:
 
 
 def _compare(report: Report, training: Any, validation: Any, most: int) -> None:
-    if (shared := _same_numbers(training, validation)) is not None:
-        count, of = shared
-        if count:
-            _tell(report, count, of, "by their numbers in the data set")
-        else:
-            report.add("data", "ok", "leak", f"none of {of:,} validation samples is one of the training")
-        return
-    try:
-        _compare_contents(report, training, validation, most)
-    except Exception as error:  # a data set need not like to be read here
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        report.add("data", "note", "leak", f"training and validation could not be compared: {said}")
-
-
-def _same_numbers(training: Any, validation: Any) -> tuple[int, int] | None:
-    """How many samples two parts of one data set share, and of how many; None: they are no such parts."""
     (base, own), (other_base, others) = _within(training), _within(validation)
-    if base is not other_base:
-        return None
-    return len(own & others), len(others)
+    if base is other_base and own & others:
+        _tell(report, len(own & others), len(others), "by their numbers in the data set")
+    elif base is other_base:
+        report.add("data", "ok", "leak", f"none of {len(others):,} validation samples is one of the training")
+    else:
+        try:
+            _compare_contents(report, training, validation, most)
+        except Exception as error:  # a data set need not like to be read here
+            report.add("data", "note", "leak", f"training and validation could not be compared: {first_line(error)}")
 
 
 def _within(dataset: Any) -> tuple[Any, set[int]]:
@@ -267,32 +229,21 @@ def _compare_contents(report: Report, training: Dataset[Any], validation: Datase
 
 
 def _tell(report: Report, count: int, of: int, how: str) -> None:
-    report.add(
-        "data", "suspicious", "leak", f"{count:,} of {of:,} validation samples are in the training too ({how})",
-        "Split the data before anything is copied or cut, by what must stay together.",
-    )  # fmt: skip
+    report.add("data", "suspicious", "leak", f"{count:,} of {of:,} validation samples are in the training too ({how})")
 
 
 def _digests(dataset: Any, most: int) -> list[bytes]:
     """Digests of samples from all over a data set, as many as a few seconds allow."""
-    length, began_s, found = known_length(dataset) or 0, time.perf_counter(), list[bytes]()
-    order = np.random.default_rng(0).permutation(length)[:most]
-    for number in order.tolist():
-        if time.perf_counter() - began_s > _BUDGET_S:
-            break
-        found.append(_digest(dataset[number]))
-    return found
+    end_s, order = time.perf_counter() + _BUDGET_S, np.random.default_rng(0).permutation(known_length(dataset) or 0)
+    numbers = takewhile(lambda _: time.perf_counter() <= end_s, order[:most].tolist())
+    return [_digest(dataset[number]) for number in numbers]
 
 
 def _digest(sample: Any) -> bytes:
     digest = hashlib.blake2b(digest_size=12)
     for path, leaf in leaves(sample):
-        digest.update(path.encode())
+        digest.update(f"{path}{getattr(leaf, 'dtype', '')}".encode())
         if isinstance(leaf, torch.Tensor):
-            digest.update(str(leaf.dtype).encode())
-            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, np.ndarray):
-            digest.update(leaf.tobytes())
-        else:
-            digest.update(repr(leaf).encode())
+            leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode())
     return digest.digest()

@@ -9,13 +9,10 @@ from typing import Any
 from lumen.callbacks.model_summary import summarize
 from lumen.errors import NonFiniteLoss
 from lumen.run.run import Run
-from lumen.task.task_module import TaskModule
 from lumen.tools.check.data import look_at_data, look_for_leaks
-from lumen.tools.check.saving import look_at_checkpoints, look_at_time
-from lumen.tools.check.schedule import course_of, look_at_monitors, look_at_schedule
+from lumen.tools.check.schedule import course_of, look_at_checkpoints, look_at_monitors, look_at_schedule, look_at_time
 from lumen.tools.check.show import Report
 from lumen.tools.check.trial import Trial
-from lumen.trainer.trainer import Trainer
 
 _MODEL, _STEP = "model", "first steps"
 _NAMES_SHOWN, _MODULES_SHOWN = 6, 8
@@ -31,30 +28,15 @@ def look_at_model(report: Report, trial: Trial, run: Run) -> None:
     text = f"{total:,} parameters, {summary.model_size:.3g} MB" + (f"; {frozen:,} of them are frozen" if frozen else "")
     report.add(_MODEL, "ok", "model.size", text, rows=rows[:_MODULES_SHOWN] + more)
     report.facts["model"] = {"parameters": total, "frozen": frozen, "mb": summary.model_size}
-    held = {id(each) for group in run.optim.optimizer.param_groups for each in group["params"]}
-    free = [name for name, each in trial.task.named_parameters() if each.requires_grad and id(each) not in held]
-    if free:
-        report.add(
-            _MODEL, "suspicious", "parameters.unheld", f"no optimizer has {_names(free)}: they never change",
-            "Give them to the optimizer, or set requires_grad of them to False.",
-        )  # fmt: skip
-    _hint_at_decay(report, trial, run)
-
-
-def _hint_at_decay(report: Report, trial: Trial, run: Run) -> None:
-    decayed = {
-        id(p) for group in run.optim.optimizer.param_groups if group.get("weight_decay") for p in group["params"]
-    }
-    flat = [
-        name
-        for name, each in trial.task.named_parameters()
-        if id(each) in decayed and each.requires_grad and each.dim() < 2
-    ]
-    if flat:
-        report.add(
-            _MODEL, "note", "weight_decay", f"weight decay is on {len(flat)} norms and biases, such as {flat[0]}",
-            "Often it is left out there: parameter_groups: {no_decay: dimension}.",
-        )  # fmt: skip
+    trained = {name: each for name, each in trial.task.named_parameters() if each.requires_grad}
+    held = {id(each): group for group in run.optim.optimizer.param_groups for each in group["params"]}
+    if free := [name for name, each in trained.items() if id(each) not in held]:
+        report.add(_MODEL, "suspicious", "parameters.unheld", f"no optimizer has {_names(free)}: they never change")
+    decayed = {name: each for name, each in trained.items() if held.get(id(each), {}).get("weight_decay")}
+    if flat := [name for name, each in decayed.items() if each.dim() < 2]:
+        text = f"weight decay is on {len(flat)} norms and biases, such as {flat[0]}"
+        report.add(_MODEL, "note", "weight_decay", text, "Often it is left out there: parameter_groups: {no_decay: "
+                   "dimension}.")  # fmt: skip
 
 
 def look_at_step(report: Report, trial: Trial, run: Run) -> None:
@@ -79,36 +61,28 @@ def _look_at_loss(report: Report, trial: Trial) -> None:
     first, by_hand = losses[0], not trial.task.automatic_optimization
     report.facts["loss"] = first if math.isfinite(first) else str(first)
     if not math.isfinite(first):
-        report.add(
-            _STEP, "wrong", "loss.finite", f"the first loss is {first}",
-            "Look at the data for NaN, at divisions, logarithms and roots; trainer.detect_anomaly names the operation.",
-        )  # fmt: skip
+        report.add(_STEP, "wrong", "loss.finite", f"the first loss is {first}")
         return
-    which = "first loss that goes backward" if by_hand else "first loss"
-    chance = _by_chance(trial)
-    if chance is None:
-        report.add(_STEP, "ok", "loss", f"{which}: {first:.4g}, finite")
+    said = f"{'first loss that goes backward' if by_hand else 'first loss'}: {first:.4g}"
+    if (classes := _classes(trial)) is None:
+        report.add(_STEP, "ok", "loss", f"{said}, finite")
         return
-    classes, expected = chance
-    report.facts["loss_by_chance"] = expected
-    said = f"{which}: {first:.4g}; by chance, of {classes} classes, {expected:.4g}"
+    expected = report.facts["loss_by_chance"] = math.log(classes)
+    said = f"{said}; by chance, of {classes} classes, {expected:.4g}"
     if first > _CHANCE_FACTOR * expected + 0.5 and trial.trainer.run.checkpoint is None:
-        report.add(
-            _STEP, "suspicious", "loss.by_chance", f"{said}: it is sure of what is wrong",
-            "Look at the scale of the inputs and of the last layer's weights; is softmax missing, or there twice?",
-        )  # fmt: skip
+        report.add(_STEP, "suspicious", "loss.by_chance", f"{said}: it is sure of what is wrong")
     else:
         report.add(_STEP, "ok", "loss", said)
 
 
-def _by_chance(trial: Trial) -> tuple[int, float] | None:
-    """The number of classes and the loss of who knows nothing, where the task's loss is that of one classifier."""
+def _classes(trial: Trial) -> int | None:
+    """Return the number of classes if the task's loss is the plain loss of one classifier."""
     seen, losses = trial.witness.seen, trial.witness.losses
     if not seen or len(seen[0].losses) != 1 or not losses:
         return None
     loss = seen[0].losses[0]
     is_all = loss.value is not None and math.isclose(loss.value, losses[0], rel_tol=1e-3)
-    return (loss.classes, loss.by_chance) if loss.is_plain and is_all and loss.classes > 1 else None
+    return loss.classes if loss.is_plain and is_all and loss.classes > 1 else None
 
 
 def _look_at_gradients(report: Report, trial: Trial) -> None:
@@ -118,17 +92,11 @@ def _look_at_gradients(report: Report, trial: Trial) -> None:
         return
     report.facts["gradients"] = vars(found)
     if found.odd:
-        report.add(
-            _STEP, "wrong", "gradients.finite", f"NaN or infinite gradients of {_names(found.odd)}",
-            "Look at divisions, roots of 0 and logarithms; trainer.detect_anomaly names the operation.",
-        )  # fmt: skip
+        report.add(_STEP, "wrong", "gradients.finite", f"NaN or infinite gradients of {_names(found.odd)}")
     elif found.norm is not None:
         _look_at_norm(report, trial, found.norm)
     if found.without:
-        report.add(
-            _STEP, "suspicious", "gradients.none", f"no gradient reaches {_names(found.without)}",
-            "If the loss is not to depend on them, set requires_grad of them to False.",
-        )  # fmt: skip
+        report.add(_STEP, "suspicious", "gradients.none", f"no gradient reaches {_names(found.without)}")
 
 
 def _look_at_norm(report: Report, trial: Trial, norm: float) -> None:
@@ -136,15 +104,9 @@ def _look_at_norm(report: Report, trial: Trial, norm: float) -> None:
     clipped = f", clipped to {clip:g}" if clip is not None and norm > clip else ""
     said = f"norm of the gradients: {norm:.4g}{clipped}"
     if norm == 0.0:
-        report.add(
-            _STEP, "suspicious", "gradients.zero", "all gradients are 0: nothing would be learnt",
-            "Look at what stands between the parameters and the loss: a dead activation, a detach, an argmax.",
-        )  # fmt: skip
+        report.add(_STEP, "suspicious", "gradients.zero", "all gradients are 0: nothing would be learnt")
     elif norm > _EXPLODES and not (clipped or trial.plan.clip_value):
-        report.add(
-            _STEP, "suspicious", "gradients.explode", said,
-            "Look at the scale of inputs, targets and first weights; gradient_clip_val bounds the norm.",
-        )  # fmt: skip
+        report.add(_STEP, "suspicious", "gradients.explode", said)
     else:
         report.add(_STEP, "ok", "gradients", said)
 
@@ -152,18 +114,14 @@ def _look_at_norm(report: Report, trial: Trial, norm: float) -> None:
 def _look_at_dependence(report: Report, trial: Trial) -> None:
     witness = trial.witness
     if len(witness.losses) >= 3 and len(set(witness.losses)) == 1 and witness.losses[0] != 0.0:
-        report.add(
-            _STEP, "suspicious", "loss.constant", f"the loss is {witness.losses[0]:.6g} for each of the first "
-            f"{len(witness.losses)} batches: it does not depend on them",
-            "Look at what training_step makes of its batch.",
-        )  # fmt: skip
+        report.add(_STEP, "suspicious", "loss.constant", f"the loss is {witness.losses[0]:.6g} for each of the first "
+                   f"{len(witness.losses)} batches: it does not depend on them")  # fmt: skip
     elif witness.twins is not None and witness.twins[0] == witness.twins[1]:
-        report.add(
-            _STEP, "suspicious", "loss.input",
+        text = (
             f"the loss stays {witness.twins[0]:.6g} when {witness.changed} of the batch is changed: it does not depend "
-            "on it",
-            "Look at what training_step makes of this part, the largest of its batch.",
-        )  # fmt: skip
+            "on it"
+        )
+        report.add(_STEP, "suspicious", "loss.input", text)
     elif witness.twins is None:
         report.add(_STEP, "note", "loss.input", "whether the loss depends on the input could not be tried")
 
@@ -174,38 +132,22 @@ def _names(names: list[str]) -> str:
 
 
 #: No mistake, or said by a look of its own.
-_ONLY_TOLD = (
-    "Lumen did not draw these batches",
-    "the optimizer does not hold",
-)
+_ONLY_TOLD = ("Lumen did not draw these batches", "the optimizer does not hold")
 
 
-def look(
-    report: Report,
-    trainer: Trainer,
-    task: TaskModule,
-    data: Any,
-    configure: Callable[[], Any] | None = None,
-    *,
-    processes: int = 1,
-    samples: int = 1000,
-) -> None:
+def look(report: Report, trial: Trial, configure: Callable[[], Any] | None, samples: int) -> None:
     """Look at a training before it begins. Writes nothing; the task, the data and the trainer are of no use afterwards.
 
     Args:
-        report: Where findings go, those too that were made before an error.
-        trainer: Of one process, not in a run.
-        task: What is to be trained.
-        data: A data module, a loader or several; None: the task's.
-        configure: Used instead of the task's `configure_optimizers`.
-        processes: How many the run is to have, which are looked at as one.
-        samples: Of training and validation each to compare at most; 0: none.
+        report: The findings, which also get those that were made before an error.
+        trial: The run to begin.
+        configure: A function to use instead of the task's `configure_optimizers`.
+        samples: The most samples of training and validation each to compare; 0: none.
 
     Raises:
         LumenError: `fit` would raise it too.
         Exception: The user's own code has failed.
     """
-    trial = Trial(trainer, task, data, processes)
     try:
         with trial.opened(configure) as run:
             try:
@@ -225,7 +167,9 @@ def look(
             _look_at_beginning(report, trial, run, samples)
             _look_ahead(report, trial, run)
     finally:
-        _repeat_warnings(report, trial)
+        for text in trial.said:
+            if not any(each in text for each in _ONLY_TOLD):
+                report.add("what fit warns of", "suspicious", "warning", text)
 
 
 def _look_at_beginning(report: Report, trial: Trial, run: Run, samples: int) -> None:
@@ -240,15 +184,7 @@ def _look_ahead(report: Report, trial: Trial, run: Run) -> None:
     course = course_of(trial, run)
     look_at_schedule(report, trial, run, course)
     look_at_monitors(report, trial, run)
-    estimate = look_at_time(report, trial, run, course)
-    look_at_checkpoints(report, trial, run, course, estimate)
+    look_at_checkpoints(report, trial, run, course, look_at_time(report, trial, run, course))
     if trial.finders:
-        report.add(
-            "schedule", "note", "finders", f"{' and '.join(trial.finders)} searches first; that is not done here"
-        )
-
-
-def _repeat_warnings(report: Report, trial: Trial) -> None:
-    for text in trial.said:
-        if not any(each in text for each in _ONLY_TOLD):
-            report.add("what fit warns of", "suspicious", "warning", text)
+        said = f"{' and '.join(trial.finders)} searches first; that is not done here"
+        report.add("schedule", "note", "finders", said)

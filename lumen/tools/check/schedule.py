@@ -1,35 +1,142 @@
-"""The whole run ahead: its steps, learning rates, validations."""
+"""The whole run ahead: its steps, learning rates, validations and checkpoints, and how long it takes."""
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
+import statistics
 import time
 import warnings
+from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise, takewhile
+from pathlib import Path, PurePath
+from typing import NamedTuple, final
 
+from torch.utils.data import DataLoader
+
+from lumen.callbacks import ModelCheckpoint
+from lumen.checkpoint.save.collect import capture
+from lumen.console import size
+from lumen.data.nested import tensors
 from lumen.errors import ConfigError
+from lumen.run.plan import EpochLengths, Plan
 from lumen.run.run import Run
 from lumen.run.scheduler_config import horizon_of, unfinished
 from lumen.task.given import texts_of
-from lumen.tools.check.moments import Course, saving_steps, strip, validation_steps
-from lumen.tools.check.show import Report, counted, every
+from lumen.tools.check.data import is_map_style, loaders_in
+from lumen.tools.check.show import Report, duration, every, shortened
 from lumen.tools.check.trial import Trial
+from lumen.tools.terminal import counted, first_line
+
+
+@final
+class Course(NamedTuple):
+    """How long a run is.
+
+    Attributes:
+        steps: All of them; None: nobody knows before its end.
+        per_epoch: Of the first epoch; None: likewise.
+        lengths: The steps of each epoch.
+        done: Steps that were made before it goes on.
+    """
+
+    steps: int | None
+    per_epoch: int | None
+    lengths: EpochLengths | None
+    done: int
+
+    @property
+    def epochs(self) -> float | None:
+        """Epochs, the last one perhaps not whole."""
+        return self.steps / self.per_epoch if self.steps and self.per_epoch else None
+
+    def epoch_ends(self, every: int = 1) -> Sequence[int]:
+        """The last steps of every so-manieth epoch, of those that end before the run does and are still to come."""
+        lengths, length = self.lengths, self.per_epoch
+        if lengths is None or not self.steps or not length:
+            return []
+        first, last = lengths.whole_epochs(self.done), lengths.whole_epochs(self.steps)
+        epochs = range(first - first % every + every, last + 1, every)
+        if lengths.until(last) == last * length:  # as many steps in each; there may be very many of them
+            return range(epochs.start * length, epochs.stop * length, every * length)
+        return [lengths.until(epoch) for epoch in epochs]
+
+
+def validation_steps(plan: Plan, course: Course) -> Sequence[int] | None:
+    """The steps after which there is a validation, of those to come; None: that is not known before."""
+    if course.steps is None or plan.val_every_s is not None:
+        return None
+    if plan.val_every_n_steps is not None:
+        found = _multiples(plan.val_every_n_steps, course)
+        nth = plan.val_every_n_epochs
+        if nth == 1:
+            return found
+        lengths = course.lengths
+        return None if lengths is None else [at for at in found if (lengths.whole_epochs(at - 1) + 1) % nth == 0]
+    if plan.val_every_epoch_fraction is None or course.lengths is None or not course.per_epoch:
+        return None
+    if plan.val_every_epoch_fraction == 1.0:
+        return course.epoch_ends(plan.val_every_n_epochs)
+    return _in_fractions(plan, course.steps, course.done, course.lengths)
+
+
+def _in_fractions(plan: Plan, steps: int, done: int, lengths: EpochLengths) -> list[int]:
+    fraction, found, epoch = plan.val_every_epoch_fraction or 1.0, list[int](), lengths.whole_epochs(done)
+    while (begin := lengths.until(epoch)) < steps:
+        for part in range(1, int(1 / fraction + 1e-9) + 1 if (epoch + 1) % plan.val_every_n_epochs == 0 else 0):
+            at = begin + math.ceil(part * fraction * lengths.of(epoch) - 1e-9)
+            if done < at <= steps and at not in found[-1:]:
+                found.append(at)
+        epoch += 1
+    return found
+
+
+def saving_steps(saver: ModelCheckpoint, course: Course) -> Sequence[int]:
+    """The steps after which a checkpoint is sure to be saved, of those to come: not those of clocks and new bests."""
+    if course.steps is None:
+        return []
+    by_steps: Sequence[int] = _multiples(saver.every_n_train_steps, course) if saver.every_n_train_steps else []
+    by_epochs = course.epoch_ends(saver.every_n_epochs) if saver.every_n_epochs else []
+    at_end = [course.steps] if saver.at_end else []
+    alone = by_steps if not by_epochs else by_epochs if not by_steps else None
+    if alone is not None and (not at_end or course.steps in alone):
+        return alone  # which may be many
+    return sorted({*by_steps, *by_epochs, *at_end})
+
+
+def strip(moments: Sequence[int], course: Course, width: int) -> str:
+    """A line as long as the run, with a mark where something happens.
+
+    Args:
+        moments: Steps, in their order.
+        course: The run, whose length is known.
+        width: Characters of the line.
+    """
+    ahead = (course.steps or 0) - course.done
+    bounds = [course.done + ahead * place // width for place in range(width + 1)]
+    counts = [bisect_right(moments, bound) for bound in bounds]
+    return "".join("╵" if after > before else "·" for before, after in pairwise(counts))
+
+
+def _multiples(every: int, course: Course) -> range:
+    return range(course.done - course.done % every + every, (course.steps or 0) + 1, every)
+
 
 _SECTION = "schedule"
-_BARS, _WIDTH, _GROUPS_SHOWN = "▁▂▃▄▅▆▇█", 28, 8
-_NAME_SHOWN = 18
-_BUDGET_S = 4.0
-_IDLE = 0.1
+_BARS, _WIDTH, _GROUPS_SHOWN, _NAME_SHOWN = "▁▂▃▄▅▆▇█", 28, 8, 18
+_BUDGET_S, _IDLE = 4.0, 0.1
 
 
 def course_of(trial: Trial, run: Run) -> Course:
     """How long the run is."""
     lengths, done = run.loaders.epoch_lengths(), run.checkpoint.state["progress"]["step"] if run.checkpoint else 0
-    per_epoch = None if lengths is None else lengths.of(0)
-    try:
+    steps = None
+    with suppress(ConfigError):
         steps = trial.plan.total_steps(lengths)
-    except ConfigError:
-        return Course(None, per_epoch, lengths, done)
-    return Course(steps, per_epoch, lengths, done)
+    return Course(steps, None if lengths is None else lengths.of(0), lengths, done)
 
 
 def look_at_schedule(report: Report, trial: Trial, run: Run, course: Course) -> None:
@@ -38,11 +145,8 @@ def look_at_schedule(report: Report, trial: Trial, run: Run, course: Course) -> 
     _tell_validations(report, trial, run, course)
     horizon = horizon_of(run.plan, run.loaders.epoch_lengths(), resumed=run.checkpoint is not None)
     for name, end, moves in unfinished(run.optim.schedulers, horizon):
-        report.add(
-            _SECTION, "suspicious", "schedule.length",
-            f"{name} ends after {end} moves, but the run makes {moves}: the learning rate stops on its way",
-            "Let the schedule be as long as the run: self.trainer.estimated_stepping_batches steps, or max_epochs.",
-        )  # fmt: skip
+        text = f"{name} ends after {end} moves, but the run makes {moves}: the learning rate stops on its way"
+        report.add(_SECTION, "suspicious", "schedule.length", text)
     if trial.task.automatic_optimization and course.steps is not None:
         _draw_rates(report, trial, run, course)
     else:
@@ -81,10 +185,8 @@ def _tell_validations(report: Report, trial: Trial, run: Run, course: Course) ->
     else:
         when = f"{1 / (plan.val_every_epoch_fraction or 1):.3g} times an epoch"
     if count == 0:
-        report.add(
-            _SECTION, "suspicious", "validation.never", f"validation: {when}{nth}, which the run does not get to",
-            "Lower val_check_interval or check_val_every_n_epoch, or let the run be longer.",
-        )  # fmt: skip
+        text = f"validation: {when}{nth}, which the run does not get to"
+        report.add(_SECTION, "suspicious", "validation.never", text)
         return
     times = "" if count is None else f", {counted(count, 'time')}"
     report.add(_SECTION, "ok", "validation", f"validation: {when}{nth}{times}")
@@ -100,15 +202,14 @@ def _draw_rates(report: Report, trial: Trial, run: Run, course: Course) -> None:
     curves, why = _curves(run, course)
     if not curves or not curves[0]:
         return
-    drawn = [_row(name, curve) for name, curve in _told_apart(run, curves)]
-    more = len(drawn) - _GROUPS_SHOWN
-    rows = drawn[:_GROUPS_SHOWN] + ([[f"and {more} more"]] if more > 0 else [])
+    named = _told_apart(run, curves)
+    rows = shortened([_row(name, curve) for name, curve in named.items()], _GROUPS_SHOWN)
     if not why:
         rows += _moments(trial, run, course, min(_WIDTH, len(curves[0])))
     last = course.done + len(curves[0]) if run.optim.schedulers else course.steps or 0
     report.add(_SECTION, "ok", "rates", f"learning rates from step {course.done + 1:,} to {last:,}{why}", rows=rows)
     report.facts["rates"] = {
-        name: {"first": curve[0], "most": max(curve), "last": curve[-1]} for name, curve in _told_apart(run, curves)
+        name: {"first": curve[0], "most": max(curve), "last": curve[-1]} for name, curve in named.items()
     }
     _judge(report, run, curves, is_whole=not why)
 
@@ -127,48 +228,42 @@ def _curves(run: Run, course: Course) -> tuple[list[list[float]], str]:
     if not run.optim.schedulers:
         return [[float(group["lr"])] * min(course.steps or 0, _WIDTH) for group in groups], ""
     curves: list[list[float]] = [[] for _ in groups]
-    lengths, epoch = course.lengths, 0
-    if lengths is not None:
-        epoch = lengths.whole_epochs(course.done)
+    lengths = course.lengths
+    epoch = 0 if lengths is None else lengths.whole_epochs(course.done)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the order in which optimizer and schedule are moved
         try:
             for step in range(course.done + 1, (course.steps or 0) + 1):
                 for curve, group in zip(curves, groups, strict=True):
                     curve.append(float(group["lr"]))
-                _move(run, step)
-                if lengths is not None and step == lengths.until(epoch + 1):
-                    epoch += 1
-                    _move_at_end(run, epoch)
+                ends = lengths is not None and step == lengths.until(epoch + 1)
+                epoch += ends
+                _move(run, step, epoch if ends else None)
                 if not step % 1000 and time.perf_counter() - began_s > _BUDGET_S:
                     why = f" of {course.steps:,}, as far as a few seconds allow"
                     break
         except Exception as error:  # a scheduler of the user's may need what is not there
-            why = f", where it ends by {type(error).__name__}: {error}".partition("\n")[0]
+            why = f", where it ends by {first_line(error)}"
     return curves, why
 
 
-def _move(run: Run, step: int) -> None:
+def _move(run: Run, step: int, ended: int | None) -> None:
+    """Move the schedules as after a step, which may have ended an epoch."""
     units = max(run.progress.units, 1.0) / max(run.progress.step, 1)
     for config in run.optim.schedulers:
-        if config.monitor is None and config.moves_at(step):
+        ends_epoch = ended is not None and config.interval == "epoch" and ended % config.frequency == 0
+        if config.monitor is None and (config.moves_at(step) or ends_epoch):
             config.step()
         elif config.interval == "token":
             config.move_to(units * step, counted=True)
 
 
-def _move_at_end(run: Run, epoch: int) -> None:
-    for config in run.optim.schedulers:
-        if config.monitor is None and config.interval == "epoch" and epoch % config.frequency == 0:
-            config.step()
-
-
-def _told_apart(run: Run, curves: list[list[float]]) -> list[tuple[str, list[float]]]:
-    """Curves that differ, each with the groups that have it."""
+def _told_apart(run: Run, curves: list[list[float]]) -> dict[str, Sequence[float]]:
+    """Curves that differ, each by the groups that have it."""
     groups: dict[tuple[float, ...], list[str]] = {}
     for number, (group, curve) in enumerate(zip(run.optim.optimizer.param_groups, curves, strict=True)):
         groups.setdefault(tuple(curve), []).append(str(group.get("name") or number))
-    return [(_in_words(names), list(curve)) for curve, names in groups.items()]
+    return {_in_words(names): curve for curve, names in groups.items()}
 
 
 def _in_words(names: list[str]) -> str:
@@ -197,7 +292,8 @@ def sparkline(curve: Sequence[float]) -> str:
 def _judge(report: Report, run: Run, curves: list[list[float]], *, is_whole: bool) -> None:
     flat = [number for number, curve in enumerate(curves) if curve[0] == 0.0]
     if flat:
-        whose, begins = _in_words(list(map(str, flat))), min(_zeros(curves[number]) for number in flat)
+        whose = _in_words(list(map(str, flat)))
+        begins = min(len([*takewhile(lambda rate: not rate, curves[number])]) for number in flat)
         steps = "at the first step" if begins == 1 else f"for the first {begins:,} steps"
         report.add(
             _SECTION, "note" if begins == 1 < len(curves[0]) else "suspicious", "rates.first",
@@ -207,23 +303,14 @@ def _judge(report: Report, run: Run, curves: list[list[float]], *, is_whole: boo
         )  # fmt: skip
     idle = next((n for n in (_idle(curve) for curve in curves) if n is not None), None)
     if is_whole and idle is not None and not flat:
-        report.add(
-            _SECTION, "suspicious", "rates.idle",
-            f"the learning rate is 0 for the last {idle:,} of {len(curves[0]):,} steps",
-            "Let the schedule be as long as the run, or the run as short as the schedule.",
-        )  # fmt: skip
-
-
-def _zeros(curve: Sequence[float]) -> int:
-    """Steps at the beginning with a rate of 0."""
-    return next((step for step, rate in enumerate(curve) if rate), len(curve))
+        text = f"the learning rate is 0 for the last {idle:,} of {len(curves[0]):,} steps"
+        report.add(_SECTION, "suspicious", "rates.idle", text)
 
 
 def _idle(curve: Sequence[float]) -> int | None:
     """Steps at the end with a rate of 0, if they are many."""
-    most, zeros = max(curve), 0
-    while zeros < len(curve) and curve[-1 - zeros] <= 1e-9 * most:
-        zeros += 1
+    most = max(curve)
+    zeros = len([*takewhile(lambda rate: rate <= 1e-9 * most, reversed(curve))])
     return zeros if zeros > max(1.0, _IDLE * len(curve)) and most else None
 
 
@@ -241,8 +328,136 @@ def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
         if name in mentioned:
             report.add("schedule", "note", "monitor", f"{who} waits for {name}, which the first batches did not log")
             continue
-        report.add(
-            "schedule", "suspicious", "monitor",
-            f"{who} waits for {name}, which nobody logs; logged is {', '.join(sorted(names)) or 'nothing'}",
-            "Write one of these names, or log it.",
-        )  # fmt: skip
+        text = f"{who} waits for {name}, which nobody logs; logged is {', '.join(sorted(names)) or 'nothing'}"
+        report.add("schedule", "suspicious", "monitor", text)
+
+
+_SLOWER, _WORTH_SAYING_S = 1.5, 0.02
+
+
+def look_at_time(report: Report, trial: Trial, run: Run, course: Course) -> float | None:
+    """Estimate how many seconds the run takes, None if nobody knows; compare the loader with the step."""
+    witness = trial.witness
+    if not witness.compute_s:
+        report.add("time", "note", "time", "no step was timed")
+        return None
+    per_step = 1
+    if trial.task.automatic_optimization and run.loaders.train is not None:
+        per_step = -(-run.loaders.train.per_step // trial.processes)
+    step_s = per_step * statistics.median(witness.compute_s) + (witness.step_s[-1] if witness.step_s else 0.0)
+    wait_s = statistics.median(witness.waited_s[1:] or witness.waited_s or [0.0]) / trial.processes
+    run_s = None
+    if course.steps is not None:
+        run_s = (course.steps - course.done) * (step_s + wait_s) + _validation_s(trial, run, course)
+    report.facts["time"] = {"step_s": step_s, "wait_s": wait_s, "run_s": run_s}
+    said = f"{duration(step_s)} a step, and {duration(wait_s)} of waiting for its data"
+    said += f"; estimated by {witness.micro_batches} micro-batches"
+    limit_s = trial.plan.max_time_s
+    shorter = f"; max_time ends it after {duration(limit_s)}" if limit_s and limit_s < (run_s or 0.0) else ""
+    report.add("time", "ok", "time", said if run_s is None else f"about {duration(run_s)}: {said}{shorter}")
+    _compare_loader(report, run, step_s, wait_s, per_step)
+    return run_s
+
+
+def _validation_s(trial: Trial, run: Run, course: Course) -> float:
+    batches = [trial.plan.batches("validate", each) for each in run.loaders.evaluation]
+    steps = validation_steps(trial.plan, course)
+    if not trial.witness.validation_s or steps is None:
+        return 0.0
+    one_s = min(trial.witness.validation_s)
+    return len(steps) * one_s * sum(each or 0 for each in batches) / trial.processes
+
+
+def _compare_loader(report: Report, run: Run, step_s: float, wait_s: float, micro_batches: int) -> None:
+    if wait_s <= _SLOWER * step_s or wait_s / micro_batches < _WORTH_SAYING_S:
+        return
+    loaders = [each for _, each in loaders_in(run.loaders.sources.get("fit")) if isinstance(each, DataLoader)]
+    now = max((each.num_workers for each in loaders), default=0)
+    wanted, cores = math.ceil((wait_s + step_s * bool(now)) / step_s) * max(now, 1), os.cpu_count() or 1
+    workers = min(wanted, cores)
+    beyond = f" ({wanted} would be needed, the machine has {cores} cores)" if wanted > cores else ""
+    makes_own = not all(map(is_map_style, loaders)) or not loaders  # a stream may follow the training itself
+    advice = f"Set num_workers={workers} in DataLoader{beyond}, with persistent_workers=True; or make samples cheaper."
+    if not loaders or workers <= now:
+        advice = "Make samples cheaper: decode or resize them once, before the run."
+    report.add(
+        "time", "note" if makes_own else "suspicious", "loader.slow",
+        f"the loader is slower than the step: {duration(wait_s)} for the data of one, {duration(step_s)} to compute it",
+        advice,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def look_at_checkpoints(report: Report, trial: Trial, run: Run, course: Course, run_s: float | None) -> None:
+    """Say where checkpoints go and whether there is room for them."""
+    if not trial.savers:
+        report.add("checkpoints", "note", "checkpoints", "none are saved: enable_checkpointing is False")
+        return
+    sections, _, _ = capture(run, complete=False)  # with the optimizer's state of now
+    one_bytes = sum(each.numel() * each.element_size() for part in sections.values() for each in tensors(dict(part)))
+    report.facts["checkpoint_bytes"] = one_bytes
+    for saver in trial.savers:
+        _look_at_saver(report, trial, saver, course, run_s, one_bytes)
+
+
+def _look_at_saver(
+    report: Report, trial: Trial, saver: ModelCheckpoint, course: Course, run_s: float | None, one_bytes: int
+) -> None:
+    trainer = trial.trainer
+    place: PurePath = saver.given_dirpath or trainer.default_root_dir / str(trainer.name) / "checkpoints"
+    saves = _saves(saver, course, run_s)
+    kept = _kept(saver, saves, course)
+    most = None if kept is None else one_bytes * (kept + 1)  # none is removed before the next is there
+    count = "" if saves is None else f", about {counted(saves, 'time')}"
+    held = "all are kept" if kept is None else f"{kept} kept"
+    disk = "" if most is None else f": up to {size(most)}"
+    rows = [[str(place)], [f"saved {_when(saver)}{count}; {held}, {size(one_bytes)} each{disk}"]]
+    if not isinstance(place, Path):
+        report.add("checkpoints", "note", "checkpoints", "their place is remote and was not looked at", rows=rows)
+        return
+    there = next(each for each in (place, *place.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    report.facts.setdefault("checkpoints", []).append(
+        {"place": str(place), "kept": kept, "saves": saves, "bytes": most, "free_bytes": free}
+    )
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        report.add("checkpoints", "wrong", "checkpoints.writable", f"{there} cannot be written to", rows=rows)
+    elif (most or one_bytes * max(saves or 1, 1)) > free:
+        text = f"{size(free)} are free, which is not enough for all"
+        report.add("checkpoints", "suspicious", "checkpoints.room", text, rows=rows)
+    else:
+        report.add("checkpoints", "ok", "checkpoints", f"there is room for them: {size(free)} are free", rows=rows)
+
+
+def _saves(saver: ModelCheckpoint, course: Course, run_s: float | None) -> int | None:
+    """How many are saved, about; None: nobody knows."""
+    if course.steps is None:
+        return None
+    saves = len(saving_steps(saver, course))
+    saves += int((run_s or 0.0) // saver.train_time_interval_s)  # which may be infinite
+    return max(saves, 1)
+
+
+def _kept(saver: ModelCheckpoint, saves: int | None, course: Course) -> int | None:
+    """How many lie there in the end, at most; None: all, and nobody knows how many."""
+    if -1 in (saver.keep_last, saver.save_top_k):
+        return saves
+    kept = max(saver.keep_last, 1) + (saver.save_top_k if saver.monitor is not None else 0)
+    if saver.keep_every_n_steps is not None:
+        if course.steps is None:
+            return None
+        kept += course.steps // saver.keep_every_n_steps
+    return kept if saves is None else min(kept, saves)
+
+
+def _when(saver: ModelCheckpoint) -> str:
+    parts = [
+        every(saver.every_n_train_steps, "step") if saver.every_n_train_steps else "",
+        every(saver.every_n_epochs, "epoch") if saver.every_n_epochs else "",
+        f"every {duration(saver.train_time_interval_s)}" if saver.train_time_interval_s < math.inf else "",
+        f"at a new best {saver.monitor}" if saver.on_best and saver.monitor is not None else "",
+        "at the end" if saver.at_end else "",
+    ]
+    return ", ".join(filter(None, parts)) or "never"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import IO, Any, Literal, final
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, final
 
 import torch
 from rich.console import Console
@@ -15,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lumen.console import size, stdout
+from lumen.tools.terminal import print_json, table_console
 
 _MOST_PARTS = 16
 _PLAIN = (str, bytes, int, float, type(None))
@@ -53,8 +52,8 @@ class Part:
     def cells(self) -> list[str]:
         """Return the cells of a row of the table."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
-        holds = "" if self.least is None or self.most is None else f"{_short(self.least)} .. {_short(self.most)}"
-        spread = "" if self.mean is None or self.std is None else f"mean {_short(self.mean)} std {_short(self.std)}"
+        holds = "" if self.least is None or self.most is None else f"{self.least:.3g} .. {self.most:.3g}"
+        spread = "" if self.mean is None or self.std is None else f"mean {self.mean:.3g} std {self.std:.3g}"
         odd = [f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.infinite, "infinite")) if count]
         memory = size(self.size_bytes) if self.size_bytes else ""
         return [self.path, self.kind, shape, holds, ", ".join([*filter(None, [spread]), *odd]), memory]
@@ -67,13 +66,17 @@ def parts_of(batch: Any) -> list[Part]:
 
 def rows_of(parts: list[Part]) -> list[list[str]]:
     """Parts as rows of a table, not too many."""
-    more = len(parts) - _MOST_PARTS
-    return [each.cells for each in parts[:_MOST_PARTS]] + ([[f"and {more} more"]] if more > 0 else [])
+    return shortened([each.cells for each in parts], _MOST_PARTS)
+
+
+def shortened(rows: list[list[str]], most: int) -> list[list[str]]:
+    """Return the first rows of a table, and how many more there are."""
+    return [*rows[:most], *([[f"and {len(rows) - most} more"]] if len(rows) > most else [])]
 
 
 def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a nested batch, depth first, each with where it is; a list of words or numbers is one."""
-    inside: Iterator[tuple[str, Any]] | None = None
+    inside: Iterator[tuple[str, Any]]
     if isinstance(batch, Mapping):
         inside = ((_within(path, key), value) for key, value in batch.items())
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -82,9 +85,9 @@ def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         inside = ((f"{path}[{number}]", value) for number, value in enumerate(batch))
     elif is_dataclass(batch) and not isinstance(batch, type):
         inside = ((f"{path}.{each.name}", getattr(batch, each.name)) for each in fields(batch))
-    if inside is None:
+    else:
+        inside = iter(())
         yield path or "batch", batch
-        return
     for where, value in inside:
         yield from leaves(value, where)
 
@@ -109,16 +112,13 @@ def _part(path: str, leaf: Any) -> Part:
     size_bytes = leaf.numel() * leaf.element_size()
     if leaf.is_sparse or leaf.is_nested or leaf.is_complex() or leaf.is_quantized or not leaf.numel():
         return Part(path, kind, shape, size_bytes)
-    if not leaf.is_floating_point():
-        numbers = leaf.detach().long()
-        return Part(path, kind, shape, size_bytes, float(numbers.min()), float(numbers.max()))
-    numbers = leaf.detach().float()
-    nan, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
-    finite = numbers[numbers.isfinite()]
-    if not finite.numel():
-        return Part(path, kind, shape, size_bytes, nan=nan, infinite=infinite)
-    least, most, mean, std = map(float, (finite.min(), finite.max(), finite.mean(), finite.std(correction=0)))
-    return Part(path, kind, shape, size_bytes, least, most, mean, std, nan, infinite)
+    numbers = leaf.detach().float() if leaf.is_floating_point() else leaf.detach().long()
+    part = Part(path, kind, shape, size_bytes, nan=int(numbers.isnan().sum()), infinite=int(numbers.isinf().sum()))
+    if not (finite := numbers[numbers.isfinite()]).numel():
+        return part
+    part = replace(part, least=float(finite.min()), most=float(finite.max()))
+    is_float = leaf.is_floating_point()
+    return replace(part, mean=float(finite.mean()), std=float(finite.std(correction=0))) if is_float else part
 
 
 def duration(seconds: float) -> str:
@@ -129,20 +129,42 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.3g} days"
 
 
-def _short(value: float) -> str:
-    return f"{value:.3g}"
-
-
 def every(count: int, what: str) -> str:
     """`every step`, `every 2 steps`."""
     return f"every {what}" if count == 1 else f"every {count:,} {what}s"
 
 
-def counted(count: float, what: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
+#: What to do about a finding, by its name.
+ADVICE = {
+    "training.order": "Write DataLoader(..., shuffle=True), or give a sampler.",
+    "validation.loader": "Define val_dataloader in the data module or the task, or set limit_val_batches: 0.",
+    "validation.step": "Define validation_step(self, batch), or set limit_val_batches: 0.",
+    "labels.range": "Give the model as many outputs as there are classes, or number the labels from 0; those that are "
+    "not to count are ignore_index.",
+    "labels.constant": "Look at where labels come from; data that is sorted by class has to be shuffled.",
+    "inputs.constant": "Look at what the data set gives, and at what is done to it before this layer.",
+    "inputs.scale": "Normalise inputs to about mean 0 and standard deviation 1, in the data set or by a first norm.",
+    "leak": "Split the data before anything is copied or cut, by what must stay together.",
+    "parameters.unheld": "Give them to the optimizer, or set requires_grad of them to False.",
+    "loss.finite": "Look at the data for NaN, at divisions, logarithms and roots; trainer.detect_anomaly names the "
+    "operation.",
+    "loss.by_chance": "Look at the scale of the inputs and of the last layer's weights; is softmax missing, or there "
+    "twice?",
+    "gradients.finite": "Look at divisions, roots of 0 and logarithms; trainer.detect_anomaly names the operation.",
+    "gradients.none": "If the loss is not to depend on them, set requires_grad of them to False.",
+    "gradients.zero": "Look at what stands between the parameters and the loss: a dead activation, a detach, an "
+    "argmax.",
+    "gradients.explode": "Look at the scale of inputs, targets and first weights; gradient_clip_val bounds the norm.",
+    "loss.constant": "Look at what training_step makes of its batch.",
+    "loss.input": "Look at what training_step makes of this part, the largest of its batch.",
+    "schedule.length": "Let the schedule be as long as the run: self.trainer.estimated_stepping_batches steps, or "
+    "max_epochs.",
+    "validation.never": "Lower val_check_interval or check_val_every_n_epoch, or let the run be longer.",
+    "rates.idle": "Let the schedule be as long as the run, or the run as short as the schedule.",
+    "monitor": "Write one of these names, or log it.",
+    "checkpoints.writable": "Choose another trainer.default_root_dir or dirpath, or change its permissions.",
+    "checkpoints.room": "Keep fewer of them: keep_last, save_top_k and keep_every_n_steps of ModelCheckpoint.",
+}
 Mark = Literal["ok", "note", "suspicious", "wrong"]
 
 
@@ -185,7 +207,9 @@ class Report:
     def add(
         self, section: str, mark: Mark, name: str, text: str, advice: str = "", rows: Sequence[Sequence[str]] = ()
     ) -> None:
-        """Add a finding; see `Finding`."""
+        """Add a finding; what is suspicious or wrong has the advice of its name, unless other advice is given."""
+        if mark in ("suspicious", "wrong"):
+            advice = advice or ADVICE.get(name, "")
         self.sections.setdefault(section, []).append(Finding(mark, name, text, advice, rows))
 
     def all_of(self, mark: Mark) -> list[Finding]:
@@ -201,24 +225,18 @@ _MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "suspicious": ("!", "ye
 _WIDEST = 120
 
 
-def show(report: Report, file: IO[str] = stdout) -> None:
+def show(report: Report) -> None:
     """Print a report, as wide as the terminal is; 80 columns where there is none."""
-    console = Console(file=file, markup=False, emoji=False, highlight=False)
+    console = table_console()
     console.width = min(console.width, _WIDEST) if console.is_terminal else 80
     with console.capture() as shown:
-        _show_all(console, report)
-    print(*map(str.rstrip, shown.get().splitlines()), sep="\n", file=file)
-
-
-def _show_all(console: Console, report: Report) -> None:
-    console.print(Text(report.title, "bold"))
-    for name, findings in report.sections.items():
-        console.print()
-        console.print(Text(name, "bold"))
-        for finding in findings:
-            _show(console, finding)
-    console.print()
-    console.print(verdict(report))
+        console.print(Text(report.title, "bold"))
+        for name, findings in report.sections.items():
+            console.print("\n", Text(name, "bold"), sep="")
+            for finding in findings:
+                _show(console, finding)
+        console.print("\n", verdict(report), sep="")
+    print(*map(str.rstrip, shown.get().splitlines()), sep="\n", file=stdout)
 
 
 def _show(console: Console, finding: Finding) -> None:
@@ -246,30 +264,13 @@ def _table(rows: Sequence[Sequence[str]]) -> Table:
 def verdict(report: Report) -> Text:
     """All of it in a line."""
     wrong, suspicious = (len(report.all_of(mark)) for mark in ("wrong", "suspicious"))
-    if wrong:
-        return Text(f"{wrong} wrong, {suspicious} suspicious", "bold red")
-    if suspicious:
-        return Text(f"{suspicious} suspicious", "bold yellow")
+    if wrong or suspicious:
+        text = f"{f'{wrong} wrong, ' if wrong else ''}{suspicious} suspicious"
+        return Text(text, "bold red" if wrong else "bold yellow")
     return Text("nothing suspicious was found", "bold green")
 
 
-def as_json(report: Report, exit_code: int) -> str:
-    """A report as JSON; numbers that JSON does not have are strings."""
-    sections = {name: [_record(each) for each in findings] for name, findings in report.sections.items()}
-    whole = {"title": report.title, "exit_code": exit_code, "sections": sections, "facts": report.facts}
-    return json.dumps(_plain(whole), indent=2, ensure_ascii=False)
-
-
-def _record(finding: Finding) -> dict[str, Any]:
-    said = {"mark": finding.mark, "name": finding.name, "text": finding.text, "advice": finding.advice}
-    return said | {"rows": [list(row) for row in finding.rows]}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+def show_json(report: Report, exit_code: int) -> None:
+    """Print a report as JSON; numbers that JSON does not have are strings."""
+    sections = {name: [vars(each) for each in findings] for name, findings in report.sections.items()}
+    print_json({"title": report.title, "exit_code": exit_code, "sections": sections, "facts": report.facts})

@@ -1,25 +1,32 @@
-"""The beginning of a run, as `fit` makes it, of which nothing stays."""
+"""The beginning of a run, as `fit` makes it, of which nothing stays, and what is seen of it, inside of forwards too."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from logging.handlers import BufferingHandler
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from lumen.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, savers_of
 from lumen.checkpoint import check_savable
 from lumen.console import logger
+from lumen.errors import DataError
 from lumen.loop.fit import train
 from lumen.loop.micro_batch import unnoticed
-from lumen.profilers import make_profiler
 from lumen.random import GeneratorStates
 from lumen.run.plan import Plan
 from lumen.run.run import Run
@@ -27,13 +34,157 @@ from lumen.task.hooks import check_training
 from lumen.task.step_output import read_output
 from lumen.task.task_module import TaskModule
 from lumen.tools.bystanders import BYSTANDERS
-from lumen.tools.check.probes import Probes, Seen
 from lumen.tools.check.show import Part, largest, parts_of
-from lumen.trainer.logs import LogSettings
 from lumen.trainer.prepare import begin_training, go_back
 from lumen.trainer.session import join_callbacks, opened
 from lumen.trainer.trainer import Trainer
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
+
+_BY_CLASSES = (functional.cross_entropy, functional.nll_loss)
+_BINARY = (functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@final
+@dataclass(frozen=True)
+class ClassLoss:
+    """A call of `cross_entropy`, or of one of its kin.
+
+    Attributes:
+        classes: How many there are; 2 for a binary one.
+        is_plain: The mean of all targets, none weighed: with equal odds for all classes it is the logarithm of their
+            number.
+        value: The loss; None: not a single number.
+        least: The smallest label, those aside that are ignored; None: there are no labels.
+        most: The largest label.
+        labels: Different labels, of the first 4096.
+    """
+
+    classes: int
+    is_plain: bool
+    value: float | None
+    least: int | None = None
+    most: int | None = None
+    labels: frozenset[int] = frozenset()
+
+    @property
+    def is_out_of_range(self) -> bool:
+        """A label is no number of a class."""
+        return self.least is not None and self.most is not None and (self.least < 0 or self.most >= self.classes)
+
+
+class FirstInput(NamedTuple):
+    """What a task's first linear or convolutional layer was given.
+
+    Attributes:
+        name: Of the layer, with its class.
+        mean: Over all elements.
+        std: Standard deviation over all elements.
+        least: The smallest element.
+        most: The largest one.
+    """
+
+    name: str
+    mean: float
+    std: float
+    least: float
+    most: float
+
+
+@final
+@dataclass
+class Seen:
+    """What a forward has shown.
+
+    Attributes:
+        losses: Calls of losses of classifiers, in their order.
+        first: What the first layer was given; None: it has none, or no numbers.
+    """
+
+    losses: list[ClassLoss] = field(default_factory=list)
+    first: FirstInput | None = None
+
+
+@final
+class _Losses(TorchFunctionMode):
+    """Sees calls of torch's losses."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _BY_CLASSES and func not in _BINARY:
+            return func(*args, **kwargs)
+        found = None
+        with suppress(TypeError, ValueError, IndexError):  # the function itself refuses it, in its own words
+            found = _look(func, dict(inspect.signature(func).bind(*args, **kwargs).arguments))
+        if found is not None:
+            self._seen.losses.append(found)
+            if found.is_out_of_range and found.least is not None and args[0].device.type != "cpu":
+                raise DataError(  # a GPU would fail for good, and far from here
+                    f"labels from {found.least} to {found.most}, but {found.classes} classes: from 0 to "
+                    f"{found.classes - 1}."
+                )
+        value = func(*args, **kwargs)
+        if found is not None and value.numel() == 1:
+            self._seen.losses[-1] = replace(found, value=float(value.detach()))
+        return value
+
+
+def _look(func: Callable[..., Any], given: dict[str, Any]) -> ClassLoss | None:
+    outputs, target = given["input"], given["target"]
+    is_mean = given.get("reduction", "mean") == "mean" and given.get("weight") is None
+    if func in _BINARY:
+        return ClassLoss(2, is_mean and given.get("pos_weight") is None, None)
+    classes = outputs.shape[1 if outputs.dim() > 1 else 0]
+    if target.is_floating_point():
+        return ClassLoss(classes, is_mean, None)
+    labels = target.detach()[target.detach() != given.get("ignore_index", -100)]
+    if not labels.numel():
+        return None
+    some = frozenset(labels.flatten()[:4096].tolist())
+    return ClassLoss(classes, is_mean, None, int(labels.min()), int(labels.max()), some)
+
+
+def _see_first(names: Mapping[nn.Module, str], seen: Seen, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Note what the first of some layers is given; a hook for all modules."""
+    given = args[0] if args and module in names and seen.first is None else None
+    if isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel() > 1:
+        numbers = given.detach().float()
+        mean, std, least, most = map(float, (numbers.mean(), numbers.std(), numbers.min(), numbers.max()))
+        seen.first = FirstInput(f"{names[module]} ({type(module).__name__})", mean, std, least, most)
+
+
+@final
+class Probes:
+    """What looks into forwards, from `begin` to `end`.
+
+    Args:
+        task: The task whose forwards they are.
+    """
+
+    def __init__(self, task: nn.Module) -> None:
+        self._layers: dict[nn.Module, str] = {
+            module: name for name, module in task.named_modules() if isinstance(module, _LAYERS)
+        }
+        self._closing = ExitStack()
+
+    def begin(self) -> Seen:
+        """Look into what comes. Returns what will be seen."""
+        self.end()
+        seen = Seen()
+        self._closing.enter_context(_Losses(seen))
+        self._closing.callback(register_module_forward_pre_hook(partial(_see_first, self._layers, seen)).remove)
+        return seen
+
+    def end(self) -> None:
+        """Look no more."""
+        self._closing.close()
+
 
 LOOKED_INTO = 3  # micro-batches; those after them are timed
 _LEAST, _MOST, _BUDGET_S = 6, 40, 4.0
@@ -85,13 +236,9 @@ class Witness(Callback):
     def __init__(self, *, looks_inside: bool) -> None:
         self.batch: list[Part] | None = None
         self.validation: dict[int, list[Part]] = {}
-        self.losses: list[float] = []
-        self.seen: list[Seen] = []
-        self.seen_in_validation: list[Seen] = []
-        self.compute_s: list[float] = []
-        self.waited_s: list[float] = []
-        self.step_s: list[float] = []
-        self.validation_s: list[float] = []
+        self.losses, self.compute_s, self.waited_s = list[float](), list[float](), list[float]()
+        self.step_s, self.validation_s = list[float](), list[float]()
+        self.seen, self.seen_in_validation = list[Seen](), list[Seen]()
         self.micro_batches = 0
         self.gradients: Gradients | None = None
         self.twins: tuple[float, float] | None = None
@@ -99,8 +246,7 @@ class Witness(Callback):
         self.names: set[str] = set()
         self._looks_inside = looks_inside
         self._probes: Probes | None = None
-        self._began_s = self._at_s = self._step_at_s = 0.0
-        self._waited_before_s = 0.0
+        self._began_s = self._at_s = self._step_at_s = self._waited_before_s = 0.0
         self._updates = 0
         self._is_over = False
 
@@ -111,9 +257,7 @@ class Witness(Callback):
     ) -> None:
         """Describe a loader's first batch."""
         self.validation.setdefault(dataloader_idx, parts_of(batch))
-        if self._looks_inside:
-            self._probes = self._probes or Probes(task)
-            self.seen_in_validation.append(self._probes.begin())
+        self._look_inside(task, self.seen_in_validation)
         self._at_s = _now(trainer)
 
     def on_validation_batch_end(
@@ -136,18 +280,16 @@ class Witness(Callback):
             if self._looks_inside and task.automatic_optimization:
                 with suppress(Exception):  # it fails in the step itself, then
                     self._try_changed(trainer, task, batch, batch_idx)
-        if self._looks_inside and self.micro_batches < LOOKED_INTO:
-            self._probes = self._probes or Probes(task)
-            self.seen.append(self._probes.begin())
+        if self.micro_batches < LOOKED_INTO:
+            self._look_inside(task, self.seen)
         self._at_s = _now(trainer)
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
         """The forward is over."""
         self.end_probes()
-        if task.automatic_optimization and trainer.run.step.loss is not None:
-            self.losses.append(float(trainer.run.step.loss.detach()))
-        elif loss.numel() == 1 and not task.automatic_optimization:
-            self.losses.append(float(loss.detach()))
+        value = trainer.run.step.loss if task.automatic_optimization else loss
+        if value is not None and value.numel() == 1:
+            self.losses.append(float(value.detach()))
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
         """Note the time, and which parameters have a gradient now."""
@@ -162,7 +304,9 @@ class Witness(Callback):
             return
         if self.gradients is not None and not self.waited_s:
             self.gradients = _gradients(task, trainer, is_whole=True)
-        self._is_over = self._is_over or self._has_enough(trainer)
+        done, took_s = self.micro_batches + 1, time.perf_counter() - self._began_s
+        has_enough = (done >= _LEAST and took_s > _BUDGET_S) or done >= _MOST or _is_last(trainer)
+        self._is_over = self._is_over or has_enough
         if self._is_over:
             self._updates += 1
             self._step_at_s = _now(trainer)
@@ -195,16 +339,17 @@ class Witness(Callback):
 
     # ------------------------------------------------------------------ within
 
+    def _look_inside(self, task: TaskModule, seen: list[Seen]) -> None:
+        if self._looks_inside:
+            self._probes = self._probes or Probes(task)
+            seen.append(self._probes.begin())
+
     def _time(self, trainer: Trainer) -> None:
         took_s = _now(trainer) - self._at_s
         if self.micro_batches >= LOOKED_INTO or not self.compute_s:
             self.compute_s.append(took_s)
         else:
             self.compute_s[0] = took_s  # the newest stands in, until some are only timed
-
-    def _has_enough(self, trainer: Trainer) -> bool:
-        done, took_s = self.micro_batches + 1, time.perf_counter() - self._began_s
-        return (done >= _LEAST and took_s > _BUDGET_S) or done >= _MOST or _is_last(trainer)
 
     def _try_changed(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """The loss of the batch, and of the same with its largest part changed, by the same random numbers."""
@@ -217,7 +362,8 @@ class Witness(Callback):
         states.restore()
         try:
             with torch.no_grad():
-                tensor.copy_(_changed(before))
+                is_float = before.is_floating_point()
+                tensor.copy_(before * 0.5 + 0.25 * torch.randn_like(before) if is_float else before.flip(-1))
             states.restore()
             other = self._loss(trainer, batch, batch_idx)
         finally:
@@ -235,13 +381,6 @@ class Witness(Callback):
         return None if loss is None else float(loss)
 
 
-def _changed(tensor: torch.Tensor) -> torch.Tensor:
-    """Other numbers of the same kind."""
-    if tensor.is_floating_point():
-        return tensor * 0.5 + 0.25 * torch.randn_like(tensor)
-    return tensor.flip(-1)
-
-
 def _now(trainer: Trainer) -> float:
     """The time at which the device has done what was asked of it."""
     if trainer.strategy.device.type == "cuda":
@@ -256,22 +395,19 @@ def _is_last(trainer: Trainer) -> bool:
 def _gradients(task: TaskModule, trainer: Trainer, *, is_whole: bool = False) -> Gradients:
     found, norms = Gradients(), []
     for name, parameter in task.named_parameters():
-        if not parameter.requires_grad:
+        if parameter.grad is None:
+            found.without += [name] * parameter.requires_grad
             continue
-        gradient = parameter.grad
-        if gradient is None:
-            found.without.append(name)
-            continue
-        values = gradient.detach()
+        values = parameter.grad.detach()
         values = values.coalesce().values() if values.is_sparse else values
         norm = float(torch.linalg.vector_norm(values.float())) if values.numel() else 0.0
         norms.append(norm)
         if norm == 0.0:
             found.zero.append(name)
-        elif not norm < float("inf"):
+        elif not math.isfinite(norm):
             found.odd.append(name)
     if is_whole or not trainer.run.precision.handles_overflow:  # else it is scaled still
-        found.norm = sum(norm * norm for norm in norms) ** 0.5
+        found.norm = math.hypot(*norms)
     return found
 
 
@@ -300,7 +436,6 @@ class Trial:
     def __init__(self, trainer: Trainer, task: TaskModule, data: Any, processes: int = 1) -> None:
         self.trainer, self.task, self.data, self.processes = trainer, task, data, processes
         join_callbacks(trainer, "fit", task)
-        trainer._asks_task = False
         self.plan: Plan = trainer.plan
         callbacks: list[Callback] = trainer.callbacks
         self.savers = savers_of(callbacks) if trainer.enable_checkpointing else []
@@ -348,16 +483,12 @@ class Trial:
         run.log.end_epoch()
 
     def _leave_no_traces(self) -> None:
-        trainer = self.trainer
-        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, _LEFT_OUT)] + [self.witness]
-        trainer.loggers, trainer.profiler, trainer.enable_checkpointing = [], make_profiler(None), False
-        trainer.max_restarts = 0
-        trainer.log_settings = LogSettings("WARNING")
-        accumulate = {epoch: number * self.processes for epoch, number in self.plan.accumulate.items()}
-        trainer.plan = replace(
-            self.plan,
-            accumulate=accumulate if self.task.automatic_optimization else self.plan.accumulate,
-            sanity_batches=2, val_every_n_steps=None, val_every_epoch_fraction=None, val_every_s=None,
+        kept = [each for each in self.trainer.callbacks if not isinstance(each, _LEFT_OUT)]
+        processes = self.processes if self.task.automatic_optimization else 1
+        self.trainer._leave_no_traces(
+            [*kept, self.witness], "WARNING", sanity_batches=2,
+            accumulate={epoch: number * processes for epoch, number in self.plan.accumulate.items()},
+            val_every_n_steps=None, val_every_epoch_fraction=None, val_every_s=None,
         )  # fmt: skip
 
     @contextmanager

@@ -1,0 +1,65 @@
+"""What the tools print: counts in words, plain data as JSON, and the console of their tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lumen.console import stdout
+from lumen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def counted(count: float, what: str) -> str:
+    """Return a count in words: `1 step`, `2 steps`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def check_free(output: Path, said: str) -> None:
+    """Refuse an output that exists, or whose directory does not.
+
+    Args:
+        output: The file or directory to write.
+        said: The beginning of an error.
+
+    Raises:
+        ConfigError: The output cannot be created.
+    """
+    if not output.parent.is_dir():
+        raise ConfigError(f"{said}: there is no directory {output.parent}. Create it.")
+    if os.path.lexists(output):
+        raise ConfigError(f"{said}: it exists, and nothing is overwritten. Choose another name.")
+
+
+def table_console() -> Console:
+    """Return a console on stdout that prints names and values as they are, without markup."""
+    from rich.console import Console
+
+    return Console(file=stdout, markup=False, emoji=False, highlight=False)
+
+
+def plain(value: Any) -> Any:
+    """Return data that JSON can hold: numbers without a JSON form and foreign objects are strings."""
+    value = value._asdict() if hasattr(value, "_asdict") else value  # of a named tuple
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    is_json = isinstance(value, (str, int)) or value is None or (isinstance(value, float) and math.isfinite(value))
+    return value if is_json else str(value)
+
+
+def print_json(value: Any) -> None:
+    """Print data as JSON, indented."""
+    print(json.dumps(plain(value), indent=2), file=stdout)
