@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 

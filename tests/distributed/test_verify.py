@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from lumen.tools.proof.apart import FLOAT64, values_apart
 from lumen.tools.proof.causes import cause_of_values
+from lumen.tools.proof.outcome import FLOAT64, values_apart
 from lumen.tools.proof.variants import NAME, Variant
 from lumen.tools.proof.worker import Result
 from tests.helpers import verified_tasks

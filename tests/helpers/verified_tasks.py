@@ -9,9 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import lumen
-from lumen.tools.proof.apart import compare, merged, rows_apart
 from lumen.tools.proof.causes import cause_of, cause_of_failure, cause_of_moving  # noqa: F401
-from lumen.tools.proof.outcome import Outcome
+from lumen.tools.proof.outcome import Outcome, compare, merged, rows_apart
 from lumen.tools.proof.variants import Size
 from lumen.tools.proof.worker import Built, Result, observe, told
 from tests.helpers.following_training import Asking
@@ -354,8 +353,8 @@ def why(reference, other, tolerance=0.0, about=()):
     """The cause of the first difference between two results; None: there is none."""
     if other.failure:
         return cause_of_failure(other, reference)
-    ours, theirs = merged(reference), merged(other)
-    found, logged = compare(ours, theirs, tolerance, about), rows_apart(ours, theirs, tolerance).first
+    ours, theirs = merged(reference.outcomes), merged(other.outcomes)
+    found, logged = compare(ours, theirs, tolerance, about), rows_apart(ours, theirs, tolerance)[1]
     if found.at is None and logged is None:
         return None
     return cause_of(reference, other, found, logged, exact=tolerance == 0)

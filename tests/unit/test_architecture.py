@@ -678,9 +678,6 @@ WRITTEN_BY_OTHERS = {
         "checkpoint: closed", "data: value", "integrations: config", "internals: path", "profilers: title",
         "random: state", "tools: complete", "tools: formatter", "tools: help", "tools: num_nodes", "tools: strategy",
     },
-    "a tool changes the settings of a trainer that it has built, before that opens a run": {
-        "tools: callbacks", "tools: plan",
-    },
     "the optimizer of a config takes the place of the task's method": {"cli: configure_optimizers"},
     "users set the hyperparameters in this way": {"trainer: hparams"},
     "subclasses of users have this attribute": {"trainer: run_directory"},

@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple, final
 
-from lumen.tools.proof.apart import Apart, cause_of_parts, compare, merged
-from lumen.tools.proof.outcome import Event, Outcome
-from lumen.tools.proof.suspects import SETS, Suspect, suspects
+from lumen.tools.proof.outcome import Apart, Event, Outcome, cause_of_parts, compare, merged
 from lumen.tools.proof.worker import Result
+
+_ALWAYS = {
+    "os.urandom", "os.getrandom", "os.getpid", "uuid.uuid1", "uuid.uuid4", "time.time", "time.time_ns",
+    "time.monotonic", "time.perf_counter", "time.process_time", "datetime.now", "datetime.datetime.now",
+    "random.SystemRandom", "SystemRandom", "torch.seed", "torch.initial_seed", "torch.Generator", "Generator",
+}  # fmt: skip
+_WITHOUT_SEED = {
+    "default_rng", "np.random.default_rng", "numpy.random.default_rng", "random.Random", "Random",
+    "np.random.RandomState", "numpy.random.RandomState", "np.random.seed", "random.seed", "np.random.SeedSequence",
+}  # fmt: skip
+SETS = "a set, whose order is another one in each interpreter"
+
+
+@final
+class Suspect(NamedTuple):
+    """A line that may be why.
+
+    Attributes:
+        file: Where it is.
+        line: Number of the line.
+        what: The function that it calls.
+    """
+
+    file: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        """As a sentence has it."""
+        return f"{self.what}, {self.file}:{self.line}"
+
+
+def suspects(lines: tuple[str, int, int] | None) -> list[Suspect]:
+    """Those between two lines of a file, each once."""
+    if lines is None:
+        return []
+    file, first, last = lines
+    return [each for each in _all(file) if first <= each.line <= last]
+
+
+@lru_cache(maxsize=64)
+def _all(file: str) -> tuple[Suspect, ...]:
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    return tuple(sorted({*_in(tree, file)}, key=lambda each: each.line))
+
+
+def _in(tree: ast.AST, file: str) -> Iterator[Suspect]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            is_bare = not node.args and not node.keywords
+            if name in _ALWAYS or name.startswith("secrets.") or (name in _WITHOUT_SEED and is_bare):
+                yield Suspect(file, node.lineno, f"{name}()")
+        elif isinstance(node, ast.For | ast.comprehension) and _is_set(node.iter):
+            yield Suspect(file, node.iter.lineno, SETS)
+
+
+def _is_set(node: ast.expr) -> bool:
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset")
+    return isinstance(node, ast.Set | ast.SetComp) or called
+
 
 OUTSIDE = "randomness outside the keys"
 _KEYED = "Draw from the global generators of torch, numpy or random, which Lumen keys."
@@ -45,17 +110,13 @@ def cause_of_failure(result: Result, reference: Result | None = None) -> Cause:
         reference: The run that it is compared with.
     """
     failure = result.failure or {}
-    if reference is not None and reference.outcomes and (changed := _changing(merged(reference))):
+    if reference is not None and reference.outcomes and (changed := _changing(merged(reference.outcomes))):
         return changed
     if found := cause_on_one_rank(result):
         found.text += f" The run ended by: {failure['message'].splitlines()[0]}"
         return found
-    said = failure["message"] if failure["ours"] == "True" else _end_of(failure["text"])
-    return Cause(failure["kind"], failure["place"], said)
-
-
-def _end_of(text: str) -> str:
-    return "\n  ".join(text.strip().splitlines()[-6:])
+    end = "\n  ".join(failure["text"].strip().splitlines()[-6:])
+    return Cause(failure["kind"], failure["place"], failure["message"] if failure["ours"] == "True" else end)
 
 
 def cause_on_one_rank(result: Result) -> Cause | None:
@@ -64,13 +125,10 @@ def cause_on_one_rank(result: Result) -> Cause | None:
         return None
     first, others = result.outcomes[0], result.outcomes[1:]
     for rank, other in enumerate(others, 1):
-        for what in (("built",), ("gradient", "parameter")):
-            found = compare(first, other, 0.0, what)
-            if found.at is None:
-                continue
-            if what == ("built",):
-                return _built(found.at, first, f"is another one on rank {rank}")
-            return _written(found.at, first, other, rank)
+        if (at := compare(first, other, 0.0, ("built",)).at) is not None:
+            return _built(at, first, f"is another one on rank {rank}")
+        if (at := compare(first, other, 0.0, ("gradient", "parameter")).at) is not None:
+            return _written(at, first, other, rank)
     return None
 
 
@@ -105,8 +163,7 @@ def cause_of_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> Cau
     """Why values of an evaluation differ."""
     name = wrong[0]
     logged = first.logged.get(name) or other.logged.get(name) or ""
-    function = logged.partition(" ")[0]
-    if function.endswith(("epoch_end", "_end")):
+    if logged.partition(" ")[0].endswith("_end"):
         return Cause(
             "a metric is averaged by hand",
             f"{name}, logged in {logged}",
@@ -133,7 +190,7 @@ def cause_of(reference: Result, other: Result, found: Apart, logged: tuple[int, 
         logged: Step and name of the first logged value that differs.
         exact: It is about bits: run again, resumed, with other workers.
     """
-    ours, theirs = merged(reference), merged(other)
+    ours, theirs = merged(reference.outcomes), merged(other.outcomes)
     at = found.at
     if at is None:
         return cause_of_values([logged[1] if logged else ""], ours, theirs)
@@ -158,7 +215,7 @@ def cause_of(reference: Result, other: Result, found: Apart, logged: tuple[int, 
             f"In step {at.step + 1} the gradient of {at.name} is another one though all losses are equal: an operation "
             "whose backward is not deterministic, a hook on gradients, or a backward of your own.",
         )
-    writers = [f"{hook}" for step, hook, name in (*ours.written, *theirs.written) if name == at.name]
+    writers = [hook for _, hook, name in (*ours.written, *theirs.written) if name == at.name]
     return Cause(
         "what is written beside the optimizer differs" if writers else f"the {at.what} differs, of equal gradients",
         writers[0] if writers else at.name,
@@ -180,7 +237,7 @@ def cause_of_moving(outcome: Outcome) -> Cause:
 
 
 def _data(at: Event, reference: Result, other: Result) -> Cause:
-    ours, theirs = merged(reference), merged(other)
+    ours, theirs = merged(reference.outcomes), merged(other.outcomes)
     data, sampler = _suspects_of(ours, "dataset", "data"), _suspects_of(ours, "sampler", "batch sampler", "data")
     if changed := _changing(ours):
         return changed
@@ -194,16 +251,16 @@ def _data(at: Event, reference: Result, other: Result) -> Cause:
         )
     samples, again = ours.probes.get("samples", [[], []]), theirs.probes.get("samples", [])
     differs_twice = bool(samples) and samples[0] != samples[-1]
-    if differs_twice and not data and (not again or again == samples or not other.variant.exact):
-        return _state_in_data(at, ours)
-    if data or differs_twice:
-        return Cause(
-            OUTSIDE,
-            _line(ours, "dataset", data),
-            f"In step {at.step + 1} the samples of a batch are the same, their content is another.{_said(data)} "
-            f"{_KEYED}",
-        )
-    return _state_in_data(at, ours)
+    repeats = not again or again == samples or not other.variant.exact
+    same = f"In step {at.step + 1} the samples of a batch are the same, their content is another"
+    if data or (differs_twice and not repeats):
+        return Cause(OUTSIDE, _line(ours, "dataset", data), f"{same}.{_said(data)} {_KEYED}")
+    return Cause(
+        "state is kept in a data set",
+        _line(ours, "dataset", []),
+        f"{same}: it depends on what this process has read before. Make a sample of its index alone; what __init__ "
+        "computes may stay.",
+    )
 
 
 def _changing(ours: Outcome) -> Cause | None:
@@ -216,15 +273,6 @@ def _changing(ours: Outcome) -> Cause | None:
         _line(ours, "dataset", []),
         f"Its length is {lengths[0]} when training begins and {lengths[-1]} later, so what an index means depends on "
         "when it is read. Make it ready in setup.",
-    )
-
-
-def _state_in_data(at: Event, ours: Outcome) -> Cause:
-    return Cause(
-        "state is kept in a data set",
-        _line(ours, "dataset", []),
-        f"In step {at.step + 1} the samples of a batch are the same, their content is another: it depends on what this "
-        "process has read before. Make a sample of its index alone; what __init__ computes may stay.",
     )
 
 
@@ -247,16 +295,15 @@ def _joined(at: Event, ours: Outcome, theirs: Outcome) -> Cause:
             "LayerNorm where that matters.",
             "not promised",
         )
-    found = cause_of_parts(ours, theirs)
-    if found is None:
-        return Cause(
-            "the loss couples samples",
-            _line(ours, "task", []),
-            "The gradient of a batch is no weighted mean of those of its halves: the loss compares samples with each "
-            "other, as contrastive losses do.",
-            "not promised",
-        )
-    return Cause("the loss is divided by the micro-batch's own count", _line(ours, "task", []), found)
+    if found := cause_of_parts(ours, theirs):
+        return Cause("the loss is divided by the micro-batch's own count", _line(ours, "task", []), found)
+    return Cause(
+        "the loss couples samples",
+        _line(ours, "task", []),
+        "The gradient of a batch is no weighted mean of those of its halves: the loss compares samples with each "
+        "other, as contrastive losses do.",
+        "not promised",
+    )
 
 
 def _buffer(at: Event, ours: Outcome, other: Result) -> Cause:
@@ -284,8 +331,7 @@ def _forward(at: Event, ours: Outcome, other: Result, *, exact: bool) -> Cause:
     kind = ours.classes.get(owner, "the task")
     where = f"{owner or 'the task'} ({kind})"
     found = _suspects_of(ours, owner or "task")
-    place = _line(ours, owner or "task", found)
-    place = f"{where}{f', {place}' if place else ''}"
+    place = ", ".join(filter(None, [where, _line(ours, owner or "task", found)]))
     between = {"input": f" before it calls {name}", "loss": " in training_step, from equal outputs of modules"}
     first = f"In step {at.step + 1} {where} gives something else{between.get(at.what, '')}, of equal batches."
     if other.variant.fresh and not found:
@@ -295,10 +341,10 @@ def _forward(at: Event, ours: Outcome, other: Result, *, exact: bool) -> Cause:
             f"{first} It differs from run to run: threads that race, memory that is read before it is written, the "
             "order of a set, an algorithm of a device. Set deterministic: true to find an operation of torch.",
         )
-    if any(each.what == SETS for each in found):
-        return Cause("an operation is not deterministic", place, f"{first}{_said(found)} Sort it.")
     if found:
-        return Cause(OUTSIDE, place, f"{first}{_said(found)} {_KEYED}")
+        of_sets = any(each.what == SETS for each in found)
+        kind, advice = ("an operation is not deterministic", "Sort it.") if of_sets else (OUTSIDE, _KEYED)
+        return Cause(kind, place, f"{first}{_said(found)} {advice}")
     if exact or other.variant.world > 1:
         return Cause(
             "state is kept in a module",
@@ -338,5 +384,4 @@ def _line(outcome: Outcome, name: str, found: Sequence[Suspect]) -> str:
 
 
 def _place(outcome: Outcome, name: str, found: Sequence[Suspect]) -> str:
-    line = _line(outcome, _owner(name) or "task", found)
-    return f"{name}, {line}" if line else name
+    return ", ".join(filter(None, [name, _line(outcome, _owner(name) or "task", found)]))

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import torch
 
 from lumen.errors import ConfigError
-from lumen.tools.proof.apart import merged
-from lumen.tools.proof.outcome import Event
+from lumen.tools.proof.outcome import Event, merged
 from lumen.tools.proof.prove import Proof
 from lumen.tools.proof.worker import Result
+from lumen.tools.terminal import plain
 from lumen.version import __version__
 
 FORMAT = 1
@@ -30,19 +29,6 @@ _SAME = (
 _OF_PROCESSORS = {"model name": "", "cpu family": "family ", "model": "model ", "CPU implementer": "", "CPU part": ""}
 
 
-@final
-class Changes(NamedTuple):
-    """What has changed from one certificate to another, each in a sentence.
-
-    Attributes:
-        conditions: What the numbers depend on: versions, the device, threads, the command.
-        results: Verdicts, and of each run the first number that is another one.
-    """
-
-    conditions: list[str]
-    results: list[str]
-
-
 def certificate(proof: Proof, command: str) -> dict[str, Any]:
     """A proof as JSON can have it.
 
@@ -50,7 +36,7 @@ def certificate(proof: Proof, command: str) -> dict[str, Any]:
         proof: All that was shown.
         command: The command line that it is of.
     """
-    return {
+    made = {
         "format": FORMAT,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "lumen": __version__,
@@ -59,17 +45,15 @@ def certificate(proof: Proof, command: str) -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "device": _device(proof.size.accelerator),
         "command": command,
-        "seed": proof.size.seed,
-        "steps": proof.size.steps,
+        **{name: getattr(proof.size, name) for name in ("seed", "steps", "threads", "accelerator")},
         "precision": proof.precision,
-        "threads": proof.size.threads,
-        "accelerator": proof.size.accelerator,
         "proven": proof.code == 0,
         "seconds": round(proof.seconds, 1),
         "notes": proof.notes,
-        "rows": [_plain(asdict(row)) for row in proof.rows],
+        "rows": [asdict(row) for row in proof.rows],
         "runs": {name: _run(result) for name, result in sorted(proof.results.items()) if result.outcomes},
     }
+    return {name: plain(value) for name, value in made.items()}
 
 
 def _device(accelerator: str) -> str:
@@ -84,35 +68,21 @@ def _device(accelerator: str) -> str:
     return ", ".join([*(parts or [platform.processor()]), torch.backends.cpu.get_cpu_capability()])
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity."""
-    largest = row["largest"]
-    return row | {"largest": str(largest) if largest is not None and not math.isfinite(largest) else largest}
-
-
 def _run(result: Result) -> dict[str, Any]:
     """What a run computed: its losses with all their bits, hashes of gradients and parameters after each step."""
-    outcome = merged(result)
+    outcome = merged(result.outcomes)
     losses = [(event.step + 1, event.micro, event.numbers[1].hex()) for event in outcome.of("loss")]
     steps: dict[int, dict[str, list[Event]]] = {}
     for event in outcome.of("gradient", "parameter", "buffer"):
         number = event.step + (event.what == "gradient")
         steps.setdefault(number, {}).setdefault(event.what, []).append(event)
-    hashed = {
-        number: {
-            what: _tensors(events) if result.variant.name in _WITH_TENSORS else _together(events)
-            for what, events in kinds.items()
-        }
-        for number, kinds in steps.items()
-    }
+    hashed = {step: {what: _hashed(events, result) for what, events in each.items()} for step, each in steps.items()}
     return {"losses": losses, "steps": hashed, "values": outcome.values}
 
 
-def _tensors(events: list[Event]) -> dict[str, str]:
-    return {event.name: event.digest for event in events}
-
-
-def _together(events: list[Event]) -> str:
+def _hashed(events: list[Event], result: Result) -> dict[str, str] | str:
+    if result.variant.name in _WITH_TENSORS:
+        return {event.name: event.digest for event in events}
     return hashlib.sha256("".join(event.digest for event in events).encode()).hexdigest()[:16]
 
 
@@ -131,27 +101,18 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """What has changed from one certificate to another."""
-    now = json.loads(json.dumps(now))
-    return Changes([*_conditions(before, now)], [*_verdicts(before, now), *_numbers(before, now)])
+def changed_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return in sentences what differs of the versions, the device, the threads and the command."""
+    differ = (name for name in _SAME if name in before and before[name] != now.get(name))
+    return [f"{name} was {before[name]} and is {now.get(name)}." for name in differ]
 
 
-def _conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name in _SAME:
-        if name in before and before[name] != now.get(name):
-            yield f"{name} was {before[name]} and is {now.get(name)}."
-
-
-def _verdicts(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    old = {(row["promise"], row["what"]): row["verdict"] for row in before["rows"]}
-    new = {(row["promise"], row["what"]): row["verdict"] for row in now["rows"]}
+def changed_results(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in sentences which verdicts differ, and of each run the first number that does."""
+    old, new = ({(row["promise"], row["what"]): row["verdict"] for row in each["rows"]} for each in (before, now))
     for key in {**old, **new}:
         if old.get(key) != new.get(key):
             yield f"{key[1]}: was {old.get(key, 'not compared')} and is {new.get(key, 'not compared')}."
-
-
-def _numbers(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted({*before["runs"]} & {*now["runs"]}):
         if first := _first(before["runs"][name], now["runs"][name]):
             yield f"the numbers of the run {name} have changed, first {first}."
@@ -160,23 +121,18 @@ def _numbers(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 def _first(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """The first of a run's numbers that is another one now."""
     for number in sorted({*old["steps"]} | {*new["steps"]}, key=int):
-        there = ({(step, micro): text for step, micro, text in run["losses"]} for run in (old, new))
-        losses, others = there
+        losses, others = ({(step, micro): text for step, micro, text in run["losses"]} for run in (old, new))
         for key in sorted({*losses} | {*others}):
             if key[0] == int(number) and losses.get(key) != others.get(key):
                 was, is_now = (float.fromhex(each[key]) if key in each else None for each in (losses, others))
                 return f"in step {number}: the loss of micro-batch {key[1]} was {was!r} and is {is_now!r}"
-        steps = [run["steps"].get(number, {}) for run in (old, new)]
         for what in ("gradient", "parameter", "buffer"):
-            was, is_now = (each.get(what) for each in steps)
+            was, is_now = (run["steps"].get(number, {}).get(what) for run in (old, new))
             if was != is_now:
-                names = [key for key in was if was[key] != is_now.get(key)] if _both(was, is_now) else []
+                both = isinstance(was, dict) and isinstance(is_now, dict)
+                names = [key for key in was if was[key] != is_now.get(key)] if both else []
                 return f"in step {number}: the {what}{f' of {names[0]}' if names else 's'}"
     if old["values"] != new["values"]:
         names = [name for name in old["values"] if old["values"][name] != new["values"].get(name)]
         return f"in the evaluation: {', '.join(names[:3]) or 'another value'}"
     return None
-
-
-def _both(one: Any, other: Any) -> bool:
-    return isinstance(one, dict) and isinstance(other, dict)

@@ -6,7 +6,7 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
 from typing import Any, final
@@ -17,17 +17,18 @@ from lumen.data.nested import flat
 from lumen.errors import ConfigError
 from lumen.tools.proof import DIFF
 from lumen.tools.proof.difference import Difference, Fit, compare
-from lumen.tools.proof.recorded import (
+from lumen.tools.proof.recorder import Recorder
+from lumen.tools.proof.rerun import (
     Recorded,
+    Rerun,
+    coded,
     common_checkpoints,
     differing,
     environments,
-    first_metric,
     metrics_of,
     parting,
 )
-from lumen.tools.proof.recorder import Recorder
-from lumen.tools.proof.rerun import Rerun, coded
+from lumen.tools.terminal import counted, print_json
 
 _MORE = (
     "Compared are the settings, versions and machines, logged values and checkpoints; then both are trained again, "
@@ -42,7 +43,7 @@ _OF_NO_WEIGHT = {
     )
 }  # fmt: skip
 _STEPS_OF_CONFIGS = 10
-_WIDTH = 80
+_ROOM = 72  # characters of a value
 
 
 @final
@@ -82,13 +83,9 @@ def options() -> Words:
     parser = Words("diff", DIFF, "A B [--steps N] [--records] [--json]", _MORE)
     parser.add_argument("a", metavar="A", help="The directory of a run, or a config file.")
     parser.add_argument("b", metavar="B", help="Another one.")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="The most steps to train again. Default: up to the first record that differs; of configs, or where no "
-        f"record tells, {_STEPS_OF_CONFIGS}.",
-    )
+    parser.add_argument("--steps", type=int, metavar="N", help="The most steps to train again. Default: up to the "
+                        "first record that differs; of configs, or where no record tells, "
+                        f"{_STEPS_OF_CONFIGS}.")  # fmt: skip
     parser.add_argument("--records", action="store_true", help="Compare what is recorded, and train nothing.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
@@ -105,8 +102,12 @@ def run(words: list[str]) -> int:
 def _run(given: Namespace) -> int:
     a, b = Rerun(given.a), Rerun(given.b)
     found = _compare(a, b, given.steps, trains=not given.records)
-    lines = [json.dumps(_record(a, b, found), indent=2)] if given.json else _lines(a, b, found)
-    print(*lines, sep="\n", file=stdout)
+    if given.json:
+        difference = found.difference and {**vars(found.difference), "what": str(found.difference)}
+        both = {"a": a.source, "b": b.source, "equal": found.are_equal}
+        print_json(both | vars(found) | {"difference": difference})
+    else:
+        print(*_lines(a, b, found), sep="\n", file=stdout)
     return 0 if found.are_equal else 1
 
 
@@ -117,7 +118,7 @@ def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings
     begin, last = 0, steps or _STEPS_OF_CONFIGS
     has_records = a.run is not None and b.run is not None and bool(a.run.metrics.keys() & b.run.metrics.keys())
     if a.run is not None and b.run is not None:
-        found.environment, found.metrics = environments(a.run, b.run), first_metric(a.run, b.run)
+        found.environment, found.metrics = environments(a.run, b.run), parting(a.run.metrics, b.run.metrics)
         begin, found.checkpoint = common_checkpoints(a.run, b.run)
         ends = [each for each in (found.metrics and found.metrics[0].step, found.checkpoint) if each]
         if ends and begin >= min(ends):  # a value differs that nothing is computed from
@@ -161,28 +162,6 @@ def _fit(rerun: Rerun, name: str, begin: int, logged: dict[str, dict[tuple[int, 
 # ---------------------------------------------------------------------- showing
 
 
-def _record(a: Rerun, b: Rerun, found: Findings) -> dict[str, Any]:
-    difference = None
-    if found.difference is not None:
-        difference = asdict(found.difference) | {"what": str(found.difference), "key": found.difference.key._asdict()}
-        difference["counts"] = [count._asdict() for count in found.difference.counts]
-    return {
-        "a": a.source,
-        "b": b.source,
-        "equal": found.are_equal,
-        "configuration": found.configuration,
-        "environment": found.environment,
-        "metrics": found.metrics and [each._asdict() for each in found.metrics],
-        "checkpoint": found.checkpoint,
-        "trained": found.trained,
-        "difference": difference,
-        "unlike_record": {
-            name: [each._asdict() for each in apart] for name, apart in found.unlike_record.items()
-        },
-        "notes": found.notes,
-    }  # fmt: skip
-
-
 def _lines(a: Rerun, b: Rerun, found: Findings) -> Iterator[str]:
     yield f"A  {a.source}"
     yield f"B  {b.source}"
@@ -199,7 +178,7 @@ def _lines(a: Rerun, b: Rerun, found: Findings) -> Iterator[str]:
 
 
 def _table(title: str, differ: Mapping[str, tuple[Any, Any]] | None) -> Iterator[str]:
-    yield f"{title:15}{'not known' if differ is None else _say(len(differ))}"
+    yield f"{title:15}{'not known' if differ is None else counted(len(differ), 'difference') if differ else 'equal'}"
     for key, (mine, other) in (differ or {}).items():
         yield f"  {key}"
         yield f"    A  {_short(mine)}"
@@ -252,14 +231,9 @@ def _difference(difference: Difference) -> Iterator[str]:
         yield f"    {count.kind:25}" + (f"{count.differ} of {count.of} differ{first}" if count.differ else "equal")
 
 
-def _say(count: int) -> str:
-    return "equal" if not count else f"{count} difference{'s' * (count > 1)}"
-
-
 def _short(value: Any) -> str:
     text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
-    room = _WIDTH - 8
-    return text if len(text) <= room else f"{text[: room - 4]} ..."
+    return text if len(text) <= _ROOM else f"{text[: _ROOM - 4]} ..."
 
 
 def _relative(a: str, b: str) -> str:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from lumen.data.nested import tensors
-from lumen.tools.proof.recorder import Recorder
-from lumen.tools.proof.trace import KINDS, Key, StepTrace, Trace
+from lumen.tools.proof.recorder import KINDS, Key, Recorder, StepTrace, Trace
 
 #: Trains from the beginning, or from one checkpoint, with a recorder among its callbacks; the same each time.
 Fit = Callable[[Recorder], None]
@@ -68,32 +67,7 @@ class Difference:
     def __str__(self) -> str:
         """What differs, in a sentence without a full stop."""
         where = f"step {self.step}" + (f", micro-batch {self.key.micro}" if self.key.micro > 0 else "")
-        return f"{where}: {words(self.key)}"
-
-
-def words(key: Key) -> str:
-    """What an entry is of, in words."""
-    place = key.place
-    said = {
-        "initial parameter": f"the parameter {place} at the start",
-        "initial buffer": f"the buffer {place} at the start",
-        "initial optimizer state": f"the optimizer's state at the start, {place}",
-        "order": "the samples of the batch",
-        "batch": "the content of the batch, of the same samples",
-        "random": f"the random numbers that {place} draws",
-        "input": f"what {place} is given, which is computed between modules",
-        "output": f"the output of {place}, of the same input",
-        "loss": "the loss, of the same outputs of modules",
-        "gradient of input": f"the gradient that the backward of {place} returns",
-        "gradient of output": f"the gradient that arrives at the output of {place}",
-        "gradient": f"the gradient of {place}",
-        "clipped gradient": f"the clipped gradient of {place}",
-        "setting": f"the optimizer's {place}",
-        "parameter": f"the parameter {place} after the update",
-        "buffer": f"the buffer {place} after the update",
-        "logged": f"the logged value {place}",
-    }
-    return said.get(key.kind, f"{key.kind} {place}")
+        return f"{where}: {KINDS[self.key.kind].format(self.key.place)}"
 
 
 def first_difference(a: Trace, b: Trace) -> Difference | None:
@@ -101,19 +75,11 @@ def first_difference(a: Trace, b: Trace) -> Difference | None:
 
     A step that only one of them has is no difference: one may have stopped earlier.
     """
-    for mine, other in zip(a.steps, b.steps, strict=False):
-        if found := _first_of(mine, other):
-            return found
-    return None
-
-
-def _first_of(a: StepTrace, b: StepTrace) -> Difference | None:
-    for mine, other in zip_longest(a.events.items(), b.events.items()):
-        if mine != other:
-            key = other[0] if mine is None or (other is not None and mine[0] in b.events) else mine[0]
-            if mine is not None and other is not None and mine[0] == other[0]:
-                key = mine[0]
-            return Difference(a.step, key, a.events.get(key), b.events.get(key), _counted(a, b))
+    for step, twin in zip(a.steps, b.steps, strict=False):
+        for mine, other in zip_longest(step.events.items(), twin.events.items()):
+            if mine != other:
+                key = other[0] if mine is None or (other is not None and mine[0] in twin.events) else mine[0]
+                return Difference(step.step, key, step.events.get(key), twin.events.get(key), _counted(step, twin))
     return None
 
 
@@ -127,24 +93,15 @@ def _counted(a: StepTrace, b: StepTrace) -> list[Count]:
     return counts
 
 
-def record(
-    fit: Fit,
-    last: int,
-    *,
-    first: int = 1,
-    operators_at: int | None = None,
-    keep: Callable[[Key], bool] | None = None,
-) -> Trace:
+def record(fit: Fit, last: int, **settings: Any) -> Trace:
     """Train, and record some steps.
 
     Args:
         fit: Trains with the recorder that it is given as one of the callbacks.
         last: Number of the last step, after which the training stops.
-        first: Number of the first step to record, from 1.
-        operators_at: Number of the step of which each operator is recorded too; slow.
-        keep: Asked for each entry whether its value is to be kept too.
+        **settings: Other arguments of `Recorder`.
     """
-    recorder = Recorder(last, first=first, operators_at=operators_at, keep=keep)
+    recorder = Recorder(last, **settings)
     fit(recorder)
     return recorder.trace
 
@@ -164,11 +121,8 @@ def compare(a: Fit, b: Fit, last: int, *, first: int = 1) -> Difference | None:
     """
     found = first_difference(record(a, last, first=first), record(b, last, first=first))
     if found is not None:
-        again = [
-            record(fit, found.step, first=found.step, operators_at=found.step, keep=lambda key: key == found.key)
-            for fit in (a, b)
-        ]
-        _measure(found, *again)
+        settings = {"first": found.step, "operators_at": found.step, "keep": lambda key: key == found.key}
+        _measure(found, record(a, found.step, **settings), record(b, found.step, **settings))
     return found
 
 

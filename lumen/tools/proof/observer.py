@@ -6,9 +6,9 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial, wraps
 from itertools import islice
-from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
@@ -19,17 +19,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from lumen.callbacks import Callback
 from lumen.data.fingerprint import known_length
 from lumen.data.generators import OwnGenerators
+from lumen.distributed.culprit import Frame
 from lumen.distributed.dtensor import is_sharded
 from lumen.internals.tensors import writes_to
 from lumen.loggers import Logger
 from lumen.random import preserved_generators
 from lumen.task.hooks import HOOKS, overrides
 from lumen.task.task_module import TaskModule
-from lumen.tools.proof.outcome import Event, Outcome, counts_in, loss_in, measure, tensors_in
-from lumen.tools.proof.trace import digest, generators, state_of
+from lumen.tools.check.data import loaders_in
+from lumen.tools.proof.outcome import Event, Outcome, counts_in, loss_in, measure
+from lumen.tools.proof.recorder import digest, generators, state_of
 from lumen.trainer.trainer import Trainer
-
-_QUICK = ("input", "module")
 
 
 @final
@@ -43,10 +43,6 @@ class Rows(Logger):
         """Keep values."""
         self._outcome.rows.append((step, dict(metrics)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """There is nothing that a resumed run needs."""
-        return {}
-
 
 @final
 class Observer(Callback):
@@ -58,6 +54,9 @@ class Observer(Callback):
         outcome: The record that it adds to.
         save_every: Steps between two checkpoints, of which the state of the optimizers is recorded too.
         modules: Look at what each module is given and gives; not where forwards are compiled.
+
+    Attributes:
+        step: Number of completed steps.
     """
 
     stops_at_steps = False
@@ -66,38 +65,35 @@ class Observer(Callback):
         self._outcome, self._save_every, self._modules = outcome, save_every, modules
         self._micro, self._met = -1, Counter[tuple[int, int, str, str]]()
         self._generators: dict[str, str] | None = None
-        self._step, self._first, self._number = 0, -1, 0
+        self.step, self._first, self._number = 0, -1, 0
         self._before_validation: dict[str, str] = {}
 
-    @property
-    def step(self) -> int:
-        """Steps completed."""
-        return self._step
-
-    def _add(self, what: str, name: str, tensors: list[torch.Tensor], micro: int = -1) -> None:
-        where = self._step, micro, what, name
+    def _add(self, what: str, name: str, thing: Any, micro: int = -1) -> None:
+        where = self.step, micro, what, name
         self._met[where] += 1
         name = name if self._met[where] == 1 else f"{name}#{self._met[where]}"
-        self._outcome.events.append(Event(self._step, micro, what, name, *measure(tensors, quick=what in _QUICK)))
+        self._outcome.events.append(Event(self.step, micro, what, name, *measure(thing)))
 
     def look_at(self, task: TaskModule, what: str) -> None:
         """Record parameters and buffers as they are. Collective."""
         for kind, name, tensor in state_of(task):
             if not (kind == "parameter" and tensor.is_meta):
-                self._add(what, name if kind == "parameter" else f"buffer {name}", [tensor])
+                self._add(what, name if kind == "parameter" else f"buffer {name}", tensor)
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Record what training begins with, and listen to the modules."""
-        self._step = trainer.global_step
-        if self._step:
+        self.step = trainer.global_step
+        if self.step:
             self._look_at_state(trainer, task)
         else:
             self.look_at(task, "start")
         loader = trainer.train_dataloader
-        self._outcome.workers = _workers_of(loader)
+        self._outcome.workers = max((getattr(each, "num_workers", 0) for _, each in loaders_in(loader)), default=0)
         self._outcome.probes["lengths"] = [known_length(getattr(loader, "dataset", None))]
         self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
-        for name, thing in (*task.named_modules(), *_parts(trainer, task)):
+        parts = [("data", trainer.datamodule)]  # of the user, and no modules
+        parts += [(name.replace("_", " "), getattr(loader, name, None)) for name in _OF_LOADERS]
+        for name, thing in (*task.named_modules(), *parts):
             if (lines := lines_of(thing)) is not None:
                 self._outcome.lines[name or "task"] = lines
         for name, module in task.named_modules() if self._modules else ():
@@ -106,44 +102,43 @@ class Observer(Callback):
     def _saw(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
         if self._micro >= 0 and not torch.compiler.is_compiling():
             with torch.no_grad():
-                self._add("input", name, [tensor for _, tensor in tensors_in(given)], self._micro)
-                self._add("module", name, [tensor for _, tensor in tensors_in(output)], self._micro)
+                self._add("input", name, given, self._micro)
+                self._add("module", name, output, self._micro)
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Record the batch."""
-        self._step, self._micro = trainer.global_step, batch_idx
-        self._number = self._number + 1 if self._first == self._step else 0
-        self._first = self._step
+        self.step, self._micro = trainer.global_step, batch_idx
+        self._number = self._number + 1 if self._first == self.step else 0
+        self._first = self.step
         requests = trainer.run.step.requests
         if requests is not None and self._number < len(requests):
-            indices = " ".join(map(str, requests[self._number].indices))
-            self._add("order", "", [tensor for _, tensor in tensors_in(indices)], batch_idx)
-        self._add("batch", "", [tensor for _, tensor in tensors_in(batch)], batch_idx)
-        if not self._step:
+            self._add("order", "", " ".join(map(str, requests[self._number].indices)), batch_idx)
+        self._add("batch", "", batch, batch_idx)
+        if not self.step:
             self._outcome.counts[batch_idx] = counts_in(batch)
         self._generators = generators()
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
         """Record what the gradients are so far, in the first step."""
         if self._generators is not None and self._generators != generators():
-            self._outcome.draws.append((self._step, self._micro))
+            self._outcome.draws.append((self.step, self._micro))
         self._generators = None
-        if not self._step and not any(is_sharded(parameter) for parameter in task.parameters()):
+        if not self.step and not any(is_sharded(parameter) for parameter in task.parameters()):
             for name, parameter in task.named_parameters():
                 if parameter.grad is not None:
-                    self._add("partial", name, [parameter.grad], self._micro)
+                    self._add("partial", name, parameter.grad, self._micro)
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients; of a task that optimizes by hand this optimizer's, as others may be left over."""
         moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in task.named_parameters():
             if parameter.grad is not None and (task.automatic_optimization or parameter in moved):
-                self._add("gradient", name, [parameter.grad])
+                self._add("gradient", name, parameter.grad)
 
     def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the loss."""
         if (loss := loss_in(outputs)) is not None:
-            self._add("loss", "", [loss], batch_idx)
+            self._add("loss", "", loss, batch_idx)
             self._outcome.dtypes = sorted({*self._outcome.dtypes, str(loss.dtype).removeprefix("torch.")})
         self._micro = -1
 
@@ -167,13 +162,13 @@ class Observer(Callback):
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record what the step has made."""
-        self._step = trainer.global_step
+        self.step = trainer.global_step
         self._look_at_state(trainer, task)
 
     def _look_at_state(self, trainer: Trainer, task: TaskModule) -> None:
         for kind, name, tensor in state_of(task):
-            self._add(kind, name, [tensor])
-        if self._step % self._save_every == 0:
+            self._add(kind, name, tensor)
+        if self.step % self._save_every == 0:
             self._look_at_optimizers(trainer, task)
 
     def _look_at_optimizers(self, trainer: Trainer, task: TaskModule) -> None:
@@ -182,11 +177,11 @@ class Observer(Callback):
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        self._add("optimizer", f"{key} of {names.get(parameter, 'a parameter of nobody')}", [value])
+                        self._add("optimizer", f"{key} of {names.get(parameter, 'a parameter of nobody')}", value)
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the state of the optimizers, and what the data set is."""
-        if self._step % self._save_every:
+        if self.step % self._save_every:
             self._look_at_optimizers(trainer, task)
         if trainer.world_size == 1:
             lengths = self._outcome.probes.get("lengths", [])
@@ -199,27 +194,11 @@ def _digests(task: TaskModule) -> dict[str, str]:
     return {name: digest([tensor.detach().clone()]) for _, name, tensor in state_of(task)}
 
 
-def _parts(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
-    """The user's objects that have a part in it beside modules."""
-    loader = trainer.train_dataloader
-    yield "data", trainer.datamodule
-    yield "dataset", getattr(loader, "dataset", None)
-    yield "sampler", getattr(loader, "sampler", None)
-    yield "batch sampler", getattr(loader, "batch_sampler", None)
-
-
-def _workers_of(loader: Any) -> int:
-    """How many workers a training loader has; of several the most."""
-    if isinstance(loader, dict | list | tuple):
-        return max(map(_workers_of, loader.values() if isinstance(loader, dict) else loader), default=0)
-    return int(getattr(loader, "num_workers", 0))
-
-
 _NOT_WATCHED = ("setup", "on_load_checkpoint", "on_save_checkpoint", "on_exception", "teardown")
 _SMALL = 1 << 20
 _SAMPLES, _ORDER, _KEY = 4, 16, 0x5EED
+_OF_LOADERS = ("dataset", "sampler", "batch_sampler")
 _LIBRARIES = ("site-packages", "dist-packages")
-_HERE = str(Path(__file__).parent.parent)
 
 
 def is_users(kind: type) -> bool:
@@ -235,11 +214,10 @@ def lines_of(thing: Any) -> tuple[str, int, int] | None:
     kind = thing if isinstance(thing, type) else type(thing)
     if not is_users(kind):
         return None
-    try:
+    with suppress(OSError, TypeError):
         text, first = inspect.getsourcelines(kind)
         return str(inspect.getsourcefile(kind)), first, first + len(text) - 1
-    except (OSError, TypeError):
-        return None
+    return None
 
 
 @final
@@ -293,7 +271,7 @@ class Watch:
 
 def _function(frame: FrameType | None) -> str:
     """The user's function that called, its file and line."""
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame is not None and not Frame(frame.f_code.co_filename, frame.f_lineno, "").is_users:
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
@@ -322,7 +300,7 @@ def probe(loader: Any) -> dict[str, list[Any]]:
 
 def _samples(loader: DataLoader[Any]) -> Iterator[str]:
     own = OwnGenerators({"dataset": loader.dataset})
-    for index in islice(_order(loader, plain=True), _SAMPLES):
+    for index in range(min(_SAMPLES, known_length(loader.dataset) or 0)):
         own.seed_all(_KEY)
         try:
             yield digest(loader.dataset[index])
@@ -330,10 +308,8 @@ def _samples(loader: DataLoader[Any]) -> Iterator[str]:
             yield type(error).__name__
 
 
-def _order(loader: DataLoader[Any], *, plain: bool = False) -> list[Any]:
-    """The first numbers that the sampler gives, or those of the samples in their own order."""
-    if plain:
-        return list(range(min(_SAMPLES, known_length(loader.dataset) or 0)))
+def _order(loader: DataLoader[Any]) -> list[str]:
+    """The first numbers that the sampler gives."""
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     own = OwnGenerators({"sampler": sampler, "loader": loader.generator}, by_seed=True)
     own.seed_all(_KEY)

@@ -1,14 +1,13 @@
-"""What one process has computed in a short training, in the order in which it did: plain data."""
+"""What one process has computed in a short training, as plain data in its order, and how two such records differ."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple, final
-from zlib import crc32
 
 import torch
 
@@ -24,16 +23,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return value.to_dense() if value.layout is not torch.strided else value
 
 
-def measure(tensors: list[torch.Tensor], *, quick: bool = False) -> tuple[str, tuple[float, ...]]:
-    """The digest of some tensors' bits, and numbers that are as near to each other as the tensors are.
+def measure(thing: Any) -> tuple[str, tuple[float, ...]]:
+    """The digest of the bits of tensors, and numbers that are as near to each other as the tensors are.
 
     Args:
-        tensors: Whole or sharded.
-        quick: A checksum will do.
+        thing: Tensors, whole or sharded, and plain data, nested in any way.
     """
-    found: Any = _Checksum() if quick else hashlib.sha256()
-    sums = [0.0] * (1 + _PROJECTIONS)
-    for tensor in tensors:
+    found, sums = hashlib.sha256(), [0.0] * (1 + _PROJECTIONS)
+    for _, tensor in tensors_in(thing):
         value = whole(tensor).cpu().contiguous().clone()  # numpy would keep FSDP from freeing what it looks at
         found.update(f"{value.dtype}{tuple(value.shape)}".encode())
         found.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
@@ -42,20 +39,6 @@ def measure(tensors: list[torch.Tensor], *, quick: bool = False) -> tuple[str, t
         for number, part in enumerate(_numbers(flat.double())):
             sums[number] += part
     return found.hexdigest()[:16], (math.sqrt(sums[0]), *sums[1:])
-
-
-@final
-class _Checksum:
-    """One of 32 bits, with the methods of a hash."""
-
-    def __init__(self) -> None:
-        self._code = 0
-
-    def update(self, data: Any) -> None:
-        self._code = crc32(data, self._code)
-
-    def hexdigest(self) -> str:
-        return f"{self._code:08x}"
 
 
 def _numbers(flat: torch.Tensor) -> list[float]:
@@ -68,7 +51,7 @@ def _numbers(flat: torch.Tensor) -> list[float]:
     return [float(flat @ flat), *projections.tolist()]
 
 
-@lru_cache(maxsize=1)
+@cache
 def _columns() -> torch.Tensor:
     places = torch.arange(_PERIOD, dtype=torch.float64)
     return torch.stack([torch.cos(places * factor + factor) for factor in (0.0, 1.1, 2.3)], 1)
@@ -200,23 +183,179 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can have it."""
-        return asdict(self) | {"events": [list(event) for event in self.events]}
+        return vars(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Outcome:
         """What `to_json` gave, read again."""
-        events = [
-            Event(step, micro, what, name, digest, tuple(numbers))
-            for step, micro, what, name, digest, numbers in data["events"]
-        ]
-        rows = [(step, values) for step, values in data["rows"]]
+        events = [Event(*event) for event in data["events"]]
         counts = {int(micro): counted for micro, counted in data["counts"].items()}
-        draws = [(step, micro) for step, micro in data["draws"]]
-        lines = {name: tuple(each) for name, each in data["lines"].items()}
-        written = [tuple(each) for each in data["written"]]
-        read = {"events": events, "rows": rows, "counts": counts, "draws": draws, "lines": lines, "written": written}
-        return Outcome(**{**data, **read})
+        return Outcome(**{**data, "events": events, "counts": counts})
 
     def of(self, *what: str) -> Iterator[Event]:
         """The events about something."""
         return (event for event in self.events if event.what in what)
+
+
+FLOAT64, FLOAT32 = 1e-10, 1e-5
+
+
+@final
+@dataclass(frozen=True)
+class Apart:
+    """How two outcomes differ.
+
+    Attributes:
+        largest: The largest difference of anything, relative to its norm where that is more than 1.
+        at: What differed first, as the reference has it; None: nothing did.
+        other: The same as the other one has it; None: it has no such thing.
+        bits: Whether any bits differ.
+    """
+
+    largest: float = 0.0
+    at: Event | None = None
+    other: Event | None = None
+    bits: bool = False
+
+
+def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence[str] = ()) -> Apart:
+    """Compare what both have computed, in the order in which the other one did.
+
+    Args:
+        reference: The record that is taken as right.
+        other: What is to be shown.
+        tolerance: That counts as no difference; 0: the bits must be equal.
+        what: What events must be about; default: everything but parts of gradients.
+    """
+    wanted = set(what or (*OF_MICRO_BATCHES, *OF_STEPS)) - ({"partial"} if not what else set())
+    known = {event.key: event for event in reference.events if event.what in wanted}
+    largest, bits, at, there = 0.0, False, None, None
+    for event in other.events:
+        expected = known.get(event.key)
+        if expected is None or event.digest == expected.digest:
+            continue
+        bits, size = True, distance(expected, event)
+        largest = max(largest, size)
+        if at is None and (size > tolerance or tolerance == 0):
+            at, there = expected, event
+    if at is None:
+        at = _missing(known, other, wanted)
+        largest = math.inf if at else largest
+    return Apart(largest, at, there, bits=bits)
+
+
+def _missing(known: dict[tuple[int, int, str, str], Event], other: Outcome, wanted: set[str]) -> Event | None:
+    """What the reference has of the other one's steps that the other one lacks."""
+    have = {event.key for event in other.events}
+    steps = {event.step for event in other.of("loss", "gradient")}
+    kinds = {"gradient", *wanted} & {"gradient", *OF_MICRO_BATCHES}
+    lacks = (event for event in known.values() if event.what in kinds and event.step in steps and event.key not in have)
+    return next(lacks, None)
+
+
+def distance(one: Event, other: Event) -> float:
+    """The difference of two tensors, from their projections, relative to their norm where that is more than 1."""
+    if len(one.numbers) != len(other.numbers):
+        return math.inf
+    if any(not math.isfinite(number) for number in (*one.numbers, *other.numbers)):
+        return 0.0 if repr(one.numbers) == repr(other.numbers) else math.inf
+    apart = max(abs(a - b) for a, b in zip(one.numbers, other.numbers, strict=True))
+    return apart / max(1.0, one.numbers[0], other.numbers[0])
+
+
+def merged(outcomes: Sequence[Outcome]) -> Outcome:
+    """What all ranks have computed together: rank 0's steps, everybody's micro-batches."""
+    first = outcomes[0]
+    others = [event for outcome in outcomes[1:] for event in outcome.of(*OF_MICRO_BATCHES)]
+    by_time = sorted([*first.events, *others], key=lambda event: event.when)
+    return replace(
+        first,
+        events=by_time,
+        draws=[draw for outcome in outcomes for draw in outcome.draws],
+        counts={micro: counts for outcome in outcomes for micro, counts in outcome.counts.items()},
+    )
+
+
+def rows_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, tuple[int, str] | None, set[str]]:
+    """Compare the logged values that both have; see `is_rounding_of_float32`.
+
+    Returns:
+        The largest difference, but for that of rounded values; step and name of the first value that differs by more
+        than is allowed, or None; names of values that differ by the rounding of float32, which is all that they hold.
+    """
+    known = {(step, name): value for step, values in reference.rows for name, value in values.items()}
+    largest, first, rounded = 0.0, None, set[str]()
+    for step, values in other.rows:
+        for name, value in values.items():
+            if (step, name) not in known:
+                continue
+            size = values_apart(known[step, name], value)
+            if size > tolerance > 0 and is_rounding_of_float32(known[step, name], value):
+                rounded.add(name)
+                continue
+            largest = max(largest, size)
+            first = first or ((step, name) if size > tolerance else None)
+    return largest, first, rounded
+
+
+def is_rounding_of_float32(one: float, other: float) -> bool:
+    """Whether two numbers were computed in float32, whatever their task's precision, and differ by its rounding alone.
+
+    torchmetrics objects sum in it by default. A number that was computed in float64 has more digits than it holds.
+    """
+    are_counts = float(one).is_integer() and float(other).is_integer()
+    in_float32 = all(torch.tensor(each, dtype=torch.float32).item() == each for each in (one, other))
+    return in_float32 and not are_counts and values_apart(one, other) <= FLOAT32
+
+
+def values_apart(one: float, other: float) -> float:
+    """The difference of two numbers, relative to them where they are more than 1."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    apart = abs(one - other) / max(1.0, abs(one), abs(other))
+    return apart if math.isfinite(apart) else math.inf
+
+
+_FITS = 1e-6
+
+
+def cause_of_parts(ours: Outcome, theirs: Outcome) -> str | None:
+    """By what weights two gradients add up to that of both batches together, and what in the batches these count.
+
+    The numbers of a gradient are linear in it but for the norm, so that they add up as gradients do.
+
+    Args:
+        ours: A step of micro-batches, with what the gradients were after each of them.
+        theirs: The same samples in half as many.
+
+    Returns:
+        A sentence; None: it is no weighted mean of them.
+    """
+    micro = sorted({event.micro for event in ours.of("partial") if event.step == 0})[:2]
+    joint = sorted({event.micro for event in theirs.of("partial") if event.step == 0})[:1]
+    if len(micro) < 2 or not joint:
+        return None
+    named = [_vector(ours, micro[0]), _vector(ours, micro[1]), _vector(theirs, joint[0])]
+    names = [name for name in named[0] if all(name in each for each in named)]
+    first, sums, total = (torch.tensor([each[name] for name in names], dtype=torch.float64).flatten() for each in named)
+    # The weight w for which 2 w first + 2 (1 - w) second is total: each of the two was counted as one half.
+    apart, rest = 2 * (2 * first - sums), total - 2 * (sums - first)
+    share = float(apart @ rest / (apart @ apart))  # NaN if nothing differs
+    if not 0 < share < 1 or float((rest - share * apart).abs().max()) > _FITS * float(total.abs().max()):
+        return None
+    counts = [ours.counts.get(number, {}) for number in micro]
+    units = [
+        what for what, one in counts[0].items()
+        if one and (other := counts[1].get(what)) and what != "samples" and abs(one / (one + other) - share) < _FITS
+    ]  # fmt: skip
+    one, other = (each.get(units[0] if units else "samples", 0) for each in counts)
+    found = f"where {units[0]}: {one} in the first micro-batch, {other} in the second" if units else "of some kind"
+    return (
+        f"two micro-batches count {share:.4f} and {1 - share:.4f} in the gradient of both together, not one half each: "
+        f"the loss is a mean over units {found}. Return (loss, weight) with that count as the weight."
+    )
+
+
+def _vector(outcome: Outcome, micro: int) -> dict[str, tuple[float, ...]]:
+    first = (event for event in outcome.of("partial") if (event.step, event.micro) == (0, micro))
+    return {event.name: event.numbers[1:] for event in first}

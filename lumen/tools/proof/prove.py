@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,8 +16,16 @@ from typing import Literal, final
 
 import torch
 
-from lumen.tools.proof.apart import FLOAT32, FLOAT64, compare, is_rounding_of_float32, merged, rows_apart, values_apart
 from lumen.tools.proof.causes import Cause, cause_of, cause_of_failure, cause_of_moving, cause_of_values
+from lumen.tools.proof.outcome import (
+    FLOAT32,
+    FLOAT64,
+    compare,
+    is_rounding_of_float32,
+    merged,
+    rows_apart,
+    values_apart,
+)
 from lumen.tools.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Size, Variant
 from lumen.tools.proof.worker import PREFIX, Maker, Pool, Result, libraries
 
@@ -135,8 +143,8 @@ class Prover:
             base = threads.submit(self._run, Variant("base", exact=True))
             one = threads.submit(self._run, Variant("one"))
             if base.result().failure:
-                return [self._told(Row("", "the task trains", "", None, "failed", base.result().seconds,
-                                       cause_of_failure(base.result())))]  # fmt: skip
+                cause = cause_of_failure(base.result())
+                return [self._told(Row("", "the task trains", "", None, "failed", base.result().seconds, cause))]
             if failure := one.result().failure:
                 self._notes.append(
                     f"in float64 the task does not train ({failure['message'].splitlines()[0]}), so what may differ by "
@@ -153,7 +161,7 @@ class Prover:
             found = [job.result() for job in jobs]
             return [*first, *(row for rows in found for row in (rows if isinstance(rows, list) else [rows]))]
 
-    def _jobs(self, base: Result, one: Result, threads: ThreadPoolExecutor) -> Iterator[Callable[[], Row | list[Row]]]:
+    def _jobs(self, base: Result, one: Result, threads: ThreadPoolExecutor) -> list[Callable[[], Row | list[Row]]]:
         """What is to be shown, in the order of the promises; each may wait for runs that began before."""
         wanted = self._only
         many: dict[str, Future[Result]] = {
@@ -161,42 +169,32 @@ class Prover:
             for name in STRATEGIES
             if {"processes", "checkpoints"} & wanted
         }
-        if "accumulate" in wanted:
-            yield partial(self._accumulated, one)
-        for name, run in many.items() if "processes" in wanted else ():
-            yield partial(self._on_two, one, run, name)
-        if self._compiles:
-            yield partial(self._compiled, base)
-        if "validation" in wanted:
-            yield partial(self._unmoved, base)
-        if "again" in wanted:
-            yield partial(self._again, base)
-        if "workers" in wanted:
-            yield partial(self._with_workers, base)
-        for moment in MOMENTS if "kills" in wanted else ():
-            yield partial(self._killed, base, moment)
-        if "evaluation" in wanted:
-            yield partial(self._evaluated, one)
-        for writer, reader in _READERS if "checkpoints" in wanted else ():
-            yield partial(self._read, one, many.get(writer), reader)
+        joined, again = Variant("joined", joins=True), Variant("again", exact=True, fresh=True)
+        jobs: dict[str, list[Callable[[], Row | list[Row]]]] = {
+            "accumulate": [
+                lambda: self._judge("P1", "micro-batches joined in pairs", one, self._run(joined), _OF_STATES)
+            ],
+            "processes": [partial(self._on_two, one, run, name) for name, run in many.items()],
+            "compile": [partial(self._compiled, base)] if self._compiles else [],
+            "validation": [partial(self._unmoved, base)],
+            "again": [lambda: self._judge("P2", "run again", base, self._run(again), tolerance=0.0)],
+            "workers": [partial(self._with_workers, base)],
+            "kills": [partial(self._killed, base, moment) for moment in MOMENTS],
+            "evaluation": [partial(self._evaluated, one)],
+            "checkpoints": [partial(self._read, one, many.get(writer), reader) for writer, reader in _READERS],
+        }
+        return [job for name, named in jobs.items() if name in {"compile", *wanted} for job in named]
 
     # ------------------------------------------------------------------ same training everywhere
-
-    def _accumulated(self, one: Result) -> Row:
-        other = self._run(Variant("joined", joins=True))
-        return self._judge("P1", "micro-batches joined in pairs", one, other, _OF_STATES)
 
     def _by_hand(self) -> Row:
         """A task that optimizes by hand has no micro-batches, and a step on two processes has two batches."""
         self._only -= {"accumulate", "processes", "checkpoints"}
-        cause = Cause(
-            "not comparable",
-            "",
+        why = (
             "The task optimizes by hand: each batch is a step, so that two processes make steps of twice the size, "
-            "unless global_batch_size cuts batches up.",
-            "not shown",
+            "unless global_batch_size cuts batches up."
         )
-        return self._told(Row("P1", "two processes", "", None, "not shown", 0.0, cause))
+        return self._not_shown("P1", "two processes", "", 0.0, "not comparable", why)
 
     def _on_two(self, one: Result, run: Future[Result], name: str) -> Row:
         return self._judge("P1", f"two processes, {name.upper()}", one, run.result())
@@ -218,9 +216,6 @@ class Prover:
 
     # ------------------------------------------------------------------ exact resume
 
-    def _again(self, base: Result) -> Row:
-        return self._judge("P2", "run again", base, self._run(Variant("again", exact=True, fresh=True)), tolerance=0.0)
-
     def _with_workers(self, base: Result) -> Row:
         workers = 0 if base.outcome.workers else 2
         other = self._run(Variant("workers", exact=True, workers=workers))
@@ -228,22 +223,21 @@ class Prover:
         if other.failure is None and other.outcome.workers == base.outcome.workers:
             why = (
                 "No DataLoader reads the training data that may have workers: its data set follows the training, or it "
+                "is another kind of loader."
             )
-            cause = Cause("nothing to compare", "", f"{why}is another kind of loader.", "not shown")
-            return self._told(Row("P2", what, "bits", None, "not shown", other.seconds, cause))
+            return self._not_shown("P2", what, "bits", other.seconds, "nothing to compare", why)
         return self._judge("P2", what, base, other, tolerance=0.0)
 
     def _killed(self, base: Result, moment: Moment) -> Row:
         variant = Variant(f"killed-in-{moment}", exact=True, kill=moment)
         killed = self._run(variant)
         what = f"killed in {'a save' if moment == 'save' else moment}"
-        if not killed.killed:
-            if killed.failure is None:
-                why = "the task does not validate" if moment == "validation" else "it ended before"
-                return self._told(Row("P2", what, "bits", None, "not shown", killed.seconds,
-                                      Cause("nothing was killed", "", f"{why}.")))  # fmt: skip
+        if killed.failure and not killed.killed:
             return self._judge("P2", what, base, killed, tolerance=0.0)
-        resumed = self._run(variant.going_on("auto"), again=True)
+        if not killed.killed:
+            why = "the task does not validate." if moment == "validation" else "it ended before."
+            return self._not_shown("P2", what, "bits", killed.seconds, "nothing was killed", why)
+        resumed = self._run(replace(variant, kill=None, resume="auto"), again=True)
         resumed.seconds += killed.seconds
         return self._judge("P2", what, base, resumed, tolerance=0.0)
 
@@ -253,16 +247,13 @@ class Prover:
         checkpoint = str(_checkpoint(one, self._size))
         first = self._run(Variant("evaluation", resume=checkpoint, evaluates=True))
         if first.failure is None and not first.outcome.values:
-            cause = Cause("nothing is evaluated", "", "no value is logged in validation.")
-            return [self._told(Row("P3", "evaluation", "", None, "not shown", first.seconds, cause))]
-        rows = []
-        for name in STRATEGIES:
-            variant = Variant(f"evaluation-{name}", 2, name, resume=checkpoint, evaluates=True)
-            other = self._run(variant)
-            rows.append(self._told(self._values(f"two processes, {name.upper()}", first, other)))
-        return rows
+            why = "no value is logged in validation."
+            return [self._not_shown("P3", "evaluation", "", first.seconds, "nothing is evaluated", why)]
+        variants = [Variant(f"evaluation-{name}", 2, name, resume=checkpoint, evaluates=True) for name in STRATEGIES]
+        return [self._told(self._values(first, self._run(variant))) for variant in variants]
 
-    def _values(self, what: str, first: Result, other: Result) -> Row:
+    def _values(self, first: Result, other: Result) -> Row:
+        what = f"two processes, {other.variant.strategy.upper()}"
         for result in (first, other):
             if result.failure:
                 return Row("P3", what, "", None, "failed", other.seconds, cause_of_failure(result))
@@ -275,9 +266,10 @@ class Prover:
         counts = {name for name, value in ours.items() if math.isfinite(value) and value == int(value)}
         allowed = dict.fromkeys(counts, 0.0) | dict.fromkeys(rounded, FLOAT32)
         wrong = [name for name, size in apart.items() if size > allowed.get(name, self._tolerance)]
-        cause = cause_of_values(wrong, first.outcome, other.outcome) if wrong else None
-        demands = f"{self._tolerance:g}"
-        return Row("P3", what, demands, largest, "failed" if wrong else "proven", other.seconds, cause)
+        row = Row("P3", what, f"{self._tolerance:g}", largest, "proven", other.seconds)
+        if wrong:
+            row.verdict, row.cause = "failed", cause_of_values(wrong, first.outcome, other.outcome)
+        return row
 
     # ------------------------------------------------------------------ one checkpoint, any reader
 
@@ -285,8 +277,8 @@ class Prover:
         written = one if run is None else run.result()
         what = f"{_called(written.variant.strategy)}'s, read by {_called(reader)}"
         if written.failure:
-            cause = Cause("nothing was written", "", "the run that was to write it failed.")
-            return self._told(Row("P4", what, "bits", None, "not shown", 0.0, cause))
+            why = "the run that was to write it failed."
+            return self._not_shown("P4", what, "bits", 0.0, "nothing was written", why)
         step = _last_save(self._size)
         variant = Variant(
             f"{reader}-reads-{written.variant.name}", 1 if reader == "single" else 2, reader,
@@ -295,10 +287,9 @@ class Prover:
         other = self._run(variant)
         if other.failure:
             return self._judge("P4", what, one, other)
-        there = [event for event in other.outcome.of("parameter", "optimizer") if event.step == step]
-        known = {event.key: event for event in written.outcome.events}
-        for event in there:
-            if event.key in known and known[event.key].digest != event.digest:
+        known = {event.key: event.digest for event in written.outcome.events}
+        for event in other.outcome.of("parameter", "optimizer"):
+            if event.step == step and known.get(event.key, event.digest) != event.digest:
                 text = f"the {event.what} {event.name} is another one after it was read."
                 cause = Cause("what was read is not what was written", event.name, text)
                 return self._told(Row("P4", what, "bits", 1.0, "failed", other.seconds, cause))
@@ -315,13 +306,13 @@ class Prover:
         if other.failure:
             row = Row(promise, what, demands, None, "failed", other.seconds, cause_of_failure(other, reference))
             return self._told(row)
-        ours, theirs = merged(reference), merged(other)
+        ours, theirs = merged(reference.outcomes), merged(other.outcomes)
         found = compare(ours, theirs, tolerance, about)
-        logged = rows_apart(ours, theirs, tolerance)
-        self._note_rounded(logged.rounded)
-        row = Row(promise, what, demands, max(found.largest, logged.largest), "proven", other.seconds)
-        if found.at is not None or logged.first is not None:
-            row.cause = cause_of(reference, other, found, logged.first, exact=tolerance == 0)
+        largest, first, rounded = rows_apart(ours, theirs, tolerance)
+        self._note_rounded(rounded)
+        row = Row(promise, what, demands, max(found.largest, largest), "proven", other.seconds)
+        if found.at is not None or first is not None:
+            row.cause = cause_of(reference, other, found, first, exact=tolerance == 0)
             row.verdict = row.cause.verdict
         return self._told(row)
 
@@ -331,6 +322,9 @@ class Prover:
             note = f"{name} is computed in float32 whatever the precision, as torchmetrics does: it may differ by 1e-5."
             if note not in self._notes:
                 self._notes.append(note)
+
+    def _not_shown(self, promise: str, what: str, demands: str, seconds: float, kind: str, why: str) -> Row:
+        return self._told(Row(promise, what, demands, None, "not shown", seconds, Cause(kind, "", why, "not shown")))
 
     def _told(self, row: Row) -> Row:
         if row.cause is not None:  # a certificate goes to others: paths are from here, as its command is

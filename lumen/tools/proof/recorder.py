@@ -1,23 +1,169 @@
-"""The recorder: a callback that notes what each step of a training computes, and changes nothing of it."""
+"""The record of a training, step by step: digests of what it computes, and the callback that notes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lumen.callbacks import Callback
-from lumen.data.nested import tensors
+from lumen.data.nested import convert, tensors
+from lumen.data.rank_checks import pieces
+from lumen.distributed.dtensor import is_sharded, local_tensor
 from lumen.internals.tensors import TorchDispatchMode
-from lumen.tools.proof.trace import Key, StepTrace, Trace, generators, state_of
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
+
+
+def digest(value: Any) -> str:
+    """Numbers and texts as they are written, also those in tensors without dimensions; of all else a hash, in hex.
+
+    Args:
+        value: Tensors, arrays and plain data, nested in any way. Of a sharded tensor this process's part counts, of
+            what cannot be read (inside `torch.func.vmap`, say) dtype and shape.
+    """
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
+        with suppress(RuntimeError):  # inside a transform of torch.func
+            value = _local(value.detach()).item()
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return repr(value)
+    code = hashlib.blake2b(digest_size=8)
+    try:
+        for piece in pieces(convert(value, _local)):
+            code.update(piece)
+    except (RuntimeError, TypeError):
+        return f"{getattr(value, 'dtype', type(value).__name__)}{tuple(getattr(value, 'shape', ()))}"
+    return code.hexdigest()
+
+
+def _local(value: Any) -> Any:
+    return local_tensor(value) if isinstance(value, torch.Tensor) and is_sharded(value) else value
+
+
+def state_of(task: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield the parameters, then the buffers, each as "parameter" or "buffer", its name, and the tensor."""
+    yield from (("parameter", *named) for named in task.named_parameters())
+    yield from (("buffer", *named) for named in task.named_buffers())
+
+
+def generators() -> dict[str, str]:
+    """Digests of the states of the global generators: torch, its CUDA devices in use, numpy and `random`."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    states = {
+        "torch": torch.get_rng_state(),
+        "numpy": [name, np.asarray(keys), position, has_gauss, gauss],
+        "random": repr(random.getstate()),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states |= {f"cuda:{number}": each.get_state() for number, each in enumerate(torch.cuda.default_generators)}
+    return {name: digest([state]) for name, state in states.items()}
+
+
+#: What is recorded of a step, roughly in the order in which it happens, and how a sentence names one at a place.
+KINDS = {
+    "initial parameter": "the parameter {} at the start",
+    "initial buffer": "the buffer {} at the start",
+    "initial optimizer state": "the optimizer's state at the start, {}",
+    "order": "the samples of the batch",
+    "batch": "the content of the batch, of the same samples",
+    "random": "the random numbers that {} draws",
+    "input": "what {} is given, which is computed between modules",
+    "output": "the output of {}, of the same input",
+    "operator": "operator {}",
+    "loss": "the loss, of the same outputs of modules",
+    "gradient of output": "the gradient that arrives at the output of {}",
+    "gradient of input": "the gradient that the backward of {} returns",
+    "backward operator": "backward operator {}",
+    "gradient": "the gradient of {}",
+    "clipped gradient": "the clipped gradient of {}",
+    "setting": "the optimizer's {}",
+    "update operator": "update operator {}",
+    "parameter": "the parameter {} after the update",
+    "buffer": "the buffer {} after the update",
+    "logged": "the logged value {}",
+}
+
+
+class Key(NamedTuple):
+    """What one entry of a record is of.
+
+    Attributes:
+        micro: Number of the micro-batch in its step, from 0, on this process; -1: the step as a whole.
+        kind: One of `KINDS`.
+        place: Name of a module, parameter, buffer, operator, setting or value; "" where there is only one.
+        turn: How often there was such an entry before it in the micro-batch.
+    """
+
+    micro: int
+    kind: str
+    place: str
+    turn: int
+
+
+@final
+@dataclass
+class StepTrace:
+    """What one step of a training has computed.
+
+    Attributes:
+        step: Its number: updates completed when it is complete, from 1. A skipped update leaves it to the next step.
+        epoch: Number of its epoch, from 0.
+        events: Digests in the order in which things happened.
+        kept: Values of those events that were to be kept, on the CPU.
+    """
+
+    step: int
+    epoch: int
+    events: dict[Key, str] = field(default_factory=dict)
+    kept: dict[Key, Any] = field(default_factory=dict)
+    _turns: Counter[tuple[int, str, str]] = field(default_factory=Counter, repr=False)
+
+    def note(self, micro: int, kind: str, place: str, value: Any, keep: Callable[[Key], bool] | None = None) -> None:
+        """Add a value to the record."""
+        turn = self._turns[micro, kind, place]
+        self._turns[micro, kind, place] += 1
+        key = Key(micro, kind, place, turn)
+        self.events[key] = digest(value)
+        if keep is not None and keep(key):
+            self.kept[key] = convert(value, _copied)
+
+
+@final
+@dataclass
+class Trace:
+    """The record of a training, or of some steps of it.
+
+    Attributes:
+        steps: A record of each step, the earliest first.
+    """
+
+    steps: list[StepTrace] = field(default_factory=list)
+
+    def plain(self) -> list[dict[str, Any]]:
+        """The record as plain data for JSON, without kept values."""
+        return [
+            {"step": each.step, "epoch": each.epoch, "events": [[*key, code] for key, code in each.events.items()]}
+            for each in self.steps
+        ]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
 
 _UNWRITTEN = ("empty", "new_empty", "resize", "set_")  # return memory in which nothing stands yet
 
@@ -45,7 +191,7 @@ class Operators(TorchDispatchMode):
 
 
 Note = Callable[[str, str, Any], None]
-_Roles = list[tuple[str, str]]
+Keep = Callable[[Key], bool]
 
 
 @final
@@ -128,19 +274,14 @@ class Modules:
         """Note the gradients of the tensors in a value once they are known; a tensor has one hook for all modules."""
         for tensor in tensors(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                roles = self._roles_of(tensor)
-                if (kind, name) not in roles:
-                    roles.append((kind, name))
+                known = self._roles.get(tensor)
+                if known is None or known[0] is not tensor.grad_fn:  # it was changed in place
+                    known = self._roles[tensor] = tensor.grad_fn, []
+                    tensor.register_hook(partial(self._arrived, known[1]))  # type: ignore[no-untyped-call]
+                if (kind, name) not in known[1]:
+                    known[1].append((kind, name))
 
-    def _roles_of(self, tensor: torch.Tensor) -> _Roles:
-        known = self._roles.get(tensor)
-        if known is None or known[0] is not tensor.grad_fn:  # it was changed in place
-            known = self._roles[tensor] = tensor.grad_fn, []
-            tensor.register_hook(partial(self._arrived, known[1]))  # type: ignore[no-untyped-call]
-        roles: _Roles = known[1]
-        return roles
-
-    def _arrived(self, roles: _Roles, gradient: torch.Tensor) -> None:
+    def _arrived(self, roles: list[tuple[str, str]], gradient: torch.Tensor) -> None:
         """Note a gradient: first as what the backward of those gave that took the tensor, then as what arrives."""
         if not self.is_on:
             return
@@ -166,12 +307,7 @@ class Recorder(Callback):
     """
 
     def __init__(
-        self,
-        last: int | None = None,
-        *,
-        first: int = 1,
-        operators_at: int | None = None,
-        keep: Callable[[Key], bool] | None = None,
+        self, last: int | None = None, *, first: int = 1, operators_at: int | None = None, keep: Keep | None = None
     ) -> None:
         self.trace = Trace()
         self._last, self._first, self._operators_at, self._keep = last, first, operators_at, keep

@@ -19,10 +19,9 @@ from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
 from lumen.tools.check.show import parts_of
 from lumen.tools.proof import REPLAY
-from lumen.tools.proof.recorded import RecordedRun, metrics_of
-from lumen.tools.proof.recorder import Recorder
-from lumen.tools.proof.rerun import Rerun, coded
-from lumen.tools.proof.trace import Key
+from lumen.tools.proof.recorder import Key, Recorder
+from lumen.tools.proof.rerun import RecordedRun, Rerun, coded, metrics_of
+from lumen.tools.terminal import counted
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -48,9 +47,8 @@ def options() -> Words:
     parser = Words("replay", REPLAY, "RUN --step N [--python]", _MORE)
     parser.add_argument("run", metavar="RUN", help="The directory of a run.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="Number of the step, from 1.")
-    parser.add_argument(
-        "--python", action="store_true", help="Open Python inside the step, with task, batch, loss and trainer."
-    )
+    parser.add_argument("--python", action="store_true", help="Open Python inside the step, with task, batch, loss and "
+                        "trainer.")  # fmt: skip
     return parser
 
 
@@ -68,8 +66,8 @@ def _run(given: Namespace) -> int:
         raise ConfigError(f"{given.run} is a config file. Name the directory of a run.")
     begin, checkpoint = rerun.run.before(given.step)
     print(f"training again from step {begin} ...", file=stderr)
-    step = _Step(given.step, begin)
-    rerun.train([step, step.recorder, *([_Prompt(given.step)] if given.python else [])], checkpoint, step.close)
+    step = _Step(given.step, begin, prompts=given.python)
+    rerun.train([step, step.recorder], checkpoint, step.close)
     if given.python:
         return 0
     differ = step.apart(rerun.run, str((rerun.config.get("trainer") or {}).get("precision", "fp32")))
@@ -81,6 +79,11 @@ def _run(given: Namespace) -> int:
 class _Step(Callback):
     """The step that is made again.
 
+    Args:
+        number: Number of the step, from 1.
+        begin: Updates that are made before the training goes on.
+        prompts: Open Python in the step, when its gradients are complete.
+
     Attributes:
         recorder: Notes what it computes.
         batches: For each micro-batch of the step, lines that describe it.
@@ -89,8 +92,10 @@ class _Step(Callback):
 
     stops_at_steps = False
 
-    def __init__(self, number: int, begin: int) -> None:
-        self.number, self.begin = number, begin
+    def __init__(self, number: int, begin: int, *, prompts: bool) -> None:
+        self.number, self.begin, self._prompts = number, begin, prompts
+        self._batch: Any = None
+        self._loss: Any = None
         self.recorder = Recorder(number, first=number, keep=lambda key: key.kind in ("parameter", "gradient"))
         self.batches: list[list[str]] = []
         self.logged: dict[tuple[int, str], str] = {}
@@ -99,7 +104,24 @@ class _Step(Callback):
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Describe the micro-batch."""
         if trainer.global_step + 1 == self.number:
+            self._batch = batch
             self.batches.append(["  ".join(filter(None, each.cells)) for each in parts_of(batch)])
+
+    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: Any) -> None:
+        """Keep the loss."""
+        self._loss = loss
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+        """Open Python, if this is the step and that is asked for."""
+        if trainer.global_step + 1 != self.number or not self._prompts:
+            return
+        names = {"task": task, "batch": self._batch, "loss": self._loss, "trainer": trainer, "torch": torch}
+        said = _HELP.format(**names | {"task": type(task).__name__, "loss": float(self._loss.detach())},
+                            step=self.number, micro=len(self.batches) - 1)  # fmt: skip
+        with suppress(ImportError):  # lines can be edited
+            import readline  # noqa: F401
+        with torch.enable_grad():
+            code.interact(said, local=names, exitmsg="")
 
     def close(self, trainer: Trainer, path: Path) -> None:
         """Read what was logged.
@@ -137,40 +159,6 @@ class _Step(Callback):
         return [*names, *(["the checkpoint's parameters"] if self.number in run.checkpoints else [])]
 
 
-@final
-class _Prompt(Callback):
-    """Opens Python in one step, when its gradients are complete."""
-
-    stops_at_steps = False
-
-    def __init__(self, number: int) -> None:
-        self._number, self._micro = number, -1
-        self._batch: Any = None
-        self._loss: Any = None
-
-    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Keep the batch."""
-        if trainer.global_step + 1 == self._number:
-            self._batch, self._micro = batch, self._micro + 1
-
-    def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
-        """Keep the loss."""
-        self._loss = loss
-
-    def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """Open Python, if this is the step."""
-        if trainer.global_step + 1 != self._number:
-            return
-        said = _HELP.format(
-            step=self._number, micro=self._micro, task=type(task).__name__, loss=float(self._loss.detach())
-        )
-        names = {"task": task, "batch": self._batch, "loss": self._loss, "trainer": trainer, "torch": torch}
-        with suppress(ImportError):  # lines can be edited
-            import readline  # noqa: F401
-        with torch.enable_grad():
-            code.interact(said, local=names, exitmsg="")
-
-
 # ---------------------------------------------------------------------- showing
 
 
@@ -184,7 +172,9 @@ def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[
     for number, described in enumerate(step.batches):
         yield f"  batch{f' {number}' if len(step.batches) > 1 else ''}"
         if (samples := trace.events.get(Key(number, "order", "", 0))) is not None:
-            yield from _wrapped("samples ", samples.split())
+            few = samples.split()[:_FEW]
+            count = len(samples.split())
+            yield f"    samples {' '.join([*few, *([f'... {count} in all'] if count > _FEW else [])])}"
         yield from (f"    {line}" for line in described)
         if len(losses) > 1 and number in losses:
             yield f"    its part of the loss {losses[number]!r}"
@@ -194,7 +184,7 @@ def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[
     yield from (f"  {name} {text}" for (at, name), text in step.logged.items() if at == step.number)
     compared = step.compared(rerun.run)
     if differ:
-        yield f"it is not as it was recorded, in {len(differ)} value{'s' * (len(differ) > 1)}:"
+        yield f"it is not as it was recorded, in {counted(len(differ), 'value')}:"
         yield from (f"  {line}" for line in differ[:_FEW])
     elif compared:
         yield f"it is as it was recorded, bit for bit: {', '.join(compared)}"
@@ -215,8 +205,3 @@ def _judged(recorded: str, now: str, bound: float) -> str:
 
 def _in_words(relative: float, bound: float) -> str:
     return f"({relative:.2g} of it: {'rounding' if relative <= bound else 'more than rounding'})"
-
-
-def _wrapped(head: str, words: list[str]) -> Iterator[str]:
-    shown = words if len(words) <= _FEW else [*words[:_FEW], f"... {len(words)} in all"]
-    yield f"    {head}{' '.join(shown)}"

@@ -1,25 +1,149 @@
-"""A run or a config, to be trained again: beside what it was, with a recorder, below a temporary directory."""
+"""A run or a config: what it has recorded, and how it is trained again, with a recorder, in another directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from lumen.callbacks import Callback
+from lumen.checkpoint.format.manifest import read_head
+from lumen.checkpoint.format.places import as_place, is_dir
 from lumen.cli import tell
 from lumen.cli.command_line import CLI, Checked
 from lumen.cli.config_layers import as_list, read_config
 from lumen.cli.users_error import show
 from lumen.console import logger as _log
+from lumen.data.nested import flat
 from lumen.errors import ConfigError, LumenError
 from lumen.tools.bystanders import BYSTANDERS
-from lumen.tools.proof.recorded import RecordedRun
+from lumen.tools.runs.find import list_checkpoints
 from lumen.trainer.trainer import Trainer
+
+_OF_NO_WEIGHT = ("command", "working_directory", "host", "slurm")  # says where a run was made, not what with
+
+
+class Recorded(NamedTuple):
+    """A value that a run has logged.
+
+    Attributes:
+        step: Updates completed when it was logged.
+        name: The column of `metrics.csv`.
+        text: The value, as it is written there.
+    """
+
+    step: int
+    name: str
+    text: str
+
+
+@final
+@dataclass
+class RecordedRun:
+    """The directory of a run.
+
+    Attributes:
+        path: Where the run has written.
+        metrics: The text of each logged value by step and name, in the order of `metrics.csv`.
+        environment: Versions, machine and processes, from `environment.json`.
+        checkpoints: Whole checkpoints by their step.
+    """
+
+    path: Path
+    metrics: dict[tuple[int, str], str]
+    environment: dict[str, Any]
+    checkpoints: dict[int, PurePath]
+
+    @staticmethod
+    def read(path: Path, folders: list[str] | None = None) -> RecordedRun:
+        """Read what there is.
+
+        Args:
+            path: Directory of the run.
+            folders: Where its checkpoints are, beside its own folder for them.
+
+        Raises:
+            ConfigError: It is no directory of a run.
+        """
+        metrics, environment = path / "metrics.csv", path / "environment.json"
+        if not (metrics.exists() or environment.exists() or (path / "config.yaml").exists()):
+            said = "is no run: there is neither a config.yaml nor a metrics.csv. Name its directory."
+            raise ConfigError(f"{path} {said}")
+        places = [as_place(each) for each in [str(path / "checkpoints"), *(folders or [])]]
+        found = [each for place in places if is_dir(place) for each in list_checkpoints(place)]
+        return RecordedRun(
+            path,
+            metrics_of(metrics),
+            json.loads(environment.read_text()) if os.access(environment, os.R_OK) else {},  # it is its owner's
+            {int(each.info["step"]): each.path for each in found if not (each.problem or each.kind)},
+        )
+
+    def before(self, step: int) -> tuple[int, PurePath | None]:
+        """The newest checkpoint before a step is made, and how many updates it has; 0 and None: there is none."""
+        steps = [each for each in self.checkpoints if each < step]
+        return (max(steps), self.checkpoints[max(steps)]) if steps else (0, None)
+
+
+def metrics_of(path: Path) -> dict[tuple[int, str], str]:
+    """The values of a `metrics.csv` by step and name, as they are written; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {
+            (int(row["step"]), name): text
+            for row in csv.DictReader(file)
+            for name, text in row.items()
+            if name not in ("step", "epoch") and text
+        }
+
+
+def parting(a: Mapping[tuple[int, str], str], b: Mapping[tuple[int, str], str]) -> tuple[Recorded, Recorded] | None:
+    """The first values of one step and name that differ in two records; None: there are none."""
+    differ = (key for key in a.keys() & b.keys() if a[key] != b[key])
+    first = min(differ, default=None)
+    return None if first is None else (Recorded(*first, a[first]), Recorded(*first, b[first]))
+
+
+def common_checkpoints(a: RecordedRun, b: RecordedRun) -> tuple[int, int | None]:
+    """Steps of the last checkpoints in a row with equal parameters and optimizer state, and of the first that differ.
+
+    Returns:
+        The one, 0 if there is none; and the other, or None. Checkpoints are told apart by the bytes of their files, so
+        those that other numbers of processes have written count as different.
+    """
+    equal = 0
+    for step in sorted(a.checkpoints.keys() & b.checkpoints.keys()):
+        if _files(a.checkpoints[step]) != _files(b.checkpoints[step]):
+            return equal, step
+        equal = step
+    return equal, None
+
+
+def _files(checkpoint: PurePath) -> dict[str, str]:
+    files = read_head(checkpoint).files
+    return {name: sha for name, (_, sha) in files.items() if name.startswith(("model/", "optimizer/"))}
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What two mappings hold under one name that is not equal; None where one has no such name."""
+    return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
+
+
+def environments(a: RecordedRun, b: RecordedRun) -> dict[str, tuple[Any, Any]]:
+    """What the machines, versions and processes of two runs differ in."""
+    mine, other = (
+        {k: v for k, v in flat(each.environment) if k.partition(".")[0] not in _OF_NO_WEIGHT} for each in (a, b)
+    )
+    return differing(mine, other) if mine and other else {}
+
 
 _LEFT_OUT = {"PredictionWriter", *(kind.__name__ for kind in BYSTANDERS)}
 _AGAIN: dict[str, Any] = {
@@ -74,11 +198,10 @@ class Rerun:
             self.config["seed_everything"] = seed
 
     def _read(self) -> dict[str, Any]:
-        if self._file.parent.is_dir() and (self._file.parent / "environment.json").exists():
+        if (self._file.parent / "environment.json").exists():
             return read_config(str(self._file))
-        return dict(
-            Checked(args=["fit", "--config", str(self._file)])._recorded()
-        )  # with all defaults, as a run has it
+        # With all defaults, as a run has it.
+        return dict(Checked(args=["fit", "--config", str(self._file)])._recorded())
 
     @property
     def why_not(self) -> str | None:
@@ -90,10 +213,7 @@ class Rerun:
         return None
 
     def train(
-        self,
-        callbacks: list[Callback],
-        checkpoint: PurePath | None = None,
-        then: Callable[[Trainer, Path], Any] | None = None,
+        self, callbacks: list[Callback], checkpoint: PurePath | None, then: Callable[[Trainer, Path], Any]
     ) -> Any:
         """Train from a checkpoint, or from the beginning, until a callback stops it.
 
@@ -103,7 +223,7 @@ class Rerun:
             then: Called with the trainer and the directory that the training has written, before that is removed.
 
         Returns:
-            Whatever comes back from `then`; None without one.
+            Whatever comes back from `then`.
         """
         if (reason := self.why_not) is not None:
             raise ConfigError(f"{reason}, so it cannot be trained again here.")
@@ -113,11 +233,13 @@ class Rerun:
             try:
                 made = CLI(args=settings, run=False, save_config_callback=None)
             except ConfigError as error:
-                error.add_note(self._hint())
+                where = None if self.run is None else self.run.environment.get("working_directory")
+                said = f"It was started in {where}: start this command there too." if where else "It is the config's."
+                error.add_note(said)
                 raise
-            made.trainer.callbacks += callbacks
+            made.trainer._change(callbacks)
             made.trainer.fit(made.model, made.datamodule)
-            return None if then is None else then(made.trainer, root / "again")
+            return then(made.trainer, root / "again")
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
@@ -128,10 +250,6 @@ class Rerun:
             yield
         finally:
             torch.set_num_threads(before)
-
-    def _hint(self) -> str:
-        where = None if self.run is None else self.run.environment.get("working_directory")
-        return f"It was started in {where}: start this command there too." if where else "It is the config's."
 
     def _settings(self, root: Path, checkpoint: PurePath | None) -> dict[str, Any]:
         trainer = dict(self.config.get("trainer") or {})
@@ -146,7 +264,9 @@ class Rerun:
         if processes > 1:
             self._say(f"{processes} processes have trained it, here it is one: sums are rounded in another order")
             if trainer.get("global_batch_size") is None:
-                trainer["accumulate_grad_batches"] = _times(processes, trainer.get("accumulate_grad_batches", 1))
+                given = trainer.get("accumulate_grad_batches", 1)
+                times = given if isinstance(given, dict) else {0: given}
+                trainer["accumulate_grad_batches"] = {epoch: processes * each for epoch, each in times.items()}
         if trainer.get("max_steps") is None and trainer.get("max_epochs") is None:
             trainer["max_epochs"] = 1 << 30
         trainer["max_time"] = None
@@ -156,12 +276,6 @@ class Rerun:
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s: %s", self.source, note)
-
-
-def _times(processes: int, accumulate: Any) -> Any:
-    if isinstance(accumulate, dict):
-        return {epoch: processes * number for epoch, number in accumulate.items()}
-    return processes * accumulate
 
 
 def _class_of(callback: Any) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -85,10 +86,6 @@ class Variant:
     compiles: bool = False
     fresh: bool = False
 
-    def going_on(self, resume: str) -> Variant:
-        """The run that goes on where this one was killed."""
-        return replace(self, kill=None, resume=resume)
-
     def changes(self, size: Size, folder: Path, given: dict[str, Any], precision: str | None) -> dict[str, Any]:
         """The trainer's arguments, of those that the settings have.
 
@@ -99,7 +96,8 @@ class Variant:
             precision: Of variants that are not exact; None: the user's.
         """
         accumulate = size.accumulate // (2 if self.joins else 1) // self.world
-        own = given.get("strategy")
+        own = given.get("strategy")  # an object of this kind keeps the settings that the user has given it
+        is_kind = not isinstance(own, str) and type(own).__name__.lower() == self.strategy
         changed: dict[str, Any] = {
             **dict.fromkeys(("max_epochs", "max_time", "devices", "num_nodes", "global_batch_size", "profiler"), None),
             **dict.fromkeys(("min_steps", "min_epochs", "num_sanity_val_steps", "overfit_batches", "max_restarts"), 0),
@@ -112,7 +110,7 @@ class Variant:
             "val_check_interval": size.save_every,
             "check_val_every_n_epoch": 1,
             "log_every_n_steps": 1,
-            "strategy": own if _is_of(own, self.strategy) else self.strategy,
+            "strategy": own if is_kind else self.strategy,
             "accelerator": size.accelerator,
             "compile": (given.get("compile") or True) if self.compiles else False,
             "default_root_dir": folder,
@@ -141,7 +139,10 @@ class Variant:
         if self.workers is None and not self.joins:
             return
         owner: Any = data if data is not None else task
-        owner.train_dataloader = _Adapted(owner.train_dataloader, self)
+        owner.train_dataloader = partial(self._made_by, owner.train_dataloader)
+
+    def _made_by(self, method: Callable[[], Any]) -> Any:
+        return self.adapted(method())
 
     def adapted(self, loader: Any) -> Any:
         """A training loader, or several, as this variant needs them."""
@@ -153,24 +154,13 @@ class Variant:
             return loader
         if self.joins and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
             loader = _joined(loader)
-        follows = declares(loader, "follows_training")
-        if self.workers is not None and not follows:  # workers would have a model that is never trained
+        # Workers would have a copy of the model that is never trained.
+        if self.workers is not None and not declares(loader, "follows_training"):
             loader.num_workers = self.workers
             loader.prefetch_factor = 2 if self.workers else None
             if not self.workers:
                 loader.__dict__["persistent_workers"] = False
         return loader
-
-
-@final
-class _Adapted:
-    """The method of a user's object that gives the training loaders."""
-
-    def __init__(self, method: Callable[[], Any], variant: Variant) -> None:
-        self._method, self._variant = method, variant
-
-    def __call__(self) -> Any:
-        return self._variant.adapted(self._method())
 
 
 def _joined(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -180,8 +170,3 @@ def _joined(loader: DataLoader[Any]) -> DataLoader[Any]:
         loader.dataset, 2 * int(loader.batch_size or 1), num_workers=loader.num_workers, collate_fn=loader.collate_fn,
         drop_last=loader.drop_last, generator=loader.generator, worker_init_fn=loader.worker_init_fn, **sampler,
     )  # fmt: skip
-
-
-def _is_of(own: Any, name: str) -> bool:
-    """Whether the user has chosen an object of this kind, with settings of its own."""
-    return not isinstance(own, str) and type(own).__name__.lower() == name

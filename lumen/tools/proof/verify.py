@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,10 +22,11 @@ from lumen.console import stderr, stdout
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
 from lumen.tools.proof import VERIFY
-from lumen.tools.proof.certificate import certificate, changes, read
+from lumen.tools.proof.certificate import certificate, changed_conditions, changed_results, read
 from lumen.tools.proof.prove import COMPARISONS, Proof, Prover, Row, machine
 from lumen.tools.proof.variants import Size
 from lumen.tools.proof.worker import Built
+from lumen.tools.terminal import print_json, table_console
 from lumen.trainer.trainer import Trainer
 
 _USAGE = "--config FILE [--KEY VALUE ...] [--steps N] [--compile] [--json] [--against FILE]"
@@ -100,29 +102,27 @@ def run(words: list[str]) -> int:
     before = read(Path(given.against)) if given.against else None
     target = given.certificate or (None if before else "certificate.json")
     config = Checked(args=["fit", *rest]).settings
-    seed = config.seed_everything
-    seed = seed if isinstance(seed, int) and not isinstance(seed, bool) else secrets.randbits(31)
+    seed = config.seed_everything if type(config.seed_everything) is int else secrets.randbits(31)
     compiles = given.compile or bool(config.trainer.compile)
     size = machine(Size(steps=given.steps, seed=seed), config.trainer.accelerator)
     proof = _proven(Prover(partial(make, rest), size, compiles=compiles, only=only))
     made = certificate(proof, shlex.join(["lumen", "verify", *rest]))
     if target is not None:
-        _write(Path(target), made)
-    if given.json:
-        print(json.dumps(made, indent=2), file=stdout)
-    else:
-        _show(proof, target)
+        try:
+            Path(target).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            said = f"--certificate {target}: cannot be written: {error.strerror}. Name another file."
+            raise ConfigError(said) from error
+    print_json(made) if given.json else _show(proof, target)
     if before is None:
         return proof.code
-    changed = changes(before, made)
-    said = [*changed.conditions, *changed.results]
-    if said and not changed.results:
-        said.append("verdicts and numbers are the same, bit for bit.")
-    head = (
-        f"since {given.against}, made {before.get('made')}:" if said else f"nothing has changed since {given.against}"
-    )
-    print(head, *(f"  {each}" for each in said), sep="\n", file=stderr if given.json else stdout)
-    return max(proof.code, int(bool(changed.results)))
+    conditions, results = changed_conditions(before, made), [*changed_results(before, made)]
+    head = f"nothing has changed since {given.against}"
+    if lines := [*conditions, *results]:
+        head = f"since {given.against}, made {before.get('made')}:"
+        lines += [] if results else ["verdicts and numbers are the same, bit for bit."]
+    print(head, *(f"  {each}" for each in lines), sep="\n", file=stderr if given.json else stdout)
+    return max(proof.code, int(bool(results)))
 
 
 def _proven(prover: Prover) -> Proof:
@@ -130,27 +130,15 @@ def _proven(prover: Prover) -> Proof:
         return prover.prove()
     from lumen.console import console
 
-    done: list[str] = []
+    done = count(1)
     with console.status("the first runs") as status:
-
-        def tell(row: Row) -> None:
-            done.append(row.what)
-            status.update(f"{len(done)} compared, last: {row.what}")
-
-        prover.tell = tell
+        prover.tell = lambda row: status.update(f"{next(done)} compared, last: {row.what}")
         return prover.prove()
-
-
-def _write(path: Path, made: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--certificate {path}: cannot be written: {error.strerror}. Name another file.") from error
 
 
 def _show(proof: Proof, target: str | None) -> None:
     """Print the table, and below it why something is not proven."""
-    console = Console(file=stdout, markup=False, emoji=False, highlight=False)
+    console = table_console()
     table = Table("promise", "compared", "allowed", "largest", "verdict", "s", title=f"{proof.size.steps} steps each")
     last = None
     for row in proof.rows:
@@ -158,7 +146,7 @@ def _show(proof: Proof, target: str | None) -> None:
         name = _PROMISES[row.promise] if row.promise != last else ""
         last = row.promise
         verdict = Text(row.verdict, style=_STYLES[row.verdict])
-        table.add_row(name, row.what, row.demands, largest, verdict, f"{row.seconds:.1f}", end_section=False)
+        table.add_row(name, row.what, row.demands, largest, verdict, f"{row.seconds:.1f}")
     console.print(table)
     console.print()
     for head, body in _once(proof.rows):
@@ -169,23 +157,22 @@ def _show(proof: Proof, target: str | None) -> None:
         console.print()
     for note in proof.notes:
         console.print(f"note: {note}")
-    told = [f"{sum(row.verdict == verdict for row in proof.rows)} {verdict}" for verdict in _STYLES]
-    told = [each for each in told if not each.startswith("0 ")]
+    counts = Counter[str](row.verdict for row in proof.rows)
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
     written = f"; written: {target}" if target else ""
-    console.print(f"{', '.join(told)} in {proof.seconds:.0f} s{written}", soft_wrap=True)
+    console.print(f"{said} in {proof.seconds:.0f} s{written}", soft_wrap=True)
 
 
 def _once(rows: Sequence[Row]) -> list[tuple[Text, Text]]:
     """Why rows are not proven; a cause of several is told once, with all of them."""
-    told: dict[tuple[str, str], list[Row]] = {}
+    told: dict[tuple[str, str], tuple[Row, str, list[str]]] = {}
     for row in rows:
         if row.cause is not None:
-            told.setdefault((row.cause.kind, row.cause.place), []).append(row)
+            first = told.setdefault((row.cause.kind, row.cause.place), (row, row.cause.text, []))
+            first[2].append(f"{_PROMISES[row.promise]}: {row.what}")
     texts = []
-    for (kind, place), of in told.items():
-        text = of[0].cause.text if of[0].cause else ""
-        head = f"{of[0].verdict}: {kind}" + (f", {place}" if place else "")
+    for words, (row, text, seen) in told.items():
         body = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-        which = "; ".join(f"{_PROMISES[row.promise]}: {row.what}" for row in of)
-        texts.append((Text(head, style=_STYLES[of[0].verdict]), Text(f"seen in: {which}\n{body}")))
+        head = Text(f"{row.verdict}: {', '.join(filter(None, words))}", style=_STYLES[row.verdict])
+        texts.append((head, Text(f"seen in: {'; '.join(seen)}\n{body}")))
     return texts

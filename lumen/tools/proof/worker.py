@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from lumen.callbacks import Callback
 from lumen.distributed.cluster_environment import loopback_names
+from lumen.distributed.culprit import Frame
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
 from lumen.internals.interpreters import SAFE_PATH, SearchPath, safe_path
@@ -37,8 +38,7 @@ from lumen.tools.proof.variants import Moment, Size, Variant
 from lumen.trainer.trainer import Trainer
 
 PREFIX = "lumen-verify-"  # of the directory in which all runs lie
-_HERE = str(Path(__file__).parent.parent)
-_ELSEWHERE = ("site-packages", "/lib/python", "<frozen", "importlib")
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SAFE_PATH)
 
 
 @final
@@ -74,12 +74,11 @@ class Killer(Callback):
     Args:
         moment: What it is in the middle of: training, validation or save.
         step: After that many completed steps; of a save, of the checkpoint of the next one.
-        folder: Where checkpoints are written.
     """
 
     stops_at_steps = False
 
-    def __init__(self, moment: Moment, step: int, folder: Path) -> None:
+    def __init__(self, moment: Moment, step: int) -> None:
         self._moment, self._step = moment, step
         if moment == "save":
             self._name = f"step-{step + 1:08d}."
@@ -140,10 +139,9 @@ def _prepare(place: Path, rank: int, variant: Variant, size: Size) -> None:
     output = os.open(place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_", "LUMEN_"))]:
-        del os.environ[name]
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SAFE_PATH):
-        os.environ.pop(name, None)
+    for name in [*os.environ]:
+        if name in _OF_LAUNCHERS or name.startswith(("SLURM_", "TORCHELASTIC_", "LUMEN_")):
+            del os.environ[name]
     os.environ.update(loopback_names())
     torch.set_num_threads(size.threads)
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # of data workers
@@ -169,7 +167,7 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
         listed = [*own.values()] if isinstance(own, dict) else own if isinstance(own, list) else [own]
         added: list[Callback] = [] if variant.evaluates else [observer]
         if variant.kill is not None:
-            added.append(Killer(variant.kill, size.save_every * 2 - 1, place))
+            added.append(Killer(variant.kill, size.save_every * 2 - 1))
         callbacks = [*variant.callbacks(listed, size), *added]
         changed = variant.changes(size, place, given, precision)
         return {**given, **changed, "callbacks": callbacks, "logger": False if variant.evaluates else [Rows(outcome)]}
@@ -178,8 +176,7 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
     task, data, trainer = built.task, built.data, built.trainer
     outcome.by_hand = not task.automatic_optimization
     if outcome.by_hand:
-        limits = {**trainer.plan.limits, "train": size.epoch_steps}
-        trainer.plan = replace(trainer.plan, accumulate={0: 1}, limits=limits)
+        trainer._change(accumulate={0: 1}, limits={**trainer.plan.limits, "train": size.epoch_steps})
     if not variant.evaluates:
         observer.look_at(task, "built")
     Watch(task, outcome, lambda: observer.step).begin(trainer.callbacks)
@@ -193,19 +190,13 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
 
 def told(error: BaseException) -> dict[str, str]:
     """An error as plain data: its class, what it says, the line of the user's code that it came from, all of it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(_HERE) and not any(part in frame.filename for part in _ELSEWHERE)
-    ]
-    place = f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
+    place = next((f"{each.file}:{each.line}, in {each.function}" for each in reversed(frames) if each.is_users), "")
     if notes := getattr(error, "__notes__", None):  # where a run lies that is gone by then, and how it goes on
         notes[:] = [note for note in notes if PREFIX not in note]
-    text = "".join(traceback.format_exception(error))
-    said = str(error) or type(error).__name__
-    kind = type(error).__name__
-    return {"kind": kind, "message": said, "place": place, "text": text, "ours": str(isinstance(error, LumenError))}
+    text, kind = "".join(traceback.format_exception(error)), type(error).__name__
+    ours = str(isinstance(error, LumenError))
+    return {"kind": kind, "message": str(error) or kind, "place": place, "text": text, "ours": ours}
 
 
 MORE = "LUMEN_PRELOAD"
@@ -254,8 +245,8 @@ class Pool:
     """
 
     def __init__(self, make: Maker, size: Size, folder: Path, slots: int, preload: Sequence[str]) -> None:
-        self._make, self._size, self._folder, self._slots = make, size, folder, max(slots, 2)
-        self._free, self._changed = self._slots, threading.Condition()
+        self._make, self._size, self._folder = make, size, folder
+        self._taking, self._free = threading.Lock(), threading.Semaphore(max(slots, 2))
         self._forks = multiprocessing.get_context("forkserver")
         self._forks.set_forkserver_preload(["lumen.tools.proof.preload"])
         self._spawns = multiprocessing.get_context("spawn")
@@ -280,11 +271,16 @@ class Pool:
         folder.mkdir(exist_ok=again)
         for old in (*folder.glob("rank-*.json"), *folder.glob("store*")):
             old.unlink()
-        with self._places(variant.world):
+        with self._taking:  # one takes its places at a time, so that two never wait for each other
+            for _ in range(variant.world):
+                self._free.acquire()
+        try:
             began_s = time.monotonic()
             processes = self._start(variant, precision, folder)
             failure = self._wait(processes, folder)
             result = Result(variant, folder, failure=failure, seconds=time.monotonic() - began_s)
+        finally:
+            self._free.release(variant.world)
         codes = [process.exitcode for process in processes]
         result.killed = variant.kill is not None and codes == [-signal.SIGKILL]
         answers = [_read(folder, rank) for rank in range(variant.world)]
@@ -307,18 +303,6 @@ class Pool:
                 process.kill()
                 process.join()
 
-    @contextmanager
-    def _places(self, count: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= count)
-            self._free -= count
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += count
-                self._changed.notify_all()
-
     def _start(self, variant: Variant, precision: str | None, folder: Path) -> list[BaseProcess]:
         path = SearchPath()
         with self._starting, safe_path():  # the standard library's server is asked by one thread at a time
@@ -336,19 +320,13 @@ class Pool:
         deadline_s = time.monotonic() + self._size.limit_s
         is_short = False
         while any(process.is_alive() for process in processes):
-            if not is_short and any(self._has_failed(process, folder, rank) for rank, process in enumerate(processes)):
+            ended = [_read(folder, rank) for rank, process in enumerate(processes) if not process.is_alive()]
+            if not is_short and not all(answer and not answer["failure"] for answer in ended):  # others may wait for it
                 deadline_s, is_short = min(deadline_s, time.monotonic() + _PATIENCE_S), True
             if time.monotonic() > deadline_s:
                 return self._end(processes, folder, hung=not is_short)
             time.sleep(_LOOK_EVERY_S)
         return None
-
-    def _has_failed(self, process: BaseProcess, folder: Path, rank: int) -> bool:
-        """Whether a process has left the others alone, which may wait for it; one that is done has not."""
-        if process.is_alive():
-            return False
-        answer = _read(folder, rank)
-        return answer is None or bool(answer["failure"])
 
     def _end(self, processes: Sequence[BaseProcess], folder: Path, *, hung: bool) -> dict[str, str] | None:
         for process in processes:
@@ -370,11 +348,10 @@ def _failed(kind: str, message: str, text: str) -> dict[str, str]:
 
 
 def _read(folder: Path, rank: int) -> dict[str, dict[str, str]] | None:
-    try:
+    with suppress(FileNotFoundError):
         answer: dict[str, dict[str, str]] = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return answer
+        return answer
+    return None
 
 
 def libraries() -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from lumen.callbacks.base import Callback
 from lumen.console import logger as _log
 from lumen.errors.arguments import optional
-from lumen.tools.runs.listing import ShownRun, list_checkpoints
+from lumen.tools.runs.find import ShownRun, list_checkpoints
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -55,16 +54,13 @@ class Report(Callback):
             return
         begun = time.monotonic()
         try:
-            self._write(directory)
+            from lumen.tools.report.page import write_report  # with bokeh, which a training need not wait for
+
+            shown = ShownRun(directory, status=self._status, error=self._error or None)
+            if (directory / "checkpoints").is_dir():
+                shown.checkpoints = list_checkpoints(directory / "checkpoints")
+            write_report([shown], directory / "report.html")
         except Exception as error:  # whatever it is, the training is worth more than its report
             _log.warning("no report was written: %s: %s", type(error).__name__, error)
         else:
             _log.info("report: %s (%.1f s)", directory / "report.html", time.monotonic() - begun)
-
-    def _write(self, directory: Path) -> None:
-        from lumen.tools.report.page import write_report  # with bokeh, which a training need not wait for
-
-        checkpoints = directory / "checkpoints"
-        shown = ShownRun(directory, status=self._status, error=self._error or None)
-        shown.checkpoints = list_checkpoints(checkpoints) if checkpoints.is_dir() else []
-        write_report([shown], directory / "report.html")

@@ -10,8 +10,8 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path, optional
 from lumen.tools.report import COMMAND
 from lumen.tools.report.record import is_recorded
-from lumen.tools.runs.find import find_runs, look
-from lumen.tools.runs.listing import ShownRun
+from lumen.tools.runs.find import ShownRun, find_runs, look
+from lumen.tools.terminal import counted
 
 _MORE = (
     "Several runs are laid over each other; a directory of runs stands for all of them. Nothing in a run is changed, "
@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
     from lumen.tools.report.page import write_report
 
     write_report(list(found.values()), output)
-    print(f"{output}: {_in_words(len(found))}, {size(output.stat().st_size)}", file=stdout)
+    print(f"{output}: {counted(len(found), 'run')}, {size(output.stat().st_size)}", file=stdout)
     return 0
 
 
@@ -54,7 +54,3 @@ def _runs(path: Path) -> list[ShownRun]:
     if not found:
         raise ConfigError(f"there are no runs in {path}. Name a run's directory, such as runs/NAME.")
     return [look(each) for each in found]
-
-
-def _in_words(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"

@@ -6,29 +6,19 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, final
 
 import numpy as np
+from bokeh import models
 from bokeh.document import Document
 from bokeh.embed import components
 from bokeh.model import Model
-from bokeh.models import (
-    BasicTicker,
-    BoxZoomTool,
-    ColumnDataSource,
-    Line,
-    NumeralTickFormatter,
-    Range1d,
-    Scatter,
-    VSpan,
-    WheelZoomTool,
-)
 from bokeh.models.annotations import Span
 from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 
-from lumen.tools.report.record import Record
-from lumen.tools.report.table import Numbers, Series, Table, thin
+from lumen.tools.report.record import Numbers, Record, Series, Table, thin
 
 COLOURS = 8
 _DASHES = ("", "6 3", "2 2", "8 3 2 3")
@@ -103,10 +93,7 @@ class Curves:
 def draw(records: Sequence[Record], most_numbers: int) -> Curves:
     """Draw what runs have logged, with about so many points of all curves together."""
     curves = Curves()
-    kinds: tuple[tuple[list[Chart], Callable[[Record], Table], str], ...] = (
-        (curves.metrics, lambda record: record.metrics, "m"),
-        (curves.system, lambda record: record.system, "s"),
-    )
+    kinds = (curves.metrics, attrgetter("metrics"), "m"), (curves.system, attrgetter("system"), "s")
     groups = [(drawn, table, letter, _grouped(map(table, records))) for drawn, table, letter in kinds]
     count = sum(len(names) for *_, group in groups for names in group.values()) * len(records)
     most = min(max(most_numbers // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
@@ -149,21 +136,18 @@ class _Pen:
     def __init__(self, records: Sequence[Record], most: int) -> None:
         self._records, self._most = records, most
         self.figures: dict[str, Model] = {}
-        steps = [
-            float(step)
-            for record in records
-            for series in chain(record.metrics.series.values(), record.system.series.values())
-            for step in (series.steps[0], series.steps[-1])
-        ]
+        tables = [table for record in records for table in (record.metrics, record.system)]
+        ends = [(each.steps[0], each.steps[-1]) for table in tables for each in table.series.values()]
+        steps = [float(step) for end in ends for step in end]
         begin, end = min(steps, default=0.0), max(steps, default=1.0)
         margin = (end - begin) * 0.01 or 0.5
-        self._range = Range1d(start=begin - margin, end=end + margin, name="steps")
-        self._formats = NumeralTickFormatter(format="0,0")
+        self._range = models.Range1d(start=begin - margin, end=end + margin, name="steps")
+        self._formats = models.NumeralTickFormatter(format="0,0")
         self.marks = {kind: sources for kind in _MARKS if (sources := self._sources(kind))}
 
-    def _sources(self, kind: str) -> list[tuple[int, ColumnDataSource]]:
+    def _sources(self, kind: str) -> list[tuple[int, models.ColumnDataSource]]:
         found = ((number, _evenly(_MARKS[kind](record))) for number, record in enumerate(self._records))
-        return [(number, ColumnDataSource({"x": _small(steps)})) for number, steps in found if len(steps)]
+        return [(number, models.ColumnDataSource({"x": _small(steps)})) for number, steps in found if len(steps)]
 
     def chart(self, key: str, title: str, names: Sequence[str], table: Callable[[Record], Table]) -> Chart:
         """Draw some names of all runs that have them into one figure."""
@@ -172,43 +156,39 @@ class _Pen:
         for run, record in enumerate(self._records):
             for variant, name in enumerate(names):
                 if name in table(record).series:
-                    series = table(record).series[name]
-                    entry = self._entry(f"{key}-{run}-{variant}", run, record, name, variant, len(names))
-                    odd = np.unique(series.steps[~series.finite])
-                    last = float(series.values[-1])
-                    made.entries.append(entry._replace(last=last, odd=int((~series.finite).sum())))
-                    self._draw(drawn, entry.key, series, entry.dash, odd)
+                    series, dash = table(record).series[name], _DASHES[variant % len(_DASHES)]
+                    # One run has a colour for each name. Of several runs each has one, and dashes tell names apart.
+                    label, colour = f"{record.name} {name}" if len(names) > 1 else record.name, run
+                    if len(self._records) == 1:
+                        label, colour = name, variant
+                    odd = ~series.finite
+                    entry = Entry(f"{key}-{run}-{variant}", run, label, colour % COLOURS, dash,
+                                  float(series.values[-1]), int(odd.sum()))  # fmt: skip
+                    made.entries.append(entry)
+                    self._draw(drawn, entry.key, series, dash, np.unique(series.steps[odd]))
         return made
-
-    def _entry(self, key: str, run: int, record: Record, name: str, variant: int, variants: int) -> Entry:
-        """One run has a colour for each name; of several each has one, and names are told apart by dashes."""
-        dash = _DASHES[variant % len(_DASHES)]
-        if len(self._records) == 1:
-            return Entry(key, run, name, variant % COLOURS, dash, 0.0, 0)
-        label = f"{record.name} {name}" if variants > 1 else record.name
-        return Entry(key, run, label, run % COLOURS, dash, 0.0, 0)
 
     def _figure(self, key: str) -> figure:
         drawn = figure(
-            name=f"chart-{key}", x_range=self._range, y_range=Range1d(start=0, end=1), tools=[], toolbar_location=None,
-            height=230, sizing_mode="stretch_width", background_fill_color=None, border_fill_color=None,
+            name=f"chart-{key}", x_range=self._range, y_range=models.Range1d(start=0, end=1), tools=[], height=230,
+            toolbar_location=None, sizing_mode="stretch_width", background_fill_color=None, border_fill_color=None,
             outline_line_color=None, min_border=0, min_border_right=22, min_border_top=8,
         )  # fmt: skip
-        drawn.add_tools(BoxZoomTool(dimensions="width"))
-        wheel = WheelZoomTool(dimensions="width", modifiers={"shift": True})
+        drawn.add_tools(models.BoxZoomTool(dimensions="width"))
+        wheel = models.WheelZoomTool(dimensions="width", modifiers={"shift": True})
         drawn.add_tools(wheel)
         drawn.toolbar.active_scroll = wheel
         drawn.toolbar.logo = None
         for axis in (drawn.xaxis[0], drawn.yaxis[0]):
             axis.major_label_text_font, axis.major_label_text_font_size = _FONT, "11px"
             axis.minor_tick_line_color, axis.major_tick_in, axis.major_tick_out = None, 0, 4
-        drawn.xaxis[0].ticker = BasicTicker(min_interval=1, desired_num_ticks=5)
+        drawn.xaxis[0].ticker = models.BasicTicker(min_interval=1, desired_num_ticks=5)
         drawn.xaxis[0].formatter = self._formats
-        drawn.yaxis[0].ticker = BasicTicker(desired_num_ticks=5)
+        drawn.yaxis[0].ticker = models.BasicTicker(desired_num_ticks=5)
         drawn.xgrid[0].visible = False
         for kind, sources in self.marks.items():
             for run, source in sources:
-                glyph = VSpan(x="x", line_dash=_MARK_DASHES[kind], line_width=1)
+                glyph = models.VSpan(x="x", line_dash="solid" if kind == "restarts" else "dotted", line_width=1)
                 name = f"mark-{kind}-{run}"
                 drawn.renderers.append(GlyphRenderer(data_source=source, glyph=glyph, name=name, level="underlay"))
         drawn.add_layout(Span(dimension="height", name=f"cursor-{key}", visible=False, location=0, line_width=1))
@@ -216,33 +196,32 @@ class _Pen:
 
     def _draw(self, drawn: figure, key: str, series: Series, dash: str, odd: Numbers) -> None:
         thinned = thin(series, self._most)
-        source = ColumnDataSource({"x": _small(thinned.steps), "y": thinned.values})
+        source = models.ColumnDataSource({"x": _small(thinned.steps), "y": thinned.values})
         dashes = [int(each) for each in dash.split()]
         if len(odd):
-            marks = ColumnDataSource({"x": _small(_evenly(odd))})
-            span = VSpan(x="x", line_width=2, line_alpha=0.4)
+            marks = models.ColumnDataSource({"x": _small(_evenly(odd))})
+            span = models.VSpan(x="x", line_width=2, line_alpha=0.4)
             drawn.renderers.append(GlyphRenderer(data_source=marks, glyph=span, name=f"odd-{key}"))
         if len(thinned.means):
-            base = ColumnDataSource({"x": thinned.mean_steps, "y": thinned.means})
-            drawn.renderers.append(GlyphRenderer(data_source=base, glyph=Line(), name=f"mean-{key}", visible=False))
+            base = models.ColumnDataSource({"x": thinned.mean_steps, "y": thinned.means})
+            drawn.renderers.append(
+                GlyphRenderer(data_source=base, glyph=models.Line(), name=f"mean-{key}", visible=False)
+            )
         if len(thinned.steps) <= _MOST_DOTS:
-            dots = Scatter(x="x", y="y", size=4, line_color=None)
+            dots = models.Scatter(x="x", y="y", size=4, line_color=None)
             drawn.renderers.append(GlyphRenderer(data_source=source, glyph=dots, name=f"dots-{key}"))
-        for name, data, width in (("line", source, 1.3), ("smooth", ColumnDataSource({"x": [], "y": []}), 1.8)):
-            glyph = Line(x="x", y="y", line_width=width, line_dash=dashes, line_join="round")
+        for name, data, width in (("line", source, 1.3), ("smooth", models.ColumnDataSource({"x": [], "y": []}), 1.8)):
+            glyph = models.Line(x="x", y="y", line_width=width, line_dash=dashes, line_join="round")
             drawn.renderers.append(GlyphRenderer(data_source=data, glyph=glyph, name=f"{name}-{key}"))
 
 
 _MARKS: dict[str, Callable[[Record], Iterable[int]]] = {
     "restarts": lambda record: record.restarts,
-    "checkpoints": lambda record: [each.info["step"] for each in record.shown.committed if _has_step(each.info)],
+    "checkpoints": lambda record: [
+        step for each in record.shown.committed if isinstance(step := each.info.get("step"), int)
+    ],
     "epochs": lambda record: record.metrics.epochs.values(),
 }
-_MARK_DASHES = {"restarts": "solid", "checkpoints": "dotted", "epochs": "dotted"}
-
-
-def _has_step(info: dict[str, Any]) -> bool:
-    return isinstance(info.get("step"), int)
 
 
 def _evenly(steps: Iterable[float]) -> Numbers:

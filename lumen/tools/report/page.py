@@ -21,27 +21,14 @@ from lumen.errors import RunDirectoryError
 from lumen.internals.masking import masked_words
 from lumen.internals.whole_files import replaced
 from lumen.tools.report.curves import Curves, draw
-from lumen.tools.report.record import Record, differences, names_of, read_record, settings_in
-from lumen.tools.report.table import Series
+from lumen.tools.report.record import Record, Series, differences, names_of, read_record, settings_in
 from lumen.version import __version__
 
 if TYPE_CHECKING:
-    from lumen.tools.runs.listing import ShownRun
+    from lumen.tools.runs.find import ShownRun
 
 MOST_BYTES = 3_000_000  # what a mail takes without a second thought; bokeh's own code is 1.3 MB of it
 _NUMBERS, _LOG_BYTES, _MEDIA_BYTES, _ROWS = 28_000, 120_000, 400_000, 400
-#: What time is spent on, in the order and the words of the report.
-_TIMES = {
-    "step": "training",
-    "data": "waiting for data",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoints",
-    "compile": "compilation",
-    "startup": "start",
-    "end": "end",
-    "lost": "lost by kills",
-    "queue": "not running",
-}
 
 
 def write_report(runs: Sequence[ShownRun], output: Path) -> None:
@@ -87,8 +74,7 @@ def _page(records: Sequence[Record], curves: Curves, most_rows: int) -> str:
     environment.filters |= {"number": _number, "duration": _duration, "when": _when, "share": _share}
     drawing = Resources(mode="inline", components=["bokeh"], minified=True, log_level="fatal").js_raw
     scripts = [*drawing, curves.script, _file("page.js")] if curves.script else []
-    values = _values(records)
-    settings = [record.settings for record in records]
+    values, made_of = _values(records), {each.name: map(settings_in, each.configs.values()) for each in records}
     return environment.get_template("page.html").render(
         version=__version__,
         made=datetime.now().astimezone(),
@@ -99,10 +85,9 @@ def _page(records: Sequence[Record], curves: Curves, most_rows: int) -> str:
         policy=" ".join(map(_digest, scripts)) or "'none'",
         values=dict(islice(values.items(), most_rows)),
         values_left_out=max(0, len(values) - most_rows),
-        differences=dict(islice(differences(settings).items(), most_rows)),
-        changes={record.name: _changes(record, most_rows) for record in records},
+        differences=dict(islice(differences([record.settings for record in records]).items(), most_rows)),
+        changes={name: dict(islice(differences([*each]).items(), most_rows)) for name, each in made_of.items()},
         environments=_environments(records),
-        times=_TIMES,
     )
 
 
@@ -116,46 +101,33 @@ def _digest(script: str) -> str:
 
 def _values(records: Sequence[Record]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
     """By each name what it came to: the name of each run that has it, and the values."""
-    names = dict.fromkeys(name for record in records for name in record.metrics.series)
-    return {
-        name: [
-            (record.name, _extremes(record.metrics.series[name])) for record in records if name in record.metrics.series
-        ]
-        for name in names
-    }
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for record in records:
+        for name, series in record.metrics.series.items():
+            found.setdefault(name, []).append((record.name, _extremes(series)))
+    return found
 
 
 def _extremes(series: Series) -> dict[str, Any]:
     found = {"last": series.values[-1], "count": len(series.values), "odd": int((~series.finite).sum())}
     if series.finite.any():
-        low, high = np.nanargmin(_nan(series)), np.nanargmax(_nan(series))
+        low, high = np.nanargmin(series.drawn), np.nanargmax(series.drawn)
         found |= {"low": series.values[low], "low_step": series.steps[low]}
         found |= {"high": series.values[high], "high_step": series.steps[high]}
     return found
 
 
-def _nan(series: Series) -> Any:
-    return np.where(series.finite, series.values, np.nan)
-
-
-def _changes(record: Record, most_rows: int) -> dict[str, list[str]]:
-    """What resumes have changed in a run's config."""
-    return dict(islice(differences([settings_in(text) for text in record.configs.values()]).items(), most_rows))
-
-
 def _environments(records: Sequence[Record]) -> dict[str, list[str]]:
     """What the runs ran on, a row for each thing that any of them tells."""
-    told = [dict(_entries(record.environment)) for record in records]
-    return {
-        name: [each.get(name, "–") for each in told] for name in dict.fromkeys(name for each in told for name in each)
-    }
+    told = [_entries(record.environment) for record in records]
+    return {name: [each.get(name, "–") for each in told] for one in told for name in one}
 
 
-def _entries(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _entries(environment: Mapping[str, Any]) -> dict[str, str]:
     told = {str(name).replace("_", " "): value for name, value in islice(environment.items(), 40)}
     if isinstance(command := told.get("command"), list):
         told["command"] = shlex.join(masked_words(list(map(str, command))))
-    return [(name, _in_words(value)) for name, value in told.items()]
+    return {name: _in_words(value) for name, value in told.items()}
 
 
 def _in_words(value: Any) -> str:

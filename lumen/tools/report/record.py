@@ -3,28 +3,178 @@
 from __future__ import annotations
 
 import base64
+import csv
 import importlib.util
 import json
 import math
 import re
 import reprlib
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TextIO, final
 
+import numpy as np
+import numpy.typing as npt
 import yaml
 
 from lumen.data.nested import flat
 from lumen.internals.masking import masked_text
 from lumen.run.goodput import FILE, TimeSpent, goodput, starts
-from lumen.tools.report.table import Table, read_table
 
 if TYPE_CHECKING:
-    from lumen.tools.runs.listing import ShownRun
+    from lumen.tools.runs.find import ShownRun
+
+
+Numbers = npt.NDArray[np.float64]
+
+
+@final
+@dataclass
+class Series:
+    """The values of one name.
+
+    Attributes:
+        steps: The step of each value, which never falls.
+        values: As many; what is not finite, too.
+    """
+
+    steps: Numbers
+    values: Numbers
+
+    @property
+    def finite(self) -> npt.NDArray[np.bool_]:
+        """Which of the values are finite."""
+        return np.isfinite(self.values)
+
+    @property
+    def drawn(self) -> Numbers:
+        """The values, NaN in place of those that are not finite."""
+        return np.where(self.finite, self.values, np.nan)
+
+
+@final
+@dataclass
+class Table:
+    """What a file of values holds.
+
+    Attributes:
+        series: By name, in the file's order; names without a value are left out.
+        epochs: The step of the first row of each epoch but the first, by the number of epochs completed.
+        last_step: The highest step, or None.
+        last_epoch: Number of the newest epoch, or None: as many were completed before it.
+    """
+
+    series: dict[str, Series] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    last_step: int | None = None
+    last_epoch: int | None = None
+
+
+def read_table(path: Path | None) -> Table:
+    """Read all rows; None, and what cannot be read, is an empty table. Cells that are no numbers are passed over."""
+    table = Table()
+    if path is not None:
+        with suppress(OSError, csv.Error), path.open(newline="", encoding="utf-8", errors="replace") as file:
+            _read(csv.reader(_whole_lines(file)), table)
+    return table
+
+
+def _whole_lines(file: TextIO) -> Iterator[str]:
+    """The lines of a file but for a torn last one, whose last number may lack digits."""
+    line = next(file, "")
+    for following in file:
+        yield line
+        line = following
+    if line.endswith("\n"):
+        yield line
+
+
+def _read(rows: Iterator[list[str]], table: Table) -> None:
+    header = next(rows, [])
+    if "step" not in header:
+        return
+    step_place, epoch_place = header.index("step"), header.index("epoch") if "epoch" in header else None
+    columns = {place: (array("d"), array("d")) for place, name in enumerate(header) if name not in ("step", "epoch")}
+    epochs: dict[str, float] = {}
+    with suppress(csv.Error):  # what came before it counts
+        for row in rows:
+            step = _take(row, step_place, columns)
+            if epoch_place is not None and len(row) > epoch_place:
+                epochs.setdefault(row[epoch_place], step)
+    for place, (steps, values) in columns.items():
+        if steps:
+            order = np.argsort(steps, kind="stable")
+            table.series[header[place]] = Series(np.array(steps)[order], np.array(values)[order])
+    table.epochs = {int(epoch): int(step) for epoch, step in epochs.items() if epoch.isdecimal() and np.isfinite(step)}
+    table.last_epoch = max(table.epochs, default=None)
+    table.epochs.pop(min(table.epochs, default=0), None)
+    table.last_step = max((int(each.steps[-1]) for each in table.series.values()), default=None)
+
+
+def _take(row: list[str], step_place: int, columns: dict[int, tuple[array[float], array[float]]]) -> float:
+    """Add the values of a row; return its step, or NaN if it has none that a double holds."""
+    step = np.nan
+    with suppress(ValueError, IndexError):
+        step = float(row[step_place])
+    if not abs(step) < 2**53:  # NaN, too
+        return np.nan
+    for place, cell in enumerate(row):
+        if cell and place in columns:
+            with suppress(ValueError):
+                value = float(cell)
+                columns[place][0].append(step)
+                columns[place][1].append(value)
+    return step
+
+
+@final
+@dataclass
+class Thinned:
+    """A series with as many points as can be told apart.
+
+    Attributes:
+        steps: The steps of the points.
+        values: Of each bucket of the series the lowest and the highest value, in their order; NaN where none is finite.
+        mean_steps: The mean step of each bucket; empty if all points are there.
+        means: The mean of each bucket's finite values, as many.
+    """
+
+    steps: Numbers
+    values: Numbers
+    mean_steps: Numbers
+    means: Numbers
+
+
+def thin(series: Series, most: int) -> Thinned:
+    """At most so many points of a series, peaks included, with its first and last point.
+
+    Args:
+        series: One with at least one value.
+        most: Points to keep, at least 4.
+    """
+    values = series.drawn
+    empty = np.empty(0)
+    if len(values) <= most:
+        return Thinned(series.steps, values, empty, empty)
+    edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket less than half: the ends are kept too
+    kept, mean_steps, means = [0], [], []
+    for begin, end in pairwise(edges.tolist()):
+        bucket = values[begin:end]
+        finite = np.isfinite(bucket)
+        if not finite.any():
+            kept.append(begin)
+            continue
+        kept += sorted((begin + int(np.nanargmin(bucket)), begin + int(np.nanargmax(bucket))))
+        mean_steps.append(series.steps[begin:end][finite].mean())
+        means.append(float(np.mean(bucket[finite], dtype=np.longdouble)))
+    places = np.unique([*kept, len(values) - 1])
+    return Thinned(series.steps[places], values[places], np.array(mean_steps), np.array(means))
+
 
 _HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum; another one follows the record
 _LONGEST_RECORD = 1 << 26
@@ -201,19 +351,12 @@ def read_record(shown: ShownRun, name: str, *, log_bytes: int, media_bytes: int)
     log, left_out = _tail(own_file(directory, "run.log"), log_bytes)
     has_time = own_file(directory, FILE) is not None
     events = sorted(path.relative_to(directory) for path in directory.glob("tensorboard/**/*tfevents*"))
-    return Record(
-        shown=shown,
-        name=name,
-        metrics=read_table(own_file(directory, "metrics.csv")),
-        system=read_table(own_file(directory, "system.csv")),
-        spent=_time(directory) if has_time else None,
-        restarts=[step for number, step in starts(directory).items() if number > 1] if has_time else [],
-        configs=_configs(directory),
-        environment=_environment(own_file(directory, "environment.json")),
-        log=log,
-        log_left_out=left_out,
-        media=read_media([path for each in events if (path := own_file(directory, each))], media_bytes),
-    )
+    media = read_media([path for each in events if (path := own_file(directory, each))], media_bytes)
+    metrics, system = (read_table(own_file(directory, each)) for each in ("metrics.csv", "system.csv"))
+    restarts = [step for number, step in starts(directory).items() if number > 1] if has_time else []
+    spent, environment = _time(directory) if has_time else None, _environment(own_file(directory, "environment.json"))
+    configs = _configs(directory)
+    return Record(shown, name, metrics, system, spent, restarts, configs, environment, log, left_out, media)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

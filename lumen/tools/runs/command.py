@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lumen.cli.parser import Words
 from lumen.console import size, stdout
 from lumen.errors import ConfigError
-from lumen.tools.runs import COMMAND
-from lumen.tools.runs.find import runs_in
-from lumen.tools.runs.listing import ShownRun
-from lumen.tools.runs.records import (
-    ABSENT,
-    Record,
-    choose,
-    comparable,
-    differing,
-    full_name,
-    read_condition,
-    record,
-    short_names,
-    time_of,
-    time_spent,
-    value_of,
-)
+from lumen.tools.runs import COMMAND, records as data
+from lumen.tools.runs.find import ShownRun, runs_in
+from lumen.tools.runs.records import Record, comparable, time_of
+from lumen.tools.terminal import print_json, table_console
 
 STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "failed": "bold red", "unknown": "dim"}
 
@@ -51,7 +35,7 @@ def print_checkpoints(found: Sequence[ShownRun]) -> None:
             metrics = " ".join(f"{name}={value!r}" for name, value in shown.metrics(each).items())
             state = "damaged" if each.problem else "best" if shown.is_best(each) else "valid"
             size_bytes = "-" if each.size_bytes is None else str(each.size_bytes)
-            described = each.path.name, str(each.info.get("epoch", "-")), time_of(each, "seconds") or "-", size_bytes
+            described = (each.path.name, str(each.info.get("epoch", "-")), time_of(each, "seconds") or "-", size_bytes)
             rows.append((*run, *described, state, printable(each.problem or metrics)))
         if shown.error or not shown.committed:
             rows.append((*run, *"-----", printable(shown.problem or shown.error or "no checkpoints")))
@@ -60,7 +44,7 @@ def print_checkpoints(found: Sequence[ShownRun]) -> None:
 
 def show_checkpoints(found: Sequence[ShownRun]) -> None:
     """A table for each run, as wide as the terminal."""
-    console = Console(file=stdout, markup=False, emoji=False, highlight=False)
+    console = table_console()
     for number, shown in enumerate(found):
         if number:
             console.print()
@@ -85,26 +69,18 @@ def _head(shown: ShownRun) -> Text:
 def _table(shown: ShownRun) -> Table:
     table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
     table.add_column("", width=1)
-    table.add_column("checkpoint", no_wrap=True)
-    table.add_column("epoch", no_wrap=True, justify="right")
-    table.add_column("saved", no_wrap=True)
-    table.add_column("size", no_wrap=True, justify="right")
+    for head in ("checkpoint", "epoch", "saved", "size"):
+        table.add_column(head, no_wrap=True, justify="right" if head in ("epoch", "size") else "left")
     table.add_column("metrics", ratio=1, no_wrap=True, overflow="ellipsis")
     for each in shown.committed:
         mark = Text("✗", "red") if each.problem else Text("★", "yellow") if shown.is_best(each) else ""
-        monitor = each.info.get("monitor")
-        metrics = Text("  ").join(
-            Text(printable(f"{name} {value:.4g}"), "bold" if name == monitor else "")
+        metrics = Text("damaged", "red") if each.problem else Text("  ").join(
+            Text(printable(f"{name} {value:.4g}"), "bold" if name == each.info.get("monitor") else "")
             for name, value in shown.metrics(each).items()
-        )
-        table.add_row(
-            mark,
-            each.path.name,
-            str(each.info.get("epoch", "")),
-            time_of(each, "minutes")[:16].replace("T", " "),
-            "" if each.size_bytes is None else size(each.size_bytes),
-            Text("damaged", "red") if each.problem else metrics,
-        )
+        )  # fmt: skip
+        room = "" if each.size_bytes is None else size(each.size_bytes)
+        epoch, saved = str(each.info.get("epoch", "")), time_of(each, "minutes")[:16].replace("T", " ")
+        table.add_row(mark, each.path.name, epoch, saved, room, metrics)
     return table
 
 
@@ -114,7 +90,7 @@ def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
         yield shown.problem, "red"
     elif not shown.committed:
         yield "  no checkpoints", "dim"
-    if (spent := time_spent(shown)) is not None:
+    if (spent := data.time_spent(shown)) is not None:
         yield f"  {spent}", "dim"
     if shown.error:
         yield f"  {shown.error}", "red"
@@ -138,17 +114,17 @@ def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Seque
         where: Conditions that were asked for.
         sort: The setting or metric that they are sorted by.
     """
-    asked = [read_condition(text, records).name for text in where]
-    asked += [full_name(sort.removeprefix("-"), records)] if sort else []
+    asked = [data.read_condition(text, records).name for text in where]
+    asked += [data.full_name(sort.removeprefix("-"), records)] if sort else []
     metrics = {name for record in chosen for name in record["metrics"]}
-    settings = dict.fromkeys([*differing(chosen), *(name for name in asked if name not in {*metrics, "name"})])
-    settings = {name: None for name in settings if name not in ("status", "step", "epoch")}
+    others = {*metrics, "name", "status", "step", "epoch"}
+    settings = [*dict.fromkeys([*data.differing(chosen), *(name for name in asked if name not in others)])]
     monitored = [record["monitor"] for record in chosen if record["monitor"] is not None]
-    numbers = dict.fromkeys([*(name for name in asked if name in metrics), *monitored])
-    columns = ["name", "status", *settings, "step", *(numbers or sorted(metrics)[:_MOST_METRICS])]
-    heads = ["run", "status", *short_names(list(settings)), "step", *columns[len(settings) + 3 :]]
-    rows = [[_cell(value_of(record, name)) for name in columns] for record in chosen]
-    _show([head if stdout.isatty() else head.upper() for head in heads], rows)
+    numbers = [*dict.fromkeys([*(name for name in asked if name in metrics), *monitored])]
+    numbers = numbers or sorted(metrics)[:_MOST_METRICS]
+    columns, heads = (["status", *names, "step", *numbers] for names in (settings, data.short_names(settings)))
+    rows = [[_cell(data.value_of(record, name)) for name in ("name", *columns)] for record in chosen]
+    _show([head if stdout.isatty() else head.upper() for head in ("run", *heads)], rows)
 
 
 def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -161,7 +137,7 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(head, overflow="fold", justify="right" if number > 1 else "left")
     for name, *cells in rows:
         table.add_row(Text(name, "bold"), *(Text(cell, STYLES.get(cell, "")) for cell in cells))
-    Console(file=stdout, markup=False, emoji=False, highlight=False).print(table)
+    table_console().print(table)
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
@@ -172,7 +148,7 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _cell(value: Any) -> str:
-    if value is ABSENT:
+    if value is data.ABSENT:
         return ""
     return format(value, ".6g") if isinstance(value, float) else printable("null" if value is None else str(value))
 
@@ -180,17 +156,12 @@ def _cell(value: Any) -> str:
 # ---------------------------------------------------------------------- two runs
 
 
-def find_two(names: Sequence[str], records: Sequence[Record]) -> tuple[Record, Record]:
-    """The runs of two names or paths.
+def _find(name: str, records: Sequence[Record]) -> Record:
+    """Return the run of a name or a path.
 
     Raises:
         ConfigError: There is no such run, or there are several.
     """
-    one, other = (_find(name.rstrip("/"), records) for name in names)
-    return one, other
-
-
-def _find(name: str, records: Sequence[Record]) -> Record:
     found = [each for each in records if each["path"] == name] or [each for each in records if each["name"] == name]
     if len(found) == 1:
         return found[0]
@@ -202,7 +173,9 @@ def _find(name: str, records: Sequence[Record]) -> Record:
 def differences(one: Record, other: Record) -> dict[str, dict[str, tuple[Any, Any]]]:
     """The settings in which two runs differ, None where one has no such, and all last metrics, by name."""
     names, mine, theirs = dict.fromkeys([*one["settings"], *other["settings"]]), one["settings"], other["settings"]
-    changed = [name for name in names if comparable(mine.get(name, ABSENT)) != comparable(theirs.get(name, ABSENT))]
+    changed = [
+        name for name in names if comparable(mine.get(name, data.ABSENT)) != comparable(theirs.get(name, data.ABSENT))
+    ]
     metrics = dict.fromkeys([*one["metrics"], *other["metrics"]])
     return {
         "settings": {name: (mine.get(name), theirs.get(name)) for name in changed},
@@ -214,7 +187,7 @@ def show_differences(one: Record, other: Record) -> None:
     """Print in which settings two runs differ, and what each has come to."""
     found = differences(one, other)
     names = [*found["settings"], "status", "step", "epoch", *found["metrics"]]
-    rows = [[name, *(_cell(value_of(each, name)) for each in (one, other))] for name in names]
+    rows = [[name, *(_cell(data.value_of(each, name)) for each in (one, other))] for name in names]
     _show(["NAME", one["path"], other["path"]], rows)
     if not found["settings"]:
         known = one["settings"] and other["settings"]
@@ -230,23 +203,21 @@ _MORE = (
 def run(words: list[str]) -> int:
     """List runs and return 0, or 1 if a checkpoint that was to be verified is damaged."""
     given = options().read(words)
-    if given.compare and (given.where or given.sort or given.table):
+    as_table = bool(given.table or given.where or given.sort)
+    if given.compare and as_table:
         raise ConfigError("--compare takes two runs by their names. Leave out --where, --sort and --table.")
     found = runs_in(given.directory, verify=given.verify)
-    records = [record(each) for each in found] if given.json or given.compare or _is_table(given) else []
+    records = [data.record(each) for each in found] if given.json or given.compare or as_table else []
     if given.compare:
-        one, other = find_two(given.compare, records)
-        if given.json:
-            print(json.dumps(differences(one, other), indent=2), file=stdout)
-        else:
-            show_differences(one, other)
+        one, other = (_find(name.rstrip("/"), records) for name in given.compare)
+        print_json(differences(one, other)) if given.json else show_differences(one, other)
         return 0
-    chosen = choose(records, given.where, given.sort)
+    chosen = data.choose(records, given.where, given.sort)
     if given.json:
-        print(json.dumps(chosen, indent=2), file=stdout)
+        print_json(chosen)
     elif not found:
         print(f"there are no runs in {given.directory}", file=stdout)
-    elif _is_table(given):
+    elif as_table:
         show_table(chosen, records, given.where, given.sort)
     else:
         (show_checkpoints if stdout.isatty() else print_checkpoints)(found)
@@ -254,20 +225,11 @@ def run(words: list[str]) -> int:
     return int(given.verify and damaged)
 
 
-def _is_table(given: Namespace) -> bool:
-    return bool(given.table or given.where or given.sort)
-
-
 def options() -> Words:
     """The options of the command."""
     parser = Words("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--compare RUN RUN] [--json]", _MORE)
-    parser.add_argument(
-        "directory",
-        nargs="?",
-        default="runs",
-        metavar="DIR",
-        help="Where the runs are, or one of them; a URL too. Default: runs.",
-    )
+    parser.add_argument("directory", nargs="?", default="runs", metavar="DIR", help="Where the runs are, or one of "
+                        "them; a URL too. Default: runs.")  # fmt: skip
     parser.add_argument("--table", action="store_true", help="A row for each run, with the settings that differ.")
     parser.add_argument(
         "--where", action="append", default=[], metavar="CONDITION",

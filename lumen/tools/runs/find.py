@@ -1,4 +1,4 @@
-"""Runs as they are found on the disk. Nothing is changed, and no job is disturbed."""
+"""Runs and their checkpoints, good and bad, as they are on the disk. Nothing is changed, and no job is disturbed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,153 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePath
+from typing import Any, final
 
+from lumen.checkpoint.format.folder import SAVED_NAME, is_saved_name
+from lumen.checkpoint.format.manifest import check_file, is_unseen, read_head
+from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.storage import MANIFEST, as_local, as_place, exists, is_dir, readable, storage_of
 from lumen.console import stderr
-from lumen.errors import ConfigError, LumenError, ProcessLost, RunDirectoryError
-from lumen.tools.runs.listing import ShownRun, has_checkpoints, list_checkpoints
+from lumen.errors import CheckpointError, ConfigError, LumenError, ProcessLost, RunDirectoryError
 from lumen.trainer.logs import STATUS_SUFFIX
 from lumen.trainer.run_directory import RunDirectory
+
+_NAME = re.compile(SAVED_NAME.pattern + r"(?:\.(tmp|damaged)-\w+)?")
+
+
+@final
+@dataclass
+class Listed:
+    """A directory in a folder of checkpoints.
+
+    Attributes:
+        path: Directory of the checkpoint.
+        info: What the manifest tells of it, such as `step`, `epoch` and `metrics`; empty if that is damaged.
+        committed_s: When it was committed, in seconds since 1970, or None.
+        size_bytes: Of all its files, or None.
+        problem: Why it cannot be used, or None.
+        kind: "tmp": a save or a removal under way, or what a killed one left; "damaged": set aside by a resume; or "".
+    """
+
+    path: PurePath
+    kind: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    committed_s: float | None = None
+    size_bytes: int | None = None
+    problem: str | None = None
+
+
+@final
+@dataclass
+class ShownRun:
+    """A run as it is found on the disk.
+
+    Attributes:
+        path: Directory of the run.
+        checkpoints: What lies where its checkpoints are.
+        problem: Why that cannot be read, or None.
+        status: "running", "finished", "stopped", "failed" or "unknown".
+        error: What it failed by, in a line, or None.
+        holder: The live job that has it: its `host`, `pid` and `started`.
+    """
+
+    path: PurePath
+    checkpoints: list[Listed] = field(default_factory=list)
+    problem: str | None = None
+    status: str = "unknown"
+    error: str | None = None
+    holder: dict[str, Any] | None = None
+
+    @property
+    def local(self) -> Path | None:
+        """The directory, if that is on a disk: an object store has neither locks nor logs."""
+        return as_local(self.path)
+
+    @property
+    def committed(self) -> list[Listed]:
+        """Its checkpoints without what is temporary."""
+        return [each for each in self.checkpoints if each.kind != "tmp"]
+
+    @property
+    def newest_info(self) -> dict[str, Any]:
+        """What the manifest of the newest good checkpoint to go on from tells."""
+        good = (each for each in reversed(self.checkpoints) if is_saved_name(each.path.name) and not each.problem)
+        return next((each.info for each in good if each.info), {})
+
+    def is_best(self, checkpoint: Listed) -> bool:
+        """Whether the newest checkpoint calls this one the best."""
+        return checkpoint.path.name == self.newest_info.get("best")
+
+    def metrics(self, checkpoint: Listed) -> dict[str, float]:
+        """The numbers that were logged last, the monitored one first."""
+        found = checkpoint.info.get("metrics")
+        found = found.items() if isinstance(found, dict) else ()
+        numbers = {str(name): value for name, value in found if isinstance(value, (int, float))}
+        monitor = checkpoint.info.get("monitor")
+        return {name: numbers[name] for name in sorted(numbers, key=lambda name: name != monitor)}
+
+
+def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[Listed]:
+    """Look at everything in a folder that has the name of a checkpoint, by steps. What leaves meanwhile is left out.
+
+    Args:
+        folder: Where the checkpoints are. Anything else in it is passed over.
+        verify: Read every byte; else manifests are read, and that all files are there with their sizes is checked.
+
+    Raises:
+        CheckpointDamaged: The folder is not there.
+        CheckpointError: This user may not read it.
+    """
+    with readable(folder):
+        names = storage_of(folder).names(folder)
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    matches.sort(key=lambda match: (int(match[1]), match[2] != "validating", match[0]))
+    found = [_look(folder / match[0], match[3] or "", verify=verify) for match in matches]
+    with readable(folder):
+        return [each for each in found if is_dir(each.path)]
+
+
+def has_checkpoints(folder: PurePath) -> bool:
+    """Whether something in a folder has the name and the manifest of a checkpoint."""
+    with readable(folder):
+        names = storage_of(folder).names(folder)
+    return any(_NAME.fullmatch(name) and _has_manifest(folder / name) for name in names)
+
+
+def _has_manifest(path: PurePath) -> bool:
+    with suppress(OSError):
+        return exists(path / MANIFEST)
+    return True  # as far as is known
+
+
+def _look(path: PurePath, kind: str, *, verify: bool) -> Listed:
+    listed = Listed(path, kind)
+    if kind == "tmp":
+        return listed
+    try:
+        if is_unseen(path):
+            listed.kind = "tmp"
+            return listed
+        head = read_head(path)
+        manifest, storage = path / MANIFEST, storage_of(path)
+        with readable(manifest):
+            own, listed.committed_s = storage.look(manifest), storage.written_s(manifest)
+        listed.info = head.info
+        listed.size_bytes = (own.size_bytes if own else 0) + sum(size for size, _ in head.files.values())
+        if verify:
+            Checkpoint.open(path)
+        else:
+            for name, (size, _) in head.files.items():
+                check_file(path, name, size, None)
+        if kind == "damaged":
+            listed.problem = f"{path} was set aside when a run went on from an older one."
+    except CheckpointError as error:
+        listed.problem = str(error)
+    return listed
+
 
 _BEGUN, _FAILED = "the run is in ", "failed: "
 _ENDS = {  # what the log of a run says last that is no longer running
@@ -47,14 +185,7 @@ def runs_in(directory: str | PurePath, *, verify: bool = False) -> list[ShownRun
         raise ConfigError(f"there is no directory {root}. Say where the runs are: lumen runs DIR.")
     if is_checkpoint:
         raise ConfigError(f"{root} is a checkpoint. Give its run, or the directory of all runs.")
-    if root.name == "checkpoints":
-        root = root.parent
-    return [look(path, verify=verify) for path in find_runs(root)]
-
-
-def local_of(shown: ShownRun) -> Path | None:
-    """The directory of a run, if that is on a disk; an object store has neither locks nor logs."""
-    return as_local(shown.path)
+    return [look(path, verify=verify) for path in find_runs(root.parent if root.name == "checkpoints" else root)]
 
 
 def find_runs(directory: PurePath) -> Iterator[PurePath]:
@@ -70,10 +201,8 @@ def find_runs(directory: PurePath) -> Iterator[PurePath]:
         return
     for path in below:
         local = as_local(path)
-        if local is None or not local.is_symlink():
+        if local is None or not local.is_symlink() or _is_run(path):
             yield from find_runs(path)
-        elif _is_run(path):
-            yield path
 
 
 def _is_run(path: PurePath) -> bool:
@@ -92,7 +221,7 @@ def look(path: PurePath, *, verify: bool = False) -> ShownRun:
         shown.checkpoints = list_checkpoints(folder, verify=verify)
     except LumenError as error:
         shown.problem = str(error)
-    local = local_of(shown)
+    local = shown.local
     if local is None:
         shown.status = _by_checkpoint(shown)
         return shown
@@ -101,30 +230,17 @@ def look(path: PurePath, *, verify: bool = False) -> ShownRun:
             shown.holder = RunDirectory.is_locked(local)
     except (RunDirectoryError, UserWarning):
         return shown
-    if shown.holder:
-        shown.status = "running"
-    else:
-        _find_end(shown, local)
-    return shown
-
-
-def _find_end(shown: ShownRun, run: Path) -> None:
-    """What the run's own log says last, else its newest checkpoint."""
-    said = _said_in(run / "run.log")
-    shown.status = _ENDS[said[-1][1]] if said else _by_checkpoint(shown)
+    said = _said_in(local / "run.log")
+    shown.status = "running" if shown.holder else _ENDS[said[-1][1]] if said else _by_checkpoint(shown)
     if shown.status == "failed":
         begun = max((when for when, what, _ in said if what == _BEGUN), default="")
-        of_ranks = sorted((run / "logs").glob("*-rank*.log"))
+        of_ranks = sorted((local / "logs").glob("*-rank*.log"))
         newest = [log for log in of_ranks if log.name.rpartition("-")[0] == of_ranks[-1].name.rpartition("-")[0]]
-        logs = [run / "run.log", *newest]
-        shown.error = _first_failure([each for log in logs for each in _said_in(log) if each[0] >= begun])
-
-
-def _first_failure(said: list[tuple[str, str, str]]) -> str | None:
-    """What the ranks failed by; the first of those that did not only lose another one."""
-    failures = [line for _, what, line in sorted(said) if what == _FAILED]
-    causes = [line for line in failures if not line.startswith(f"{ProcessLost.__name__}: ")]
-    return next(iter(causes or failures), None)
+        told = sorted(each for log in (local / "run.log", *newest) for each in _said_in(log) if each[0] >= begun)
+        failures = [line for _, what, line in told if what == _FAILED]
+        causes = [line for line in failures if not line.startswith(f"{ProcessLost.__name__}: ")]
+        shown.error = next(iter(causes or failures), None)  # the first rank that did not only lose another one
+    return shown
 
 
 def _said_in(log: Path) -> list[tuple[str, str, str]]:

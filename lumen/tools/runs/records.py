@@ -7,6 +7,7 @@ import io
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -19,8 +20,8 @@ from lumen.cli.yaml_text import load_yaml
 from lumen.errors import ConfigError
 from lumen.errors.arguments import did_you_mean
 from lumen.run.goodput import TimeSpent, goodput
-from lumen.tools.runs.find import local_of, runs_in
-from lumen.tools.runs.listing import Listed, ShownRun
+from lumen.tools.runs.find import Listed, ShownRun, runs_in
+from lumen.tools.terminal import plain
 from lumen.trainer.script_record import SCRIPT_FILE
 
 Record = dict[str, Any]
@@ -28,7 +29,7 @@ _COMPARISON = re.compile(r"^\s*(?P<name>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P
 _ORDERS: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
-_OF_RUN = ("name", "status", "step", "epoch")
+_OF_RUN, _OF_TIME = ("name", "status", "step", "epoch"), ("wall_s", "lives", "spent_s")
 ABSENT = object()
 
 
@@ -86,10 +87,9 @@ def read_condition(text: str, records: Sequence[Record]) -> Condition:
     found = _COMPARISON.match(text)
     if found is None:
         raise ConfigError(f"{text!r} is no condition. Write NAME < VALUE, with one of < <= > >= == and !=.")
-    try:
-        value = load_yaml(found["value"])
-    except yaml.YAMLError:
-        value = found["value"]
+    value: Any = found["value"]
+    with suppress(yaml.YAMLError):
+        value = plain(load_yaml(value))
     sign = "==" if found["sign"] == "=" else found["sign"]
     if sign in _ORDERS and not _is_number(value):
         raise ConfigError(f"{text!r}: only numbers are in an order, found {found['value']!r}. Use == or !=.")
@@ -102,7 +102,7 @@ def full_name(name: str, records: Sequence[Record]) -> str:
     Raises:
         ConfigError: There is none, or there are several.
     """
-    names = {key: None for record in records for key in names_of(record)}
+    names = {str(key): None for record in records for key in (*_OF_RUN, *record["metrics"], *record["settings"])}
     if name in names or not records:
         return name
     close = [each for each in names if each.endswith(f".{name}")]
@@ -114,11 +114,6 @@ def full_name(name: str, records: Sequence[Record]) -> str:
     return close[0]
 
 
-def names_of(record: Record) -> list[str]:
-    """The full names of all that runs are chosen by."""
-    return [*_OF_RUN, *record["metrics"], *record["settings"]]
-
-
 def value_of(record: Record, name: str) -> Any:
     """A fact of a run, a metric or a setting, by its full name; `ABSENT` if it has none."""
     if name in _OF_RUN:
@@ -128,27 +123,18 @@ def value_of(record: Record, name: str) -> Any:
 
 def differing(records: Sequence[Record]) -> list[str]:
     """The settings for which runs have different values; one that only some have is none for that."""
-    values: dict[str, list[Any]] = {}
+    values: dict[str, set[Any]] = {}
     for record in records:
         for name, value in record["settings"].items():
-            kept = values.setdefault(name, [value])
-            if all(comparable(value) != comparable(each) for each in kept):
-                kept.append(value)
+            values.setdefault(name, set()).add(comparable(value))
     return [name for name, kept in values.items() if len(kept) > 1]
 
 
 def short_names(names: Sequence[str]) -> list[str]:
     """For each name the least of its last parts that tells it from the others."""
-    return [next(filter(lambda end: _ends(names, end) == 1, _endings(name)), name) for name in names]
-
-
-def _ends(names: Sequence[str], end: str) -> int:
-    return sum(f".{name}".endswith(f".{end}") for name in names)
-
-
-def _endings(name: str) -> Iterable[str]:
-    parts = name.split(".")
-    return (".".join(parts[first:]) for first in reversed(range(len(parts))))
+    endings = {name: [name.split(".", count)[-1] for count in reversed(range(name.count(".") + 1))] for name in names}
+    counts = Counter(end for each in endings.values() for end in each)
+    return [next((end for end in endings[name] if counts[end] == 1), name) for name in names]
 
 
 def _rank(value: Any, *, down: bool) -> tuple[Any, ...]:
@@ -180,7 +166,7 @@ def settings_of(shown: ShownRun) -> dict[str, Any]:
     Returns:
         Plain values: `model.lr`; a class by its name: `model`, `optimizer`.
     """
-    local = local_of(shown)
+    local = shown.local
     for path in [] if local is None else [local / "config.yaml", local / SCRIPT_FILE]:
         with suppress(OSError, yaml.YAMLError):
             found = load_yaml(path.read_text(encoding="utf-8"))
@@ -204,37 +190,17 @@ def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, name)
 
 
-@final
-class Reached(NamedTuple):
-    """What a run has come to.
-
-    Attributes:
-        step: Optimizer steps; None: not known.
-        epoch: Epochs completed, as far as is known; None: nothing is.
-        metrics: The last value of each, by name.
-    """
-
-    step: int | None
-    epoch: int | None
-    metrics: dict[str, float]
-
-
-def reached(shown: ShownRun) -> Reached:
-    """What a run has come to: as its newest checkpoint and the end of its `metrics.csv` say."""
-    info = shown.newest_info
+def reached(shown: ShownRun) -> dict[str, Any]:
+    """Return the `step`, the `epoch` and the last `metrics` by the newest checkpoint and the end of `metrics.csv`."""
+    info, local = shown.newest_info, shown.local
     metrics = {str(name): value for name, value in dict(info.get("metrics") or {}).items() if _is_number(value)}
-    found = Reached(info.get("step"), info.get("epoch"), metrics)
-    local = local_of(shown)
-    if local is None:
-        return found
-    try:
-        last = _last_values(local / "metrics.csv")
-    except (OSError, ValueError, csv.Error):  # it is being written, or is no such table
-        return found
+    last: dict[str, float] = {}
+    with suppress(OSError, ValueError, csv.Error):  # it is being written, or is no such table
+        last = {} if local is None else _last_values(local / "metrics.csv")
     step, epoch = int(last.pop("step", -1)), int(last.pop("epoch", -1))
-    if step < max(0, found.step or 0):
-        return found._replace(metrics={**last, **metrics})
-    return Reached(step, max(epoch, found.epoch or 0), {**metrics, **last})
+    if step < max(0, info.get("step") or 0):
+        return {"step": info.get("step"), "epoch": info.get("epoch"), "metrics": plain({**last, **metrics})}
+    return {"step": step, "epoch": max(epoch, info.get("epoch") or 0), "metrics": plain({**metrics, **last})}
 
 
 def _last_values(path: Path) -> dict[str, float]:
@@ -288,7 +254,7 @@ def record(shown: ShownRun) -> dict[str, Any]:
             "epoch": each.info.get("epoch"),
             "saved": time_of(each, "seconds"),
             "bytes": each.size_bytes,
-            "metrics": {name: _plain(value) for name, value in shown.metrics(each).items()},
+            "metrics": plain(shown.metrics(each)),
             "monitor": each.info.get("monitor"),
             "best": shown.is_best(each),
             "valid": each.problem is None,
@@ -296,19 +262,17 @@ def record(shown: ShownRun) -> dict[str, Any]:
         }
         for each in shown.committed
     ]
-    last = reached(shown)
+    spent = time_spent(shown)
     return {
         "path": str(shown.path),
         "name": shown.path.name,
         "status": shown.status,
-        "step": last.step,
-        "epoch": last.epoch,
-        "metrics": {name: _plain(value) for name, value in last.metrics.items()},
-        "settings": {name: _plain(value) for name, value in settings_of(shown).items()},
+        **reached(shown),
+        "settings": plain(settings_of(shown)),
         **{key: holder.get(key) for key in ("host", "pid", "started")},
         "error": shown.error,
         "monitor": shown.newest_info.get("monitor"),
-        "goodput": _goodput(shown),
+        "goodput": spent and {"share": spent.goodput, **{key: getattr(spent, key) for key in _OF_TIME}},
         "problem": shown.problem,
         "checkpoints": checkpoints,
         "temporary": [each.path.name for each in shown.checkpoints if each.kind == "tmp"],
@@ -317,23 +281,10 @@ def record(shown: ShownRun) -> dict[str, Any]:
 
 def time_spent(shown: ShownRun) -> TimeSpent | None:
     """Where its time went; None: it is not told."""
-    local = local_of(shown)
-    try:
+    local = shown.local
+    with suppress(OSError):
         return None if local is None else goodput(local)
-    except OSError:
-        return None
-
-
-def _goodput(shown: ShownRun) -> dict[str, Any] | None:
-    spent = time_spent(shown)
-    if spent is None:
-        return None
-    return {"share": spent.goodput, "wall_s": spent.wall_s, "lives": spent.lives, "spent_s": spent.spent_s}
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return None
 
 
 def time_of(checkpoint: Listed, precision: str) -> str:

@@ -26,7 +26,7 @@ from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged
-from lumen.tools.runs.listing import list_checkpoints
+from lumen.tools.runs.find import list_checkpoints
 from tests.helpers.checkpoints import same, save, tamper, tensor_of
 from tests.helpers.scripted_values import fit_scripted
 from tests.helpers.tasks import Regression, loader, quiet_trainer

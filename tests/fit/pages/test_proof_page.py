@@ -2,7 +2,7 @@
 
 import pytest
 
-from lumen.tools.proof.trace import KINDS
+from lumen.tools.proof.recorder import KINDS
 from tests.helpers import ROOT
 from tests.helpers.pages import snippets
 

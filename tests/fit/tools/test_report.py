@@ -13,7 +13,7 @@ import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError, RunDirectoryError
 from lumen.integrations.tensorboard import TensorBoardLogger
-from lumen.tools.report.table import Series, read_table, thin
+from lumen.tools.report.record import Series, read_table, thin
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
 from tests.helpers.pages import snippets

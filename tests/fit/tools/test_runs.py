@@ -16,7 +16,7 @@ import torch
 from lumen.checkpoint.format.folder import remove_checkpoint
 from lumen.checkpoint.format.storage import as_place
 from lumen.cli import main
-from lumen.tools.runs.listing import list_checkpoints
+from lumen.tools.runs.find import list_checkpoints
 from lumen.trainer.run_directory import RunDirectory
 from tests.helpers import runs
 from tests.helpers.checkpoints import FILES, bytes_read, save, small, tamper

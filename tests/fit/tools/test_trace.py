@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lumen.tools.proof.difference import compare, first_difference, record
-from lumen.tools.proof.recorder import Recorder
-from lumen.tools.proof.trace import KINDS, Key
+from lumen.tools.proof.recorder import KINDS, Key, Recorder
 from tests.helpers.recorded_trainings import (
     Deep,
     OtherDropout,

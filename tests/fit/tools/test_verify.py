@@ -6,11 +6,13 @@ import pytest
 import torch
 import torchmetrics
 
-from lumen.tools.proof.apart import FLOAT64, compare, merged, rows_apart
+import lumen
+from lumen.errors import ConfigError
+from lumen.tools.proof.causes import suspects
 from lumen.tools.proof.observer import lines_of
-from lumen.tools.proof.outcome import Outcome
-from lumen.tools.proof.suspects import suspects
+from lumen.tools.proof.outcome import FLOAT64, Outcome, compare, merged, rows_apart
 from lumen.tools.proof.variants import NAME, Variant
+from lumen.tools.proof.worker import told
 from tests.helpers import verified_tasks
 from tests.helpers.verified_tasks import Clean, Make, OtherData, Within, observed, why
 
@@ -73,7 +75,7 @@ def test_dropout_is_keyed_by_micro_batch_so_that_other_sizes_are_not_compared(tm
 def test_a_difference_is_found_where_it_begins(tmp_path):
     base = observed(tmp_path, Variant("base", exact=True), Make(Clean))
     other = observed(tmp_path, Variant("other", exact=True), Make(partial(Clean, lr=2e-2)))
-    found = compare(merged(base), merged(other), 0.0)
+    found = compare(merged(base.outcomes), merged(other.outcomes), 0.0)
     assert (found.at.step, found.at.what, found.at.name) == (1, "parameter", "net.0.weight")
     assert 1e-3 < found.largest < 1
 
@@ -89,9 +91,9 @@ def test_a_value_that_torchmetrics_sums_in_float32_may_differ_by_its_rounding_an
 
     assert apart(value, rounded) == (0.0, None, {"mae"})
     for other in (value + 1e-7, rounded * 1.001, float("nan")):  # of float64, too far away, none
-        assert apart(value, other).first == (1, "mae")
-    assert apart(value, rounded, 0.0).first == (1, "mae")
-    assert apart(200000.0, 200001.0).first == (1, "mae")  # counts
+        assert apart(value, other)[1] == (1, "mae")
+    assert apart(value, rounded, 0.0)[1] == (1, "mae")
+    assert apart(200000.0, 200001.0)[1] == (1, "mae")  # counts
 
 
 # ---------------------------------------------------------------------- faults of modules
@@ -182,3 +184,9 @@ def test_lines_that_draw_what_no_key_decides_are_found_and_seeded_ones_are_not(t
     assert [each.line for each in suspects((str(source), 1, 8))] == [3, 5]
     assert suspects((str(source), 4, 4)) == []
     assert suspects(None) == []
+
+
+def test_a_failure_is_placed_in_the_users_code():
+    with pytest.raises(ConfigError) as caught:
+        lumen.Trainer(max_steps="many")
+    assert told(caught.value)["place"].startswith(f"{__file__}:")
