@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple, final
 import lumen
 from lumen.errors.arguments import says_nothing
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_LOG
+from lumen.tools.migrate.source import Item, Items, Source
 
 
 @final
@@ -60,10 +62,7 @@ POSITIONS: Mapping[str, str] = {
     "Timer": "duration interval verbose",
 }
 #: What to think about where an argument of DDP is left out; the other classes say it themselves, as `INSTEAD`.
-_OF_DDP = {
-    "ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.",
-    "timeout": "timeout_s is in seconds.",
-}
+_OF_DDP = {"ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.", "timeout": "timeout_s is in seconds."}
 #: Where an argument that is not known changes what is trained: it stays, and so does the error.
 _STAY = {
     "DDP": ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"),
@@ -100,9 +99,9 @@ _UNUSED = (
 _TO_DDP = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find_unused_parameters_false")
 
 
-def _flag(on: Mapping[str, Any], off: Mapping[str, Any] | None = None) -> Callable[[Any], Change]:
-    """What stands for an argument that is on or off."""
-    return lambda value: _STAYS if value is UNKNOWN else Change(on if value else off or {})
+def _flag(on: Mapping[str, Any]) -> Callable[[Any], Change]:
+    """What stands for an argument that is on; one that is off is left out."""
+    return lambda value: _STAYS if value is UNKNOWN else Change(on if value else {})
 
 
 def _strategy(value: Any) -> Change:
@@ -112,12 +111,10 @@ def _strategy(value: Any) -> Change:
     if name.startswith(_TO_DDP) or name in ("fsdp_native", "fsdp_cpu_offload"):
         return Change({"strategy": name[: 4 if name.startswith("fsdp") else 3]})
     if name.startswith("deepspeed"):
-        return Change(
-            None, f"strategy: {name} is unknown. Use fsdp, which keeps parameters and optimizer in shards too."
-        )
-    return (
-        Change(None, "strategy: dp is not built. Use ddp, with a process for each device.") if name == "dp" else _STAYS
-    )
+        said = f"strategy: {name} is unknown. Use fsdp, which keeps parameters and optimizer in shards too."
+        return Change(None, said)
+    said = "strategy: dp is not built. Use ddp, with a process for each device."
+    return Change(None, said) if name == "dp" else _STAYS
 
 
 def _accelerator(value: Any) -> Change:
@@ -148,19 +145,6 @@ def _checkpoint_callback(value: Any) -> Change:
     return Change(None, f"checkpoint_callback: {INSTEAD['checkpoint_callback']}")
 
 
-def _refresh_rate(value: Any) -> Change:
-    return Change({"enable_progress_bar": False}) if value == 0 else _OUT
-
-
-def _resume(value: Any) -> Change:
-    return _OUT if value is None else Change({"resume": KEPT}, _FROM_PATH)
-
-
-def _validation_interval(value: Any) -> Change:
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    return Change(None, _STEPS) if is_count else _STAYS
-
-
 def _precision(value: Any) -> Change:
     if value in ("16-true", "fp16-true"):
         return Change(None, _PRECISION)
@@ -179,13 +163,15 @@ _BY_VALUE: Mapping[tuple[str, str], Callable[[Any], Change]] = {
     ("Trainer", "devices"): _devices,
     ("Trainer", "gpus"): _gpus,
     ("Trainer", "precision"): _precision,
-    ("Trainer", "progress_bar_refresh_rate"): _refresh_rate,
+    ("Trainer", "progress_bar_refresh_rate"): lambda value: (
+        Change({"enable_progress_bar": False}) if value == 0 else _OUT
+    ),
     ("Trainer", "reload_dataloaders_every_epoch"): _flag({"reload_dataloaders_every_n_epochs": 1}),
-    ("Trainer", "resume_from_checkpoint"): _resume,
+    ("Trainer", "resume_from_checkpoint"): lambda value: Change({"resume": KEPT}, _FROM_PATH) if value else _OUT,
     ("Trainer", "strategy"): _strategy,
-    ("Trainer", "val_check_interval"): _validation_interval,
+    ("Trainer", "val_check_interval"): lambda value: Change(None, _STEPS) if type(value) is int else _STAYS,
     ("Trainer", "weights_summary"): lambda value: (
-        Change({"enable_model_summary": value is not None}) if value is None or value is UNKNOWN else _OUT
+        Change({"enable_model_summary": value is UNKNOWN}) if value in (None, UNKNOWN) else _OUT
     ),
     ("CLI", "seed_everything_default"): lambda value: _OUT if value is False else _STAYS,
 }
@@ -200,9 +186,7 @@ METHODS: Mapping[str, Mapping[str, str | None]] = {
     "test": {"test_dataloaders": "dataloaders"},
     "validate": {"val_dataloaders": "dataloaders"},
 }
-_OF_METHODS = {
-    "storage_options": "storage_options: keys of object stores are those of their own environment variables."
-}
+_STORAGE = "storage_options: keys of object stores are those of their own environment variables."
 
 
 def change_of(owner: str, name: str, value: Any = UNKNOWN) -> Change:
@@ -239,15 +223,13 @@ def change_of_method(method: str, name: str) -> Change:
     if name in takes or name not in METHODS[method]:
         return _STAYS
     to = METHODS[method][name]
-    return Change({to: KEPT}) if to is not None else Change({}, _OF_METHODS.get(name, ""))
+    return Change({to: KEPT}) if to is not None else Change({}, _STORAGE if name == "storage_options" else "")
 
 
 def positions(name: str, owner: str) -> tuple[list[str], list[str]]:
     """Names of the positional arguments of a class: of Lightning's class `name`, and of `owner` here."""
-    ours = [
-        each.name for each in inspect.signature(getattr(lumen, owner)).parameters.values()
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
+    parameters = inspect.signature(getattr(lumen, owner)).parameters.values()
+    ours = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return POSITIONS[name].split() if name in POSITIONS else ours, ours
 
 
@@ -271,3 +253,81 @@ def written(value: Any, kind: _Kind) -> str:
     if isinstance(value, str):
         return value if kind == "yaml" and _PLAIN.match(value) else f'"{value}"'
     return repr(value) if kind == "python" else str(value).lower()
+
+
+_LIMITS = {"max_epochs", "max_steps", "max_time", "max_nb_epochs", "fast_dev_run"}
+_ENDLESS = 1000  # Lightning's max_epochs where nothing limits a run
+
+
+@final
+class Calls:
+    """Edits what calls are given.
+
+    Args:
+        source: The text of the file.
+        note: Is told a line and what has to be thought about there.
+        fits: Somewhere in the project a trainer's `fit` is called.
+    """
+
+    def __init__(self, source: Source, note: Callable[[int, str], None], *, fits: bool) -> None:
+        self._source, self._note, self._fits = source, note, fits
+
+    def method(self, node: ast.Call, method: str) -> None:
+        """Edit the arguments of a method that the trainer, the tuner or the task has."""
+        items = Items(self._source, node)
+        for item in items.all:
+            if item.name is not None:
+                self._apply(items, item, change_of_method(method, item.name))
+        items.finish()
+
+    def constructor(self, node: ast.Call | ast.Dict, theirs: str, owner: str) -> None:
+        """Edit the arguments of a class.
+
+        Args:
+            node: The call, or a dictionary of its arguments.
+            theirs: The name of Lightning's class.
+            owner: That of Lumen's.
+        """
+        items, shifted = Items(self._source, node), False
+        their_order, our_order = positions(theirs, owner)
+        for number, item in enumerate(items.all):
+            positional = item.name is None and items.is_call and self._source.text[item.start] != "*"
+            name = their_order[number] if positional and number < len(their_order) else item.name
+            if name is None:
+                continue
+            change = change_of(owner, name, _literal(item.value))
+            moved = positional and (shifted or our_order[number : number + 1] != [name])
+            self._apply(items, item, change)
+            shifted = shifted or change.arguments is not None
+            if moved and change.arguments is None and not change.sentence:
+                self._source.replace(item.start, item.start, f"{name}=")
+            if owner == "CLI" and name == "trainer_defaults" and isinstance(item.value, ast.Dict):
+                self.constructor(item.value, "Trainer", "Trainer")
+        is_limited = bool({item.name for item in items.all} & {*_LIMITS, None})
+        if owner == "Trainer" and items.is_call and self._fits and not is_limited:
+            items.add(f"max_epochs={_ENDLESS}")
+        items.finish()
+
+    def _apply(self, items: Items, item: Item, change: Change) -> None:
+        if change.sentence:
+            self._note(self._source.line_of(item.start), change.sentence)
+        if change.arguments is None:
+            return
+        if not change.arguments:
+            items.remove(item)
+        elif [*change.arguments.values()] == [KEPT]:
+            items.rename(item, next(iter(change.arguments)))
+        else:
+            texts = [self._source.of(item.value) if value is KEPT else written(value, "python")
+                     for value in change.arguments.values()]  # fmt: skip
+            parts = [f"{items.name_of(key)}{text}" for key, text in zip(change.arguments, texts, strict=True)]
+            before = self._source.text[self._source.line_start(item.start) : item.start]
+            between = ", " if before.strip() else f",{self._source.newline}{before}"
+            self._source.replace(item.start, item.end, between.join(parts))
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return UNKNOWN

@@ -23,6 +23,7 @@ from lumen.tools.migrate.config import Config
 from lumen.tools.migrate.names import Names
 from lumen.tools.migrate.project import Classes, Read, files_of, unsaved
 from lumen.tools.migrate.python import Editor, Note, names_used
+from lumen.tools.terminal import counted, table_console
 
 _MORE = (
     "Prints the edits as a diff, which `git apply` takes, and on stderr what has to be thought about, with file and "
@@ -143,13 +144,12 @@ def _read(file: Path) -> tuple[str, str]:
     return content.decode(encoding), encoding
 
 
-def _write(edited: Iterable[Migrated], *, force: bool) -> None:
+def _write(edited: list[Migrated], *, force: bool) -> None:
     """Make the edits.
 
     Raises:
         ConfigError: Git could not take them back.
     """
-    edited = list(edited)
     lost = {} if force else unsaved(each.path for each in edited)
     if lost:
         said = "\n".join(f"  {file} {why}" for file, why in lost.items())
@@ -179,40 +179,34 @@ def _print_diff(lines: Iterable[str]) -> None:
         for line in lines:
             print(line, end="", file=stdout)
         return
-    from rich.console import Console
     from rich.text import Text
 
-    terminal = Console(file=stdout, soft_wrap=True, emoji=False)
+    terminal = table_console()
     for line in lines:
-        heading = line.startswith(("---", "+++"))
-        terminal.print(Text(line, "bold" if heading else _COLOURS.get(line[0], "")), end="")
+        style = "bold" if line.startswith(("---", "+++")) else _COLOURS.get(line[0], "")
+        terminal.print(Text(line, style), end="", soft_wrap=True)
 
 
-def _report(found: Iterable[Migrated], edited: list[Migrated], path: Path, *, written: bool) -> None:
+def _report(found: list[Migrated], edited: list[Migrated], path: Path, *, written: bool) -> None:
     """Say on stderr what has to be thought about, and what was done."""
-    found = list(found)
     notes = [(f"{_shown(each.path, path)}:{note.line}", note.sentence) for each in found for note in each.notes]
-    problems = [(_shown(each.path, path), each.problem) for each in found if each.problem]
     if stdout.isatty() and stderr.isatty() and edited and not written:
         print(file=stderr)
     if notes:
         print("To think about:", file=stderr)
     for where, sentence in notes:
         _say(where, sentence)
-    for where, problem in problems:
-        _say(where, f"not edited: {problem}", style="bold red")
+    for each in found:
+        if each.problem:
+            _say(_shown(each.path, path), f"not edited: {each.problem}", style="bold red")
     lines = sum(line.startswith(("+", "-")) and not line.startswith(("+++", "---"))
                 for each in edited for line in _diff(each, ""))  # fmt: skip
-    what = f"{_count(len(edited), 'file')}, {_count(lines, 'line')} of the diff" if edited else "nothing to edit"
-    end = "written" if written and edited else "`--write` makes these edits" if edited else ""
-    print(f"{'; '.join(filter(None, [what, end]))}; {_count(len(notes), 'place')} to think about", file=stderr)
+    what = f"{counted(len(edited), 'file')}, {counted(lines, 'line')} of the diff; " if edited else "nothing to edit"
+    end = "" if not edited else "written" if written else "`--write` makes these edits"
+    print(f"{what}{end}; {counted(len(notes), 'place')} to think about", file=stderr)
 
 
 def _say(where: str, sentence: str, style: str = "bold") -> None:
     from rich.text import Text
 
     console.print(Text.assemble((f"{where}: ", style), sentence), soft_wrap=True)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -16,6 +16,7 @@ from lumen.tools.migrate.python import Note
 from lumen.tools.migrate.source import Source
 
 _OF_HYDRA = re.compile("_[a-z]+_")
+_OF_LIGHTNING = re.compile(rf"({'|'.join(LIGHTNINGS)})(\.\w+)+")
 _COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH = "For fit, what it goes on from is trainer.resume: auto, last, best or the path of a run or checkpoint."
 _MONITOR = "lr_schedule"
@@ -68,8 +69,8 @@ class Config:
             self._note(path, f"ckpt_path: {_CKPT_PATH}")
         self._remove(root, gone)
         schedule = keys.get("lr_scheduler")
-        given = _entries(schedule).get("init_args") if isinstance(schedule, yaml.MappingNode) else None
-        monitor = _entries(given).get("monitor") if isinstance(given, yaml.MappingNode) else None
+        given = _entries(schedule).get("init_args")
+        monitor = _entries(given).get("monitor")
         if monitor is not None and isinstance(given, yaml.MappingNode) and isinstance(schedule, yaml.MappingNode):
             self._remove(given, {"monitor"}, owner=(schedule, "init_args"))
             column = " " * root.start_mark.column
@@ -96,9 +97,7 @@ class Config:
 
     def _rename(self, node: yaml.Node) -> str | None:
         """Write the name of Lumen's class in place of one of Lightning's; return it if there is one."""
-        if not isinstance(node, yaml.ScalarNode) or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", node.value):
-            return None
-        if node.value.split(".")[0] not in LIGHTNINGS:
+        if not isinstance(node, yaml.ScalarNode) or not _OF_LIGHTNING.fullmatch(node.value):
             return None
         found = of_lightning(node.value)
         if found is None or found.name is None:
@@ -119,12 +118,10 @@ class Config:
             change = change_of(owner, name, _plain(value))
             if change.sentence:
                 self._note(key, change.sentence)
-            if change.arguments is None:
-                continue
-            if not change.arguments:
+            if change.arguments:
+                self._put(node, key, value, change.arguments)
+            elif change.arguments is not None:
                 gone.add(key.value)
-                continue
-            self._put(node, key, value, change.arguments)
         self._remove(node, gone, owner=within)
 
     def _put(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
@@ -133,10 +130,9 @@ class Config:
         if len(new) == 1 and next(iter(new.values())) is KEPT:
             self._source.replace(key.start_mark.index, key.end_mark.index, next(iter(new)))
             return
-        texts = [
-            f"{name}: {self._text(value) if each is KEPT else written(each, 'yaml')}" for name, each in new.items()
-        ]
-        self._source.replace(key.start_mark.index, value.end_mark.index, between.join(texts))
+        texts = (self._text(value) if each is KEPT else written(each, "yaml") for each in new.values())
+        entries = map("{}: {}".format, new, texts)
+        self._source.replace(key.start_mark.index, value.end_mark.index, between.join(entries))
 
     def _text(self, node: yaml.Node) -> str:
         return self._source.text[node.start_mark.index : node.end_mark.index]
@@ -157,19 +153,13 @@ class Config:
             if key.value not in names:
                 continue
             start, end = key.start_mark.index, value.end_mark.index
-            if not node.flow_style:
-                first = self._source.line_start(start)
-                is_behind_dash = self._source.text[first:start].strip() == "-"
-                following = entries[number + 1][0].start_mark.index if number + 1 < len(entries) else None
-                if is_behind_dash and following is not None:
-                    self._source.replace(start, following, "")
-                else:
-                    self._source.replace(first, self._end_of(value), "")
-            elif number + 1 < len(entries):
+            first = self._source.line_start(start)
+            if number + 1 < len(entries) and (node.flow_style or self._source.text[first:start].strip() == "-"):
                 self._source.replace(start, entries[number + 1][0].start_mark.index, "")
+            elif not node.flow_style:
+                self._source.replace(first, self._end_of(value), "")
             else:
-                begin = entries[number - 1][1].end_mark.index if number else start
-                self._source.replace(begin, end, "")
+                self._source.replace(entries[number - 1][1].end_mark.index if number else start, end, "")
 
 
 def _last_scalar(node: yaml.Node) -> yaml.Node:

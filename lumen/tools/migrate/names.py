@@ -1,13 +1,16 @@
-"""Which names of a Python file are Lightning's, and what each is called in Lumen."""
+"""Which names of a Python file are Lightning's, what each is called in Lumen, and the imports that bind them."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple, final
 
 import lumen
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNINGS, RENAMED
+from lumen.tools.migrate.source import COMMENT, Source
 
 _MODULES = (
     "accelerators apply_func argparse base batch_size_finder callback callbacks checkpoint cli combined_loader "
@@ -24,19 +27,14 @@ _MODULES = (
 MODULES = frozenset(_MODULES.split())
 #: Types and functions that have a counterpart outside of Lumen's public classes, by their full names.
 ELSEWHERE: Mapping[str, str] = {
-    "ArgsType": "typing.Any",
-    "EVAL_DATALOADERS": "typing.Any",
+    **dict.fromkeys(("ArgsType", "EVAL_DATALOADERS", "STEP_OUTPUT", "TRAIN_DATALOADERS"), "typing.Any"),
+    **dict.fromkeys(("OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig"), "typing.Any"),
     "LRScheduler": "torch.optim.lr_scheduler.LRScheduler",
     "LRSchedulerTypeUnion": "torch.optim.lr_scheduler.LRScheduler",
     "LightningArgumentParser": "lumen.cli.options.OptionParser",
     "LightningEnum": "enum.StrEnum",
     "MisconfigurationException": "lumen.errors.ConfigError",
-    "OptimizerConfig": "typing.Any",
-    "OptimizerLRScheduler": "typing.Any",
-    "OptimizerLRSchedulerConfig": "typing.Any",
-    "STEP_OUTPUT": "typing.Any",
     "SaveConfigCallback": "lumen.cli.outputs.SaveConfig",
-    "TRAIN_DATALOADERS": "typing.Any",
 }
 
 
@@ -131,9 +129,8 @@ class Names:
         self.bound: set[str] = set()
         for node in ast.walk(tree):
             self._note(node)
-        functions = (
-            each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        )
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        functions = [each for each in ast.walk(tree) if isinstance(each, kinds)]
         #: Names of Lightning's that functions give to something else, so that a use of them may mean either.
         self.unclear = {_stored(node) for function in functions for node in ast.walk(function)} & {*self.bindings}
         #: Names that the file gives to something else too, as where an import fails.
@@ -149,9 +146,8 @@ class Names:
             for alias in node.names:
                 if alias.name == "*" and (node.module or "").split(".")[0] in LIGHTNINGS and not node.level:
                     self.stars.append(node)
-                self._bind(
-                    alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}", alias, node
-                )
+                full = f"{'.' * node.level}{node.module or ''}.{alias.name}"
+                self._bind(alias.asname or alias.name, full, alias, node)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             self.bound.add(node.id)
         elif isinstance(node, ast.arg):
@@ -194,3 +190,165 @@ def _stored(node: ast.AST) -> str:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
     return node.arg if isinstance(node, ast.arg) else ""
+
+
+_UNCLEAR = "{} is something else in a function of this file. Rename one of them, and run this again."
+
+
+@final
+class Imports:
+    """Renames what is used of Lightning, and then writes the imports anew.
+
+    Args:
+        source: The text of the file.
+        names: Which of its names are Lightning's.
+    """
+
+    def __init__(self, source: Source, names: Names) -> None:
+        self._source, self._names = source, names
+        self._kept: set[Binding] = set()
+        self._wanted: defaultdict[Binding, list[New]] = defaultdict(list)
+        is_free = names.others["lumen"] == "lumen" if "lumen" in names.others else "lumen" not in names.bound
+        modules = [each.local for each in names.every if is_module(each.full)]
+        kept = [local for local in modules if local in names.assigned] or ([] if is_free else modules)
+        self._package = next(iter(kept), "lumen")
+
+    def use(self, node: ast.expr) -> str | None:
+        """Rename a use of something that is Lightning's.
+
+        Returns:
+            The full name of Lightning's if it has no counterpart; None if all is done.
+        """
+        full, binding = self._names.of_lightning(node), self._names.root(node)
+        assert full is not None
+        assert binding is not None
+        start, end = self._source.span(node)
+        new = None if is_module(full) else new_name(full)
+        if new is None:
+            self._kept.add(binding)
+            return None if is_module(full) else full
+        text = self._local(binding) if isinstance(node, ast.Name) else self._through_module(binding, new)
+        if text != self._source.text[start:end]:
+            self._source.replace(start, end, text)
+        return None
+
+    def _through_module(self, binding: Binding, new: New) -> str:
+        self._wanted[binding].append(new)
+        if new.module == "lumen":
+            return f"{self._package}.{new.name}"
+        return new.name if self._is_free(new) else f"_{new.name}"
+
+    def _local(self, binding: Binding) -> str:
+        """What a name that was imported is called in the file from now on."""
+        new = new_name(binding.full)
+        is_kept = binding.alias.asname is not None or binding.local in self._names.assigned
+        if new is None or is_kept or not self._is_free(new):
+            return binding.local
+        return new.name
+
+    def _is_free(self, new: New) -> bool:
+        """Whether a file binds a name to nothing else."""
+        same = (f"{new.module}.{new.name}", f"typing.{new.name}")
+        bound = new.name in self._names.bound and self._names.others.get(new.name) not in same
+        ours = self._names.bindings.get(new.name)
+        return not bound and (ours is None or new_name(ours.full) == new)
+
+    # ------------------------------------------------------------------ the statements
+
+    def finish(self, tree: ast.Module) -> list[tuple[int, str]]:
+        """Write the imports anew, when all uses are known.
+
+        Returns:
+            Line of what is still imported of Lightning, and what has to be thought about there.
+        """
+        left: list[tuple[int, str]] = []
+        for block in _blocks(tree) if self._names.every else ():
+            written: set[str] = set()
+            for run in self._runs(block):
+                lines = self._lines(run, written, left)
+                start, end = self._source.span(run[0])[0], self._source.span(run[-1])[1]
+                if not lines and len(block) > len(run) and self._is_alone(start, end):
+                    self._source.replace(self._source.line_start(start), self._source.line_end(end - 1), "")
+                else:
+                    text = f"{self._source.newline}{self._source.indent(start)}".join(lines or ["import lumen"])
+                    if text != self._source.text[start:end]:
+                        self._source.replace(start, end, text)
+        return left
+
+    def _is_alone(self, start: int, end: int) -> bool:
+        """Whether nothing else stands on the lines of a piece, but for comments."""
+        before = self._source.text[self._source.line_start(start) : start]
+        behind = self._source.text[end : self._source.line_end(end - 1)].strip()
+        return not before.strip() and (not behind or behind.startswith("#"))
+
+    def _runs(self, block: list[ast.stmt]) -> Iterator[list[ast.Import | ast.ImportFrom]]:
+        """Imports of Lightning that follow each other without a comment."""
+        run: list[ast.Import | ast.ImportFrom] = []
+        ours = {id(binding.statement) for binding in self._names.every}
+        for before, statement in pairwise([None, *block]):
+            if not isinstance(statement, ast.Import | ast.ImportFrom) or id(statement) not in ours:
+                continue
+            if run and (run[-1] is not before or self._comments([run[-1], statement])):
+                yield run
+                run = []
+            run.append(statement)
+        if run:
+            yield run
+
+    def _lines(
+        self, run: list[ast.Import | ast.ImportFrom], written: set[str], left: list[tuple[int, str]]
+    ) -> list[str]:
+        """The new imports in place of some."""
+        plain: list[str] = []
+        of_modules: defaultdict[str, list[str]] = defaultdict(list)
+        bindings = {id(binding.alias): binding for binding in self._names.every}
+
+        def need(new: New, local: str) -> None:
+            if self._names.others.get(local) in (f"{new.module}.{new.name}", f"typing.{new.name}"):
+                return
+            of_modules[new.module].append(new.name if local == new.name else f"{new.name} as {local}")
+
+        for statement in run:
+            for alias in statement.names:
+                binding = bindings.get(id(alias))
+                if binding is None:
+                    plain.append(ast.unparse(alias))
+                    continue
+                new, of_module = new_name(binding.full), is_module(binding.full)
+                is_unclear, wanted = binding.local in self._names.unclear, self._wanted[binding]
+                if new is not None and not of_module and not is_unclear:
+                    need(new, self._local(binding))
+                elif not of_module or is_unclear or binding in self._kept:
+                    said = _UNCLEAR if is_unclear else f"{short_name(binding.full)}: {instead_of(binding.full)}"
+                    left.append((statement.lineno, said.format(binding.local)))
+                    if isinstance(statement, ast.Import):
+                        plain.append(ast.unparse(alias))
+                    else:
+                        of_modules[statement.module or ""].append(ast.unparse(alias))
+                else:
+                    wanted = wanted or [New("lumen", "")]
+                for each in dict.fromkeys(wanted):
+                    if each.module != "lumen":
+                        need(each, each.name if self._is_free(each) else f"_{each.name}")
+                    elif "lumen" not in self._names.others:
+                        plain.append("lumen" if self._package == "lumen" else f"lumen as {self._package}")
+        lines = [f"import {each}" for each in plain]
+        comments = self._comments(run)
+        for module, several in of_modules.items():
+            fresh = [each for each in dict.fromkeys(several) if f"{module}.{each}" not in written]
+            written.update(f"{module}.{each}" for each in fresh)
+            if fresh:
+                lines.append(f"from {module} import {', '.join(fresh)}")
+        fresh_lines = [line for line in dict.fromkeys(lines) if line not in written]
+        written.update(fresh_lines)
+        return [*comments, *fresh_lines]
+
+    def _comments(self, run: list[ast.Import | ast.ImportFrom]) -> list[str]:
+        return COMMENT.findall(self._source.text[self._source.span(run[0])[0] : self._source.span(run[-1])[1]])
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """All lists of statements."""
+    for node in ast.walk(tree):
+        blocks = (getattr(node, field, None) for field in ("body", "orelse", "finalbody"))
+        yield from (block for block in blocks if isinstance(block, list) and block)

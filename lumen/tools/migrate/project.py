@@ -13,6 +13,7 @@ from typing import NamedTuple, final
 
 import lumen
 from lumen.errors import ConfigError
+from lumen.errors.lightning_names import LIGHTNINGS
 from lumen.tools.migrate.names import Names, new_name, short_name
 
 _BASES = {
@@ -53,16 +54,10 @@ class Classes:
     """
 
     def __init__(self, files: Iterable[Read]) -> None:
-        files = list(files)
         self._kinds: dict[str, str] = {}
         found = [(node, file.names) for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
-        for _ in range(len(found)):
-            before = len(self._kinds)
-            for node, names in found:
-                if (kind := self.kind(node, names)) is not None:
-                    self._kinds[node.name] = kind
-            if len(self._kinds) == before:
-                break
+        while len(kinds := {each[0].name: kind for each in found if (kind := self.kind(*each))}) > len(self._kinds):
+            self._kinds = kinds
         self._defined = {node.name: (node, names) for node, names in found}
         tasks = [node for node, names in found if self.kind(node, names) == "task"]
         steps = [each for node in tasks for each in node.body if getattr(each, "name", "") == "training_step"]
@@ -88,7 +83,7 @@ class Classes:
 
     def _kind_of_base(self, base: ast.expr, names: Names) -> str | None:
         full = names.full(base)
-        if full is not None and full.split(".")[0] in ("lumen", *_PACKAGES):
+        if full is not None and full.split(".")[0] in ("lumen", *LIGHTNINGS):
             new = new_name(full)
             kind = getattr(lumen, new.name, None) if new is not None and new.module == "lumen" else None
             if not inspect.isclass(kind):
@@ -98,18 +93,14 @@ class Classes:
         return self._kinds.get(short)
 
 
-_PACKAGES = ("lightning", "lightning_fabric", "pytorch_lightning")
-
-
 def _returns_dictionary(step: ast.AST) -> bool:
     """Return True if a dictionary that is written in a function is what the function returns, alone or by its name."""
     returned = [node.value for node in ast.walk(step) if isinstance(node, ast.Return)]
     names = {node.id for node in returned if isinstance(node, ast.Name)}
     assigned = [node for node in ast.walk(step) if isinstance(node, ast.Assign)]
     returned += [each.value for each in assigned if {getattr(target, "id", "") for target in each.targets} & names]
-    return any(
-        isinstance(each, ast.Dict) or getattr(getattr(each, "func", None), "id", "") == "dict" for each in returned
-    )
+    called = (getattr(getattr(each, "func", None), "id", "") for each in returned)
+    return any(isinstance(each, ast.Dict) for each in returned) or "dict" in called
 
 
 def files_of(path: Path) -> list[Path]:
@@ -124,16 +115,14 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     listed = _tracked(path, "--cached", "--others", "--exclude-standard")
     found: Iterable[Path] = map(path.joinpath, filter(None, listed.split("\0"))) if listed else _walk(path)
-    return sorted(
-        {each for each in found if _is_ours(each.relative_to(path)) and each.is_file() and not each.is_symlink()}
-    )
+    ours = (each for each in found if _is_ours(each.relative_to(path)))
+    return sorted({each for each in ours if each.is_file() and not each.is_symlink()})
 
 
 def _walk(path: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(path):
-        folders[:] = [
-            name for name in folders if name not in _NOT_OURS and not Path(folder, name, "pyvenv.cfg").exists()
-        ]
+        ours = (name for name in folders if not Path(folder, name, "pyvenv.cfg").exists())
+        folders[:] = [name for name in ours if name not in _NOT_OURS]
         yield from (Path(folder, name) for name in files)
 
 

@@ -3,18 +3,122 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, final
 
 import lumen
-from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNINGS
-from lumen.tools.migrate.arguments import METHODS
-from lumen.tools.migrate.calls import Calls
-from lumen.tools.migrate.hooks import Methods
-from lumen.tools.migrate.imports import Imports
-from lumen.tools.migrate.names import instead_of, is_module, new_name, short_name
+from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
+from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNINGS, NOT_IN_CLI
+from lumen.task.hooks import HOOKS, NOT_CALLED
+from lumen.task.step_arguments import NOT_GIVEN
+from lumen.tools.migrate.arguments import METHODS, Calls
+from lumen.tools.migrate.names import Imports, instead_of, is_module, new_name, short_name
 from lumen.tools.migrate.project import Classes, Read
 from lumen.tools.migrate.source import Source
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+_GONE = {"optimizer_idx", "on_tpu", "using_native_amp", "using_lbfgs"}
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_OWN_STATE = (
+    "What it returns is not kept: write state_dict and load_state_dict, or put it into the checkpoint, which is a "
+    "dictionary of this callback's own."
+)
+_BY_HAND = (
+    "With automatic_optimization = False, max_steps, global_step and every_n_train_steps count the passes of "
+    "training_step in which an optimizer has moved, however many have."
+)
+_OWN_OPTIMIZER_STEP = (
+    "optimizer_step is called when the gradients are complete and clipped, with (epoch, batch_idx, optimizer, "
+    "optimizer_closure)."
+)
+
+
+@final
+class Methods:
+    """Looks at the methods of classes, and edits those that only have to be called otherwise.
+
+    Args:
+        source: The text of the file.
+        note: Is told a node and what has to be thought about.
+    """
+
+    def __init__(self, source: Source, note: Callable[[ast.AST, str], None]) -> None:
+        self._source, self._note = source, note
+
+    def look_at(self, owner: ast.ClassDef, kind: str) -> None:
+        """Look at all methods of a class.
+
+        Args:
+            owner: The class, as it is defined.
+            kind: What it is: "task", "data module", "callback" or "cli".
+        """
+        methods = {each.name: each for each in owner.body if isinstance(each, _Function)}
+        not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
+        for name, method in methods.items():
+            if name in not_called:
+                self._note(method, f"{name} is not called. {not_called[name]}")
+            elif kind in ("task", "callback"):
+                self._signature(method, kind)
+        for each in owner.body:
+            if isinstance(each, ast.Assign) and kind == "task" and isinstance(each.targets[0], ast.Name):
+                self.look_at_flag(each)
+
+    def look_at_flag(self, node: ast.Assign) -> None:
+        """Look at what an attribute of the task is set to."""
+        for target in node.targets:
+            name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+            if name == "automatic_optimization" and isinstance(node.value, ast.Constant) and node.value.value is False:
+                self._note(node, _BY_HAND)
+            if name == "truncated_bptt_steps":
+                self._note(node, NOT_CALLED["task"]["truncated_bptt_steps"])
+
+    def _signature(self, method: _Function, kind: str) -> None:
+        arguments = method.args
+        names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+        if method.name in _STEPS and kind == "task":
+            for name in names:
+                if name in NOT_GIVEN:
+                    self._note(method, f"{name} is not given. {NOT_GIVEN[name]}")
+            return
+        if method.name == "optimizer_step" and not _GONE.isdisjoint(names):
+            self._note(method, _OWN_OPTIMIZER_STEP)
+        if method.name not in HOOKS or arguments.vararg is not None:
+            return
+        returned = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
+        if kind == "callback" and method.name == "on_save_checkpoint" and any(returned):
+            self._note(method, _OWN_STATE)
+        owner = lumen.Callback if kind == "callback" else lumen.TaskModule
+        given = len(inspect.signature(getattr(owner, method.name)).parameters)
+        if len(names) - len(arguments.defaults) > given:
+            self._drop(method, names, given)
+
+    def _drop(self, method: _Function, names: list[str], given: int) -> None:
+        """Take out the last parameters, which no call fills, if nothing reads them."""
+        extra = {*names[given:]}
+        read = {node.id for each in method.body for node in ast.walk(each) if isinstance(node, ast.Name)}
+        if extra & read or method.args.defaults:
+            listed = ", ".join(names[given:])
+            self._note(method, f"{method.name} is not given {listed}. It is called with ({', '.join(names[:given])}).")
+            return
+        last_kept, last = [*method.args.posonlyargs, *method.args.args][given - 1], method.args.args[-1]
+        self._source.replace(self._source.span(last_kept)[1], self._source.span(last)[1], "")
+
+    def look_at_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[bool]) -> None:
+        """Look at an entry that is read: of a checkpoint, or of what a training step returned."""
+        if function is None or not isinstance(node.value, ast.Name) or not isinstance(node.slice, ast.Constant):
+            return
+        names = [each.arg for each in function.args.args]
+        owner, key = node.value.id, str(node.slice.value)
+        if function.name in ("on_save_checkpoint", "on_load_checkpoint") and owner in names and key in INSTEAD_OF_KEYS:
+            self._note(node, f"checkpoint[{key!r}] is not there. {INSTEAD_OF_KEYS[key]}")
+        if function.name == "on_train_batch_end" and owner in names and key == "loss":
+            if True not in steps_return:
+                self._source.replace_node(node, owner)
+            elif False in steps_return:
+                self._note(node, "outputs is what training_step returned: a loss alone is no dictionary.")
+
 
 _CKPT = (
     "A checkpoint is a directory, without a suffix. The weights of a .ckpt of Lightning's: lumen convert FILE "
@@ -28,16 +132,11 @@ _EXPERIMENT = (
 _ARGPARSE = "There is no argparse for the trainer. Use lumen.CLI, which has an option for each of its arguments."
 _OF_ARGPARSE = ("from_argparse_args", "add_argparse_args", "parse_argparser", "match_env_arguments")
 _STAR = "Import the names of Lightning that are used, one by one: * does not say which."
-#: Attributes of Lightning's trainer that are the same here under another name; of others `ATTRIBUTES` tells.
-READ: Mapping[str, str] = {
-    "gpus": "num_devices",
-    "lightning_optimizers": "optimizers",
-    "num_gpus": "num_devices",
-    "num_processes": "num_devices",
-    "resume_from_checkpoint": "ckpt_path",
-    "total_batch_idx": "progress.micro_batches",
-    "training_type_plugin": "strategy",
-}
+#: Attributes of Lightning's trainer that are the same here under another name, which `ATTRIBUTES` says.
+_SAME = {
+    "gpus", "lightning_optimizers", "num_gpus", "num_processes", "resume_from_checkpoint", "total_batch_idx",
+    "training_type_plugin",
+}  # fmt: skip
 _OF_TASKS: Mapping[str, str] = {
     "dtype": "Read next(self.parameters()).dtype.",
     "fabric": "Lumen has no Fabric.",
@@ -101,8 +200,11 @@ class Editor:
         """Look at a node, and at those in it unless that has been done."""
         see: Callable[[ast.AST], bool | None] | None = getattr(self, f"_see_{type(node).__name__}", None)
         if see is None or not see(node):
-            for child in ast.iter_child_nodes(node):
-                self._visit(child)
+            self._visit_within(node)
+
+    def _visit_within(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            self._visit(child)
 
     def _look_for_trainers(self) -> tuple[set[str], set[ast.AST]]:
         """Names of variables that hold trainers, and dictionaries that are unpacked into their arguments."""
@@ -114,9 +216,8 @@ class Editor:
                 unpacked |= {each.id for each in given if isinstance(each, ast.Name)}
                 held = [target for each in assigned if each.value is node for target in each.targets]
                 trainers |= {each.id for each in held if isinstance(each, ast.Name)}
-        return trainers, {
-            each.value for each in assigned if {getattr(target, "id", None) for target in each.targets} & unpacked
-        }
+        named = ((each.value, {getattr(target, "id", None) for target in each.targets}) for each in assigned)
+        return trainers, {value for value, names in named if names & unpacked}
 
     def _full(self, function: ast.expr) -> str | None:
         """The full name of Lightning's class whose constructor a call is one of."""
@@ -159,20 +260,18 @@ class Editor:
             self._note(node, f"{short_name(full)}: {instead_of(full)}")
 
     def _of_trainer(self, node: ast.Attribute) -> None:
-        to = READ.get(node.attr)
-        if to is not None and isinstance(node.ctx, ast.Load):
-            end = self._source.span(node)[1]
-            self._source.replace(end - len(node.attr), end, to)
+        if node.attr in _SAME and isinstance(node.ctx, ast.Load):
+            end, said = self._source.span(node)[1], ATTRIBUTES[node.attr]
+            self._source.replace(end - len(node.attr), end, said.removeprefix("Read trainer.").removesuffix("."))
         else:
             self._note(node, f"trainer.{node.attr}: {ATTRIBUTES[node.attr]}")
 
     # ------------------------------------------------------------------ annotations, texts
 
-    def _see_arg(self, node: ast.arg) -> None:
+    def _see_arg(self, node: ast.arg | ast.AnnAssign) -> None:
         self._annotation(node.annotation)
 
-    def _see_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._annotation(node.annotation)
+    _see_AnnAssign = _see_arg
 
     def _annotation(self, node: ast.expr | None) -> None:
         """Look into the texts of an annotation as at expressions that stand there without quotes."""
@@ -210,8 +309,7 @@ class Editor:
             self._methods.look_at(node, kind)
         self._kinds.append(kind)
         self._bases.append([name for base in node.bases if (name := self._names.of_lightning(base)) is not None])
-        for child in ast.iter_child_nodes(node):
-            self._visit(child)
+        self._visit_within(node)
         self._kinds.pop()
         self._bases.pop()
         return True
@@ -219,8 +317,7 @@ class Editor:
     def _see_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         self._annotation(node.returns)
         self._functions.append(node)
-        for child in ast.iter_child_nodes(node):
-            self._visit(child)
+        self._visit_within(node)
         self._functions.pop()
         return True
 
@@ -268,8 +365,7 @@ class Editor:
 
     def _logger_name(self, node: ast.Call) -> None:
         for value in node.args[:1]:
-            name = value.value if isinstance(value, ast.Constant) else None
-            if isinstance(name, str) and name.split(".")[0] in LIGHTNINGS:
+            if str(getattr(value, "value", "")).split(".")[0] in LIGHTNINGS:
                 self._source.replace_node(value, '"lumen"')
 
 
@@ -282,9 +378,5 @@ def _is_super_init(node: ast.Call) -> bool:
 def names_used(tree: ast.Module) -> Iterator[str]:
     """The names that a file uses, also as attributes and in imports."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield short_name(node.name)
+        if isinstance(node, ast.Attribute | ast.Name | ast.alias):
+            yield short_name(getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "name", ""))

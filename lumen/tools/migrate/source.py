@@ -13,15 +13,6 @@ COMMENT = re.compile(r"#[^\r\n]*")
 
 
 @final
-class Edit(NamedTuple):
-    """A piece of a text, from one character to another, and what comes in its place."""
-
-    start: int
-    end: int
-    text: str
-
-
-@final
 class Source:
     """A text and the edits that are wanted of it.
 
@@ -33,7 +24,7 @@ class Source:
         self.text = text
         self.lines = [line for line in _LINE.findall(text) if line]
         self._starts = [0, *accumulate(map(len, self.lines))]
-        self._edits: list[Edit] = []
+        self._edits: dict[tuple[int, int, str], None] = {}  # from one character to another, and what comes there
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Where a node of Python's syntax tree begins and ends."""
@@ -72,7 +63,7 @@ class Source:
 
     def replace(self, start: int, end: int, text: str) -> None:
         """Put a text in the place of a piece. An edit of a larger piece takes the place of those within it."""
-        self._edits.append(Edit(start, end, text))
+        self._edits[start, end, text] = None
 
     def replace_node(self, node: ast.AST, text: str) -> None:
         """Put a text in the place of a node."""
@@ -81,10 +72,10 @@ class Source:
     def edited(self) -> str:
         """The text with all edits."""
         parts, at = [], 0
-        for edit in sorted(dict.fromkeys(self._edits), key=lambda edit: (edit.start, edit.end > edit.start, -edit.end)):
-            if edit.start >= at:
-                parts += [self.text[at : edit.start], edit.text]
-                at = edit.end
+        for start, end, text in sorted(self._edits, key=lambda edit: (edit[0], edit[1] > edit[0], -edit[1])):
+            if start >= at:
+                parts += [self.text[at:start], text]
+                at = end
         return "".join([*parts, self.text[at:]])
 
     def _offset(self, line: int, column: int) -> int:
@@ -131,7 +122,7 @@ class Items:
         self.open, self.close = source.text.index("(" if self.is_call else "{", begin) + 1, source.span(node)[1] - 1
         self.all: list[Item] = []
         self._gone: set[int] = set()
-        self._added: list[str] = []
+        self._added = ""
         given = _of_call(node) if isinstance(node, ast.Call) else _of_dictionary(node)
         places = pairwise([*(source.span(first)[0] for _, first, _ in given), self.close])
         at = self.open
@@ -163,14 +154,14 @@ class Items:
         self._gone.add(self.all.index(item))
 
     def add(self, text: str) -> None:
-        """Put an argument or entry behind the others."""
-        self._added.append(text)
+        """Put one argument or entry behind the others."""
+        self._added = text
 
     def finish(self) -> None:
         """Make the edits. To be called once, when all is said."""
         kept = [number for number in range(len(self.all)) if number not in self._gone]
         if self._gone and not kept:
-            self._source.replace(self.open, self.close, ", ".join(self._added))
+            self._source.replace(self.open, self.close, self._added)
             return
         for _, run in groupby(sorted(self._gone), key=lambda number: number - sorted(self._gone).index(number)):
             self._remove_run([*run])
@@ -193,17 +184,13 @@ class Items:
 
     def _add(self) -> None:
         source, last = self._source, self.all[-1] if self.all else None
-        text = ", ".join(self._added)
         if last is None:
-            source.replace(self.open, self.open, text)
-            return
-        if not source.text[source.line_start(last.start) : last.start].strip():
-            between, end = f"{source.newline}{source.indent(last.start)}", "," if last.comma > last.end else ""
-            source.replace(
-                last.comma, last.comma, "".join(f"{'' if end else ','}{between}{each}{end}" for each in self._added)
-            )
+            source.replace(self.open, self.open, self._added)
+        elif not source.text[source.line_start(last.start) : last.start].strip():
+            text = f"{source.newline}{source.indent(last.start)}{self._added}"
+            source.replace(last.comma, last.comma, f"{text}," if last.comma > last.end else f",{text}")
         else:
-            source.replace(last.end, last.end, f", {text}")
+            source.replace(last.end, last.end, f", {self._added}")
 
 
 def _of_dictionary(node: ast.Dict) -> list[tuple[str | None, ast.AST, ast.expr]]:

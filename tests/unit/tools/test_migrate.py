@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import lumen
-from lumen.errors.lightning_names import ATTRIBUTES, RENAMED
-from lumen.tools.migrate import arguments, python
+from lumen.errors.lightning_names import RENAMED
+from lumen.tools.migrate import arguments
 from lumen.tools.migrate.command import migrate
 from lumen.tools.migrate.config import Config
 from lumen.tools.migrate.names import ELSEWHERE, new_name
@@ -438,7 +438,6 @@ def test_what_arguments_become_is_taken():
     for method, names in arguments.METHODS.items():
         for old, new in names.items():
             assert [*arguments.change_of_method(method, old).arguments] == ([new] if new else [])
-    assert all(ATTRIBUTES[old] == f"Read trainer.{new}." for old, new in python.READ.items())
 
 
 def test_arguments_stand_where_lightning_has_them():
