@@ -284,14 +284,10 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     optim.take(*built, may_step=lambda: run.step.is_updating or not run.log.in_train_step, by_hand=by_hand)
     for each in optim.optimizers:
         run.strategy.check_optimizer(each)
-    optim.note_built(
-        groups_of(task, optim.optimizer), configured(run), modes_of(task)
-    )
+    optim.note_built(groups_of(task, optim.optimizer), configured(run), modes_of(task))
     origin = trainer.origin
     if checkpoint is not None:
-        load_run(
-            run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero
-        )
+        load_run(run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero)
         if not origin.stays:  # a new run may go on where a callback ended the old one
             run.ending.request_stop(value=False)
     open_loaders(run)

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import example, given, settings, strategies as st
 
 from lumen.cli import main
-from lumen.tools.submit import kubernetes, ray_train, skypilot, slurm
-from lumen.tools.submit.job import Job
+from lumen.tools.submit import engines
+from lumen.tools.submit.engines import Job
 from tests.helpers import ROOT
 from tests.helpers.engine_tasks import CONFIG
 
@@ -198,14 +198,14 @@ def job_in(text):
 
 
 READERS = {
-    slurm: lambda text, folder: in_bash(text, "srun", folder),
-    skypilot: lambda text, folder: in_bash(yaml.safe_load(text)["run"], "torchrun", folder),
-    ray_train: lambda text, folder: next(
+    engines.slurm: lambda text, folder: in_bash(text, "srun", folder),
+    engines.skypilot: lambda text, folder: in_bash(yaml.safe_load(text)["run"], "torchrun", folder),
+    engines.ray: lambda text, folder: next(
         ast.literal_eval(node.value)
         for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and node.targets[0].id == "COMMAND"
     ),
-    kubernetes: lambda text, folder: [
+    engines.kubernetes: lambda text, folder: [
         expanded(word)
         for word in job_in(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
             "command"
@@ -216,16 +216,16 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 BYTES = st.binary().filter(lambda word: b"\0" not in word).map(os.fsdecode)
 
 
-@pytest.mark.parametrize("engine", READERS, ids=lambda engine: engine.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("engine", READERS, ids=lambda engine: engine.__name__)
 def test_an_engine_reads_the_words_that_were_given(engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bin")
 
     @settings(max_examples=60, deadline=None, database=None)
-    @given(words=st.lists(TEXTS if engine is kubernetes else TEXTS | BYTES, max_size=4))
+    @given(words=st.lists(TEXTS if engine is engines.kubernetes else TEXTS | BYTES, max_size=4))
     @example(words=["a\nb", "x\u2028y", "$(HOME) $$(X) ${Y} `z`", "{0} {words}", '"""', "'\\''", "\x85 \t\r"])
     def check(words):
         job = Job("run", tuple(words), 1, 1, 1, 0, "python", "/", image="a/b:1", gpu="H100")
-        read = READERS[engine](engine.text(job), folder)
+        read = READERS[engine](engine(job), folder)
         assert read[len(read) - len(words) :] == words
 
     check()

@@ -37,8 +37,7 @@ def run(words: list[str]) -> int:
     given = options().read(words)
     output = local_path(given.output)
     request = Request(given.key, given.module, dict(map(_pair, given.rename)))
-    found = convert(local_path(given.source), output, request)
-    _show(str(output), given.source, found)
+    _show(str(output), given.source, convert(local_path(given.source), output, request))
     return 0
 
 
@@ -64,9 +63,7 @@ def _show(output: str, source: str, found: Converted) -> None:
     if found.left_out:
         print(f"{', '.join(found.left_out)}: no tensors, and left out", file=stderr)
     if found.not_plain:
-        print(
-            f"hyperparameters that are no plain data or too large, and not shown: {', '.join(found.not_plain)}",
-            file=stderr,
-        )
+        said = "hyperparameters that are no plain data or too large, and not shown:"
+        print(said, ", ".join(found.not_plain), file=stderr)
     if found.hyperparameters:
         print(dump_yaml(found.hyperparameters), end="", file=stdout)

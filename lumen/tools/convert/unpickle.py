@@ -17,6 +17,7 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from lumen.errors import CheckpointError, ConfigError
 from lumen.internals.compiler import WRAPPED
 from lumen.internals.interpreters import python_command
 from lumen.internals.tensors import EXTRA_STATE
+from lumen.tools.terminal import check_free
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|Unsupported (?:class|type) ([\w.]+)")
@@ -97,10 +99,7 @@ def convert(source: Path, output: Path, request: Request) -> Converted:
         raise CheckpointError(f"there is no file {source}.")
     if output.suffix != ".safetensors":
         raise ConfigError(f"{output}: tensors are written as safetensors. Name a .safetensors file.")
-    if not output.parent.is_dir():
-        raise ConfigError(f"{output}: there is no directory {output.parent}. Create it.")
-    if output.exists():
-        raise ConfigError(f"{output}: it exists, and nothing is overwritten. Choose another name.")
+    check_free(output, str(output))
     temporary = temporary_name(output)
     words = python_command(__name__, str(source), str(output), json.dumps(asdict(request)), str(temporary))
     try:
@@ -119,11 +118,10 @@ def convert(source: Path, output: Path, request: Request) -> Converted:
 
 def _answer(text: str) -> dict[str, Any]:
     """What the other process has said, in its last line; nothing if it was killed."""
-    try:
+    with suppress(ValueError, IndexError):
         found = json.loads(text.splitlines()[-1])
-    except (ValueError, IndexError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 # ---------------------------------------------------------------------- in the other process
@@ -144,14 +142,11 @@ def main(source: str, output: str, request: str, temporary: str) -> None:
         Path(output).hardlink_to(temporary)
     except FileExistsError:
         answer = {"wrong": f"{output}: it exists, and nothing is overwritten. Choose another name."}
-    except CheckpointError as error:
-        answer = {"refused": str(error)}
-    except ConfigError as error:
-        answer = {"wrong": str(error)}
+    except (CheckpointError, ConfigError) as error:
+        answer = {"wrong" if isinstance(error, ConfigError) else "refused": str(error)}
     except (MemoryError, RuntimeError) as error:  # RuntimeError is what torch raises where memory is short.
-        answer = {
-            "refused": f"{source} cannot be converted: {str(error).partition(chr(10))[0] or type(error).__name__}"
-        }
+        why = str(error).partition("\n")[0] or type(error).__name__
+        answer = {"refused": f"{source} cannot be converted: {why}"}
     finally:
         Path(temporary).unlink(missing_ok=True)
     print(json.dumps(answer))
@@ -237,26 +232,17 @@ def _write(content: Any, source: Path, output: Path, request: Request) -> Conver
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_safetensors(output, tensors)
     plain, not_plain = _hyperparameters(content)
-    return Converted(
-        key,
-        dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())),
-        total,
-        next(([name, each] for name, each in short.items() if each != name), []),
-        [name for name in found if name not in names],
-        plain,
-        not_plain,
-    )
+    dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()))
+    changed = next(([name, each] for name, each in short.items() if each != name), [])
+    return Converted(key, dtypes, total, changed, [name for name in found if name not in names], plain, not_plain)
 
 
 def _tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[str, Any]]:
     """The dictionary of tensors in a pickle, and where it is."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"{source} holds a {type(content).__name__}, expected a dictionary of tensors.")
-    inside = {
-        name: value
-        for name, value in content.items()
-        if isinstance(value, Mapping) and _holds_tensors(value) and not str(name).endswith(EXTRA_STATE)
-    }
+    parts = {name: value for name, value in content.items() if not str(name).endswith(EXTRA_STATE)}
+    inside = {name: value for name, value in parts.items() if isinstance(value, Mapping) and _holds_tensors(value)}
     if key is not None:
         if key not in inside:
             raise ConfigError(f"--key {key}: there are no tensors. {_there(inside)}")
@@ -270,9 +256,8 @@ def _tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[
 
 
 def _holds_tensors(value: Mapping[Any, Any]) -> bool:
-    return all(isinstance(name, str) for name in value) and any(
-        isinstance(each, torch.Tensor) for each in value.values()
-    )
+    has_names = all(isinstance(name, str) for name in value)
+    return has_names and any(isinstance(each, torch.Tensor) for each in value.values())
 
 
 def _there(inside: Mapping[str, Any]) -> str:

@@ -30,45 +30,26 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 def options() -> Words:
     """The options of the command."""
     parser = Words("export", COMMAND, "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _MORE)
-    parser.add_argument(
-        "source",
-        metavar="CHECKPOINT_OR_RUN",
-        nargs="+",
-        help="A checkpoint, a run (its newest valid one), or weights as trainer.init_from takes them; a URL too. Of "
-        "several, the mean of their floating-point tensors.",
-    )
-    parser.add_argument(
-        "--output",
-        required=True,
-        metavar="FILE_OR_DIR",
-        help="A .safetensors file, or a directory with model.safetensors as model hubs have it. It must not exist.",
-    )
+    parser.add_argument("source", metavar="CHECKPOINT_OR_RUN", nargs="+", help="A checkpoint, a run (its newest valid "
+                        "one), or weights as trainer.init_from takes them; a URL too. Of several, the mean of their "
+                        "floating-point tensors.")  # fmt: skip
+    parser.add_argument("--output", required=True, metavar="FILE_OR_DIR", help="A .safetensors file, or a directory "
+                        "with model.safetensors as model hubs have it. It must not exist.")  # fmt: skip
     parser.add_argument("--which", choices=("last", "best"), default="last", help="Of a run. Default: last.")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="Of floating-point tensors. Default: as saved."
-    )
-    parser.add_argument(
-        "--module", metavar="NAME", help="Only this part of the task, such as net, by the names that it has in it."
-    )
-    parser.add_argument(
-        "--average",
-        metavar="NAME",
-        help="parameters; EMA, SWA or another callback whose state holds tensors by the parameters' names; Lookahead "
-        "for its slow weights; last:5 for the mean of the newest five checkpoints, best:3 for that of the best three. "
-        "Default: what validations evaluated, the average of a run with EMA or SWA.",
-    )
-    parser.add_argument(
-        "--max_shard_size",
-        metavar="SIZE",
-        help="Such as 5GB: several files in the directory, with model.safetensors.index.json. Default: one file.",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("safetensors", *FORMATS),
-        default="safetensors",
-        help="torch-export: a program, FILE.pt2, for torch.export.load. onnx: FILE.onnx. huggingface: a directory that "
-        "from_pretrained reads. These build the model by the run's config and check what they have written.",
-    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Of floating-point tensors. "
+                        "Default: as saved.")  # fmt: skip
+    parser.add_argument("--module", metavar="NAME", help="Only this part of the task, such as net, by the names that "
+                        "it has in it.")  # fmt: skip
+    parser.add_argument("--average", metavar="NAME", help="parameters; EMA, SWA or another callback whose state holds "
+                        "tensors by the parameters' names; Lookahead for its slow weights; last:5 for the mean of the "
+                        "newest five checkpoints, best:3 for that of the best three. Default: what validations "
+                        "evaluated, the average of a run with EMA or SWA.")  # fmt: skip
+    parser.add_argument("--max_shard_size", metavar="SIZE", help="Such as 5GB: several files in the directory, with "
+                        "model.safetensors.index.json. Default: one file.")  # fmt: skip
+    parser.add_argument("--format", choices=("safetensors", *FORMATS), default="safetensors", help="torch-export: a "
+                        "program, FILE.pt2, for torch.export.load. onnx: FILE.onnx. huggingface: a directory that "
+                        "from_pretrained reads. These build the model by the run's config and check what they have "
+                        "written.")  # fmt: skip
     return parser
 
 
@@ -78,16 +59,11 @@ def run(words: list[str]) -> int:
     output = local_path(given.output)
     *others, source = given.source
     if others and given.average:
-        raise ConfigError(
-            f"--average {given.average}: {len(given.source)} sources are one mean already. Give one of them."
-        )
+        said = f"{len(given.source)} sources are one mean already. Give one of them."
+        raise ConfigError(f"--average {given.average}: {said}")
     average: Any = given.source if others else given.average
-    settings: dict[str, Any] = {
-        "which": given.which,
-        "module": given.module,
-        "average": average,
-        "dtype": getattr(torch, given.dtype) if given.dtype else None,
-    }
+    dtype = getattr(torch, given.dtype) if given.dtype else None
+    settings: dict[str, Any] = {"which": given.which, "module": given.module, "average": average, "dtype": dtype}
     with console_log(LogSettings("INFO")):
         if given.format != "safetensors":
             return _as_model(given, source, output, partial(export, source, **settings))

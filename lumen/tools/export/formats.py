@@ -29,6 +29,7 @@ from lumen.internals.tensors import EXTRA_STATE
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import overrides
 from lumen.task.task_module import TaskModule
+from lumen.tools.terminal import check_free
 
 _ON_ONE_CPU = (
     "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.accelerator=cpu", "--trainer.strategy=auto",
@@ -96,10 +97,7 @@ def check_format(kind: str, output: Path) -> None:
     if output.suffix != _SUFFIXES[kind] and (_SUFFIXES[kind] or output.suffix in (".safetensors", ".pt2", ".onnx")):
         expected = f"a {_SUFFIXES[kind]} file" if _SUFFIXES[kind] else "a directory"
         raise ConfigError(f"--output {output}: --format {kind} writes {expected}. Name one.")
-    if os.path.lexists(output):
-        raise ConfigError(f"--output {output}: it exists, and nothing is overwritten. Choose another name.")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no directory {output.parent}. Create it.")
+    check_free(output, f"--output {output}")
     needed = {"onnx": ("onnx", "onnxscript"), "huggingface": ("transformers",)}.get(kind, ())
     if missing := [name for name in needed if find_spec(name) is None]:
         raise ConfigError(f"--format {kind}: it needs {' and '.join(missing)}. pip install {' '.join(missing)}")
@@ -151,15 +149,13 @@ def _filled(source: str, module: str | None, saved: dict[str, torch.Tensor]) -> 
     task.configure_model()
     part = task if module is None else task.get_submodule(module)
     try:
-        missing, unexpected = part.load_state_dict(saved, strict=False)
+        differ = [name for names in part.load_state_dict(saved, strict=False) for name in names]
+        differ = [name for name in differ if name in saved or not name.endswith(EXTRA_STATE)]
+        why = f"only one of them has {', '.join(differ[:3])}." if differ else ""
     except RuntimeError as error:
-        raise CheckpointMismatch(f"{files[0]} describes another model than {source} holds: {error}") from error
-    missing = [name for name in missing if not name.endswith(EXTRA_STATE)]
-    if missing or unexpected:
-        raise CheckpointMismatch(
-            f"{files[0]} describes another model than {source} holds: "
-            f"only one of them has {', '.join([*missing, *unexpected][:3])}."
-        )
+        why = str(error)
+    if why:
+        raise CheckpointMismatch(f"{files[0]} describes another model than {source} holds: {why}")
     floating = {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()}
     return Model(task, part, made.datamodule, floating.pop() if len(floating) == 1 else None)
 
@@ -241,10 +237,7 @@ def _compared(ours: Any, theirs: Any) -> str:
 def _write_pretrained(model: Model, _: Call, output: Path) -> str:
     kind = import_module("transformers").PreTrainedModel
     found = {name: each for name, each in model.part.named_modules() if isinstance(each, kind)}
-    inside = {
-        name for name in found for above in found if name != above and (not above or name.startswith(f"{above}."))
-    }
-    outermost = [name for name in found if name not in inside]
+    outermost = [name for name in found if sum(f"{name}.".startswith(above and f"{above}.") for above in found) == 1]
     if len(outermost) != 1:
         there = f"has {', '.join(outermost)}. Choose one by --module" if found else "has none"
         raise ConfigError(f"--format huggingface: it writes one model of transformers, and the task {there}.")
@@ -275,8 +268,4 @@ def _merged(part: nn.Module, chosen: nn.Module) -> nn.Module:
 
 
 _CALLED = ("torch-export", "onnx")  # they follow what is computed
-_WRITERS: dict[str, Callable[[Model, Call, Path], str]] = {
-    "torch-export": _write_program,
-    "onnx": _write_onnx,
-    "huggingface": _write_pretrained,
-}
+_WRITERS = {"torch-export": _write_program, "onnx": _write_onnx, "huggingface": _write_pretrained}

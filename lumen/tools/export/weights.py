@@ -31,6 +31,7 @@ from lumen.checkpoint.format.storage import (
     readable,
     temporary_name,
 )
+from lumen.checkpoint.load import weights_source
 from lumen.checkpoint.load.weights_source import (
     INDEX,
     PICKLES,
@@ -40,13 +41,11 @@ from lumen.checkpoint.load.weights_source import (
     find_checkpoint,
     find_named,
     is_mean,
-    is_weights,
-    open_weights,
-    refuse_pickle,
 )
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch, ConfigError
+from lumen.tools.terminal import check_free
 
 _ONE_FILE = ".safetensors"
 _FILES = re.compile(rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(INDEX)}")
@@ -76,15 +75,9 @@ class Exported:
 
 
 def export(
-    source: str,
-    output: Path,
-    *,
-    which: Literal["last", "best"] = "last",
-    module: str | None = None,
-    average: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int | None = None,
-) -> Exported:
+    source: str, output: Path, *, which: Literal["last", "best"] = "last", module: str | None = None,
+    average: str | Sequence[str] | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None,
+) -> Exported:  # fmt: skip
     """Write the parameters and buffers of a checkpoint, for `safetensors.torch.load_file` and `load_state_dict`.
 
     Beyond the process it takes the memory of one tensor and, if that is cast, of the cast one. A tied tensor is
@@ -121,14 +114,9 @@ def export(
         files = _write(temporary, output, tensors, value, max_shard_bytes)
         first: dict[str, str] = {}
         tied = {name: first[of] for name, of in stored.items() if first.setdefault(of, name) != name}
-        return Exported(
-            str(checkpoint.path) if checkpoint.state else source,
-            files,
-            Counter(tensor.dtype for tensor in tensors.values()),
-            sum(tensor.nbytes for tensor in tensors.values()),
-            tied,
-            sum(of in read.averages for of in stored.values()),
-        )
+        dtypes, size = Counter(each.dtype for each in tensors.values()), sum(each.nbytes for each in tensors.values())
+        path = str(checkpoint.path) if checkpoint.state else source
+        return Exported(path, files, dtypes, size, tied, sum(of in read.averages for of in stored.values()))
 
 
 # ---------------------------------------------------------------------- from where
@@ -137,10 +125,10 @@ def export(
 @contextmanager
 def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterator[Checkpoint]:
     """The checkpoint or weights to export, verified; tensors of these sections (None: all) can be read."""
-    refuse_pickle(source)
+    weights_source.refuse_pickle(source)
     path = as_place(source)
     with readable(path):
-        is_files = is_weights(source)
+        is_files = weights_source.is_weights(source)
         is_checkpoint = not is_files and (exists(path / MANIFEST) or (exists(path / STATE) and is_dir(path / "model")))
         is_run = is_dir(path) and not is_checkpoint and not is_files
         folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
@@ -155,7 +143,7 @@ def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterat
     elif sections is None:
         raise ConfigError(f"--average: {source} is no checkpoint of Lumen. Averages are found in these only.")
     else:
-        with open_weights(source, Processes()) as weights:
+        with weights_source.open_weights(source, Processes()) as weights:
             yield weights
 
 
@@ -171,8 +159,7 @@ def _opened_checkpoint(path: PurePath, sections: tuple[str, ...] | None) -> Chec
 
 def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
     prefix = "" if module is None else f"{module}."
-    found = [name for name in checkpoint.state.get("extra_state", ()) if f"{name}.".startswith(prefix)]
-    if found:
+    if found := [name for name in checkpoint.state.get("extra_state", ()) if f"{name}.".startswith(prefix)]:
         _log.warning(
             "%s: what get_extra_state returned is no tensor and is left out: load_state_dict will need strict=False",
             ", ".join(name or "the task" for name in sorted(found)),
@@ -186,9 +173,8 @@ def _stored(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
     chosen = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
     if module is not None and not chosen:
         modules = sorted({name.partition(".")[0] for name in stored if "." in name})
-        raise ConfigError(
-            f"--module {module}: no tensor of {checkpoint.path} belongs to it. Its modules are {', '.join(modules)}."
-        )
+        said = f"no tensor of {checkpoint.path} belongs to it. Its modules are {', '.join(modules)}."
+        raise ConfigError(f"--module {module}: {said}")
     return chosen
 
 
@@ -201,10 +187,7 @@ def _check_output(output: Path, max_shard_bytes: int | None) -> None:
         raise ConfigError(f"--output {output}: export writes no pickles. Name a .safetensors file or a directory.")
     if max_shard_bytes is not None and output.suffix == _ONE_FILE:
         raise ConfigError(f"--output {output}: --max_shard_size may make several files. Name a directory.")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no directory {output.parent}. Create it.")
-    if os.path.lexists(output):
-        raise ConfigError(f"--output {output}: it exists, and nothing is overwritten. Choose another name.")
+    check_free(output, f"--output {output}")
 
 
 @contextmanager
@@ -218,9 +201,8 @@ def _beside(output: Path) -> Iterator[Path]:
     except OSError as error:
         with suppress(OSError):
             temporary.rmdir()
-        raise ConfigError(
-            f"--output {output}: {output.parent} cannot be written: {error.strerror}. Choose another directory."
-        ) from error
+        said = f"{output.parent} cannot be written: {error.strerror}. Choose another directory."
+        raise ConfigError(f"--output {output}: {said}") from error
     try:
         with suppress(OSError):  # a file system without locks: then left-overs stay
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -313,7 +295,6 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = tensor.to(dtype)
     if cast.numel() and not torch.stack(cast.aminmax()).isfinite().all():
         exact = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch knows little of float8
-        lost = int((exact.isfinite() & ~cast.isfinite()).sum())
-        if lost:
+        if lost := int((exact.isfinite() & ~cast.isfinite()).sum()):
             _log.warning("%s: %d numbers are too large for %s and became infinite", name, lost, dtype)
     return cast

@@ -5,7 +5,6 @@ from __future__ import annotations
 import keyword
 import re
 import sys
-from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -39,10 +38,12 @@ def run(words: list[str]) -> int:
     name = package_name(project.resolve().name)
     _check_free(project)
     template = _TEMPLATES / given.template
-    for path in _files(template):
-        target = project / _renamed(str(path), name)
+    files = [path.relative_to(template) for path in sorted(template.rglob("*")) if path.is_file()]
+    for path in (each for each in files if _CACHES.isdisjoint(each.parts)):
+        target = project / str(path).replace(_NAME_THERE, name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_renamed((template / path).read_text(encoding="utf-8"), name), encoding="utf-8")
+        text = (template / path).read_text(encoding="utf-8")
+        target.write_text(text.replace(_NAME_THERE, name), encoding="utf-8")
     steps = [f"cd {project}", f"lumen fit --config {name}.yaml", "python -m pytest"]
     print(f"{project} is a project now: {given.template}, package {name}. README.md says more.", file=stdout)
     print(*(f"  {step}" for step in steps), sep="\n", file=stdout)
@@ -74,13 +75,3 @@ def _check_free(project: Path) -> None:
         raise ConfigError(
             f"{project} is not empty: it has {', '.join(found[:3])}{more}. Name a directory that is empty or not there."
         )
-
-
-def _files(template: Path) -> Iterator[Path]:
-    """The files of a template, by their paths in it."""
-    found = (path.relative_to(template) for path in sorted(template.rglob("*")) if path.is_file())
-    return (path for path in found if not _CACHES & {*path.parts})
-
-
-def _renamed(text: str, name: str) -> str:
-    return text.replace(_NAME_THERE, name)

@@ -16,7 +16,7 @@ import torch
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.format.manifest import read_head
-from lumen.checkpoint.format.places import as_place, is_dir
+from lumen.checkpoint.format.storage import as_place, is_dir
 from lumen.cli import tell
 from lumen.cli.command_line import CLI, Checked
 from lumen.cli.config_layers import as_list, read_config

@@ -20,8 +20,8 @@ from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
 from lumen.internals.masking import masked_words
 from lumen.internals.whole_files import replaced
-from lumen.tools.submit import COMMAND, kubernetes, ray_train, skypilot, slurm
-from lumen.tools.submit.job import Job
+from lumen.tools.submit import COMMAND, engines
+from lumen.tools.submit.engines import Job
 
 _MORE = (
     "The command, such as `fit --config run.yaml`, stands after `--` and is checked first. One file is written, which "
@@ -51,19 +51,19 @@ class Engine(NamedTuple):
 
 _NO_QUEUE = "it has none"
 ENGINES = {
-    "slurm": Engine(".sbatch", slurm.text, ("sbatch",), {
+    "slurm": Engine(".sbatch", engines.slurm, ("sbatch",), {
         "image": "the processes run in the environment that submits; for containers edit the line of srun",
         "volume": "the processes see the files of their node",
     }),
-    "ray": Engine(".ray.py", ray_train.text, (sys.executable, "-P"), {
+    "ray": Engine(".ray.py", engines.ray, (sys.executable, "-P"), {
         "time": "Ray sets jobs no limit; use --trainer.max_time after --", "partition": _NO_QUEUE, "account": _NO_QUEUE,
         "image": "set that of the cluster", "volume": "workers see the files of their node",
         "setup": "what the cluster was set up with counts",
     }, needs="ray"),
-    "k8s": Engine(".k8s.yaml", kubernetes.text, ("kubectl", "apply", "-f"), {
+    "k8s": Engine(".k8s.yaml", engines.kubernetes, ("kubectl", "apply", "-f"), {
         "partition": _NO_QUEUE, "account": _NO_QUEUE, "setup": "put it into the image",
     }),
-    "sky": Engine(".sky.yaml", skypilot.text, ("sky", "jobs", "launch"), {
+    "sky": Engine(".sky.yaml", engines.skypilot, ("sky", "jobs", "launch"), {
         "time": "SkyPilot sets jobs no limit; use --trainer.max_time after --",
         "partition": _NO_QUEUE, "account": _NO_QUEUE, "volume": "save to a bucket, see docs/object-stores.md",
     }),
@@ -94,11 +94,8 @@ def options() -> Words:
 
 def run(words: list[str]) -> int:
     """Write a job, and submit it; returns the exit code."""
-    if "--" in words:
-        own, inner = words[: words.index("--")], words[words.index("--") + 1 :]
-    else:
-        own, inner = words, []
-    given = options().read(own)
+    end = words.index("--") if "--" in words else len(words)
+    given, inner = options().read(words[:end]), words[end + 1 :]
     engine = ENGINES[given.on]
     for option in ("nodes", "gpus_per_node", "tasks_per_node", "max_restarts"):
         least, value = int(option in ("nodes", "tasks_per_node")), getattr(given, option)
@@ -178,8 +175,6 @@ def _submit(engine: Engine, path: Path) -> int:
     command = [*engine.program, str(path)]
     print(f"written: {path}; submitting: {shlex.join(command)}", file=stderr)
     if (find_spec(engine.needs) if engine.needs else shutil.which(command[0])) is None:
-        raise ConfigError(
-            f"{engine.needs or command[0]} is not installed here. The job is in {path}. Where it is, run: "
-            f"{shlex.join(command)}"
-        )
+        said = f"{engine.needs or command[0]} is not installed here. The job is in {path}. Where it is, run:"
+        raise ConfigError(f"{said} {shlex.join(command)}")
     return subprocess.run(command, check=False).returncode

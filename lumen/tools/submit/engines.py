@@ -1,0 +1,219 @@
+"""A job, and how each engine has it: SLURM's script, Ray's program, the resources of Kubernetes, SkyPilot's task."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any, final
+
+from lumen.cli.yaml_text import dump_yaml
+from lumen.errors import ConfigError
+
+
+def quoted(*words: str) -> str:
+    """Return words as bash reads them: printable and in one line, whatever bytes they have."""
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in words)
+
+
+def _escaped(word: str) -> str:
+    found = word.encode("utf-8", "surrogateescape")
+    return "".join(f"\\{byte:03o}" if byte in b"\\'" or not 32 <= byte < 127 else chr(byte) for byte in found)
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """A job, before it is written in the words of an engine.
+
+    Attributes:
+        name: What the engine lists it by: at most 50 small letters, digits and inner hyphens.
+        words: The command of Lumen and its words, such as `fit --config run.yaml`.
+        nodes: Number of nodes, >= 1.
+        gpus_per_node: Number of GPUs on each, >= 0.
+        processes_per_node: Number of processes on each, >= 1.
+        restarts: How often the engine starts it again after a failure, >= 0.
+        python: The interpreter where the engine shares this machine's files.
+        directory: The working directory, likewise.
+        gpu: Kind of GPU, or None.
+        time: The most time to take, as `HH:MM:SS`, or None.
+        partition: Partition of SLURM, or None.
+        account: Account of SLURM, or None.
+        image: Container image, or None.
+        volume: Claim of Kubernetes that is mounted at `/runs`, or None.
+        setup: Command to run before, or None.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    nodes: int
+    gpus_per_node: int
+    processes_per_node: int
+    restarts: int
+    python: str
+    directory: str
+    gpu: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    image: str | None = None
+    volume: str | None = None
+    setup: str | None = None
+
+    @property
+    def seconds(self) -> int | None:
+        """The most time to take, in seconds."""
+        if self.time is None:
+            return None
+        hours, minutes, seconds = map(int, self.time.split(":"))
+        return hours * 3600 + minutes * 60 + seconds
+
+
+_NOTICE_S = 90
+_LAST_S = 300  # what rank 0 may still write when others are done; also how long lost ranks may hold the nodes
+_SCRIPT = """\
+set -e
+cd {directory}
+{setup}# {notice} s before the time limit the processes get SIGUSR1: they finish their step, save, and leave with 75.
+# When a job of higher priority needs the nodes, they get SIGTERM. After both the job is put back into the queue.
+code=0
+srun --kill-on-bad-exit=0 --wait={last} {command} || code=$?
+if [ "$code" != 0 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; then
+    code=75
+fi
+if [ "$code" = 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def slurm(job: Job) -> str:
+    """The script: one process per task, which Lumen finds as SLURM describes it."""
+    gpus = f"{job.gpu}:{job.gpus_per_node}" if job.gpu else job.gpus_per_node
+    options = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.processes_per_node,
+        "gpus-per-node": gpus if job.gpus_per_node else None,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "output": f"{job.name}-%j.log",
+        "open-mode": "append",
+        "signal": f"USR1@{_NOTICE_S}",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    setup, words = f"{job.setup}\n" if job.setup else "", quoted(job.python, "-P", "-m", "lumen", *job.words)
+    fields = {"directory": quoted(job.directory), "setup": setup, "command": words}
+    script = _SCRIPT.format(notice=_NOTICE_S, last=_LAST_S, **fields)
+    return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", script])
+
+
+_PROGRAM = '''\
+"""Runs a command of Lumen on Ray."""
+
+import os
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+DIRECTORY = {directory!r}  # every node must see it
+COMMAND = {words!r}
+
+
+def train():
+    from lumen.cli import main
+
+    os.chdir(DIRECTORY)
+    if code := main(COMMAND):  # it has said why
+        raise RuntimeError(f"lumen ended with exit code {{code}}")
+
+
+if __name__ == "__main__":
+    TorchTrainer(
+        train,
+        scaling_config=ScalingConfig(num_workers={workers}, {devices}),
+        run_config=RunConfig(
+            name={name!r}, storage_path=os.path.join(DIRECTORY, "ray"), failure_config=FailureConfig({restarts})
+        ),
+    ).fit()
+'''
+
+
+def ray(job: Job) -> str:
+    """The program: one worker of Ray per process, whose group Lumen finds."""
+    devices = f"use_gpu={job.gpus_per_node > 0}"
+    if job.gpu is not None:
+        devices += f", accelerator_type={job.gpu!r}"
+    fields = vars(job) | {"words": list(job.words), "devices": devices}
+    return _PROGRAM.format(workers=job.nodes * job.processes_per_node, **fields)
+
+
+_GRACE_S = 90
+
+
+def kubernetes(job: Job) -> str:
+    """The job: a pod a node, in each torchrun, which the operator's environment tells where the others are."""
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # for what data workers hand over; 64 MB by default
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    if job.volume is not None:
+        mounts.append({"name": "runs", "mountPath": "/runs"})
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": job.volume}})
+    words = map(_literal, job.words)
+    container: dict[str, Any] = {
+        "name": "pytorch",  # the operator looks for this one
+        "image": job.image,
+        "command": ["torchrun", f"--nproc-per-node={job.processes_per_node}", "--no-python", "lumen", *words],
+        "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_GRACE_S - 10)}],  # else torchrun kills earlier
+        "volumeMounts": mounts,
+    }
+    if job.gpus_per_node:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus_per_node}}
+    pod: dict[str, Any] = {"terminationGracePeriodSeconds": _GRACE_S, "containers": [container], "volumes": volumes}
+    if job.gpu is not None:
+        pod["nodeSelector"] = {"nvidia.com/gpu.product": job.gpu}
+    policy = {"cleanPodPolicy": "None", "backoffLimit": job.restarts}
+    if job.seconds is not None:
+        policy["activeDeadlineSeconds"] = job.seconds
+    elastic = {
+        "rdzvBackend": "c10d", "minReplicas": job.nodes, "maxReplicas": job.nodes, "maxRestarts": job.restarts,
+    }  # fmt: skip
+    workers = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+    own = {"matchLabels": {"training.kubeflow.org/job-name": job.name}}  # which the operator gives to pods
+    alone = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
+    training = {"runPolicy": policy, "elasticPolicy": elastic, "pytorchReplicaSpecs": {"Worker": workers}}
+    documents = [("networking.k8s.io/v1", "NetworkPolicy", alone), ("kubeflow.org/v1", "PyTorchJob", training)]
+    return "---\n".join(
+        dump_yaml({"apiVersion": version, "kind": kind, "metadata": {"name": job.name}, "spec": spec})
+        for version, kind, spec in documents
+    )
+
+
+def _literal(word: str) -> str:
+    """A word in which Kubernetes replaces no `$(VARIABLE)`.
+
+    Raises:
+        ConfigError: The word has bytes that are no UTF-8.
+    """
+    if any("\ud800" <= letter <= "\udfff" for letter in word):
+        raise ConfigError(f"{word!r}: a job of Kubernetes is YAML, which holds UTF-8 alone. Rename what it names.")
+    return word.replace("$", "$$")
+
+
+def skypilot(job: Job) -> str:
+    """The task, a managed job: where a machine is taken away, another one goes on with it."""
+    resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": job.restarts}}
+    if job.gpus_per_node:
+        resources["accelerators"] = f"{job.gpu}:{job.gpus_per_node}"
+    if job.image is not None:
+        resources["image_id"] = f"docker:{job.image}"
+    run = (
+        f'torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node={job.processes_per_node} \\\n'
+        f"  --max-restarts={job.restarts} --rdzv-backend=c10d \\\n"
+        '  --rdzv-endpoint="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):29400" \\\n'
+        f"  --no-python {quoted('lumen', *job.words)}\n"
+    )
+    task: dict[str, Any] = {"name": job.name, "workdir": ".", "num_nodes": job.nodes, "resources": resources}
+    if job.setup is not None:
+        task["setup"] = f"{job.setup}\n"
+    return f"{dump_yaml(task)}run: |\n{''.join(f'  {line}' for line in run.splitlines(keepends=True))}"
