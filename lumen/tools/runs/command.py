@@ -1,4 +1,4 @@
-"""The command `lumen runs`: the runs of a directory side by side, or two of them."""
+"""The command `lumen runs`: the runs of a directory side by side."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from rich.text import Text
 
 from lumen.cli.parser import Words
 from lumen.console import size, stdout
-from lumen.errors import ConfigError
 from lumen.tools.runs import COMMAND, records as data
 from lumen.tools.runs.find import ShownRun, runs_in
-from lumen.tools.runs.records import Record, comparable, time_of
+from lumen.tools.runs.records import Record, time_of
 from lumen.tools.terminal import print_json, table_console
 
 STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "failed": "bold red", "unknown": "dim"}
@@ -153,47 +152,6 @@ def _cell(value: Any) -> str:
     return format(value, ".6g") if isinstance(value, float) else printable("null" if value is None else str(value))
 
 
-# ---------------------------------------------------------------------- two runs
-
-
-def _find(name: str, records: Sequence[Record]) -> Record:
-    """Return the run of a name or a path.
-
-    Raises:
-        ConfigError: There is no such run, or there are several.
-    """
-    found = [each for each in records if each["path"] == name] or [each for each in records if each["name"] == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"several runs are called {name}: {', '.join(each['path'] for each in found)}. Give a path.")
-    raise ConfigError(f"there is no run {name}. There are {', '.join(each['name'] for each in records) or 'none'}.")
-
-
-def differences(one: Record, other: Record) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """The settings in which two runs differ, None where one has no such, and all last metrics, by name."""
-    names, mine, theirs = dict.fromkeys([*one["settings"], *other["settings"]]), one["settings"], other["settings"]
-    changed = [
-        name for name in names if comparable(mine.get(name, data.ABSENT)) != comparable(theirs.get(name, data.ABSENT))
-    ]
-    metrics = dict.fromkeys([*one["metrics"], *other["metrics"]])
-    return {
-        "settings": {name: (mine.get(name), theirs.get(name)) for name in changed},
-        "metrics": {name: (one["metrics"].get(name), other["metrics"].get(name)) for name in metrics},
-    }
-
-
-def show_differences(one: Record, other: Record) -> None:
-    """Print in which settings two runs differ, and what each has come to."""
-    found = differences(one, other)
-    names = [*found["settings"], "status", "step", "epoch", *found["metrics"]]
-    rows = [[name, *(_cell(data.value_of(each, name)) for each in (one, other))] for name in names]
-    _show(["NAME", one["path"], other["path"]], rows)
-    if not found["settings"]:
-        known = one["settings"] and other["settings"]
-        print("their settings are the same" if known else "one of them has recorded no settings", file=stdout)
-
-
 _MORE = (
     "Nothing is changed, and no job is disturbed. Running: a live process holds the run; stopped: it was asked to; "
     "failed: it ended by an error, whose traceback is in run.log, or by a kill. Exit code 1: --verify found damage."
@@ -204,14 +162,8 @@ def run(words: list[str]) -> int:
     """List runs and return 0, or 1 if a checkpoint that was to be verified is damaged."""
     given = options().read(words)
     as_table = bool(given.table or given.where or given.sort)
-    if given.compare and as_table:
-        raise ConfigError("--compare takes two runs by their names. Leave out --where, --sort and --table.")
     found = runs_in(given.directory, verify=given.verify)
-    records = [data.record(each) for each in found] if given.json or given.compare or as_table else []
-    if given.compare:
-        one, other = (_find(name.rstrip("/"), records) for name in given.compare)
-        print_json(differences(one, other)) if given.json else show_differences(one, other)
-        return 0
+    records = [data.record(each) for each in found] if given.json or as_table else []
     chosen = data.choose(records, given.where, given.sort)
     if given.json:
         print_json(chosen)
@@ -227,7 +179,7 @@ def run(words: list[str]) -> int:
 
 def options() -> Words:
     """The options of the command."""
-    parser = Words("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--compare RUN RUN] [--json]", _MORE)
+    parser = Words("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--json]", _MORE)
     parser.add_argument("directory", nargs="?", default="runs", metavar="DIR", help="Where the runs are, or one of "
                         "them; a URL too. Default: runs.")  # fmt: skip
     parser.add_argument("--table", action="store_true", help="A row for each run, with the settings that differ.")
@@ -238,7 +190,6 @@ def options() -> Words:
     parser.add_argument(
         "--sort", metavar="NAME", help="A table by a setting or metric, smallest first; --sort=-NAME: largest first."
     )
-    parser.add_argument("--compare", nargs=2, metavar="RUN", help="In which settings two runs differ, and in metrics.")
     parser.add_argument("--verify", action="store_true", help="Read every byte. Default: manifests, and files' sizes.")
     parser.add_argument("--json", action="store_true", help="Print JSON; of --where and --sort too.")
     return parser
