@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lumen.tools.runs.find import ShownRun
 
 MOST_BYTES = 3_000_000  # what a mail takes without a second thought; bokeh's own code is 1.3 MB of it
-_NUMBERS, _LOG_BYTES, _MEDIA_BYTES, _ROWS = 28_000, 120_000, 400_000, 400
+_NUMBERS, _LOG_BYTES, _ROWS = 28_000, 120_000, 400
 
 
 def write_report(runs: Sequence[ShownRun], output: Path) -> None:
@@ -56,11 +56,8 @@ def render(runs: Sequence[ShownRun]) -> str:
     names = names_of([Path(run.path) for run in runs])
     for halvings in range(12):
         part = 0.5**halvings
-        of_each = part / len(runs)
-        records = [
-            read_record(run, name, log_bytes=int(_LOG_BYTES * of_each), media_bytes=int(_MEDIA_BYTES * of_each))
-            for run, name in zip(runs, names, strict=True)
-        ]
+        log_bytes = int(_LOG_BYTES * part / len(runs))
+        records = [read_record(run, name, log_bytes) for run, name in zip(runs, names, strict=True)]
         text = _page(records, draw(records, int(_NUMBERS * part)), int(_ROWS * part) + 1)
         if len(text.encode(errors="replace")) < MOST_BYTES:
             break

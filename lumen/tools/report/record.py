@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import csv
-import importlib.util
 import json
 import math
 import re
 import reprlib
-import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -176,88 +173,6 @@ def thin(series: Series, most: int) -> Thinned:
     return Thinned(series.steps[places], values[places], np.array(mean_steps), np.array(means))
 
 
-_HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum; another one follows the record
-_LONGEST_RECORD = 1 << 26
-_MOST_RECORDS = 2_000_000
-_MOST_NAMES, _OF_EACH = 24, 4
-_PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@final
-@dataclass
-class Media:
-    """The newest images and texts of a run.
-
-    Attributes:
-        images: Name, step, and the image as a `data:` URL.
-        texts: Name, step and text.
-        left_out: How many there are besides.
-        note: Why nothing can be shown, or "".
-    """
-
-    images: list[tuple[str, int, str]] = field(default_factory=list)
-    texts: list[tuple[str, int, str]] = field(default_factory=list)
-    left_out: int = 0
-    note: str = ""
-
-
-def read_media(files: list[Path], most_bytes: int) -> Media:
-    """The newest images and texts in event files.
-
-    Args:
-        files: The event files, in their order.
-        most_bytes: Of all images and texts together, as they stand in the page.
-    """
-    media = Media()
-    if files and importlib.util.find_spec("tensorboard") is None:
-        media.note = "Images and texts cannot be read without TensorBoard: pip install 'lumen[tensorboard]'."
-        return media
-    found: dict[tuple[str, str], list[tuple[int, Any]]] = {}
-    for file in files:
-        with suppress(OSError):
-            for kind, name, step, content in islice(_entries(file), _MOST_RECORDS):
-                found.setdefault((kind, name), []).append((step, content))
-                media.left_out += 1
-                if len(found[kind, name]) > _OF_EACH:
-                    found[kind, name].pop(0)
-    for (kind, name), entries in islice(found.items(), _MOST_NAMES):
-        for step, content in entries:
-            shown = content if kind == "text" else f"data:image/png;base64,{base64.b64encode(content).decode()}"
-            if len(shown) <= most_bytes:
-                most_bytes -= len(shown)
-                media.left_out -= 1
-                (media.texts if kind == "text" else media.images).append((name, step, shown))
-    return media
-
-
-def _entries(file: Path) -> Iterator[tuple[str, str, int, Any]]:
-    """Kind, name, step and content of each image and text; only records that may hold one are decoded."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    for record in _records(file):
-        if _PNG in record or b"text" in record:
-            with suppress(DecodeError):
-                event = Event.FromString(record)
-                for value in event.summary.value:
-                    image = value.image.encoded_image_string
-                    if image.startswith(_PNG):
-                        yield "image", value.tag, event.step, image
-                    elif value.metadata.plugin_data.plugin_name == "text" and value.tensor.string_val:
-                        text = value.tensor.string_val[0].decode(errors="replace")
-                        yield "text", value.tag.removesuffix("/text_summary"), event.step, text
-
-
-def _records(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as opened:
-        while len(head := opened.read(_HEAD.size)) == _HEAD.size:
-            length, _ = _HEAD.unpack(head)
-            record = opened.read(length + 4) if length <= _LONGEST_RECORD else b""
-            if len(record) < length + 4:
-                return  # torn, or nothing that a logger wrote
-            yield record[:-4]
-
-
 MOST = 2000  # settings of a run
 _ABSENT = "–"
 _NAMES = ("trainer.name", "trainer.resume", "trainer.resume_parts")  # which never repeat a run's
@@ -304,7 +219,6 @@ class Record:
         environment: Versions, host and devices that the run had.
         log: The end of its log.
         log_left_out: Bytes of the log before that.
-        media: Images and texts.
     """
 
     shown: ShownRun
@@ -317,7 +231,6 @@ class Record:
     environment: dict[str, Any]
     log: str
     log_left_out: int
-    media: Media
 
     @property
     def epochs(self) -> int | None:
@@ -345,18 +258,16 @@ def is_recorded(directory: Path) -> bool:
     return any(own_file(directory, name) for name in KNOWN)
 
 
-def read_record(shown: ShownRun, name: str, *, log_bytes: int, media_bytes: int) -> Record:
-    """Read a run, and at most so many bytes of its log and of what images and texts take in a page."""
+def read_record(shown: ShownRun, name: str, log_bytes: int) -> Record:
+    """Read a run, and at most so many bytes of its log."""
     directory = Path(shown.path)
     log, left_out = _tail(own_file(directory, "run.log"), log_bytes)
     has_time = own_file(directory, FILE) is not None
-    events = sorted(path.relative_to(directory) for path in directory.glob("tensorboard/**/*tfevents*"))
-    media = read_media([path for each in events if (path := own_file(directory, each))], media_bytes)
     metrics, system = (read_table(own_file(directory, each)) for each in ("metrics.csv", "system.csv"))
     restarts = [step for number, step in starts(directory).items() if number > 1] if has_time else []
     spent, environment = _time(directory) if has_time else None, _environment(own_file(directory, "environment.json"))
     configs = _configs(directory)
-    return Record(shown, name, metrics, system, spent, restarts, configs, environment, log, left_out, media)
+    return Record(shown, name, metrics, system, spent, restarts, configs, environment, log, left_out)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
