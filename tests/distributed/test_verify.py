@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 
-from lumen.tools.proof.causes import cause_of_values
 from lumen.tools.proof.outcome import FLOAT64, values_apart
 from lumen.tools.proof.variants import NAME, Variant
 from lumen.tools.proof.worker import Result
@@ -45,9 +44,9 @@ def test_a_callback_that_acts_on_rank_0_alone_is_named(tmp_path, group):
 def test_a_metric_that_is_averaged_by_hand_is_named_with_its_line(tmp_path, group):
     make = Make(verified_tasks.ByHand)
     checkpoint = observed(tmp_path, Variant("one"), make).folder / NAME / "checkpoints/step-00000004"
-    first = observed(tmp_path, Variant("first", evaluates=True, resume=str(checkpoint)), make).outcome
-    two = on_two(group, tmp_path, make, evaluates=True, resume=str(checkpoint)).outcome
-    assert values_apart(first.values["val_loss"], two.values["val_loss"]) > 1e-6
-    cause = cause_of_values(["val_loss"], first, two)
+    first = observed(tmp_path, Variant("first", evaluates=True, resume=str(checkpoint)), make)
+    two = on_two(group, tmp_path, make, evaluates=True, resume=str(checkpoint))
+    assert values_apart(first.outcome, two.outcome, FLOAT64)[0] > 1e-6
+    cause = why(first, two, FLOAT64)
     assert cause.kind == "a metric is averaged by hand"
     assert cause.place.startswith("val_loss, logged in on_validation_epoch_end (")

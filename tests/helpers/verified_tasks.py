@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import lumen
 from lumen.tools.proof.causes import cause_of, cause_of_failure, cause_of_moving  # noqa: F401
-from lumen.tools.proof.outcome import Outcome, compare, merged, rows_apart
+from lumen.tools.proof.outcome import Outcome, compare, merged, values_apart
 from lumen.tools.proof.variants import Size
 from lumen.tools.proof.worker import Built, Result, observe, told
 from tests.helpers.following_training import Asking
@@ -354,10 +354,10 @@ def why(reference, other, tolerance=0.0, about=()):
     if other.failure:
         return cause_of_failure(other, reference)
     ours, theirs = merged(reference.outcomes), merged(other.outcomes)
-    found, logged = compare(ours, theirs, tolerance, about), rows_apart(ours, theirs, tolerance)[1]
-    if found.at is None and logged is None:
+    at, wrong = compare(ours, theirs, tolerance, about).at, values_apart(ours, theirs, tolerance)[1]
+    if at is None and not wrong:
         return None
-    return cause_of(reference, other, found, logged, exact=tolerance == 0)
+    return cause_of(reference, other, at, wrong, exact=tolerance == 0)
 
 
 SIZE = Size(seed=1, accelerator="cpu")

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
-from lumen.tools.proof.outcome import Apart, Event, Outcome, cause_of_parts, compare, merged
+from lumen.tools.proof.outcome import Event, Outcome, cause_of_parts, compare, merged
 from lumen.tools.proof.worker import Result
 
 _ALWAYS = {
@@ -180,20 +180,19 @@ def cause_of_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> Cau
 # ---------------------------------------------------------------------- trainings
 
 
-def cause_of(reference: Result, other: Result, found: Apart, logged: tuple[int, str] | None, *, exact: bool) -> Cause:
-    """Why two trainings differ.
+def cause_of(reference: Result, other: Result, at: Event | None, wrong: Sequence[str], *, exact: bool) -> Cause:
+    """Why two trainings or two evaluations differ.
 
     Args:
         reference: The record that is taken as right.
         other: The one that differs.
-        found: The events that differed first.
-        logged: Step and name of the first logged value that differs.
+        at: The event that differed first; None: only values do.
+        wrong: Names of values that differ, the first one first.
         exact: It is about bits: run again, resumed, with other workers.
     """
     ours, theirs = merged(reference.outcomes), merged(other.outcomes)
-    at = found.at
     if at is None:
-        return cause_of_values([logged[1] if logged else ""], ours, theirs)
+        return cause_of_values(wrong, ours, theirs)
     if ours.moved or theirs.moved:
         return cause_of_moving(ours if ours.moved else theirs)
     if other.variant.world > 1 and (alone := cause_on_one_rank(other)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -198,25 +197,16 @@ _NOT_WATCHED = ("setup", "on_load_checkpoint", "on_save_checkpoint", "on_excepti
 _SMALL = 1 << 20
 _SAMPLES, _ORDER, _KEY = 4, 16, 0x5EED
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler")
-_LIBRARIES = ("site-packages", "dist-packages")
-
-
-def is_users(kind: type) -> bool:
-    """Whether a class is the user's own: of no installed package, of Python's library or of Lumen."""
-    top = kind.__module__.partition(".")[0]
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    known = top in sys.stdlib_module_names or top in ("lumen", "torch", "builtins")
-    return not known and not any(part in file for part in _LIBRARIES)
 
 
 def lines_of(thing: Any) -> tuple[str, int, int] | None:
-    """File, first and last line of a user's class; None: it is nobody's, or not to be found."""
+    """Return file, first and last line of a user's class; None: the class is of a library, or has no source."""
     kind = thing if isinstance(thing, type) else type(thing)
-    if not is_users(kind):
-        return None
     with suppress(OSError, TypeError):
-        text, first = inspect.getsourcelines(kind)
-        return str(inspect.getsourcefile(kind)), first, first + len(text) - 1
+        file = str(inspect.getsourcefile(kind))
+        if Frame(file, 0, "").is_users:  # first, since Python is slow to find the lines of a class
+            text, first = inspect.getsourcelines(kind)
+            return file, first, first + len(text) - 1
     return None
 
 
@@ -235,7 +225,7 @@ class Watch:
 
     def begin(self, callbacks: list[Callback]) -> None:
         """Look at the hooks of these callbacks and of the task from now on; call it before the run begins."""
-        for owner in (*(each for each in callbacks if is_users(type(each))), self._task):
+        for owner in (*(each for each in callbacks if lines_of(each) is not None), self._task):
             for name in HOOKS:
                 if name not in _NOT_WATCHED and overrides(owner, name):
                     setattr(owner, name, self._watched(owner, name, getattr(owner, name)))

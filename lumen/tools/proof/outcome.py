@@ -101,7 +101,7 @@ def counts_in(batch: Any) -> dict[str, int]:
 
 #: What an event is about, in the order of a step. Those of a micro-batch come from the process that computed it.
 OF_MICRO_BATCHES = ("order", "batch", "input", "module", "loss", "partial")
-OF_STEPS = ("built", "start", "gradient", "parameter", "buffer", "validated", "optimizer")
+OF_STEPS = ("built", "start", "gradient", "parameter", "buffer", "optimizer")
 
 
 @final
@@ -161,7 +161,6 @@ class Outcome:
         workers: How many the training loader has.
         by_hand: The task moves its optimizers itself, so that each batch is a step.
         dtypes: Every dtype that a loss had.
-        seconds: How long it took.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -179,15 +178,10 @@ class Outcome:
     workers: int = 0
     by_hand: bool = False
     dtypes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON can have it."""
-        return vars(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Outcome:
-        """What `to_json` gave, read again."""
+        """Read the attributes of an outcome that JSON has kept."""
         events = [Event(*event) for event in data["events"]]
         counts = {int(micro): counted for micro, counted in data["counts"].items()}
         return Outcome(**{**data, "events": events, "counts": counts})
@@ -201,21 +195,16 @@ FLOAT64, FLOAT32 = 1e-10, 1e-5
 
 
 @final
-@dataclass(frozen=True)
-class Apart:
+class Apart(NamedTuple):
     """How two outcomes differ.
 
     Attributes:
         largest: The largest difference of anything, relative to its norm where that is more than 1.
-        at: What differed first, as the reference has it; None: nothing did.
-        other: The same as the other one has it; None: it has no such thing.
-        bits: Whether any bits differ.
+        at: The event that differed first, as the reference has it; None: no event did.
     """
 
-    largest: float = 0.0
-    at: Event | None = None
-    other: Event | None = None
-    bits: bool = False
+    largest: float
+    at: Event | None
 
 
 def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence[str] = ()) -> Apart:
@@ -229,19 +218,19 @@ def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence
     """
     wanted = set(what or (*OF_MICRO_BATCHES, *OF_STEPS)) - ({"partial"} if not what else set())
     known = {event.key: event for event in reference.events if event.what in wanted}
-    largest, bits, at, there = 0.0, False, None, None
+    largest, at = 0.0, None
     for event in other.events:
         expected = known.get(event.key)
         if expected is None or event.digest == expected.digest:
             continue
-        bits, size = True, distance(expected, event)
+        size = distance(expected, event)
         largest = max(largest, size)
         if at is None and (size > tolerance or tolerance == 0):
-            at, there = expected, event
+            at = expected
     if at is None:
         at = _missing(known, other, wanted)
         largest = math.inf if at else largest
-    return Apart(largest, at, there, bits=bits)
+    return Apart(largest, at)
 
 
 def _missing(known: dict[tuple[int, int, str, str], Event], other: Outcome, wanted: set[str]) -> Event | None:
@@ -276,39 +265,47 @@ def merged(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def rows_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, tuple[int, str] | None, set[str]]:
-    """Compare the logged values that both have; see `is_rounding_of_float32`.
+def values_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, list[str], set[str]]:
+    """Compare the logged values that both have, and all values of an evaluation; see `_is_rounding_of_float32`.
 
     Returns:
-        The largest difference, but for that of rounded values; step and name of the first value that differs by more
-        than is allowed, or None; names of values that differ by the rounding of float32, which is all that they hold.
+        The largest difference, but for that of rounded values; the names of values that differ by more than is allowed,
+        the first one first; names of values that differ by the rounding of float32, which is all that they hold.
     """
     known = {(step, name): value for step, values in reference.rows for name, value in values.items()}
-    largest, first, rounded = 0.0, None, set[str]()
-    for step, values in other.rows:
-        for name, value in values.items():
-            if (step, name) not in known:
-                continue
-            size = values_apart(known[step, name], value)
-            if size > tolerance > 0 and is_rounding_of_float32(known[step, name], value):
-                rounded.add(name)
-                continue
-            largest = max(largest, size)
-            first = first or ((step, name) if size > tolerance else None)
-    return largest, first, rounded
+    pairs = [
+        (name, known[step, name], value)
+        for step, values in other.rows
+        for name, value in values.items()
+        if (step, name) in known
+    ]
+    pairs += [(name, value, other.values.get(name, math.nan)) for name, value in reference.values.items()]
+    largest, wrong, rounded = 0.0, dict[str, None](), set[str]()
+    for name, one, value in pairs:
+        size = number_apart(one, value)
+        if size > tolerance > 0 and _is_rounding_of_float32(one, value):
+            rounded.add(name)
+            continue
+        largest = max(largest, size)
+        if size > (0.0 if _are_counts(one, value) else tolerance):
+            wrong[name] = None
+    return largest, [*wrong], rounded
 
 
-def is_rounding_of_float32(one: float, other: float) -> bool:
-    """Whether two numbers were computed in float32, whatever their task's precision, and differ by its rounding alone.
+def _is_rounding_of_float32(one: float, other: float) -> bool:
+    """Return True if two numbers were computed in float32, whatever their task's precision, and differ by its rounding.
 
     torchmetrics objects sum in it by default. A number that was computed in float64 has more digits than it holds.
     """
-    are_counts = float(one).is_integer() and float(other).is_integer()
     in_float32 = all(torch.tensor(each, dtype=torch.float32).item() == each for each in (one, other))
-    return in_float32 and not are_counts and values_apart(one, other) <= FLOAT32
+    return in_float32 and not _are_counts(one, other) and number_apart(one, other) <= FLOAT32
 
 
-def values_apart(one: float, other: float) -> float:
+def _are_counts(one: float, other: float) -> bool:
+    return float(one).is_integer() and float(other).is_integer()
+
+
+def number_apart(one: float, other: float) -> float:
     """The difference of two numbers, relative to them where they are more than 1."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0

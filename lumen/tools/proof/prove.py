@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
@@ -16,16 +15,8 @@ from typing import Literal, final
 
 import torch
 
-from lumen.tools.proof.causes import Cause, cause_of, cause_of_failure, cause_of_moving, cause_of_values
-from lumen.tools.proof.outcome import (
-    FLOAT32,
-    FLOAT64,
-    compare,
-    is_rounding_of_float32,
-    merged,
-    rows_apart,
-    values_apart,
-)
+from lumen.tools.proof.causes import Cause, cause_of, cause_of_failure, cause_of_moving
+from lumen.tools.proof.outcome import FLOAT32, FLOAT64, compare, merged, values_apart
 from lumen.tools.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Size, Variant
 from lumen.tools.proof.worker import PREFIX, Maker, Pool, Result, libraries
 
@@ -249,27 +240,12 @@ class Prover:
         if first.failure is None and not first.outcome.values:
             why = "no value is logged in validation."
             return [self._not_shown("P3", "evaluation", "", first.seconds, "nothing is evaluated", why)]
-        variants = [Variant(f"evaluation-{name}", 2, name, resume=checkpoint, evaluates=True) for name in STRATEGIES]
-        return [self._told(self._values(first, self._run(variant))) for variant in variants]
-
-    def _values(self, first: Result, other: Result) -> Row:
-        what = f"two processes, {other.variant.strategy.upper()}"
-        for result in (first, other):
-            if result.failure:
-                return Row("P3", what, "", None, "failed", other.seconds, cause_of_failure(result))
-        ours, theirs = first.outcome.values, other.outcome.values
-        apart = {name: values_apart(value, theirs.get(name, float("nan"))) for name, value in ours.items()}
-        large = [name for name, size in apart.items() if name in theirs and size > self._tolerance]
-        rounded = {name for name in large if is_rounding_of_float32(ours[name], theirs[name])}
-        self._note_rounded(rounded)
-        largest = max((size for name, size in apart.items() if name not in rounded), default=0.0)
-        counts = {name for name, value in ours.items() if math.isfinite(value) and value == int(value)}
-        allowed = dict.fromkeys(counts, 0.0) | dict.fromkeys(rounded, FLOAT32)
-        wrong = [name for name, size in apart.items() if size > allowed.get(name, self._tolerance)]
-        row = Row("P3", what, f"{self._tolerance:g}", largest, "proven", other.seconds)
-        if wrong:
-            row.verdict, row.cause = "failed", cause_of_values(wrong, first.outcome, other.outcome)
-        return row
+        rows = []
+        for name in STRATEGIES:
+            variant = Variant(f"evaluation-{name}", 2, name, resume=checkpoint, evaluates=True)
+            other = first if first.failure else self._run(variant)
+            rows.append(self._judge("P3", f"two processes, {name.upper()}", first, other))
+        return rows
 
     # ------------------------------------------------------------------ one checkpoint, any reader
 
@@ -308,11 +284,11 @@ class Prover:
             return self._told(row)
         ours, theirs = merged(reference.outcomes), merged(other.outcomes)
         found = compare(ours, theirs, tolerance, about)
-        largest, first, rounded = rows_apart(ours, theirs, tolerance)
+        largest, wrong, rounded = values_apart(ours, theirs, tolerance)
         self._note_rounded(rounded)
         row = Row(promise, what, demands, max(found.largest, largest), "proven", other.seconds)
-        if found.at is not None or first is not None:
-            row.cause = cause_of(reference, other, found, first, exact=tolerance == 0)
+        if found.at is not None or wrong:
+            row.cause = cause_of(reference, other, found.at, wrong, exact=tolerance == 0)
             row.verdict = row.cause.verdict
         return self._told(row)
 

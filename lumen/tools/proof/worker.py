@@ -113,7 +113,6 @@ def work(
     place = Path(folder)
     _prepare(place, rank, variant, size)
     outcome, failure = Outcome(), None
-    began_s = time.monotonic()
     try:
         if variant.world > 1:
             store = dist.FileStore(str(place / "store"), variant.world)  # type: ignore[attr-defined]
@@ -124,8 +123,7 @@ def work(
         observe(make, variant, size, precision, place, outcome)
     except BaseException as error:
         failure = told(error)
-    outcome.seconds = time.monotonic() - began_s
-    answer = {"outcome": outcome.to_json(), "failure": failure}
+    answer = {"outcome": vars(outcome), "failure": failure}
     with replaced(place / f"rank-{rank}.json") as beside:
         beside.write_text(json.dumps(answer), encoding="utf-8")
     sys.stdout.flush()
