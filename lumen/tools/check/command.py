@@ -98,8 +98,8 @@ class _Look(CLI):
             self._build(self._processes(config.trainer))
             configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
             self._describe(wanted.world_size, asked)
-            trial = Trial(self.trainer, self.model, self.datamodule, wanted.world_size)
-            look(self._report, trial, configure, self._samples)
+            trial = Trial(self.trainer, self.model, self.datamodule, configure, wanted.world_size)
+            look(self._report, trial, self._samples)
 
     def _describe(self, processes: int, strategy: Any) -> None:
         report, trainer = self._report, self.trainer

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from lumen.callbacks.model_summary import summarize
 from lumen.errors import NonFiniteLoss
 from lumen.run.run import Run
 from lumen.tools.check.data import look_at_data, look_for_leaks
 from lumen.tools.check.schedule import course_of, look_at_checkpoints, look_at_monitors, look_at_schedule, look_at_time
-from lumen.tools.check.show import Report
+from lumen.tools.check.show import Report, shortened
 from lumen.tools.check.trial import Trial
 
 _MODEL, _STEP = "model", "first steps"
@@ -23,10 +21,9 @@ def look_at_model(report: Report, trial: Trial, run: Run) -> None:
     """The size of the model, and what is not trained."""
     summary = summarize(trial.task)
     rows = [[row.name, row.type, f"{row.parameters:,}"] for row in summary[1:] if row.parameters]
-    more = [[f"and {len(rows) - _MODULES_SHOWN} more"]] if len(rows) > _MODULES_SHOWN else []
     total, frozen = summary.total_parameters, summary[0].frozen
     text = f"{total:,} parameters, {summary.model_size:.3g} MB" + (f"; {frozen:,} of them are frozen" if frozen else "")
-    report.add(_MODEL, "ok", "model.size", text, rows=rows[:_MODULES_SHOWN] + more)
+    report.add(_MODEL, "ok", "model.size", text, rows=shortened(rows, _MODULES_SHOWN))
     report.facts["model"] = {"parameters": total, "frozen": frozen, "mb": summary.model_size}
     trained = {name: each for name, each in trial.task.named_parameters() if each.requires_grad}
     held = {id(each): group for group in run.optim.optimizer.param_groups for each in group["params"]}
@@ -135,13 +132,12 @@ def _names(names: list[str]) -> str:
 _ONLY_TOLD = ("Lumen did not draw these batches", "the optimizer does not hold")
 
 
-def look(report: Report, trial: Trial, configure: Callable[[], Any] | None, samples: int) -> None:
+def look(report: Report, trial: Trial, samples: int) -> None:
     """Look at a training before it begins. Writes nothing; the task, the data and the trainer are of no use afterwards.
 
     Args:
         report: The findings, which also get those that were made before an error.
         trial: The run to begin.
-        configure: A function to use instead of the task's `configure_optimizers`.
         samples: The most samples of training and validation each to compare; 0: none.
 
     Raises:
@@ -149,9 +145,9 @@ def look(report: Report, trial: Trial, configure: Callable[[], Any] | None, samp
         Exception: The user's own code has failed.
     """
     try:
-        with trial.opened(configure) as run:
+        with trial.opened() as run:
             try:
-                trial.begin(run, configure)
+                trial.begin(run)
             except NonFiniteLoss:
                 if run.step.loss is not None:
                     trial.witness.losses[:1] = [float(run.step.loss.detach())]

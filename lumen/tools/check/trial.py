@@ -159,31 +159,12 @@ def _see_first(names: Mapping[nn.Module, str], seen: Seen, module: nn.Module, ar
         seen.first = FirstInput(f"{names[module]} ({type(module).__name__})", mean, std, least, most)
 
 
-@final
-class Probes:
-    """What looks into forwards, from `begin` to `end`.
-
-    Args:
-        task: The task whose forwards they are.
-    """
-
-    def __init__(self, task: nn.Module) -> None:
-        self._layers: dict[nn.Module, str] = {
-            module: name for name, module in task.named_modules() if isinstance(module, _LAYERS)
-        }
-        self._closing = ExitStack()
-
-    def begin(self) -> Seen:
-        """Look into what comes. Returns what will be seen."""
-        self.end()
-        seen = Seen()
-        self._closing.enter_context(_Losses(seen))
-        self._closing.callback(register_module_forward_pre_hook(partial(_see_first, self._layers, seen)).remove)
-        return seen
-
-    def end(self) -> None:
-        """Look no more."""
-        self._closing.close()
+@contextmanager
+def _looking_into(task: nn.Module) -> Iterator[Seen]:
+    """The context in which forwards of a task add to what is seen."""
+    seen, layers = Seen(), {module: name for name, module in task.named_modules() if isinstance(module, _LAYERS)}
+    with _Losses(seen), register_module_forward_pre_hook(partial(_see_first, layers, seen)):
+        yield seen
 
 
 LOOKED_INTO = 3  # micro-batches; those after them are timed
@@ -245,7 +226,7 @@ class Witness(Callback):
         self.changed = ""
         self.names: set[str] = set()
         self._looks_inside = looks_inside
-        self._probes: Probes | None = None
+        self._probe = ExitStack()
         self._began_s = self._at_s = self._step_at_s = self._waited_before_s = 0.0
         self._updates = 0
         self._is_over = False
@@ -334,15 +315,14 @@ class Witness(Callback):
 
     def end_probes(self) -> None:
         """Look into no forward any more."""
-        if self._probes is not None:
-            self._probes.end()
+        self._probe.close()
 
     # ------------------------------------------------------------------ within
 
     def _look_inside(self, task: TaskModule, seen: list[Seen]) -> None:
+        self.end_probes()
         if self._looks_inside:
-            self._probes = self._probes or Probes(task)
-            seen.append(self._probes.begin())
+            seen.append(self._probe.enter_context(_looking_into(task)))
 
     def _time(self, trainer: Trainer) -> None:
         took_s = _now(trainer) - self._at_s
@@ -422,6 +402,7 @@ class Trial:
         trainer: Of one process, not in a run; it is changed, and is of no use afterwards.
         task: The user's task, which is trained.
         data: A data module, a loader or several.
+        configure: Used instead of the task's `configure_optimizers`; None: the task's.
         processes: How many the run is to have, which are looked at as one.
 
     Attributes:
@@ -433,8 +414,11 @@ class Trial:
         finders: Searches that `fit` makes first.
     """
 
-    def __init__(self, trainer: Trainer, task: TaskModule, data: Any, processes: int = 1) -> None:
+    def __init__(
+        self, trainer: Trainer, task: TaskModule, data: Any, configure: Callable[[], Any] | None, processes: int
+    ) -> None:
         self.trainer, self.task, self.data, self.processes = trainer, task, data, processes
+        self._configure = configure
         join_callbacks(trainer, "fit", task)
         self.plan: Plan = trainer.plan
         callbacks: list[Callback] = trainer.callbacks
@@ -447,13 +431,9 @@ class Trial:
         self.said: list[str] = []
 
     @contextmanager
-    def opened(self, configure: Callable[[], Any] | None) -> Iterator[Run]:
-        """The context of the run, in which its parts are there; its first steps are made by `begin`.
-
-        Args:
-            configure: Used instead of the task's `configure_optimizers`.
-        """
-        check_training(self.task, self.data, optimizer_given=configure is not None)
+    def opened(self) -> Iterator[Run]:
+        """The context of the run, in which its parts are there; its first steps are made by `begin`."""
+        check_training(self.task, self.data, optimizer_given=self._configure is not None)
         self._leave_no_traces()
         with self._heard(), opened(self.trainer, "fit", self.task, self.data, None) as run:
             try:
@@ -461,15 +441,10 @@ class Trial:
             finally:
                 self.witness.end_probes()
 
-    def begin(self, run: Run, configure: Callable[[], Any] | None) -> None:
-        """Build what training needs, and make the first steps.
-
-        Args:
-            run: A run that was just opened.
-            configure: Used instead of the task's `configure_optimizers`.
-        """
+    def begin(self, run: Run) -> None:
+        """Build what training needs, and make the first steps of a run that was just opened."""
         self.witness.end_probes()
-        begin_training(self.trainer, run, configure)
+        begin_training(self.trainer, run, self._configure)
         if run.ending.limit_reached is not None:
             return
         if self.savers:

@@ -27,6 +27,7 @@ from lumen.tools.proof.rerun import (
     environments,
     metrics_of,
     parting,
+    relative,
 )
 from lumen.tools.terminal import counted, print_json
 
@@ -190,7 +191,9 @@ def _records(found: Findings) -> Iterator[str]:
         yield "logged values  equal"
     else:
         mine, other = found.metrics
-        yield f"logged values  differ from step {mine.step} on: {mine.name}{_relative(mine.text, other.text)}"
+        apart = relative(mine.text, other.text)
+        by = f", by {apart:.3g} of it" if apart is not None and math.isfinite(apart) else ""
+        yield f"logged values  differ from step {mine.step} on: {mine.name}{by}"
         yield f"    A  {mine.text}"
         yield f"    B  {other.text}"
     differ = "equal" if found.checkpoint is None else f"differ from that of step {found.checkpoint} on"
@@ -234,12 +237,3 @@ def _difference(difference: Difference) -> Iterator[str]:
 def _short(value: Any) -> str:
     text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _ROOM else f"{text[: _ROOM - 4]} ..."
-
-
-def _relative(a: str, b: str) -> str:
-    try:
-        mine, other = float(a), float(b)
-    except ValueError:
-        return ""
-    larger = max(abs(mine), abs(other))
-    return f", by {abs(mine - other) / larger:.3g} of it" if larger and math.isfinite(mine - other) else ""

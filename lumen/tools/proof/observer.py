@@ -27,7 +27,7 @@ from lumen.task.hooks import HOOKS, overrides
 from lumen.task.task_module import TaskModule
 from lumen.tools.check.data import loaders_in
 from lumen.tools.proof.outcome import Event, Outcome, counts_in, loss_in, measure
-from lumen.tools.proof.recorder import digest, generators, state_of
+from lumen.tools.proof.recorder import digest, generators, optimizer_state, samples_of, state_of
 from lumen.trainer.trainer import Trainer
 
 
@@ -109,9 +109,8 @@ class Observer(Callback):
         self.step, self._micro = trainer.global_step, batch_idx
         self._number = self._number + 1 if self._first == self.step else 0
         self._first = self.step
-        requests = trainer.run.step.requests
-        if requests is not None and self._number < len(requests):
-            self._add("order", "", " ".join(map(str, requests[self._number].indices)), batch_idx)
+        if (samples := samples_of(trainer, self._number)) is not None:
+            self._add("order", "", samples, batch_idx)
         self._add("batch", "", batch, batch_idx)
         if not self.step:
             self._outcome.counts[batch_idx] = counts_in(batch)
@@ -171,12 +170,9 @@ class Observer(Callback):
             self._look_at_optimizers(trainer, task)
 
     def _look_at_optimizers(self, trainer: Trainer, task: TaskModule) -> None:
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in task.named_parameters()}
-        for optimizer in trainer.optimizers:
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        self._add("optimizer", f"{key} of {names.get(parameter, 'a parameter of nobody')}", value)
+        for name, key, value in optimizer_state(task, trainer.optimizers):
+            if isinstance(value, torch.Tensor):
+                self._add("optimizer", f"{key} of {name}", value)
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the state of the optimizers, and what the data set is."""
@@ -245,7 +241,7 @@ class Watch:
         return watched
 
     def _state(self) -> dict[str, Any]:
-        named = {**dict(self._task.named_parameters()), **dict(self._task.named_buffers())}
+        named = {name: tensor for _, name, tensor in state_of(self._task)}
         quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
         return {
             name: (id(tensor), writes_to(tensor), None if quick else digest(tensor.detach().clone()))

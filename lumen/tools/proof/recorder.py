@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +58,20 @@ def state_of(task: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield the parameters, then the buffers, each as "parameter" or "buffer", its name, and the tensor."""
     yield from (("parameter", *named) for named in task.named_parameters())
     yield from (("buffer", *named) for named in task.named_buffers())
+
+
+def optimizer_state(task: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the state of optimizers: the name of a parameter, the name of a value, and the value."""
+    names: dict[Any, str] = {parameter: name for name, parameter in task.named_parameters()}
+    for optimizer in optimizers:
+        for owner, state in optimizer.state.items():
+            yield from ((names.get(owner, "a parameter of nobody"), *item) for item in state.items())
+
+
+def samples_of(trainer: Trainer, number: int) -> str | None:
+    """Return the numbers of the samples in a micro-batch of the step; None: Lumen does not draw them."""
+    requests = trainer.run.step.requests
+    return None if requests is None or number >= len(requests) else " ".join(map(str, requests[number].indices))
 
 
 def generators() -> dict[str, str]:
@@ -330,9 +344,8 @@ class Recorder(Callback):
         if self._step is None:
             self._begin(trainer, task)
         self._micro += 1
-        requests = trainer.run.step.requests
-        if requests is not None and self._micro < len(requests):
-            self._note("order", "", " ".join(map(str, requests[self._micro].indices)))
+        if (samples := samples_of(trainer, self._micro)) is not None:
+            self._note("order", "", samples)
         self._note("batch", "", batch)
         self._modules.begin()
         self._watch_operators(wanted=trainer.global_step + 1 == self._operators_at)
@@ -390,11 +403,8 @@ class Recorder(Callback):
         if not self.trace.steps:
             for kind, name, tensor in state_of(task):
                 self._note(f"initial {kind}", name, tensor, step=True)
-            names: dict[Any, str] = {parameter: name for name, parameter in task.named_parameters()}
-            for optimizer in trainer.optimizers:
-                for owner, state in optimizer.state.items():
-                    for key, value in state.items():
-                        self._note("initial optimizer state", f"{names.get(owner)} {key}", value, step=True)
+            for name, key, value in optimizer_state(task, trainer.optimizers):
+                self._note("initial optimizer state", f"{name} {key}", value, step=True)
         self.trace.steps.append(self._step)
 
     def _updates(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:

@@ -20,7 +20,7 @@ from lumen.errors import ConfigError
 from lumen.tools.check.show import parts_of
 from lumen.tools.proof import REPLAY
 from lumen.tools.proof.recorder import Key, Recorder
-from lumen.tools.proof.rerun import RecordedRun, Rerun, coded, metrics_of
+from lumen.tools.proof.rerun import RecordedRun, Rerun, coded, metrics_of, relative
 from lumen.tools.terminal import counted
 
 if TYPE_CHECKING:
@@ -144,13 +144,15 @@ class _Step(Callback):
         for (step, name), text in run.metrics.items():
             now = self.logged.get((step, name))
             if self.begin < step <= self.number and now != text and now is not None:
-                found.append(f"step {step}, {name}: {text} was recorded, now {now} {_judged(text, now, bound)}")
+                found.append(
+                    f"step {step}, {name}: {text} was recorded, now {now}{_judged(relative(text, now), bound)}"
+                )
         if self.number in run.checkpoints:
             saved = Checkpoint.open(run.checkpoints[self.number]).tensors("model")
             for key, value in self._kept("parameter"):
                 if key.place in saved and not torch.equal(saved[key.place], value):
                     largest = (saved[key.place].double() - value.double()).abs().max() / value.double().abs().max()
-                    found.append(f"{key.place} after the step: not the checkpoint's {_in_words(float(largest), bound)}")
+                    found.append(f"{key.place} after the step: not the checkpoint's{_judged(float(largest), bound)}")
         return found
 
     def compared(self, run: RecordedRun) -> list[str]:
@@ -195,13 +197,6 @@ def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[
         yield f"nothing of this step was recorded to compare with{known}"
 
 
-def _judged(recorded: str, now: str, bound: float) -> str:
-    try:
-        mine, other = float(recorded), float(now)
-    except ValueError:
-        return ""
-    return _in_words(abs(mine - other) / max(abs(mine), abs(other), 1e-300), bound)
-
-
-def _in_words(relative: float, bound: float) -> str:
-    return f"({relative:.2g} of it: {'rounding' if relative <= bound else 'more than rounding'})"
+def _judged(apart: float | None, bound: float) -> str:
+    """Say if a relative difference is rounding; "" of what are no numbers."""
+    return "" if apart is None else f" ({apart:.2g} of it: {'rounding' if apart <= bound else 'more than rounding'})"

@@ -45,6 +45,15 @@ class Recorded(NamedTuple):
     text: str
 
 
+def relative(recorded: str, now: str) -> float | None:
+    """Return the difference of two logged values, relative to the larger; None: they are no numbers."""
+    try:
+        mine, other = float(recorded), float(now)
+    except ValueError:
+        return None
+    return abs(mine - other) / max(abs(mine), abs(other), 1e-300)
+
+
 @final
 @dataclass
 class RecordedRun:
