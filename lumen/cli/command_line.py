@@ -280,15 +280,14 @@ class CLI:
             record = self._build(processes)
             if self._save_config is not None:
                 self.trainer.callbacks.insert(0, self._save_config(record))  # type: ignore[call-arg]
-            configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
             if command is None:
-                if configure is not None:
-                    self.model.configure_optimizers = configure
+                if self._configure is not None:
+                    self.model.configure_optimizers = self._configure
                 return
             self._around("before")
             results = None
             if command == "fit":
-                self.trainer.fit(self.model, self.datamodule, configure_optimizers=configure)
+                self.trainer.fit(self.model, self.datamodule, configure_optimizers=self._configure)
             else:
                 evaluate, asked = getattr(self.trainer, command), self.config_init
                 results = evaluate(self.model, self.datamodule, ckpt_path=asked.ckpt_path, average=asked.average)
@@ -307,6 +306,7 @@ class CLI:
         seed = record["seed_everything"] = draw() if processes.are_missing else processes.on_rank_zero(draw)
         seed_for_building(seed)
         self.instantiate_classes()
+        self._configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
         self.trainer._use_config(seed, self._fit_command())
         keep_given(record["model"], self._links, self.model, self.datamodule, self._references)
         return record

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from typing import Any, final
 
 from lumen.cli import tell
 from lumen.cli.command_line import CLI
-from lumen.cli.optimization import configure_optimizers
 from lumen.cli.parser import Words
 from lumen.cli.users_error import show as show_error
 from lumen.cli.words import Shown
@@ -96,9 +94,8 @@ class _Look(CLI):
         config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy = 1, 1, "auto"
         with console_log(LogSettings("WARNING"), shown=False):
             self._build(self._processes(config.trainer))
-            configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
             self._describe(wanted.world_size, asked)
-            trial = Trial(self.trainer, self.model, self.datamodule, configure, wanted.world_size)
+            trial = Trial(self.trainer, self.model, self.datamodule, self._configure, wanted.world_size)
             look(self._report, trial, self._samples)
 
     def _describe(self, processes: int, strategy: Any) -> None:

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lumen.cli.command_line import CLI, Checked
-from lumen.cli.optimization import configure_optimizers
 from lumen.cli.parser import Words
 from lumen.console import stderr, stdout
 from lumen.distributed.processes import Processes
@@ -62,8 +61,7 @@ class _Made(CLI):
         config.trainer.accelerator = "auto"
         self.before_instantiate_classes()
         self._build(Processes.found())
-        configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
-        self.made = Built(self.model, self.datamodule, self.trainer, configure)
+        self.made = Built(self.model, self.datamodule, self.trainer, self._configure)
 
     def instantiate_trainer(self, **given: Any) -> Trainer:
         """Build the trainer of other arguments."""
