@@ -73,6 +73,38 @@ class Observer(Callback):
         name = name if self._met[where] == 1 else f"{name}#{self._met[where]}"
         self._outcome.events.append(Event(self.step, micro, what, name, *measure(thing)))
 
+    def watch(self, task: TaskModule, callbacks: list[Callback]) -> None:
+        """Note from now on which of the user's hooks write parameters or buffers, and from where values are logged.
+
+        Args:
+            task: The task, before its run begins.
+            callbacks: The callbacks of the run.
+        """
+        for owner in (*(each for each in callbacks if lines_of(each) is not None), task):
+            for name in HOOKS:
+                if name not in _NOT_WATCHED and overrides(owner, name):
+                    setattr(owner, name, self._watched(task, owner, name))
+        object.__setattr__(task, "log", partial(self._log, task.log))
+
+    def _watched(self, task: TaskModule, owner: Any, name: str) -> Callable[..., Any]:
+        hook = getattr(owner, name)
+        place = f"{type(owner).__name__}.{name} ({_place(hook)})"
+
+        @wraps(hook)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = _written(task)
+            result = hook(*args, **kwargs)
+            changed = [each for each, how in _written(task).items() if how != before.get(each)]
+            self._outcome.written += [(self.step, place, each) for each in changed]
+            return result
+
+        return watched
+
+    def _log(self, log: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        frame = inspect.currentframe()
+        self._outcome.logged.setdefault(name, _function(frame.f_back if frame else None))
+        return log(name, *args, **kwargs)
+
     def look_at(self, task: TaskModule, what: str) -> None:
         """Record parameters and buffers as they are. Collective."""
         for kind, name, tensor in state_of(task):
@@ -206,53 +238,15 @@ def lines_of(thing: Any) -> tuple[str, int, int] | None:
     return None
 
 
-@final
-class Watch:
-    """Notes which of the user's hooks write parameters or buffers, and from where values are logged.
-
-    Args:
-        task: The task that owns the parameters.
-        outcome: The record that it adds to.
-        step: Gives the number of the step in progress.
-    """
-
-    def __init__(self, task: TaskModule, outcome: Outcome, step: Callable[[], int]) -> None:
-        self._task, self._outcome, self._step = task, outcome, step
-
-    def begin(self, callbacks: list[Callback]) -> None:
-        """Look at the hooks of these callbacks and of the task from now on; call it before the run begins."""
-        for owner in (*(each for each in callbacks if lines_of(each) is not None), self._task):
-            for name in HOOKS:
-                if name not in _NOT_WATCHED and overrides(owner, name):
-                    setattr(owner, name, self._watched(owner, name, getattr(owner, name)))
-        object.__setattr__(self._task, "log", partial(self._log, self._task.log))
-
-    def _watched(self, owner: Any, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            before = self._state()
-            result = hook(*args, **kwargs)
-            after = self._state()
-            place = f"{type(owner).__name__}.{name} ({_place(hook)})"
-            changed = [each for each in after if after[each] != before.get(each)]
-            self._outcome.written += [(self._step(), place, each) for each in changed]
-            return result
-
-        return watched
-
-    def _state(self) -> dict[str, Any]:
-        named = {name: tensor for _, name, tensor in state_of(self._task)}
-        quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
-        return {
-            name: (id(tensor), writes_to(tensor), None if quick else digest(tensor.detach().clone()))
-            for name, tensor in named.items()
-            if not tensor.is_inference()
-        }
-
-    def _log(self, log: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-        frame = inspect.currentframe()
-        self._outcome.logged.setdefault(name, _function(frame.f_back if frame else None))
-        return log(name, *args, **kwargs)
+def _written(task: TaskModule) -> dict[str, Any]:
+    """Return by what one sees that a parameter or buffer was written, by name."""
+    named = {name: tensor for _, name, tensor in state_of(task)}
+    quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
+    return {
+        name: (id(tensor), writes_to(tensor), None if quick else digest(tensor.detach().clone()))
+        for name, tensor in named.items()
+        if not tensor.is_inference()
+    }
 
 
 def _function(frame: FrameType | None) -> str:

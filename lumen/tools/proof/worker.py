@@ -32,7 +32,7 @@ from lumen.internals.interpreters import SAFE_PATH, SearchPath, safe_path
 from lumen.internals.whole_files import replaced
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
-from lumen.tools.proof.observer import Observer, Rows, Watch
+from lumen.tools.proof.observer import Observer, Rows
 from lumen.tools.proof.outcome import Outcome
 from lumen.tools.proof.variants import Moment, Size, Variant
 from lumen.trainer.trainer import Trainer
@@ -177,7 +177,7 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
         trainer._change(accumulate={0: 1}, limits={**trainer.plan.limits, "train": size.epoch_steps})
     if not variant.evaluates:
         observer.look_at(task, "built")
-    Watch(task, outcome, lambda: observer.step).begin(trainer.callbacks)
+    observer.watch(task, trainer.callbacks)
     variant.adapt(task, data)
     if variant.evaluates:
         for number, values in enumerate(trainer.validate(task, data, ckpt_path=variant.resume)):
