@@ -76,6 +76,7 @@ def _is_set(node: ast.expr) -> bool:
     return isinstance(node, ast.Set | ast.SetComp) or called
 
 
+Verdict = Literal["proven", "failed", "not promised", "not shown"]
 OUTSIDE = "randomness outside the keys"
 _KEYED = "Draw from the global generators of torch, numpy or random, which Lumen keys."
 _STATE = "Make it a buffer (register_buffer), or keep it by on_save_checkpoint and on_load_checkpoint."
@@ -96,7 +97,7 @@ class Cause:
     kind: str
     place: str
     text: str
-    verdict: Literal["failed", "not promised", "not shown"] = "failed"
+    verdict: Verdict = "failed"
 
 
 # ---------------------------------------------------------------------- errors

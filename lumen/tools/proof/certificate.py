@@ -50,7 +50,7 @@ def certificate(proof: Proof, command: str) -> dict[str, Any]:
         "proven": proof.code == 0,
         "seconds": round(proof.seconds, 1),
         "notes": proof.notes,
-        "rows": [asdict(row) for row in proof.rows],
+        "rows": [asdict(row) | {"verdict": row.verdict} for row in proof.rows],
         "runs": {name: _run(result) for name, result in sorted(proof.results.items()) if result.outcomes},
     }
     return {name: plain(value) for name, value in made.items()}

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import PurePath
 from typing import Any, final
 
 from lumen.cli.parser import Words
@@ -18,17 +17,7 @@ from lumen.errors import ConfigError
 from lumen.tools.proof import DIFF
 from lumen.tools.proof.difference import Difference, Fit, compare
 from lumen.tools.proof.recorder import Recorder
-from lumen.tools.proof.rerun import (
-    Recorded,
-    Rerun,
-    coded,
-    common_checkpoints,
-    differing,
-    environments,
-    metrics_of,
-    parting,
-    relative,
-)
+from lumen.tools.proof.rerun import Recorded, Rerun, coded, differing, metrics_of, parting, relative
 from lumen.tools.terminal import counted, print_json
 
 _MORE = (
@@ -116,16 +105,14 @@ def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings
     found = Findings()
     mine, other = ({key: value for key, value in flat(each.config) if key not in _OF_NO_WEIGHT} for each in (a, b))
     found.configuration = differing(mine, other) if mine and other else None
-    begin, last = 0, steps or _STEPS_OF_CONFIGS
-    has_records = a.run is not None and b.run is not None and bool(a.run.metrics.keys() & b.run.metrics.keys())
-    if a.run is not None and b.run is not None:
-        found.environment, found.metrics = environments(a.run, b.run), parting(a.run.metrics, b.run.metrics)
-        begin, found.checkpoint = common_checkpoints(a.run, b.run)
-        ends = [each for each in (found.metrics and found.metrics[0].step, found.checkpoint) if each]
-        if ends and begin >= min(ends):  # a value differs that nothing is computed from
-            begin = 0
-        last = min(ends) if ends else begin + last
-        last = last if steps is None else min(last, begin + steps)
+    found.environment, found.metrics = a.differing_environment(b), parting(a.metrics, b.metrics)
+    begin, found.checkpoint = a.common_checkpoints(b)
+    ends = [each for each in (found.metrics and found.metrics[0].step, found.checkpoint) if each]
+    if ends and begin >= min(ends):  # a value differs that nothing is computed from
+        begin = 0
+    if steps is not None or not ends:
+        ends.append(begin + (steps or _STEPS_OF_CONFIGS))
+    has_records = bool(a.metrics.keys() & b.metrics.keys())
     if has_records and found.metrics is None and found.checkpoint is None:
         found.notes.append("Every value that both have logged is equal, and so is every checkpoint that both have.")
     elif trains:
@@ -133,7 +120,7 @@ def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings
         if reasons:
             found.notes += [f"{reason}, so nothing was trained again." for reason in reasons]
         else:
-            _train(a, b, begin, last, found)
+            _train(a, b, begin, min(ends), found)
     return found
 
 
@@ -145,13 +132,13 @@ def _train(a: Rerun, b: Rerun, begin: int, last: int, found: Findings) -> None:
     found.difference = compare(of_a, of_b, last, first=begin + 1)
     found.trained = begin + 1, last
     for name, each in (("A", a), ("B", b)):
-        if each.run is not None and (apart := parting(each.run.metrics, logged[name])):
+        if apart := parting(each.metrics, logged[name]):
             found.unlike_record[name] = apart
         found.notes += [f"{name}: {note}." for note in each.notes]
 
 
 def _fit(rerun: Rerun, name: str, begin: int, logged: dict[str, dict[tuple[int, str], str]]) -> Fit:
-    checkpoint: PurePath | None = rerun.run.checkpoints[begin] if rerun.run is not None and begin else None
+    checkpoint = rerun.checkpoints[begin] if begin else None
 
     def fit(recorder: Recorder) -> None:
         values = rerun.train([recorder], checkpoint, lambda _, path: metrics_of(path / "metrics.csv"))
@@ -168,7 +155,7 @@ def _lines(a: Rerun, b: Rerun, found: Findings) -> Iterator[str]:
     yield f"B  {b.source}"
     yield ""
     yield from _table("configuration", found.configuration)
-    if a.run is not None and b.run is not None:
+    if a.is_run and b.is_run:
         yield from _table("environment", found.environment)
         yield from _records(found)
     if found.trained is not None:

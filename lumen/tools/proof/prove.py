@@ -11,16 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, final
+from typing import final
 
 import torch
 
-from lumen.tools.proof.causes import Cause, cause_of, cause_of_failure, cause_of_moving
+from lumen.tools.proof.causes import Cause, Verdict, cause_of, cause_of_failure, cause_of_moving
 from lumen.tools.proof.outcome import FLOAT32, FLOAT64, compare, merged, values_apart
 from lumen.tools.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Size, Variant
 from lumen.tools.proof.worker import PREFIX, Maker, Pool, Result, libraries
 
-Verdict = Literal["proven", "failed", "not promised", "not shown"]
 FP64 = "fp64"
 #: What can be compared, in the order of the table.
 COMPARISONS = ("accumulate", "processes", "validation", "again", "workers", "kills", "evaluation", "checkpoints")
@@ -38,18 +37,21 @@ class Row:
         what: Names what was compared.
         demands: "bits", or the largest difference that is no more than rounding.
         largest: The largest difference; None: there was nothing to compare.
-        verdict: Whether the promise is kept.
         seconds: That its runs took.
-        cause: Why it is not.
+        cause: Why the promise is not kept; None: it is.
     """
 
     promise: str
     what: str
     demands: str
     largest: float | None
-    verdict: Verdict
     seconds: float
     cause: Cause | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What was shown of the promise."""
+        return "proven" if self.cause is None else self.cause.verdict
 
 
 @final
@@ -135,7 +137,7 @@ class Prover:
             one = threads.submit(self._run, Variant("one"))
             if base.result().failure:
                 cause = cause_of_failure(base.result())
-                return [self._told(Row("", "the task trains", "", None, "failed", base.result().seconds, cause))]
+                return [self._told(Row("", "the task trains", "", None, base.result().seconds, cause))]
             if failure := one.result().failure:
                 self._notes.append(
                     f"in float64 the task does not train ({failure['message'].splitlines()[0]}), so what may differ by "
@@ -192,17 +194,14 @@ class Prover:
 
     def _unmoved(self, base: Result) -> Row:
         """A validation leaves what is trained as it was."""
-        moved = base.outcome.moved
-        row = Row("P1", "before and after a validation", "bits", 1.0 if moved else 0.0, "proven", 0.0)
-        if moved:
-            row.cause, row.verdict = cause_of_moving(base.outcome), "failed"
-        return self._told(row)
+        cause = cause_of_moving(base.outcome) if base.outcome.moved else None
+        return self._told(Row("P1", "before and after a validation", "bits", float(cause is not None), 0.0, cause))
 
     def _compiled(self, base: Result) -> Row:
         other = self._run(Variant("compiled", exact=True, compiles=True))
         row = self._judge("P1", "compiled", base, other, ("batch", "loss", "gradient", "parameter", "buffer"), FLOAT32)
-        if row.verdict == "failed" and other.failure is None:
-            row.verdict = "not promised"  # compiled code sums in other orders
+        if row.cause is not None and row.verdict == "failed" and other.failure is None:
+            row.cause.verdict = "not promised"  # compiled code sums in other orders
         return row
 
     # ------------------------------------------------------------------ exact resume
@@ -268,7 +267,7 @@ class Prover:
             if event.step == step and known.get(event.key, event.digest) != event.digest:
                 text = f"the {event.what} {event.name} is another one after it was read."
                 cause = Cause("what was read is not what was written", event.name, text)
-                return self._told(Row("P4", what, "bits", 1.0, "failed", other.seconds, cause))
+                return self._told(Row("P4", what, "bits", 1.0, other.seconds, cause))
         return self._judge("P4", what, one, other)
 
     # ------------------------------------------------------------------ judging
@@ -280,16 +279,14 @@ class Prover:
         tolerance = self._tolerance if tolerance is None else tolerance
         demands = "bits" if tolerance == 0 else f"{tolerance:g}"
         if other.failure:
-            row = Row(promise, what, demands, None, "failed", other.seconds, cause_of_failure(other, reference))
-            return self._told(row)
+            return self._told(Row(promise, what, demands, None, other.seconds, cause_of_failure(other, reference)))
         ours, theirs = merged(reference.outcomes), merged(other.outcomes)
         found = compare(ours, theirs, tolerance, about)
         largest, wrong, rounded = values_apart(ours, theirs, tolerance)
         self._note_rounded(rounded)
-        row = Row(promise, what, demands, max(found.largest, largest), "proven", other.seconds)
+        row = Row(promise, what, demands, max(found.largest, largest), other.seconds)
         if found.at is not None or wrong:
             row.cause = cause_of(reference, other, found.at, wrong, exact=tolerance == 0)
-            row.verdict = row.cause.verdict
         return self._told(row)
 
     def _note_rounded(self, names: Iterable[str]) -> None:
@@ -300,7 +297,7 @@ class Prover:
                 self._notes.append(note)
 
     def _not_shown(self, promise: str, what: str, demands: str, seconds: float, kind: str, why: str) -> Row:
-        return self._told(Row(promise, what, demands, None, "not shown", seconds, Cause(kind, "", why, "not shown")))
+        return self._told(Row(promise, what, demands, None, seconds, Cause(kind, "", why, "not shown")))
 
     def _told(self, row: Row) -> Row:
         if row.cause is not None:  # a certificate goes to others: paths are from here, as its command is

@@ -20,7 +20,7 @@ from lumen.errors import ConfigError
 from lumen.tools.check.show import parts_of
 from lumen.tools.proof import REPLAY
 from lumen.tools.proof.recorder import Key, Recorder
-from lumen.tools.proof.rerun import RecordedRun, Rerun, coded, metrics_of, relative
+from lumen.tools.proof.rerun import Rerun, coded, metrics_of, relative
 from lumen.tools.terminal import counted
 
 if TYPE_CHECKING:
@@ -62,15 +62,15 @@ def run(words: list[str]) -> int:
 
 def _run(given: Namespace) -> int:
     rerun = Rerun(given.run)
-    if rerun.run is None:
+    if not rerun.is_run:
         raise ConfigError(f"{given.run} is a config file. Name the directory of a run.")
-    begin, checkpoint = rerun.run.before(given.step)
+    begin, checkpoint = rerun.before(given.step)
     print(f"training again from step {begin} ...", file=stderr)
     step = _Step(given.step, begin, prompts=given.python)
     rerun.train([step, step.recorder], checkpoint, step.close)
     if given.python:
         return 0
-    differ = step.apart(rerun.run, str((rerun.config.get("trainer") or {}).get("precision", "fp32")))
+    differ = step.apart(rerun, str((rerun.config.get("trainer") or {}).get("precision", "fp32")))
     print(*_lines(rerun, step, checkpoint, differ), sep="\n", file=stdout)
     return int(bool(differ))
 
@@ -138,7 +138,7 @@ class _Step(Callback):
     def _kept(self, kind: str) -> list[tuple[Key, torch.Tensor]]:
         return [(key, value) for key, value in self.recorder.trace.steps[-1].kept.items() if key.kind == kind]
 
-    def apart(self, run: RecordedRun, precision: str) -> list[str]:
+    def apart(self, run: Rerun, precision: str) -> list[str]:
         """What is not as it was recorded, up to this step, in lines; empty: nothing."""
         bound, found = _ROUNDING.get(precision, 1e-2), list[str]()
         for (step, name), text in run.metrics.items():
@@ -155,7 +155,7 @@ class _Step(Callback):
                     found.append(f"{key.place} after the step: not the checkpoint's{_judged(float(largest), bound)}")
         return found
 
-    def compared(self, run: RecordedRun) -> list[str]:
+    def compared(self, run: Rerun) -> list[str]:
         """What of this step is recorded, in words."""
         names = [name for step, name in run.metrics if step == self.number and (step, name) in self.logged]
         return [*names, *(["the checkpoint's parameters"] if self.number in run.checkpoints else [])]
@@ -165,7 +165,6 @@ class _Step(Callback):
 
 
 def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[str]) -> Iterator[str]:
-    assert rerun.run is not None
     trace = step.recorder.trace.steps[-1]
     yield f"step {step.number} of {rerun.source}, epoch {trace.epoch}, from {checkpoint or 'the beginning'}"
     for note in rerun.notes:
@@ -184,14 +183,14 @@ def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[
         yield f"  loss {sum(losses.values())!r}"
     yield f"  gradient norm {step.norm!r}"
     yield from (f"  {name} {text}" for (at, name), text in step.logged.items() if at == step.number)
-    compared = step.compared(rerun.run)
+    compared = step.compared(rerun)
     if differ:
         yield f"it is not as it was recorded, in {counted(len(differ), 'value')}:"
         yield from (f"  {line}" for line in differ[:_FEW])
     elif compared:
         yield f"it is as it was recorded, bit for bit: {', '.join(compared)}"
     else:
-        logged = sorted({at for at, _ in rerun.run.metrics})
+        logged = sorted({at for at, _ in rerun.metrics})
         near = [*(at for at in logged if at < step.number)][-1:] + [at for at in logged if at > step.number][:1]
         known = f"; there are values of step {' and of step '.join(map(str, near))}" if near else ""
         yield f"nothing of this step was recorded to compare with{known}"

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, final
@@ -54,53 +53,6 @@ def relative(recorded: str, now: str) -> float | None:
     return abs(mine - other) / max(abs(mine), abs(other), 1e-300)
 
 
-@final
-@dataclass
-class RecordedRun:
-    """The directory of a run.
-
-    Attributes:
-        path: Where the run has written.
-        metrics: The text of each logged value by step and name, in the order of `metrics.csv`.
-        environment: Versions, machine and processes, from `environment.json`.
-        checkpoints: Whole checkpoints by their step.
-    """
-
-    path: Path
-    metrics: dict[tuple[int, str], str]
-    environment: dict[str, Any]
-    checkpoints: dict[int, PurePath]
-
-    @staticmethod
-    def read(path: Path, folders: list[str] | None = None) -> RecordedRun:
-        """Read what there is.
-
-        Args:
-            path: Directory of the run.
-            folders: Where its checkpoints are, beside its own folder for them.
-
-        Raises:
-            ConfigError: It is no directory of a run.
-        """
-        metrics, environment = path / "metrics.csv", path / "environment.json"
-        if not (metrics.exists() or environment.exists() or (path / "config.yaml").exists()):
-            said = "is no run: there is neither a config.yaml nor a metrics.csv. Name its directory."
-            raise ConfigError(f"{path} {said}")
-        places = [as_place(each) for each in [str(path / "checkpoints"), *(folders or [])]]
-        found = [each for place in places if is_dir(place) for each in list_checkpoints(place)]
-        return RecordedRun(
-            path,
-            metrics_of(metrics),
-            json.loads(environment.read_text()) if os.access(environment, os.R_OK) else {},  # it is its owner's
-            {int(each.info["step"]): each.path for each in found if not (each.problem or each.kind)},
-        )
-
-    def before(self, step: int) -> tuple[int, PurePath | None]:
-        """The newest checkpoint before a step is made, and how many updates it has; 0 and None: there is none."""
-        steps = [each for each in self.checkpoints if each < step]
-        return (max(steps), self.checkpoints[max(steps)]) if steps else (0, None)
-
-
 def metrics_of(path: Path) -> dict[tuple[int, str], str]:
     """The values of a `metrics.csv` by step and name, as they are written; empty if there is no such file."""
     if not path.exists():
@@ -121,37 +73,9 @@ def parting(a: Mapping[tuple[int, str], str], b: Mapping[tuple[int, str], str]) 
     return None if first is None else (Recorded(*first, a[first]), Recorded(*first, b[first]))
 
 
-def common_checkpoints(a: RecordedRun, b: RecordedRun) -> tuple[int, int | None]:
-    """Steps of the last checkpoints in a row with equal parameters and optimizer state, and of the first that differ.
-
-    Returns:
-        The one, 0 if there is none; and the other, or None. Checkpoints are told apart by the bytes of their files, so
-        those that other numbers of processes have written count as different.
-    """
-    equal = 0
-    for step in sorted(a.checkpoints.keys() & b.checkpoints.keys()):
-        if _files(a.checkpoints[step]) != _files(b.checkpoints[step]):
-            return equal, step
-        equal = step
-    return equal, None
-
-
-def _files(checkpoint: PurePath) -> dict[str, str]:
-    files = read_head(checkpoint).files
-    return {name: sha for name, (_, sha) in files.items() if name.startswith(("model/", "optimizer/"))}
-
-
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What two mappings hold under one name that is not equal; None where one has no such name."""
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
-
-
-def environments(a: RecordedRun, b: RecordedRun) -> dict[str, tuple[Any, Any]]:
-    """What the machines, versions and processes of two runs differ in."""
-    mine, other = (
-        {k: v for k, v in flat(each.environment) if k.partition(".")[0] not in _OF_NO_WEIGHT} for each in (a, b)
-    )
-    return differing(mine, other) if mine and other else {}
 
 
 _LEFT_OUT = {"PredictionWriter", *(kind.__name__ for kind in BYSTANDERS)}
@@ -176,41 +100,87 @@ def coded(command: Callable[[], int]) -> int:
 
 @final
 class Rerun:
-    """What can be trained again, from its config.
+    """A run or a config: what it has recorded, and its training, which can be made again.
 
     Args:
-        source: The directory of a run, or a config file.
-        seed: Where the config has none.
+        source: The directory of a run, or a config file, which has recorded nothing.
 
     Attributes:
         source: The path, as it was given.
+        is_run: The source is the directory of a run.
         config: The settings, as plain data.
-        run: What the run has recorded; None: it is a config file.
+        metrics: The text of each logged value by step and name, in the order of `metrics.csv`.
+        environment: Versions, machine and processes, from `environment.json`.
+        checkpoints: Whole checkpoints by their step.
         notes: What is other than it was, in sentences without a full stop.
 
     Raises:
         ConfigError: There is no such thing, or a file cannot be read.
     """
 
-    def __init__(self, source: str, *, seed: int = 0) -> None:
+    def __init__(self, source: str) -> None:
         self.source, path = source, Path(source)
         if not path.exists():
             raise ConfigError(f"there is no {source}. Name the directory of a run, or a config file.")
-        self.run: RecordedRun | None = None
+        self.is_run = path.is_dir()
+        self._file = path / "config.yaml" if self.is_run else path
+        self.config: dict[str, Any] = self._read_config() if self._file.exists() else {}
+        self.metrics: dict[tuple[int, str], str] = {}
+        self.environment: dict[str, Any] = {}
+        self.checkpoints: dict[int, PurePath] = {}
         self.notes: list[str] = []
-        self._file = path / "config.yaml" if path.is_dir() else path
-        self.config: dict[str, Any] = self._read() if self._file.exists() else {}
-        if path.is_dir():
-            self.run = RecordedRun.read(path, _folders(self.config))
+        if self.is_run:
+            self._read_records(path)
         given = self.config.get("seed_everything")
         if self.config and (given is None or given is True):  # which 1 equals
-            self.config["seed_everything"] = seed
+            self.config["seed_everything"] = 0
 
-    def _read(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
         if (self._file.parent / "environment.json").exists():
             return read_config(str(self._file))
         # With all defaults, as a run has it.
         return dict(Checked(args=["fit", "--config", str(self._file)])._recorded())
+
+    def _read_records(self, path: Path) -> None:
+        metrics, environment = path / "metrics.csv", path / "environment.json"
+        if not (metrics.exists() or environment.exists() or self._file.exists()):
+            said = "is no run: there is neither a config.yaml nor a metrics.csv. Name its directory."
+            raise ConfigError(f"{path} {said}")
+        self.metrics = metrics_of(metrics)
+        if os.access(environment, os.R_OK):  # it is its owner's
+            self.environment = json.loads(environment.read_text())
+        for place in map(as_place, [str(path / "checkpoints"), *_folders(self.config)]):
+            found = list_checkpoints(place) if is_dir(place) else []
+            whole = (each for each in found if not (each.problem or each.kind))
+            self.checkpoints |= {int(each.info["step"]): each.path for each in whole}
+
+    def before(self, step: int) -> tuple[int, PurePath | None]:
+        """Return the newest checkpoint before a step is made, and how many updates it has; 0 and None without one."""
+        begin = max((each for each in self.checkpoints if each < step), default=0)
+        return begin, self.checkpoints.get(begin)
+
+    def differing_environment(self, other: Rerun) -> dict[str, tuple[Any, Any]]:
+        """Return what machines, versions and processes differ in from those of another run."""
+        mine, others = (
+            {k: v for k, v in flat(each.environment) if k.partition(".")[0] not in _OF_NO_WEIGHT}
+            for each in (self, other)
+        )
+        return differing(mine, others) if mine and others else {}
+
+    def common_checkpoints(self, other: Rerun) -> tuple[int, int | None]:
+        """Compare checkpoints with those of another run, parameters and optimizer state.
+
+        Returns:
+            The step of the last of the equal ones in a row, 0 without one; that of the first that differs, or None.
+            Checkpoints are told apart by the bytes of their files, so those that other numbers of processes have
+            written count as different.
+        """
+        equal = 0
+        for step in sorted(self.checkpoints.keys() & other.checkpoints.keys()):
+            if _files(self.checkpoints[step]) != _files(other.checkpoints[step]):
+                return equal, step
+            equal = step
+        return equal, None
 
     @property
     def why_not(self) -> str | None:
@@ -242,7 +212,7 @@ class Rerun:
             try:
                 made = CLI(args=settings, run=False, save_config_callback=None)
             except ConfigError as error:
-                where = None if self.run is None else self.run.environment.get("working_directory")
+                where = self.environment.get("working_directory")
                 said = f"It was started in {where}: start this command there too." if where else "It is the config's."
                 error.add_note(said)
                 raise
@@ -254,7 +224,7 @@ class Rerun:
     def _threads(self) -> Iterator[None]:
         """As many threads as the run had: sums are split among them."""
         before = torch.get_num_threads()
-        torch.set_num_threads(before if self.run is None else int(self.run.environment.get("threads", before)))
+        torch.set_num_threads(int(self.environment.get("threads", before)))
         try:
             yield
         finally:
@@ -262,7 +232,7 @@ class Rerun:
 
     def _settings(self, root: Path, checkpoint: PurePath | None) -> dict[str, Any]:
         trainer = dict(self.config.get("trainer") or {})
-        processes = 1 if self.run is None else int(self.run.environment.get("processes", 1))
+        processes = int(self.environment.get("processes", 1))
         trainer["callbacks"] = [each for each in as_list(trainer.get("callbacks")) if _class_of(each) not in _LEFT_OUT]
         trainer |= _AGAIN | {"default_root_dir": str(root), "resume": None if checkpoint is None else str(checkpoint)}
         if checkpoint is not None:
@@ -285,6 +255,11 @@ class Rerun:
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s: %s", self.source, note)
+
+
+def _files(checkpoint: PurePath) -> dict[str, str]:
+    files = read_head(checkpoint).files
+    return {name: sha for name, (_, sha) in files.items() if name.startswith(("model/", "optimizer/"))}
 
 
 def _class_of(callback: Any) -> str:

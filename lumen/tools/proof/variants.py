@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -139,10 +138,8 @@ class Variant:
         if self.workers is None and not self.joins:
             return
         owner: Any = data if data is not None else task
-        owner.train_dataloader = partial(self._made_by, owner.train_dataloader)
-
-    def _made_by(self, method: Callable[[], Any]) -> Any:
-        return self.adapted(method())
+        made_by_user = owner.train_dataloader
+        owner.train_dataloader = lambda: self.adapted(made_by_user())
 
     def adapted(self, loader: Any) -> Any:
         """A training loader, or several, as this variant needs them."""

@@ -6,7 +6,7 @@ import json
 import secrets
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -21,6 +21,7 @@ from lumen.console import stderr, stdout
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
 from lumen.tools.proof import VERIFY
+from lumen.tools.proof.causes import Cause
 from lumen.tools.proof.certificate import certificate, changed_conditions, changed_results, read
 from lumen.tools.proof.prove import COMPARISONS, Proof, Prover, Row, machine
 from lumen.tools.proof.variants import Size
@@ -161,16 +162,14 @@ def _show(proof: Proof, target: str | None) -> None:
     console.print(f"{said} in {proof.seconds:.0f} s{written}", soft_wrap=True)
 
 
-def _once(rows: Sequence[Row]) -> list[tuple[Text, Text]]:
-    """Why rows are not proven; a cause of several is told once, with all of them."""
-    told: dict[tuple[str, str], tuple[Row, str, list[str]]] = {}
+def _once(rows: Sequence[Row]) -> Iterator[tuple[Text, Text]]:
+    """Yield why rows are not proven; a cause of several rows once, with all of them."""
+    seen: dict[tuple[str, str], tuple[Cause, list[str]]] = {}
     for row in rows:
-        if row.cause is not None:
-            first = told.setdefault((row.cause.kind, row.cause.place), (row, row.cause.text, []))
-            first[2].append(f"{_PROMISES[row.promise]}: {row.what}")
-    texts = []
-    for words, (row, text, seen) in told.items():
-        body = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-        head = Text(f"{row.verdict}: {', '.join(filter(None, words))}", style=_STYLES[row.verdict])
-        texts.append((head, Text(f"seen in: {'; '.join(seen)}\n{body}")))
-    return texts
+        if (cause := row.cause) is not None:
+            _, where = seen.setdefault((cause.kind, cause.place), (cause, []))
+            where.append(f"{_PROMISES[row.promise]}: {row.what}")
+    for words, (cause, where) in seen.items():
+        body = cause.text if len(cause.text) <= _LONGEST else f"{cause.text[:_LONGEST]} ..."
+        head = Text(f"{cause.verdict}: {', '.join(filter(None, words))}", style=_STYLES[cause.verdict])
+        yield head, Text(f"seen in: {'; '.join(where)}\n{body}")
