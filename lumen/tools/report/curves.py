@@ -189,8 +189,7 @@ class _Pen:
         for kind, sources in self.marks.items():
             for run, source in sources:
                 glyph = models.VSpan(x="x", line_dash="solid" if kind == "restarts" else "dotted", line_width=1)
-                name = f"mark-{kind}-{run}"
-                drawn.renderers.append(GlyphRenderer(data_source=source, glyph=glyph, name=name, level="underlay"))
+                _add(drawn, source, glyph, f"mark-{kind}-{run}", level="underlay")
         drawn.add_layout(Span(dimension="height", name=f"cursor-{key}", visible=False, location=0, line_width=1))
         return drawn
 
@@ -200,19 +199,20 @@ class _Pen:
         dashes = [int(each) for each in dash.split()]
         if len(odd):
             marks = models.ColumnDataSource({"x": _small(_evenly(odd))})
-            span = models.VSpan(x="x", line_width=2, line_alpha=0.4)
-            drawn.renderers.append(GlyphRenderer(data_source=marks, glyph=span, name=f"odd-{key}"))
+            _add(drawn, marks, models.VSpan(x="x", line_width=2, line_alpha=0.4), f"odd-{key}")
         if len(thinned.means):
             base = models.ColumnDataSource({"x": thinned.mean_steps, "y": thinned.means})
-            drawn.renderers.append(
-                GlyphRenderer(data_source=base, glyph=models.Line(), name=f"mean-{key}", visible=False)
-            )
+            _add(drawn, base, models.Line(), f"mean-{key}", visible=False)
         if len(thinned.steps) <= _MOST_DOTS:
-            dots = models.Scatter(x="x", y="y", size=4, line_color=None)
-            drawn.renderers.append(GlyphRenderer(data_source=source, glyph=dots, name=f"dots-{key}"))
+            _add(drawn, source, models.Scatter(x="x", y="y", size=4, line_color=None), f"dots-{key}")
         for name, data, width in (("line", source, 1.3), ("smooth", models.ColumnDataSource({"x": [], "y": []}), 1.8)):
             glyph = models.Line(x="x", y="y", line_width=width, line_dash=dashes, line_join="round")
-            drawn.renderers.append(GlyphRenderer(data_source=data, glyph=glyph, name=f"{name}-{key}"))
+            _add(drawn, data, glyph, f"{name}-{key}")
+
+
+def _add(drawn: figure, source: models.ColumnDataSource, glyph: Model, name: str, **settings: Any) -> None:
+    """Add a glyph that the script of the page finds by its name."""
+    drawn.renderers.append(GlyphRenderer(data_source=source, glyph=glyph, name=name, **settings))
 
 
 _MARKS: dict[str, Callable[[Record], Iterable[int]]] = {

@@ -21,7 +21,7 @@ from lumen.errors import RunDirectoryError
 from lumen.internals.masking import masked_words
 from lumen.internals.whole_files import replaced
 from lumen.tools.report.curves import Curves, draw
-from lumen.tools.report.record import Record, Series, differences, names_of, read_record, settings_in
+from lumen.tools.report.record import Record, Series, differences, names_of, settings_in
 from lumen.version import __version__
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def render(runs: Sequence[ShownRun]) -> str:
     for halvings in range(12):
         part = 0.5**halvings
         log_bytes = int(_LOG_BYTES * part / len(runs))
-        records = [read_record(run, name, log_bytes) for run, name in zip(runs, names, strict=True)]
+        records = [Record(run, name, log_bytes) for run, name in zip(runs, names, strict=True)]
         text = _page(records, draw(records, int(_NUMBERS * part)), int(_ROWS * part) + 1)
         if len(text.encode(errors="replace")) < MOST_BYTES:
             break

@@ -204,16 +204,20 @@ KNOWN = ("metrics.csv", "system.csv", "config.yaml", "script.yaml", "run.log", "
 
 
 @final
-@dataclass
 class Record:
     """A run, read.
 
+    Args:
+        shown: How the run stands, and its checkpoints.
+        name: What the run is called in the report.
+        log_bytes: The most bytes of its log to read, from the end.
+
     Attributes:
-        shown: How it stands, and its checkpoints.
-        name: What it is called in the report.
+        shown: As given.
+        name: As given.
         metrics: Values that it logged.
         system: Speed and memory while the run trained.
-        spent: Where its time went; None: that is not told.
+        spent: Where its time went; None: that is not known.
         restarts: The step of each start but the first.
         configs: Texts of its configs by file name, the oldest first; or of what a script has set.
         environment: Versions, host and devices that the run had.
@@ -221,16 +225,15 @@ class Record:
         log_left_out: Bytes of the log before that.
     """
 
-    shown: ShownRun
-    name: str
-    metrics: Table
-    system: Table
-    spent: TimeSpent | None
-    restarts: list[int]
-    configs: dict[str, str]
-    environment: dict[str, Any]
-    log: str
-    log_left_out: int
+    def __init__(self, shown: ShownRun, name: str, log_bytes: int) -> None:
+        self.shown, self.name, directory = shown, name, Path(shown.path)
+        self.metrics, self.system = (read_table(own_file(directory, each)) for each in ("metrics.csv", "system.csv"))
+        has_time = own_file(directory, FILE) is not None
+        self.spent = _time(directory) if has_time else None
+        self.restarts = [step for number, step in starts(directory).items() if number > 1] if has_time else []
+        self.configs = _configs(directory)
+        self.environment = _environment(own_file(directory, "environment.json"))
+        self.log, self.log_left_out = _tail(own_file(directory, "run.log"), log_bytes)
 
     @property
     def epochs(self) -> int | None:
@@ -256,18 +259,6 @@ def own_file(directory: Path, name: str | Path) -> Path | None:
 def is_recorded(directory: Path) -> bool:
     """Whether a directory holds any of the files that a report reads."""
     return any(own_file(directory, name) for name in KNOWN)
-
-
-def read_record(shown: ShownRun, name: str, log_bytes: int) -> Record:
-    """Read a run, and at most so many bytes of its log."""
-    directory = Path(shown.path)
-    log, left_out = _tail(own_file(directory, "run.log"), log_bytes)
-    has_time = own_file(directory, FILE) is not None
-    metrics, system = (read_table(own_file(directory, each)) for each in ("metrics.csv", "system.csv"))
-    restarts = [step for number, step in starts(directory).items() if number > 1] if has_time else []
-    spent, environment = _time(directory) if has_time else None, _environment(own_file(directory, "environment.json"))
-    configs = _configs(directory)
-    return Record(shown, name, metrics, system, spent, restarts, configs, environment, log, left_out)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
