@@ -203,7 +203,7 @@ def cause_of(reference: Result, other: Result, at: Event | None, wrong: Sequence
     if at.what in ("order", "batch"):
         return _data(at, reference, other)
     if other.variant.joins:
-        return _joined(at, ours, theirs)
+        return _joined(ours, theirs)
     if at.what == "buffer" or (at.what in ("module", "input") and _is_norm(ours, at.name)):
         return _buffer(at, ours, other)
     if at.what in ("input", "module", "loss"):
@@ -276,7 +276,7 @@ def _changing(ours: Outcome) -> Cause | None:
     )
 
 
-def _joined(at: Event, ours: Outcome, theirs: Outcome) -> Cause:
+def _joined(ours: Outcome, theirs: Outcome) -> Cause:
     """Micro-batches of another size gave another step."""
     norms = [name for name, kind in ours.classes.items() if "BatchNorm" in kind]
     if ours.draws:

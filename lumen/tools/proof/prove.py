@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -97,17 +98,14 @@ class Prover:
         size: How much each variant does.
         compiles: Compare eager with compiled too.
         only: Names in `COMPARISONS`; default: all of them.
-        tell: Called with each row when it is there.
 
     Attributes:
-        tell: Called with each row, as given.
+        tell: Called with each row when it is there.
     """
 
-    def __init__(
-        self, make: Maker, size: Size, *, compiles: bool = False, only: Collection[str] = (),
-        tell: Callable[[Row], None] = lambda row: None,
-    ) -> None:  # fmt: skip
-        self._make, self._size, self._compiles, self.tell = make, size, compiles, tell
+    def __init__(self, make: Maker, size: Size, *, compiles: bool = False, only: Collection[str] = ()) -> None:
+        self._make, self._size, self._compiles = make, size, compiles
+        self.tell: Callable[[Row], None] = lambda row: None
         self._only = {*(only or COMPARISONS)}
         self._results: dict[str, Result] = {}
         self._precision: str | None = FP64
@@ -116,13 +114,11 @@ class Prover:
     def prove(self) -> Proof:
         """Run all of them, in a directory that is gone afterwards."""
         began_s = time.monotonic()
-        with TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-            pool = Pool(self._make, self._size, Path(folder), os.cpu_count() or 1, libraries())
-            try:
-                self._pool = pool
-                rows = self._rows()
-            finally:
-                pool.close()
+        with (
+            TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
+            closing(Pool(self._make, self._size, Path(folder), os.cpu_count() or 1, libraries())) as self._pool,
+        ):
+            rows = self._rows()
         precision = self._precision or "the user's own"
         return Proof(rows, self._results, precision, self._size, self._notes, time.monotonic() - began_s)
 
