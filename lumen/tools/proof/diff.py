@@ -17,7 +17,7 @@ from lumen.errors import ConfigError
 from lumen.tools.proof import DIFF
 from lumen.tools.proof.difference import Difference, Fit, compare
 from lumen.tools.proof.recorder import Recorder
-from lumen.tools.proof.rerun import Recorded, Rerun, coded, differing, metrics_of, parting, relative
+from lumen.tools.proof.rerun import Recorded, Rerun, coded, differing, parting, relative
 from lumen.tools.terminal import counted, print_json
 
 _MORE = (
@@ -141,7 +141,7 @@ def _fit(rerun: Rerun, name: str, begin: int, logged: dict[str, dict[tuple[int, 
     checkpoint = rerun.checkpoints[begin] if begin else None
 
     def fit(recorder: Recorder) -> None:
-        values = rerun.train([recorder], checkpoint, lambda _, path: metrics_of(path / "metrics.csv"))
+        _, values = rerun.train([recorder], checkpoint)
         logged.setdefault(name, values)
 
     return fit

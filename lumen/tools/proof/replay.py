@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -20,7 +20,7 @@ from lumen.errors import ConfigError
 from lumen.tools.check.show import parts_of
 from lumen.tools.proof import REPLAY
 from lumen.tools.proof.recorder import Key, Recorder
-from lumen.tools.proof.rerun import Rerun, coded, metrics_of, relative
+from lumen.tools.proof.rerun import Rerun, coded, relative
 from lumen.tools.terminal import counted
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def _run(given: Namespace) -> int:
     begin, checkpoint = rerun.before(given.step)
     print(f"training again from step {begin} ...", file=stderr)
     step = _Step(given.step, begin, prompts=given.python)
-    rerun.train([step, step.recorder], checkpoint, step.close)
+    trainer, step.logged = rerun.train([step, step.recorder], checkpoint)
+    if not step.recorder.trace.steps:
+        raise ConfigError(f"--step {given.step}: the training ends at step {trainer.global_step} already.")
     if given.python:
         return 0
     differ = step.apart(rerun, str((rerun.config.get("trainer") or {}).get("precision", "fp32")))
@@ -99,7 +101,6 @@ class _Step(Callback):
         self.recorder = Recorder(number, first=number, keep=lambda key: key.kind in ("parameter", "gradient"))
         self.batches: list[list[str]] = []
         self.logged: dict[tuple[int, str], str] = {}
-        self.norm = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Describe the micro-batch."""
@@ -123,17 +124,11 @@ class _Step(Callback):
         with torch.enable_grad():
             code.interact(said, local=names, exitmsg="")
 
-    def close(self, trainer: Trainer, path: Path) -> None:
-        """Read what was logged.
-
-        Raises:
-            ConfigError: The training has ended before the step.
-        """
-        if not self.recorder.trace.steps:
-            raise ConfigError(f"--step {self.number}: the training ends at step {trainer.global_step} already.")
-        self.logged = metrics_of(path / "metrics.csv")
-        gradients = [each for key, each in self._kept("gradient")]
-        self.norm = float(torch.stack([each.double().norm() for each in gradients]).norm()) if gradients else 0.0
+    @property
+    def norm(self) -> float:
+        """The norm of the complete gradients, before they are clipped."""
+        norms = [each.double().norm() for _, each in self._kept("gradient")]
+        return float(torch.stack(norms).norm()) if norms else 0.0
 
     def _kept(self, kind: str) -> list[tuple[Key, torch.Tensor]]:
         return [(key, value) for key, value in self.recorder.trace.steps[-1].kept.items() if key.kind == kind]

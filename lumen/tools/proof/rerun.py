@@ -53,7 +53,7 @@ def relative(recorded: str, now: str) -> float | None:
     return abs(mine - other) / max(abs(mine), abs(other), 1e-300)
 
 
-def metrics_of(path: Path) -> dict[tuple[int, str], str]:
+def _metrics_of(path: Path) -> dict[tuple[int, str], str]:
     """The values of a `metrics.csv` by step and name, as they are written; empty if there is no such file."""
     if not path.exists():
         return {}
@@ -146,7 +146,7 @@ class Rerun:
         if not (metrics.exists() or environment.exists() or self._file.exists()):
             said = "is no run: there is neither a config.yaml nor a metrics.csv. Name its directory."
             raise ConfigError(f"{path} {said}")
-        self.metrics = metrics_of(metrics)
+        self.metrics = _metrics_of(metrics)
         if os.access(environment, os.R_OK):  # it is its owner's
             self.environment = json.loads(environment.read_text())
         for place in map(as_place, [str(path / "checkpoints"), *_folders(self.config)]):
@@ -192,17 +192,16 @@ class Rerun:
         return None
 
     def train(
-        self, callbacks: list[Callback], checkpoint: PurePath | None, then: Callable[[Trainer, Path], Any]
-    ) -> Any:
-        """Train from a checkpoint, or from the beginning, until a callback stops it.
+        self, callbacks: list[Callback], checkpoint: PurePath | None
+    ) -> tuple[Trainer, dict[tuple[int, str], str]]:
+        """Train from a checkpoint, or from the beginning, until a callback stops the training.
 
         Args:
-            callbacks: Beside its own.
-            checkpoint: One of the run's; None: it begins anew.
-            then: Called with the trainer and the directory that the training has written, before that is removed.
+            callbacks: Callbacks next to those of the config.
+            checkpoint: One of the run's; None: the training begins with new parameters.
 
         Returns:
-            Whatever comes back from `then`.
+            The trainer, and the text of each value that was logged by step and name.
         """
         if (reason := self.why_not) is not None:
             raise ConfigError(f"{reason}, so it cannot be trained again here.")
@@ -218,7 +217,7 @@ class Rerun:
                 raise
             made.trainer._change(callbacks)
             made.trainer.fit(made.model, made.datamodule)
-            return then(made.trainer, root / "again")
+            return made.trainer, _metrics_of(root / "again" / "metrics.csv")
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
