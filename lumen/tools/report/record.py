@@ -74,10 +74,23 @@ class Table:
 
 def read_table(path: Path | None) -> Table:
     """Read all rows; None, and what cannot be read, is an empty table. Cells that are no numbers are passed over."""
-    table = Table()
+    table, header = Table(), list[str]()
+    columns: dict[str, tuple[array[float], array[float]]] = {}
+    epochs: dict[str, float] = {}
     if path is not None:
         with suppress(OSError, csv.Error), path.open(newline="", encoding="utf-8", errors="replace") as file:
-            _read(csv.reader(_whole_lines(file)), table)
+            rows = csv.reader(_whole_lines(file))
+            header = next(rows, [])
+            for row in rows:
+                _take(dict(zip(header, row, strict=False)), columns, epochs)
+    for name in filter(columns.get, header):
+        steps, values = map(np.array, columns[name])
+        order = np.argsort(steps, kind="stable")
+        table.series[name] = Series(steps[order], values[order])
+    table.epochs = {int(epoch): int(step) for epoch, step in epochs.items() if epoch.isdecimal()}
+    table.last_epoch = max(table.epochs, default=None)
+    table.epochs.pop(min(table.epochs, default=0), None)
+    table.last_step = max((int(each.steps[-1]) for each in table.series.values()), default=None)
     return table
 
 
@@ -91,42 +104,23 @@ def _whole_lines(file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _read(rows: Iterator[list[str]], table: Table) -> None:
-    header = next(rows, [])
-    if "step" not in header:
-        return
-    step_place, epoch_place = header.index("step"), header.index("epoch") if "epoch" in header else None
-    columns = {place: (array("d"), array("d")) for place, name in enumerate(header) if name not in ("step", "epoch")}
-    epochs: dict[str, float] = {}
-    with suppress(csv.Error):  # what came before it counts
-        for row in rows:
-            step = _take(row, step_place, columns)
-            if epoch_place is not None and len(row) > epoch_place:
-                epochs.setdefault(row[epoch_place], step)
-    for place, (steps, values) in columns.items():
-        if steps:
-            order = np.argsort(steps, kind="stable")
-            table.series[header[place]] = Series(np.array(steps)[order], np.array(values)[order])
-    table.epochs = {int(epoch): int(step) for epoch, step in epochs.items() if epoch.isdecimal() and np.isfinite(step)}
-    table.last_epoch = max(table.epochs, default=None)
-    table.epochs.pop(min(table.epochs, default=0), None)
-    table.last_step = max((int(each.steps[-1]) for each in table.series.values()), default=None)
-
-
-def _take(row: list[str], step_place: int, columns: dict[int, tuple[array[float], array[float]]]) -> float:
-    """Add the values of a row; return its step, or NaN if it has none that a double holds."""
+def _take(
+    cells: dict[str, str], columns: dict[str, tuple[array[float], array[float]]], epochs: dict[str, float]
+) -> None:
+    """Add the values of a row, unless the row has no step that a double holds."""
     step = np.nan
-    with suppress(ValueError, IndexError):
-        step = float(row[step_place])
+    with suppress(ValueError):
+        step = float(cells.pop("step", ""))
     if not abs(step) < 2**53:  # NaN, too
-        return np.nan
-    for place, cell in enumerate(row):
-        if cell and place in columns:
+        return
+    epochs.setdefault(cells.pop("epoch", ""), step)
+    for name, cell in cells.items():
+        if cell:
             with suppress(ValueError):
                 value = float(cell)
-                columns[place][0].append(step)
-                columns[place][1].append(value)
-    return step
+                steps, values = columns.setdefault(name, (array("d"), array("d")))
+                steps.append(step)
+                values.append(value)
 
 
 @final
