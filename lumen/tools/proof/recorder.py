@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -223,7 +223,7 @@ class Modules:
 
     def __init__(self, note: Note, states: Callable[[], dict[str, str]]) -> None:
         self._note, self._states = note, states
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._inside: list[str] = []
         self._roles: Any = WeakTensorKeyDictionary()
         self._drawn: dict[str, str] = {}
@@ -234,17 +234,13 @@ class Modules:
         """Look at each call of a module of a task from now on."""
         for name, module in task.named_modules():
             name = name or "task"
-            self._handles += [
-                module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
-                module.register_forward_hook(partial(self._leave, name), with_kwargs=True),
-            ]
+            self._hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            self._hooks.enter_context(module.register_forward_hook(partial(self._leave, name), with_kwargs=True))
 
     def leave_alone(self) -> None:
         """Look at them no longer."""
         self.is_on = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._roles.clear()
 
     def begin(self) -> None:
@@ -325,10 +321,9 @@ class Recorder(Callback):
     ) -> None:
         self.trace = Trace()
         self._last, self._first, self._operators_at, self._keep = last, first, operators_at, keep
-        self._modules, self._operators = Modules(self._note, self._states), Operators(self._called)
-        self._hook: Any = None
+        self._modules, self._operators, self._hook = Modules(self._note, self._states), ExitStack(), ExitStack()
         self._step: StepTrace | None = None
-        self._micro, self._phase, self._is_noting, self._sees_operators = -1, "operator", False, False
+        self._micro, self._phase, self._is_noting = -1, "operator", False
 
     # ------------------------------------------------------------------ hooks
 
@@ -348,7 +343,10 @@ class Recorder(Callback):
             self._note("order", "", samples)
         self._note("batch", "", batch)
         self._modules.begin()
-        self._watch_operators(wanted=trainer.global_step + 1 == self._operators_at)
+        self._operators.close()
+        self._phase = "operator"
+        if trainer.global_step + 1 == self._operators_at:
+            self._operators.enter_context(Operators(self._called))
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
         """Note the loss, as it goes into the backward."""
@@ -367,16 +365,17 @@ class Recorder(Callback):
         """Note the complete gradients, and wait for the optimizer."""
         if self._step is not None:
             self._note_gradients(task, "gradient")
-            self._wait_no_longer()  # for another optimizer
-            self._hook = optimizer.register_step_pre_hook(lambda *_: self._updates(trainer, task, optimizer))
+            self._hook.close()  # of another optimizer
+            updates = optimizer.register_step_pre_hook(lambda *_: self._updates(trainer, task, optimizer))
+            self._hook.enter_context(updates)
 
     def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note what an update has made, if there was one."""
         if self._step is None:
             return
         self._modules.end()
-        self._watch_operators(wanted=False)
-        self._wait_no_longer()
+        self._operators.close()
+        self._hook.close()
         if trainer.global_step == self._step.step:
             for kind, name, tensor in state_of(task):
                 self._note(kind, name, tensor, step=True)
@@ -392,9 +391,9 @@ class Recorder(Callback):
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Leave the task as it was."""
-        self._watch_operators(wanted=False)
+        self._operators.close()
         self._modules.leave_alone()
-        self._wait_no_longer()
+        self._hook.close()
 
     # ------------------------------------------------------------------ notes
 
@@ -438,16 +437,3 @@ class Recorder(Callback):
     def _called(self, name: str, returned: Any) -> None:
         if not self._is_noting:
             self._note(self._phase, f"{self._modules.current} {name}".strip(), returned)
-
-    def _watch_operators(self, *, wanted: bool) -> None:
-        if wanted != self._sees_operators:
-            self._sees_operators, self._phase = wanted, "operator"
-            if wanted:
-                self._operators.__enter__()  # type: ignore[no-untyped-call]
-            else:
-                self._operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _wait_no_longer(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
