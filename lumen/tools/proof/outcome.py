@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple, final
 
 import torch
 
 from lumen.distributed.dtensor import is_sharded
+from lumen.tools.check.show import leaves
 
 _PERIOD, _PROJECTIONS = 4093, 3
 
@@ -58,22 +59,15 @@ def _columns() -> torch.Tensor:
 
 
 def tensors_in(thing: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a batch or an output, with where they are; numbers too, as tensors."""
-    if isinstance(thing, torch.Tensor):
-        yield place, thing
-    elif isinstance(thing, bool | int | float):
-        yield place, torch.tensor(thing)
-    elif isinstance(thing, str):
-        yield place, torch.tensor(list(thing.encode()), dtype=torch.uint8)
-    elif isinstance(thing, Mapping):
-        for name, value in thing.items():
-            yield from tensors_in(value, f"{place}[{name!r}]")
-    elif isinstance(thing, list | tuple):
-        for number, value in enumerate(thing):
-            yield from tensors_in(value, f"{place}[{number}]")
-    elif is_dataclass(thing):
-        for name, value in vars(thing).items():
-            yield from tensors_in(value, f"{place}.{name}")
+    """Yield the tensors in a batch or an output, with where they are; numbers and texts too, as tensors."""
+    for where, leaf in leaves(thing, place):
+        for each in leaf if isinstance(leaf, list | tuple) else [leaf]:
+            if isinstance(each, torch.Tensor):
+                yield where, each
+            elif isinstance(each, bool | int | float):
+                yield where, torch.tensor(each)
+            elif isinstance(each, str):
+                yield where, torch.tensor(list(each.encode()), dtype=torch.uint8)
 
 
 def loss_in(output: Any) -> torch.Tensor | None:
