@@ -161,7 +161,7 @@ def _see_first(names: Mapping[nn.Module, str], seen: Seen, module: nn.Module, ar
 
 @contextmanager
 def _looking_into(task: nn.Module) -> Iterator[Seen]:
-    """The context in which forwards of a task add to what is seen."""
+    """Yield what forwards of a task show, as long as the context is open."""
     seen, layers = Seen(), {module: name for name, module in task.named_modules() if isinstance(module, _LAYERS)}
     with _Losses(seen), register_module_forward_pre_hook(partial(_see_first, layers, seen)):
         yield seen

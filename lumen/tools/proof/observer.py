@@ -239,7 +239,7 @@ def lines_of(thing: Any) -> tuple[str, int, int] | None:
 
 
 def _written(task: TaskModule) -> dict[str, Any]:
-    """Return by what one sees that a parameter or buffer was written, by name."""
+    """Return for each parameter and buffer what is another value once it is written."""
     named = {name: tensor for _, name, tensor in state_of(task)}
     quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
     return {

@@ -250,7 +250,6 @@ class Prover:
         if written.failure:
             why = "the run that was to write it failed."
             return self._not_shown("P4", what, "bits", 0.0, "nothing was written", why)
-        step = _last_save(self._size)
         variant = Variant(
             f"{reader}-reads-{written.variant.name}", 1 if reader == "single" else 2, reader,
             resume=str(_checkpoint(written, self._size)),
@@ -258,12 +257,11 @@ class Prover:
         other = self._run(variant)
         if other.failure:
             return self._judge("P4", what, one, other)
-        known = {event.key: event.digest for event in written.outcome.events}
-        for event in other.outcome.of("parameter", "optimizer"):
-            if event.step == step and known.get(event.key, event.digest) != event.digest:
-                text = f"the {event.what} {event.name} is another one after it was read."
-                cause = Cause("what was read is not what was written", event.name, text)
-                return self._told(Row("P4", what, "bits", 1.0, other.seconds, cause))
+        first = compare(written.outcome, other.outcome, 0.0, ("parameter", "optimizer")).at
+        if first is not None and first.step == _last_save(self._size):
+            text = f"the {first.what} {first.name} is another one after it was read."
+            cause = Cause("what was read is not what was written", first.name, text)
+            return self._told(Row("P4", what, "bits", 1.0, other.seconds, cause))
         return self._judge("P4", what, one, other)
 
     # ------------------------------------------------------------------ judging
