@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -10,6 +9,7 @@ from typing import Any, Literal, final
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lumen.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, Timer
+from lumen.cli.config_layers import as_list
 from lumen.data.iterable_style import declares
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
@@ -125,9 +125,9 @@ class Variant:
             changed["init_from"] = None
         return changed
 
-    def callbacks(self, given: Iterable[Callback | None], size: Size) -> list[Callback]:
+    def callbacks(self, given: Any, size: Size) -> list[Callback]:
         """The user's callbacks, without those that would end, change or show the run."""
-        kept = [each for each in given if each is not None and not isinstance(each, _LEFT_OUT)]
+        kept = [each for each in as_list(given) if not isinstance(each, _LEFT_OUT)]
         if self.evaluates:
             return kept
         saves = ModelCheckpoint(every_n_train_steps=size.save_every, keep_last=-1, asynchronous=False)

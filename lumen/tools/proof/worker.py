@@ -161,12 +161,10 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
     observer = Observer(outcome, size.save_every, modules=not variant.compiles)
 
     def change(given: dict[str, Any]) -> dict[str, Any]:
-        own = given.get("callbacks")
-        listed = [*own.values()] if isinstance(own, dict) else own if isinstance(own, list) else [own]
         added: list[Callback] = [] if variant.evaluates else [observer]
         if variant.kill is not None:
             added.append(Killer(variant.kill, size.save_every * 2 - 1))
-        callbacks = [*variant.callbacks(listed, size), *added]
+        callbacks = [*variant.callbacks(given.get("callbacks"), size), *added]
         changed = variant.changes(size, place, given, precision)
         return {**given, **changed, "callbacks": callbacks, "logger": False if variant.evaluates else [Rows(outcome)]}
 
