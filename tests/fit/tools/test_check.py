@@ -172,9 +172,10 @@ def test_what_is_foretold_comes_true(checked, tmp_path):
     [
         {"val_check_interval": 0.3, "max_epochs": 3},
         {"check_val_every_n_epoch": 2, "max_epochs": 5, "max_steps": 43},
+        {"val_check_interval": 3, "check_val_every_n_epoch": 2, "max_epochs": 5},
         {"val_check_interval": 0.25, "global_batch_size": 24, "max_epochs": None, "max_steps": 6},
     ],
-    ids=["fractions", "epochs", "cut short"],
+    ids=["fractions", "epochs", "steps of epochs", "cut short"],
 )
 def test_validations_and_checkpoints_are_as_many_as_foretold(checked, tmp_path, settings):
     keep = {"class_path": "lumen.ModelCheckpoint", "init_args": {"every_n_epochs": 1, "keep_last": -1}}

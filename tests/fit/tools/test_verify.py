@@ -96,6 +96,12 @@ def test_a_value_that_torchmetrics_sums_in_float32_may_differ_by_its_rounding_an
     assert apart(200000.0, 200001.0, FLOAT32)[1] == ["mae"]  # counts
 
 
+def test_missing_evaluation_value_is_a_difference():
+    whole, less = Outcome(values={"loss": 0.5, "hits": 7.0}), Outcome(values={"hits": 7.0})
+    assert values_apart(whole, whole, FLOAT64) == (0.0, [], set())
+    assert values_apart(whole, less, FLOAT64) == (float("inf"), ["loss"], set())
+
+
 # ---------------------------------------------------------------------- faults of modules
 
 
