@@ -131,6 +131,15 @@ def _has_loader(given: Any) -> bool:
     return isinstance(given, (DataLoader, CombinedLoader, Iterator))
 
 
+def loaders_in(given: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Return the loaders in lists, dictionaries and combinations of such, each with its name there; "" of one alone."""
+    given = given.iterables if isinstance(given, CombinedLoader) else given
+    if holds_loaders(given):
+        parts = given.items() if isinstance(given, Mapping) else enumerate(given)
+        return [each for key, part in parts for each in loaders_in(part, f"{name}/{key}".lstrip("/"))]
+    return [] if given is None else [(name, given)]
+
+
 def _leaves(given: Mapping[Any, Any] | Sequence[Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
     for key, part in given.items() if isinstance(given, Mapping) else enumerate(given):
         place = (*above, key)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lumen.console import logger as _log
-from lumen.data.combined import CombinedLoader, holds_loaders
+from lumen.data.combined import loaders_in
 from lumen.data.generators import walk
 from lumen.data.iterable_style import shards_itself
 from lumen.data.rank_checks import pieces
@@ -77,7 +77,7 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
     """
     here, lengths = dict[str, Collection](), set[int]()
     for purpose, source in sources.items():
-        for number, loader in enumerate(_loaders_of(source)):
+        for number, (_, loader) in enumerate(loaders_in(source)):
             if not shards_itself(loader, rank_slice.world):
                 found, met = collections_of(loader)
                 lengths |= met
@@ -98,17 +98,6 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
                 raise DataError(f"{what}. {_ADVICE}")
             if not one.is_table:
                 _log.warning("%s. Samples that depend on it differ from those of a run on one process.", what)
-
-
-def _loaders_of(source: Any) -> Iterator[Any]:
-    """Yield the loaders of a nested collection of loaders."""
-    if isinstance(source, CombinedLoader):
-        source = source.flattened
-    if holds_loaders(source):
-        for part in source.values() if isinstance(source, Mapping) else source:
-            yield from _loaders_of(part)
-    elif source is not None:
-        yield source
 
 
 def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, Subset
 
 from lumen.console import size
-from lumen.data.combined import CombinedLoader
+from lumen.data.combined import loaders_in
 from lumen.data.fingerprint import known_length
 from lumen.run.run import Run
 from lumen.task.hooks import overrides
@@ -38,15 +38,6 @@ def look_at_data(report: Report, trial: Trial, run: Run) -> None:
     _look_at_validation(report, trial, run)
     _look_at_labels(report, trial)
     _look_at_inputs(report, trial)
-
-
-def loaders_in(given: Any, name: str = "") -> list[tuple[str, Any]]:
-    """The loaders in lists, dictionaries and combinations of such, each with what it is called there."""
-    given = given.iterables if isinstance(given, CombinedLoader) else given
-    if isinstance(given, Mapping) or (isinstance(given, Sequence) and not isinstance(given, (str, bytes))):
-        parts = given.items() if isinstance(given, Mapping) else enumerate(given)
-        return [each for key, part in parts for each in loaders_in(part, f"{name}/{key}".lstrip("/"))]
-    return [] if given is None else [(name, given)]
 
 
 def is_map_style(loader: Any) -> bool:

@@ -20,13 +20,14 @@ from torch.utils.data import DataLoader
 from lumen.callbacks import ModelCheckpoint
 from lumen.checkpoint.save.collect import capture
 from lumen.console import size
+from lumen.data.combined import loaders_in
 from lumen.data.nested import tensors
 from lumen.errors import ConfigError
 from lumen.run.plan import EpochLengths, Plan
 from lumen.run.run import Run
 from lumen.run.scheduler_config import horizon_of, unfinished
 from lumen.task.given import texts_of
-from lumen.tools.check.data import is_map_style, loaders_in
+from lumen.tools.check.data import is_map_style
 from lumen.tools.check.show import Report, duration, every, shortened
 from lumen.tools.check.trial import Trial
 from lumen.tools.terminal import counted, first_line

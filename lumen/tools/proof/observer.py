@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lumen.callbacks import Callback
+from lumen.data.combined import loaders_in
 from lumen.data.fingerprint import known_length
 from lumen.data.generators import OwnGenerators
 from lumen.distributed.culprit import Frame
@@ -25,7 +26,6 @@ from lumen.loggers import Logger
 from lumen.random import preserved_generators
 from lumen.task.hooks import HOOKS, overrides
 from lumen.task.task_module import TaskModule
-from lumen.tools.check.data import loaders_in
 from lumen.tools.proof.outcome import Event, Outcome, counts_in, loss_in, measure
 from lumen.tools.proof.recorder import digest, generators, optimizer_state, samples_of, state_of
 from lumen.trainer.trainer import Trainer

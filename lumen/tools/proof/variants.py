@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lumen.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, Timer
 from lumen.cli.config_layers import as_list
 from lumen.data.iterable_style import declares
+from lumen.data.nested import convert
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.tools.bystanders import BYSTANDERS
@@ -139,14 +140,9 @@ class Variant:
             return
         owner: Any = data if data is not None else task
         made_by_user = owner.train_dataloader
-        owner.train_dataloader = lambda: self.adapted(made_by_user())
+        owner.train_dataloader = lambda: convert(made_by_user(), self._adapted)
 
-    def adapted(self, loader: Any) -> Any:
-        """A training loader, or several, as this variant needs them."""
-        if isinstance(loader, dict):
-            return {name: self.adapted(each) for name, each in loader.items()}
-        if isinstance(loader, list | tuple):
-            return [self.adapted(each) for each in loader]
+    def _adapted(self, loader: Any) -> Any:
         if not isinstance(loader, DataLoader):
             return loader
         if self.joins and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
