@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
 from lumen.internals.masking import masked
 from lumen.internals.whole_files import replaced
 from lumen.loggers.base import Logger, Nothing, told
+from lumen.loggers.csv import rows_in
 
 UPLOADING = (
     "Leave it out: checkpoints lie in the run directory, or where ModelCheckpoint(dirpath=...) says. To upload each, "
@@ -269,7 +270,9 @@ class Service(Logger):
         for name, step, value in self.recorded(self._directory):
             self._later.setdefault((name, step), set()).add(_finite(value))
         own: set[tuple[str, int]] = set()
-        for step, above, values in sorted(_own_rows(self._directory), key=lambda row: row[0]):
+        tables = {"": self._directory / "metrics.csv", "system/": self._directory / "system.csv"}
+        rows = [(step, above, values) for above, path in tables.items() for step, values in rows_in(path)]
+        for step, above, values in sorted(rows, key=itemgetter(0)):
             row = self._row(above, values)
             self._send_new(row, step, above)
             own |= {(name, step) for name in row}
@@ -278,13 +281,3 @@ class Service(Logger):
 
 def _finite(value: Any) -> float | None:
     return value if isinstance(value, int | float) and abs(value) < _LARGEST else None
-
-
-def _own_rows(directory: Path) -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Step, what the names begin with, and values of the rows of `metrics.csv` and `system.csv`."""
-    for path, above in ((directory / "metrics.csv", ""), (directory / "system.csv", "system/")):
-        if path.exists():
-            with path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    cells = {name: text for name, text in row.items() if text and name not in ("step", "epoch")}
-                    yield int(row["step"]), above, cells

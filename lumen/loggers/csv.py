@@ -16,11 +16,20 @@ from lumen.internals.whole_files import explained_writing, replaced
 from lumen.loggers.base import Logger, told
 
 _COPIES_PER_ROW = 8
+_PLACES = ("step", "epoch")
 
 
 def _open(path: Path, mode: Literal["r", "a", "w"]) -> IO[str]:
     """Open a CSV file; bytes that are no UTF-8 are kept as they are."""
     return path.open(mode, encoding="utf-8", errors="surrogateescape", newline="")
+
+
+def rows_in(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the step and the values of each row of a `metrics.csv` or `system.csv`; nothing if there is no file."""
+    if path.exists():
+        with _open(path, "r") as file:
+            for row in csv.DictReader(file):
+                yield int(row["step"]), {name: text for name, text in row.items() if text and name not in _PLACES}
 
 
 @final

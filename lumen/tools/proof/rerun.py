@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from lumen.cli.users_error import show
 from lumen.console import logger as _log
 from lumen.data.nested import flat
 from lumen.errors import ConfigError, LumenError
+from lumen.loggers.csv import rows_in
 from lumen.tools.bystanders import BYSTANDERS
 from lumen.tools.runs.find import list_checkpoints
 from lumen.trainer.trainer import Trainer
@@ -55,15 +55,7 @@ def relative(recorded: str, now: str) -> float | None:
 
 def _metrics_of(path: Path) -> dict[tuple[int, str], str]:
     """The values of a `metrics.csv` by step and name, as they are written; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {
-            (int(row["step"]), name): text
-            for row in csv.DictReader(file)
-            for name, text in row.items()
-            if name not in ("step", "epoch") and text
-        }
+    return {(step, name): text for step, values in rows_in(path) for name, text in values.items()}
 
 
 def parting(a: Mapping[tuple[int, str], str], b: Mapping[tuple[int, str], str]) -> tuple[Recorded, Recorded] | None:
