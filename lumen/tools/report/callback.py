@@ -30,7 +30,6 @@ class Report(Callback):
 
     def __init__(self) -> None:
         optional("bokeh", "Report", "report")
-        self._status, self._error = "failed", ""
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Nothing is known of the end yet."""
