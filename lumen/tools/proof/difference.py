@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple, final
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from lumen.data.nested import tensors
-from lumen.tools.proof.recorder import KINDS, Key, Recorder, StepTrace, Trace
+from lumen.tools.proof.recorder import KINDS, Key, Recorder, StepTrace
 
 #: Trains from the beginning, or from one checkpoint, with a recorder among its callbacks; the same each time.
 Fit = Callable[[Recorder], None]
@@ -70,12 +70,12 @@ class Difference:
         return f"{where}: {KINDS[self.key.kind].format(self.key.place)}"
 
 
-def first_difference(a: Trace, b: Trace) -> Difference | None:
+def first_difference(a: Sequence[StepTrace], b: Sequence[StepTrace]) -> Difference | None:
     """The first entry in which two records differ, in the order in which things happened; None: they are equal.
 
     A step that only one of them has is no difference: one may have stopped earlier.
     """
-    for step, twin in zip(a.steps, b.steps, strict=False):
+    for step, twin in zip(a, b, strict=False):
         for mine, other in zip_longest(step.events.items(), twin.events.items()):
             if mine != other:
                 key = other[0] if mine is None or (other is not None and mine[0] in twin.events) else mine[0]
@@ -93,7 +93,7 @@ def _counted(a: StepTrace, b: StepTrace) -> list[Count]:
     return counts
 
 
-def record(fit: Fit, last: int, **settings: Any) -> Trace:
+def record(fit: Fit, last: int, **settings: Any) -> list[StepTrace]:
     """Train, and record some steps.
 
     Args:
@@ -126,11 +126,11 @@ def compare(a: Fit, b: Fit, last: int, *, first: int = 1) -> Difference | None:
     return found
 
 
-def _measure(found: Difference, a: Trace, b: Trace) -> None:
+def _measure(found: Difference, a: Sequence[StepTrace], b: Sequence[StepTrace]) -> None:
     """Add values and the operator, which the same step of both shows when it is made again."""
-    if not (a.steps and b.steps):
+    if not (a and b):
         return
-    steps = a.steps[0], b.steps[0]
+    steps = a[0], b[0]
     mine, other = (step.kept.get(found.key) for step in steps)
     found.repeats = [step.events.get(found.key) for step in steps] == [found.a, found.b]
     if mine is not None and other is not None:

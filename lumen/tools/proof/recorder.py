@@ -156,25 +156,6 @@ class StepTrace:
             self.kept[key] = convert(value, _copied)
 
 
-@final
-@dataclass
-class Trace:
-    """The record of a training, or of some steps of it.
-
-    Attributes:
-        steps: A record of each step, the earliest first.
-    """
-
-    steps: list[StepTrace] = field(default_factory=list)
-
-    def plain(self) -> list[dict[str, Any]]:
-        """The record as plain data for JSON, without kept values."""
-        return [
-            {"step": each.step, "epoch": each.epoch, "events": [[*key, code] for key, code in each.events.items()]}
-            for each in self.steps
-        ]
-
-
 def _copied(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
@@ -313,13 +294,13 @@ class Recorder(Callback):
         keep: Asked for each entry whether its value is to be kept too.
 
     Attributes:
-        trace: The record so far.
+        trace: The record of each step so far, the earliest first.
     """
 
     def __init__(
         self, last: int | None = None, *, first: int = 1, operators_at: int | None = None, keep: Keep | None = None
     ) -> None:
-        self.trace = Trace()
+        self.trace: list[StepTrace] = []
         self._last, self._first, self._operators_at, self._keep = last, first, operators_at, keep
         self._modules, self._operators, self._hook = Modules(self._note, self._states), ExitStack(), ExitStack()
         self._step: StepTrace | None = None
@@ -399,12 +380,12 @@ class Recorder(Callback):
 
     def _begin(self, trainer: Trainer, task: TaskModule) -> None:
         self._step, self._micro = StepTrace(trainer.global_step + 1, trainer.current_epoch), -1
-        if not self.trace.steps:
+        if not self.trace:
             for kind, name, tensor in state_of(task):
                 self._note(f"initial {kind}", name, tensor, step=True)
             for name, key, value in optimizer_state(task, trainer.optimizers):
                 self._note("initial optimizer state", f"{name} {key}", value, step=True)
-        self.trace.steps.append(self._step)
+        self.trace.append(self._step)
 
     def _updates(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to move: all that hooks and schedules have set is set."""

@@ -68,7 +68,7 @@ def _run(given: Namespace) -> int:
     print(f"training again from step {begin} ...", file=stderr)
     step = _Step(given.step, begin, prompts=given.python)
     trainer, step.logged = rerun.train([step, step.recorder], checkpoint)
-    if not step.recorder.trace.steps:
+    if not step.recorder.trace:
         raise ConfigError(f"--step {given.step}: the training ends at step {trainer.global_step} already.")
     if given.python:
         return 0
@@ -131,7 +131,7 @@ class _Step(Callback):
         return float(torch.stack(norms).norm()) if norms else 0.0
 
     def _kept(self, kind: str) -> list[tuple[Key, torch.Tensor]]:
-        return [(key, value) for key, value in self.recorder.trace.steps[-1].kept.items() if key.kind == kind]
+        return [(key, value) for key, value in self.recorder.trace[-1].kept.items() if key.kind == kind]
 
     def apart(self, run: Rerun, precision: str) -> list[str]:
         """What is not as it was recorded, up to this step, in lines; empty: nothing."""
@@ -160,7 +160,7 @@ class _Step(Callback):
 
 
 def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[str]) -> Iterator[str]:
-    trace = step.recorder.trace.steps[-1]
+    trace = step.recorder.trace[-1]
     yield f"step {step.number} of {rerun.source}, epoch {trace.epoch}, from {checkpoint or 'the beginning'}"
     for note in rerun.notes:
         yield f"  {note}"
