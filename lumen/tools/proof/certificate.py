@@ -16,7 +16,7 @@ import torch
 
 from lumen.errors import ConfigError
 from lumen.tools.proof.outcome import Event, merged
-from lumen.tools.proof.prove import Proof
+from lumen.tools.proof.prove import Prover
 from lumen.tools.proof.worker import Result
 from lumen.tools.terminal import plain
 from lumen.version import __version__
@@ -29,7 +29,7 @@ _SAME = (
 _OF_PROCESSORS = {"model name": "", "cpu family": "family ", "model": "model ", "CPU implementer": "", "CPU part": ""}
 
 
-def certificate(proof: Proof, command: str) -> dict[str, Any]:
+def certificate(proof: Prover, command: str) -> dict[str, Any]:
     """A proof as JSON can have it.
 
     Args:

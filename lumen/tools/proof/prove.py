@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,33 +55,6 @@ class Row:
         return "proven" if self.cause is None else self.cause.verdict
 
 
-@final
-@dataclass
-class Proof:
-    """All that was shown.
-
-    Attributes:
-        rows: In the order of the promises.
-        results: The runs, by the names of their variants.
-        precision: Of comparisons in which rounding may differ.
-        size: How much each variant did.
-        notes: What the reader must know beside.
-        seconds: How long everything took.
-    """
-
-    rows: list[Row]
-    results: dict[str, Result]
-    precision: str
-    size: Size
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def code(self) -> int:
-        """The exit code: 0, or 1 if a promise is not kept."""
-        return int(any(row.verdict == "failed" for row in self.rows))
-
-
 def machine(size: Size, accelerator: str) -> Size:
     """The same on this machine: as many threads as each of two processes may have; CUDA only if it has two devices."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -100,31 +73,45 @@ class Prover:
         only: Names in `COMPARISONS`; default: all of them.
 
     Attributes:
+        size: As given.
         tell: Called with each row when it is there.
+        rows: All that was shown, in the order of the promises.
+        results: The runs, by the names of their variants.
+        notes: More that the reader must know, in sentences.
+        seconds: How long everything took.
     """
 
     def __init__(self, make: Maker, size: Size, *, compiles: bool = False, only: Collection[str] = ()) -> None:
-        self._make, self._size, self._compiles = make, size, compiles
+        self._make, self.size, self._compiles = make, size, compiles
         self.tell: Callable[[Row], None] = lambda row: None
         self._only = {*(only or COMPARISONS)}
-        self._results: dict[str, Result] = {}
+        self.rows, self.results, self.notes, self.seconds = list[Row](), dict[str, Result](), list[str](), 0.0
         self._precision: str | None = FP64
-        self._tolerance, self._notes = FLOAT64, list[str]()
+        self._tolerance = FLOAT64
 
-    def prove(self) -> Proof:
-        """Run all of them, in a directory that is gone afterwards."""
+    @property
+    def precision(self) -> str:
+        """The precision of comparisons in which rounding may differ."""
+        return self._precision or "the user's own"
+
+    @property
+    def code(self) -> int:
+        """The exit code: 0, or 1 if a promise is not kept."""
+        return int(any(row.verdict == "failed" for row in self.rows))
+
+    def prove(self) -> None:
+        """Run all variants, in a directory that is gone afterwards, and compare them."""
         began_s = time.monotonic()
         with (
             TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
-            closing(Pool(self._make, self._size, Path(folder), os.cpu_count() or 1, libraries())) as self._pool,
+            closing(Pool(self._make, self.size, Path(folder), os.cpu_count() or 1, libraries())) as self._pool,
         ):
-            rows = self._rows()
-        precision = self._precision or "the user's own"
-        return Proof(rows, self._results, precision, self._size, self._notes, time.monotonic() - began_s)
+            self.rows = self._rows()
+        self.seconds = time.monotonic() - began_s
 
     def _run(self, variant: Variant, *, again: bool = False) -> Result:
         result = self._pool.run(variant, self._precision, again=again)
-        self._results[variant.name + ("-resumed" if again else "")] = result
+        self.results[variant.name + ("-resumed" if again else "")] = result
         return result
 
     def _rows(self) -> list[Row]:
@@ -135,7 +122,7 @@ class Prover:
                 cause = cause_of_failure(base.result())
                 return [self._told(Row("", "the task trains", "", None, base.result().seconds, cause))]
             if failure := one.result().failure:
-                self._notes.append(
+                self.notes.append(
                     f"in float64 the task does not train ({failure['message'].splitlines()[0]}), so what may differ by "
                     "rounding was compared in its own precision: a small fault would look like rounding."
                 )
@@ -143,7 +130,7 @@ class Prover:
                 shutil.rmtree(one.result().folder)
                 one = threads.submit(self._run, Variant("one"))
             elif "float32" in one.result().outcome.dtypes:
-                self._notes.append("the loss is float32 even where all else is float64, so rounding shows at 1e-5.")
+                self.notes.append("the loss is float32 even where all else is float64, so rounding shows at 1e-5.")
                 self._tolerance = FLOAT32
             first = [self._by_hand()] if base.result().outcome.by_hand else []
             jobs = [threads.submit(job) for job in self._jobs(base.result(), one.result(), threads)]
@@ -230,7 +217,7 @@ class Prover:
     # ------------------------------------------------------------------ exact evaluation
 
     def _evaluated(self, one: Result) -> list[Row]:
-        checkpoint = str(_checkpoint(one, self._size))
+        checkpoint = str(_checkpoint(one, self.size))
         first = self._run(Variant("evaluation", resume=checkpoint, evaluates=True))
         if first.failure is None and not first.outcome.values:
             why = "no value is logged in validation."
@@ -252,13 +239,13 @@ class Prover:
             return self._not_shown("P4", what, "bits", 0.0, "nothing was written", why)
         variant = Variant(
             f"{reader}-reads-{written.variant.name}", 1 if reader == "single" else 2, reader,
-            resume=str(_checkpoint(written, self._size)),
+            resume=str(_checkpoint(written, self.size)),
         )  # fmt: skip
         other = self._run(variant)
         if other.failure:
             return self._judge("P4", what, one, other)
         first = compare(written.outcome, other.outcome, 0.0, ("parameter", "optimizer")).at
-        if first is not None and first.step == _last_save(self._size):
+        if first is not None and first.step == _last_save(self.size):
             text = f"the {first.what} {first.name} is another one after it was read."
             cause = Cause("what was read is not what was written", first.name, text)
             return self._told(Row("P4", what, "bits", 1.0, other.seconds, cause))
@@ -287,8 +274,8 @@ class Prover:
         """Say which logged values were allowed what float32 rounds."""
         for name in sorted(names):
             note = f"{name} is computed in float32 whatever the precision, as torchmetrics does: it may differ by 1e-5."
-            if note not in self._notes:
-                self._notes.append(note)
+            if note not in self.notes:
+                self.notes.append(note)
 
     def _not_shown(self, promise: str, what: str, demands: str, seconds: float, kind: str, why: str) -> Row:
         return self._told(Row(promise, what, demands, None, seconds, Cause(kind, "", why, "not shown")))

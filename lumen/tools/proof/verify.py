@@ -23,7 +23,7 @@ from lumen.errors import ConfigError
 from lumen.tools.proof import VERIFY
 from lumen.tools.proof.causes import Cause
 from lumen.tools.proof.certificate import certificate, changed_conditions, changed_results, read
-from lumen.tools.proof.prove import COMPARISONS, Proof, Prover, Row, machine
+from lumen.tools.proof.prove import COMPARISONS, Prover, Row, machine
 from lumen.tools.proof.variants import Size
 from lumen.tools.proof.worker import Built
 from lumen.tools.terminal import print_json, table_console
@@ -104,7 +104,8 @@ def run(words: list[str]) -> int:
     seed = config.seed_everything if type(config.seed_everything) is int else secrets.randbits(31)
     compiles = given.compile or bool(config.trainer.compile)
     size = machine(Size(steps=given.steps, seed=seed), config.trainer.accelerator)
-    proof = _proven(Prover(partial(make, rest), size, compiles=compiles, only=only))
+    proof = Prover(partial(make, rest), size, compiles=compiles, only=only)
+    _prove(proof)
     made = certificate(proof, shlex.join(["lumen", "verify", *rest]))
     if target is not None:
         try:
@@ -124,18 +125,20 @@ def run(words: list[str]) -> int:
     return max(proof.code, int(bool(results)))
 
 
-def _proven(prover: Prover) -> Proof:
+def _prove(prover: Prover) -> None:
+    """Run the comparisons; a terminal shows how many are done."""
     if not stderr.isatty():
-        return prover.prove()
+        prover.prove()
+        return
     from lumen.console import console
 
     done = count(1)
     with console.status("the first runs") as status:
         prover.tell = lambda row: status.update(f"{next(done)} compared, last: {row.what}")
-        return prover.prove()
+        prover.prove()
 
 
-def _show(proof: Proof, target: str | None) -> None:
+def _show(proof: Prover, target: str | None) -> None:
     """Print the table, and below it why something is not proven."""
     console = table_console()
     table = Table("promise", "compared", "allowed", "largest", "verdict", "s", title=f"{proof.size.steps} steps each")

@@ -71,71 +71,28 @@ class Chart:
 
 
 @final
-@dataclass
 class Curves:
-    """All curves of a report.
+    """All curves of a report: charts that share their x axis, its formats and the marks of the runs.
+
+    Args:
+        records: The runs that are drawn over each other.
+        most_numbers: About the most points of all curves together.
 
     Attributes:
         metrics: Charts of what was logged.
         system: Charts of speed and memory.
         left_out: Names that are not drawn, since there are too many.
-        marks: Which kinds of marks there are: "restarts", "checkpoints", "epochs".
+        marks: Where marks are, by their kinds: "restarts", "checkpoints", "epochs".
         script: What bokeh runs to draw them, "" if there is nothing.
     """
 
-    metrics: list[Chart] = field(default_factory=list)
-    system: list[Chart] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    marks: list[str] = field(default_factory=list)
-    script: str = ""
-
-
-def draw(records: Sequence[Record], most_numbers: int) -> Curves:
-    """Draw what runs have logged, with about so many points of all curves together."""
-    curves = Curves()
-    kinds = (curves.metrics, attrgetter("metrics"), "m"), (curves.system, attrgetter("system"), "s")
-    groups = [(drawn, table, letter, _grouped(map(table, records))) for drawn, table, letter in kinds]
-    count = sum(len(names) for *_, group in groups for names in group.values()) * len(records)
-    most = min(max(most_numbers // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
-    pen = _Pen(records, most)
-    for drawn, table, letter, group in groups:
-        for number, (title, names) in enumerate(group.items()):
-            if len(pen.figures) == _MOST_CHARTS:
-                curves.left_out += names
-                continue
-            drawn.append(pen.chart(f"{letter}{number}", title, names, table))
-    if pen.figures:
-        curves.marks = list(pen.marks)
-        document = Document()
-        with document.models.freeze():  # else all models are looked through again for each figure
-            for each in pen.figures.values():
-                document.add_root(each)
-        curves.script, divs = components(pen.figures, wrap_script=False)
-        for chart in chain(curves.metrics, curves.system):
-            chart.div = divs[chart.key]
-    return curves
-
-
-def _grouped(tables: Iterable[Table]) -> dict[str, list[str]]:
-    """Names by quantity: `loss` and `val_loss` are one, of which training comes first."""
-    groups: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for table in tables for name in table.series):
-        groups.setdefault(_VARIANT.sub("", name) or name, []).append(name)
-    return groups
-
-
-@final
-class _Pen:
-    """Makes figures that share their x axis, its formats and the marks of the runs.
-
-    Args:
-        records: The runs that are drawn over each other.
-        most: Points of a curve.
-    """
-
-    def __init__(self, records: Sequence[Record], most: int) -> None:
-        self._records, self._most = records, most
-        self.figures: dict[str, Model] = {}
+    def __init__(self, records: Sequence[Record], most_numbers: int) -> None:
+        self.metrics, self.system, self.left_out, self.script = list[Chart](), list[Chart](), list[str](), ""
+        kinds = (self.metrics, attrgetter("metrics"), "m"), (self.system, attrgetter("system"), "s")
+        groups = [(drawn, table, letter, _grouped(map(table, records))) for drawn, table, letter in kinds]
+        count = sum(len(names) for *_, group in groups for names in group.values()) * len(records)
+        self._records, self._figures = records, dict[str, Model]()
+        self._most = min(max(most_numbers // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)  # of one curve
         tables = [table for record in records for table in (record.metrics, record.system)]
         ends = [(each.steps[0], each.steps[-1]) for table in tables for each in table.series.values()]
         steps = [float(step) for end in ends for step in end]
@@ -144,14 +101,32 @@ class _Pen:
         self._range = models.Range1d(start=begin - margin, end=end + margin, name="steps")
         self._formats = models.NumeralTickFormatter(format="0,0")
         self.marks = {kind: sources for kind in _MARKS if (sources := self._sources(kind))}
+        for drawn, table, letter, group in groups:
+            for number, (title, names) in enumerate(group.items()):
+                if len(self._figures) == _MOST_CHARTS:
+                    self.left_out += names
+                else:
+                    drawn.append(self._chart(f"{letter}{number}", title, names, table))
+        if self._figures:
+            self._embed()
+
+    def _embed(self) -> None:
+        """Write the script of bokeh, and the elements in which it draws."""
+        document = Document()
+        with document.models.freeze():  # else all models are looked through again for each figure
+            for each in self._figures.values():
+                document.add_root(each)
+        self.script, divs = components(self._figures, wrap_script=False)
+        for chart in chain(self.metrics, self.system):
+            chart.div = divs[chart.key]
 
     def _sources(self, kind: str) -> list[tuple[int, models.ColumnDataSource]]:
         found = ((number, _evenly(_MARKS[kind](record))) for number, record in enumerate(self._records))
         return [(number, models.ColumnDataSource({"x": _small(steps)})) for number, steps in found if len(steps)]
 
-    def chart(self, key: str, title: str, names: Sequence[str], table: Callable[[Record], Table]) -> Chart:
+    def _chart(self, key: str, title: str, names: Sequence[str], table: Callable[[Record], Table]) -> Chart:
         """Draw some names of all runs that have them into one figure."""
-        drawn = self.figures[key] = self._figure(key)
+        drawn = self._figures[key] = self._figure(key)
         made = Chart(key, title)
         for run, record in enumerate(self._records):
             for variant, name in enumerate(names):
@@ -213,6 +188,14 @@ class _Pen:
 def _add(drawn: figure, source: models.ColumnDataSource, glyph: Model, name: str, **settings: Any) -> None:
     """Add a glyph that the script of the page finds by its name."""
     drawn.renderers.append(GlyphRenderer(data_source=source, glyph=glyph, name=name, **settings))
+
+
+def _grouped(tables: Iterable[Table]) -> dict[str, list[str]]:
+    """Names by quantity: `loss` and `val_loss` are one, of which training comes first."""
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for table in tables for name in table.series):
+        groups.setdefault(_VARIANT.sub("", name) or name, []).append(name)
+    return groups
 
 
 _MARKS: dict[str, Callable[[Record], Iterable[int]]] = {

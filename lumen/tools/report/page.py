@@ -20,7 +20,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from lumen.errors import RunDirectoryError
 from lumen.internals.masking import masked_words
 from lumen.internals.whole_files import replaced
-from lumen.tools.report.curves import Curves, draw
+from lumen.tools.report.curves import Curves
 from lumen.tools.report.record import Record, Series, differences, names_of, settings_in
 from lumen.version import __version__
 
@@ -58,7 +58,7 @@ def render(runs: Sequence[ShownRun]) -> str:
         part = 0.5**halvings
         log_bytes = int(_LOG_BYTES * part / len(runs))
         records = [Record(run, name, log_bytes) for run, name in zip(runs, names, strict=True)]
-        text = _page(records, draw(records, int(_NUMBERS * part)), int(_ROWS * part) + 1)
+        text = _page(records, Curves(records, int(_NUMBERS * part)), int(_ROWS * part) + 1)
         if len(text.encode(errors="replace")) < MOST_BYTES:
             break
     return text
