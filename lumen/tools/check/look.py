@@ -8,7 +8,7 @@ from lumen.callbacks.model_summary import summarize
 from lumen.errors import NonFiniteLoss
 from lumen.run.run import Run
 from lumen.tools.check.data import look_at_data, look_for_leaks
-from lumen.tools.check.schedule import course_of, look_at_checkpoints, look_at_monitors, look_at_schedule, look_at_time
+from lumen.tools.check.schedule import Course, look_at_checkpoints, look_at_monitors, look_at_schedule, look_at_time
 from lumen.tools.check.show import Report, shortened
 from lumen.tools.check.trial import Trial
 
@@ -177,7 +177,7 @@ def _look_at_beginning(report: Report, trial: Trial, run: Run, samples: int) -> 
 
 
 def _look_ahead(report: Report, trial: Trial, run: Run) -> None:
-    course = course_of(trial, run)
+    course = Course(trial.plan, run)
     look_at_schedule(report, trial, run, course)
     look_at_monitors(report, trial, run)
     look_at_checkpoints(report, trial, run, course, look_at_time(report, trial, run, course))

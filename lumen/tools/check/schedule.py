@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise, takewhile
 from pathlib import Path, PurePath
-from typing import NamedTuple, final
+from typing import final
 
 from torch.utils.data import DataLoader
 
@@ -23,7 +23,7 @@ from lumen.console import size
 from lumen.data.combined import loaders_in
 from lumen.data.nested import tensors
 from lumen.errors import ConfigError
-from lumen.run.plan import EpochLengths, Plan
+from lumen.run.plan import Plan
 from lumen.run.run import Run
 from lumen.run.scheduler_config import horizon_of, unfinished
 from lumen.task.given import texts_of
@@ -34,20 +34,27 @@ from lumen.tools.terminal import counted, first_line
 
 
 @final
-class Course(NamedTuple):
+class Course:
     """How long a run is.
 
+    Args:
+        plan: The plan as it was given.
+        run: The run, whose loaders are open.
+
     Attributes:
-        steps: All of them; None: nobody knows before its end.
-        per_epoch: Of the first epoch; None: likewise.
-        lengths: The steps of each epoch.
-        done: Steps that were made before it goes on.
+        steps: All steps of the run; None: nobody knows before its end.
+        per_epoch: Steps of the first epoch; None: likewise.
+        lengths: The steps of each epoch; None: likewise.
+        done: Steps that were made before the run resumes.
     """
 
-    steps: int | None
-    per_epoch: int | None
-    lengths: EpochLengths | None
-    done: int
+    def __init__(self, plan: Plan, run: Run) -> None:
+        self.lengths = run.loaders.epoch_lengths()
+        self.per_epoch = None if self.lengths is None else self.lengths.of(0)
+        self.done: int = run.checkpoint.state["progress"]["step"] if run.checkpoint else 0
+        self.steps: int | None = None
+        with suppress(ConfigError):
+            self.steps = plan.total_steps(self.lengths)
 
     @property
     def epochs(self) -> float | None:
@@ -117,15 +124,6 @@ def strip(moments: Sequence[int], course: Course, width: int) -> str:
 _SECTION = "schedule"
 _BARS, _WIDTH, _GROUPS_SHOWN, _NAME_SHOWN = "▁▂▃▄▅▆▇█", 28, 8, 18
 _BUDGET_S, _IDLE = 4.0, 0.1
-
-
-def course_of(trial: Trial, run: Run) -> Course:
-    """How long the run is."""
-    lengths, done = run.loaders.epoch_lengths(), run.checkpoint.state["progress"]["step"] if run.checkpoint else 0
-    steps = None
-    with suppress(ConfigError):
-        steps = trial.plan.total_steps(lengths)
-    return Course(steps, None if lengths is None else lengths.of(0), lengths, done)
 
 
 def look_at_schedule(report: Report, trial: Trial, run: Run, course: Course) -> None:
