@@ -176,9 +176,13 @@ class Enough(Exception):
 
 
 @final
-@dataclass
 class Gradients:
-    """Those of the first micro-batch, or of the first step, before they are clipped.
+    """The gradients of the first micro-batch, or of the first step, before they are clipped.
+
+    Args:
+        task: The task that has them.
+        trainer: Its trainer.
+        is_whole: They are complete, and scaled no longer.
 
     Attributes:
         norm: Of all of them; None: it is not known.
@@ -187,10 +191,22 @@ class Gradients:
         odd: Names of those with NaN or infinity.
     """
 
-    norm: float | None = None
-    without: list[str] = field(default_factory=list)
-    zero: list[str] = field(default_factory=list)
-    odd: list[str] = field(default_factory=list)
+    def __init__(self, task: TaskModule, trainer: Trainer, *, is_whole: bool = False) -> None:
+        self.without, self.zero, self.odd = list[str](), list[str](), list[str]()
+        norms = list[float]()
+        for name, parameter in task.named_parameters():
+            if parameter.grad is None:
+                self.without += [name] * parameter.requires_grad
+                continue
+            values = parameter.grad.detach()
+            values = values.coalesce().values() if values.is_sparse else values
+            norms.append(float(torch.linalg.vector_norm(values.float())) if values.numel() else 0.0)
+            if norms[-1] == 0.0:
+                self.zero.append(name)
+            elif not math.isfinite(norms[-1]):
+                self.odd.append(name)
+        is_known = is_whole or not trainer.run.precision.handles_overflow  # else it is scaled still
+        self.norm = math.hypot(*norms) if is_known else None
 
 
 @final
@@ -277,14 +293,14 @@ class Witness(Callback):
         if task.automatic_optimization:
             self._time(trainer)
             if self.gradients is None:
-                self.gradients = _gradients(task, trainer)
+                self.gradients = Gradients(task, trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Let nothing move, but for the last two steps: the first of them makes the optimizer's state."""
         if not task.automatic_optimization:
             return
         if self.gradients is not None and not self.waited_s:
-            self.gradients = _gradients(task, trainer, is_whole=True)
+            self.gradients = Gradients(task, trainer, is_whole=True)
         done, took_s = self.micro_batches + 1, time.perf_counter() - self._began_s
         has_enough = (done >= _LEAST and took_s > _BUDGET_S) or done >= _MOST or _is_last(trainer)
         self._is_over = self._is_over or has_enough
@@ -370,25 +386,6 @@ def _now(trainer: Trainer) -> float:
 
 def _is_last(trainer: Trainer) -> bool:
     return bool(trainer.num_training_batches != float("inf") and trainer.is_last_batch)
-
-
-def _gradients(task: TaskModule, trainer: Trainer, *, is_whole: bool = False) -> Gradients:
-    found, norms = Gradients(), []
-    for name, parameter in task.named_parameters():
-        if parameter.grad is None:
-            found.without += [name] * parameter.requires_grad
-            continue
-        values = parameter.grad.detach()
-        values = values.coalesce().values() if values.is_sparse else values
-        norm = float(torch.linalg.vector_norm(values.float())) if values.numel() else 0.0
-        norms.append(norm)
-        if norm == 0.0:
-            found.zero.append(name)
-        elif not math.isfinite(norm):
-            found.odd.append(name)
-    if is_whole or not trainer.run.precision.handles_overflow:  # else it is scaled still
-        found.norm = math.hypot(*norms)
-    return found
 
 
 _LEFT_OUT = (*BYSTANDERS, BatchSizeFinder, LearningRateFinder, Timer)

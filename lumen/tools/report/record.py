@@ -10,7 +10,7 @@ import reprlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, final
@@ -55,9 +55,11 @@ class Series:
 
 
 @final
-@dataclass
 class Table:
     """What a file of values holds.
+
+    Args:
+        path: The file; None, or a file that cannot be read, is an empty table. Cells that are no numbers are left out.
 
     Attributes:
         series: By name, in the file's order; names without a value are left out.
@@ -66,32 +68,25 @@ class Table:
         last_epoch: Number of the newest epoch, or None: as many were completed before it.
     """
 
-    series: dict[str, Series] = field(default_factory=dict)
-    epochs: dict[int, int] = field(default_factory=dict)
-    last_step: int | None = None
-    last_epoch: int | None = None
-
-
-def read_table(path: Path | None) -> Table:
-    """Read all rows; None, and what cannot be read, is an empty table. Cells that are no numbers are passed over."""
-    table, header = Table(), list[str]()
-    columns: dict[str, tuple[array[float], array[float]]] = {}
-    epochs: dict[str, float] = {}
-    if path is not None:
-        with suppress(OSError, csv.Error), path.open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = csv.reader(_whole_lines(file))
-            header = next(rows, [])
-            for row in rows:
-                _take(dict(zip(header, row, strict=False)), columns, epochs)
-    for name in filter(columns.get, header):
-        steps, values = map(np.array, columns[name])
-        order = np.argsort(steps, kind="stable")
-        table.series[name] = Series(steps[order], values[order])
-    table.epochs = {int(epoch): int(step) for epoch, step in epochs.items() if epoch.isdecimal()}
-    table.last_epoch = max(table.epochs, default=None)
-    table.epochs.pop(min(table.epochs, default=0), None)
-    table.last_step = max((int(each.steps[-1]) for each in table.series.values()), default=None)
-    return table
+    def __init__(self, path: Path | None) -> None:
+        header: list[str] = []
+        columns: dict[str, tuple[array[float], array[float]]] = {}
+        epochs: dict[str, float] = {}
+        if path is not None:
+            with suppress(OSError, csv.Error), path.open(newline="", encoding="utf-8", errors="replace") as file:
+                rows = csv.reader(_whole_lines(file))
+                header = next(rows, [])
+                for row in rows:
+                    _take(dict(zip(header, row, strict=False)), columns, epochs)
+        self.series: dict[str, Series] = {}
+        for name in filter(columns.get, header):
+            steps, values = map(np.array, columns[name])
+            order = np.argsort(steps, kind="stable")
+            self.series[name] = Series(steps[order], values[order])
+        self.epochs = {int(epoch): int(step) for epoch, step in epochs.items() if epoch.isdecimal()}
+        self.last_epoch = max(self.epochs, default=None)
+        self.epochs.pop(min(self.epochs, default=0), None)
+        self.last_step = max((int(each.steps[-1]) for each in self.series.values()), default=None)
 
 
 def _whole_lines(file: TextIO) -> Iterator[str]:
@@ -221,7 +216,7 @@ class Record:
 
     def __init__(self, shown: ShownRun, name: str, log_bytes: int) -> None:
         self.shown, self.name, directory = shown, name, Path(shown.path)
-        self.metrics, self.system = (read_table(own_file(directory, each)) for each in ("metrics.csv", "system.csv"))
+        self.metrics, self.system = (Table(own_file(directory, each)) for each in ("metrics.csv", "system.csv"))
         has_time = own_file(directory, FILE) is not None
         self.spent = _time(directory) if has_time else None
         self.restarts = [step for number, step in starts(directory).items() if number > 1] if has_time else []

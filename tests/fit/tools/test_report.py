@@ -12,7 +12,7 @@ import torch
 import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError, RunDirectoryError
-from lumen.tools.report.record import Series, read_table, thin
+from lumen.tools.report.record import Series, Table, thin
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
 from tests.helpers.pages import snippets
@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_counted_and_the_rest_drawn(tmp_path, report):
 
 def test_a_torn_last_line_is_left_out_since_its_number_may_lack_digits(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,epoch,loss\r\n1,0,0.5\r\n2,0,0.1234")
-    assert read_table(tmp_path / "metrics.csv").series["loss"].values.tolist() == [0.5]
+    assert Table(tmp_path / "metrics.csv").series["loss"].values.tolist() == [0.5]
 
 
 def test_what_a_link_leads_to_outside_of_a_run_is_not_shown(tmp_path, report):
