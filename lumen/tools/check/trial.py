@@ -162,7 +162,8 @@ def _see_first(names: Mapping[nn.Module, str], seen: Seen, module: nn.Module, ar
 @contextmanager
 def _looking_into(task: nn.Module) -> Iterator[Seen]:
     """Yield what forwards of a task show, as long as the context is open."""
-    seen, layers = Seen(), {module: name for name, module in task.named_modules() if isinstance(module, _LAYERS)}
+    layers: dict[nn.Module, str] = {each: name for name, each in task.named_modules() if isinstance(each, _LAYERS)}
+    seen = Seen()
     with _Losses(seen), register_module_forward_pre_hook(partial(_see_first, layers, seen)):
         yield seen
 
