@@ -9,7 +9,7 @@ import statistics
 import time
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise, takewhile
 from pathlib import Path, PurePath
@@ -23,7 +23,7 @@ from lumen.console import size
 from lumen.data.combined import loaders_in
 from lumen.data.nested import tensors
 from lumen.errors import ConfigError
-from lumen.run.plan import Plan
+from lumen.run.plan import EpochLengths, Plan
 from lumen.run.run import Run
 from lumen.run.scheduler_config import horizon_of, unfinished
 from lumen.task.given import texts_of
@@ -61,50 +61,58 @@ class Course:
         """Epochs, the last one perhaps not whole."""
         return self.steps / self.per_epoch if self.steps and self.per_epoch else None
 
-    def multiples(self, every: int) -> range:
-        """Return every n-th step, of those to come."""
-        return range(self.done - self.done % every + every, (self.steps or 0) + 1, every)
-
-    def spans(self, every: int) -> Iterator[tuple[int, int]]:
-        """Yield the steps before and up to the end of every n-th epoch, from the one in progress to the run's end."""
-        if self.lengths is not None and self.steps and self.per_epoch:
-            epoch = self.lengths.whole_epochs(self.done)
-            epoch += every - 1 - epoch % every
-            while (begin := self.lengths.until(epoch)) < self.steps:
-                yield begin, self.lengths.until(epoch + 1)
-                epoch += every
+    def epoch_ends(self, every: int = 1) -> Sequence[int]:
+        """The last steps of every so-manieth epoch, of those that end before the run does and are still to come."""
+        lengths, length = self.lengths, self.per_epoch
+        if lengths is None or not self.steps or not length:
+            return []
+        first, last = lengths.whole_epochs(self.done), lengths.whole_epochs(self.steps)
+        epochs = range(first - first % every + every, last + 1, every)
+        if lengths.until(last) == last * length:  # as many steps in each; there may be very many of them
+            return range(epochs.start * length, epochs.stop * length, every * length)
+        return [lengths.until(epoch) for epoch in epochs]
 
 
 def validation_steps(plan: Plan, course: Course) -> Sequence[int] | None:
-    """Return the steps after which there is a validation, of those to come; None: that is not known before."""
-    every, fraction = plan.val_every_n_steps, plan.val_every_epoch_fraction or 1.0
+    """The steps after which there is a validation, of those to come; None: that is not known before."""
     if course.steps is None or plan.val_every_s is not None:
         return None
-    if every is not None and plan.val_every_n_epochs == 1:
-        return course.multiples(every)
-    if course.lengths is None:
+    if plan.val_every_n_steps is not None:
+        found = _multiples(plan.val_every_n_steps, course)
+        nth = plan.val_every_n_epochs
+        if nth == 1:
+            return found
+        lengths = course.lengths
+        return None if lengths is None else [at for at in found if (lengths.whole_epochs(at - 1) + 1) % nth == 0]
+    if plan.val_every_epoch_fraction is None or course.lengths is None or not course.per_epoch:
         return None
-    found: list[int] = []
-    for begin, end in course.spans(plan.val_every_n_epochs):
-        if every is not None:
-            marks: Sequence[int] = range(begin - begin % every + every, end + 1, every)
-        else:
-            parts = range(1, int(1 / fraction + 1e-9) + 1)
-            marks = sorted({begin + math.ceil(part * fraction * (end - begin) - 1e-9) for part in parts})
-        found += [at for at in marks if course.done < at <= course.steps]
+    if plan.val_every_epoch_fraction == 1.0:
+        return course.epoch_ends(plan.val_every_n_epochs)
+    return _in_fractions(plan, course.steps, course.done, course.lengths)
+
+
+def _in_fractions(plan: Plan, steps: int, done: int, lengths: EpochLengths) -> list[int]:
+    fraction, found, epoch = plan.val_every_epoch_fraction or 1.0, list[int](), lengths.whole_epochs(done)
+    while (begin := lengths.until(epoch)) < steps:
+        for part in range(1, int(1 / fraction + 1e-9) + 1 if (epoch + 1) % plan.val_every_n_epochs == 0 else 0):
+            at = begin + math.ceil(part * fraction * lengths.of(epoch) - 1e-9)
+            if done < at <= steps and at not in found[-1:]:
+                found.append(at)
+        epoch += 1
     return found
 
 
-def saving_steps(saver: ModelCheckpoint, course: Course) -> list[int]:
-    """Return the steps after which a checkpoint is sure to be saved, of those to come: not of clocks and new bests."""
+def saving_steps(saver: ModelCheckpoint, course: Course) -> Sequence[int]:
+    """The steps after which a checkpoint is sure to be saved, of those to come: not those of clocks and new bests."""
     if course.steps is None:
         return []
-    found = {course.steps} if saver.at_end else set[int]()
-    if saver.every_n_train_steps:
-        found.update(course.multiples(saver.every_n_train_steps))
-    if saver.every_n_epochs:
-        found.update(end for _, end in course.spans(saver.every_n_epochs) if end <= course.steps)
-    return sorted(found)
+    by_steps: Sequence[int] = _multiples(saver.every_n_train_steps, course) if saver.every_n_train_steps else []
+    by_epochs = course.epoch_ends(saver.every_n_epochs) if saver.every_n_epochs else []
+    at_end = [course.steps] if saver.at_end else []
+    alone = by_steps if not by_epochs else by_epochs if not by_steps else None
+    if alone is not None and (not at_end or course.steps in alone):
+        return alone  # which may be many
+    return sorted({*by_steps, *by_epochs, *at_end})
 
 
 def strip(moments: Sequence[int], course: Course, width: int) -> str:
@@ -119,6 +127,10 @@ def strip(moments: Sequence[int], course: Course, width: int) -> str:
     bounds = [course.done + ahead * place // width for place in range(width + 1)]
     counts = [bisect_right(moments, bound) for bound in bounds]
     return "".join("╵" if after > before else "·" for before, after in pairwise(counts))
+
+
+def _multiples(every: int, course: Course) -> range:
+    return range(course.done - course.done % every + every, (course.steps or 0) + 1, every)
 
 
 _SECTION = "schedule"
