@@ -182,7 +182,7 @@ class Gradients:
 
     Args:
         task: The task that has them.
-        trainer: Its trainer.
+        trainer: The trainer of the task, in a run.
         is_whole: They are complete, and scaled no longer.
 
     Attributes:

@@ -73,7 +73,7 @@ class Prover:
         only: Names in `COMPARISONS`; default: all of them.
 
     Attributes:
-        size: As given.
+        size: How much each variant does, as given.
         tell: Called with each row when it is there.
         rows: All that was shown, in the order of the promises.
         results: The runs, by the names of their variants.

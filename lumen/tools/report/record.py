@@ -202,8 +202,8 @@ class Record:
         log_bytes: The most bytes of its log to read, from the end.
 
     Attributes:
-        shown: As given.
-        name: As given.
+        shown: How the run stands, as given.
+        name: The name of the run, as given.
         metrics: Values that it logged.
         system: Speed and memory while the run trained.
         spent: Where its time went; None: that is not known.
