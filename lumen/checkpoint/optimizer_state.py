@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lumen.checkpoint.format.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.load.load_weights import read_beside, states_of
+from lumen.checkpoint.named_tensors import read_beside, states_of
 from lumen.distributed.dtensor import is_sharded, local_tensor
 from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.internals.optimizers import attributes_of_all_optimizers, has_state_dict_hooks, torchs_state_dict

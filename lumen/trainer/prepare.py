@@ -13,11 +13,12 @@ from torch import nn
 
 from lumen.checkpoint import PARTS, Checkpoint, Part, Weights, find_checkpoint, is_weights
 from lumen.checkpoint.format import folder
-from lumen.checkpoint.load.config_diff import compare, configured, modes_of
+from lumen.checkpoint.load.config_diff import compare
 from lumen.checkpoint.load.load_weights import load_weights
 from lumen.checkpoint.load.restore import load_model_and_data, load_run
 from lumen.checkpoint.load.weights_source import as_weights, averaged, check_there, choose_parts
 from lumen.checkpoint.optimizer_state import groups_of
+from lumen.checkpoint.settings import configured, modes_of
 from lumen.console import logger as _log
 from lumen.data.nested import fill
 from lumen.distributed.processes import Processes

@@ -15,17 +15,10 @@ from torch import nn
 
 from lumen.checkpoint.format.codec import decode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.load.config_diff import (
-    HOW_TO_STEP,
-    Setting,
-    changed_hyperparameters,
-    compare_modes,
-    differences,
-    listed,
-    settings,
-)
-from lumen.checkpoint.load.load_weights import extra_of, load_model, load_own_states
+from lumen.checkpoint.load.config_diff import changed_hyperparameters, compare_modes, differences, listed
+from lumen.checkpoint.load.load_weights import load_model, load_own_states
 from lumen.checkpoint.load.weights_source import Part, without
+from lumen.checkpoint.named_tensors import extra_of
 from lumen.checkpoint.optimizer_state import (
     groups_of,
     kind_of,
@@ -37,6 +30,7 @@ from lumen.checkpoint.optimizer_state import (
     tensors_of_no_parameter,
 )
 from lumen.checkpoint.rank_state import load_values
+from lumen.checkpoint.settings import HOW_TO_STEP, Setting, settings
 from lumen.checkpoint.user_state import Additions, ambiguous, load_states
 from lumen.console import logger as _log
 from lumen.distributed.culprit import Frame

@@ -18,11 +18,11 @@ import torch
 from lumen.checkpoint.format.codec import Tensors
 from lumen.checkpoint.format.folder import read_info, remove_checkpoints
 from lumen.checkpoint.format.storage import Storage, storage_of
-from lumen.checkpoint.load.config_diff import Setting
 from lumen.checkpoint.optimizer_state import keeps_unknown_state
 from lumen.checkpoint.save.collect import COUNTS, Collected, check_savable, collect, moving_tensors, refuse_non_finite
 from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.checkpoint.save.writer import WritePlan, plan_writes, write_checkpoint
+from lumen.checkpoint.settings import Setting
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from lumen.checkpoint.format.codec import JSON, Tensors, encode
-from lumen.checkpoint.load.config_diff import data_read, modes_of, trainer_settings
-from lumen.checkpoint.load.load_weights import model_tensors
+from lumen.checkpoint.named_tensors import describe_sharding, model_tensors
 from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
 from lumen.checkpoint.rank_state import own_values
 from lumen.checkpoint.save.writer import check_same, check_tensors
+from lumen.checkpoint.settings import data_read, modes_of, trainer_settings
 from lumen.checkpoint.user_state import Additions, ambiguous, states_of
 from lumen.console import logger as _log
-from lumen.distributed.dtensor import is_cut, is_sharded
+from lumen.distributed.dtensor import is_sharded
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
@@ -113,20 +113,15 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
         entries |= _of_user(run)
     state = {name: encode(entry, extra, name) for name, entry in entries.items()}
     state["optimizer"], optimizer = _capture_optimizer(run)
-    is_cut_up = any(is_sharded(tensor) for tensor in model.values())
-    state["sharded"] = {"optimizer": _sharded(optimizer), "extra": _sharded(extra)} if is_cut_up else None
-    return {"model": model, "optimizer": optimizer, "extra": extra}, aliases, state
+    sections = {"model": model, "optimizer": optimizer, "extra": extra}
+    state["sharded"] = describe_sharding(sections)
+    return sections, aliases, state
 
 
 def _copied_buffers(task: nn.Module) -> list[str]:
     """Names of the floating-point buffers that a mean of checkpoints does not average."""
     buffers = [(name, each) for name, each in task.named_buffers() if each.is_floating_point()]
     return [name for name, each in buffers if not is_running_statistic(name, each)]
-
-
-def _sharded(tensors: Tensors) -> dict[str, bool]:
-    """Names of DTensors, each with whether it is sharded (True) or only replicated."""
-    return {name: is_cut(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
 
 
 def _capture_optimizer(run: Run) -> tuple[dict[str, JSON], Tensors]:

@@ -1,0 +1,163 @@
+"""The tensors of a run by name: those of its model, and those of other sections, sharded as the run is.
+
+A tensor of the optimizer's state or of a callback may be sharded like a parameter. The entry "sharded" of the state
+says of which tensors that was so when they were saved; None: that run sharded no parameter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.format.codec import Tensors
+from lumen.checkpoint.format.reader import Checkpoint
+from lumen.distributed.dtensor import from_local, is_cut, is_sharded, local_block
+from lumen.internals.tensors import own_parameters, own_persistent_buffers
+
+
+def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
+    """Parameters and persistent buffers of a model by canonical name.
+
+    Returns:
+        The tensors, tied ones once; and for each further name of a tied tensor the name it is stored under.
+    """
+    tensors: Tensors = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**own_parameters(module), **own_persistent_buffers(module)}
+        for name, tensor in own.items():
+            if tensor is None:
+                continue
+            path = f"{prefix}.{name}" if prefix else name
+            stored = first_name.setdefault(id(tensor), path)
+            if stored == path:
+                tensors[path] = tensor.detach()
+            else:
+                aliases[path] = stored
+    return tensors, aliases
+
+
+def describe_sharding(sections: Mapping[str, Tensors]) -> dict[str, dict[str, bool]] | None:
+    """The entry "sharded": names of DTensors by section, each with whether it is sharded (True) or only replicated."""
+    if not any(map(is_sharded, sections["model"].values())):
+        return None
+    return {
+        section: {name: is_cut(tensor) for name, tensor in sections[section].items() if is_sharded(tensor)}
+        for section in ("optimizer", "extra")
+    }
+
+
+def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
+    """A function from a parameter's name and the parameter to the section "optimizer", placed as its state has to be.
+
+    Tensors are read to the parameter's device. For a sharded parameter they are sharded or replicated as they were when
+    saved, or as `_is_made_like` has it if the saving run sharded nothing.
+    """
+    were_sharded = _sharded(checkpoint, "optimizer")
+    plain = _of_one_shape(checkpoint) if were_sharded is None else set()
+
+    def state_of(owner: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        def read(name: str) -> torch.Tensor:
+            _, shape = checkpoint.spec("optimizer", name)
+            if were_sharded is None:
+                lies_beside = _is_made_like(name.removeprefix(owner), shape, plain)
+                copied = not is_cut(parameter, shape)
+            else:
+                lies_beside, copied = name in were_sharded, not were_sharded.get(name)
+            if is_sharded(parameter) and lies_beside:
+                return _read_like(checkpoint, "optimizer", name, parameter, copied=copied)
+            return checkpoint.tensor("optimizer", name).to(parameter.device)
+
+        return checkpoint.tensors("optimizer", read)
+
+    return state_of
+
+
+def _is_made_like(key: str, shape: torch.Size, plain: set[str]) -> bool:
+    """Whether an optimizer makes this entry of a parameter's state as a DTensor if the parameter is one: a guess.
+
+    Torch's optimizers do not say it and `zeros_like(parameter)`, row sums or a plain counter look alike in a checkpoint
+    of a run that sharded nothing. So everything counts as made from the parameter, but for scalars and for what has one
+    shape for parameters of several shapes. Without this guess such checkpoints could not be resumed under FSDP.
+    """
+    return bool(shape) and key not in plain
+
+
+def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
+    """Keys of optimizer state, such as `.norms`, that has one shape for parameters of several shapes."""
+    shapes, owners = defaultdict(set), defaultdict(set)
+    for name in checkpoint.names("optimizer"):
+        begins = [name[:dot] for dot, letter in enumerate(name) if letter == "."]
+        owner = next((each for each in reversed(begins) if each in checkpoint.state["optimizer"]["state"]), None)
+        if owner is not None:
+            shapes[name.removeprefix(owner)].add(checkpoint.spec("optimizer", name)[1])
+            owners[name.removeprefix(owner)].add(checkpoint.spec("model", owner)[1])
+    return {key for key in shapes if len(shapes[key]) == 1 < len(owners[key])}
+
+
+def read_beside(checkpoint: Checkpoint, name: str, like: torch.Tensor) -> torch.Tensor | None:
+    """A tensor of the optimizer that was sharded when saved, as a DTensor; None if it was not, or `like` is not so."""
+    were_sharded = _sharded(checkpoint, "optimizer") or {}
+    if name not in were_sharded or not is_sharded(like):
+        return None
+    return _read_like(checkpoint, "optimizer", name, like, copied=not were_sharded[name])
+
+
+def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
+    """The section "extra": tensors in the states of callbacks, modules, the task and the data module.
+
+    Where the run cuts up its parameters, these come beside them:
+
+    * what did when it was saved, cut up or copied as it was then;
+    * of a run that cut up nothing, what lies under the name of a parameter and has its shape, as averages do:
+      `average.net.0.weight`, or `moments.net.0.weight.mean`, for `net.0.weight`.
+
+    Everything else comes whole, on the host of every process; where the run cuts up nothing, that is everything.
+
+    Args:
+        task: The run's task, whose parameters the strategy has placed.
+        checkpoint: The checkpoint to read from.
+    """
+    were_sharded = _sharded(checkpoint, "extra")
+    likes: dict[str, torch.Tensor] = {}
+    if (sharded := next(filter(is_sharded, task.parameters()), None)) is not None:
+        likes = _of_parameters(task, checkpoint) if were_sharded is None else dict.fromkeys(were_sharded, sharded)
+
+    def read(name: str) -> torch.Tensor:
+        like = likes.get(name)
+        if like is None or not is_sharded(like):
+            return checkpoint.tensor("extra", name)
+        return _read_like(checkpoint, "extra", name, like, copied=not (were_sharded or {}).get(name, True))
+
+    return checkpoint.tensors("extra", read)
+
+
+def _sharded(checkpoint: Checkpoint, section: str) -> dict[str, bool] | None:
+    """Names of the tensors that were DTensors, with whether they were sharded; None: the run sharded no parameter."""
+    sharded: dict[str, dict[str, bool]] | None = checkpoint.state["sharded"]
+    return None if sharded is None else sharded[section]
+
+
+def _of_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The parameter that each tensor of the section "extra" is named after, and has the shape of."""
+    parameters = dict(task.named_parameters(remove_duplicate=False))
+    found: dict[str, torch.Tensor] = {}
+    for name in checkpoint.names("extra"):
+        begins = [place + 1 for place, letter in enumerate(name) if letter == "."]
+        ends = [len(name), *(place for place, letter in enumerate(name) if letter in ".[")]
+        inner = (name[begin:end] for begin in begins for end in ends)
+        parameter = next((parameters[each] for each in inner if each in parameters), None)
+        if parameter is not None and parameter.shape == checkpoint.spec("extra", name)[1]:
+            found[name] = parameter
+    return found
+
+
+def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
+    """This process's shard of a tensor that is to be sharded as `like` is."""
+    _, shape = checkpoint.spec(section, name)
+    shard = checkpoint.block(section, name, *local_block(like, shape, copied=copied))
+    return from_local(shard.to(like.device), like, shape, copied=copied)

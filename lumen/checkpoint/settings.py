@@ -1,0 +1,121 @@
+"""What a run is configured as, as plain values: its optimizer and schedulers, its trainer, its data, its modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lumen.checkpoint.optimizer_state import attributes_of
+from lumen.internals.optimizers import set_by_hand
+from lumen.run.plan import Plan, by_epoch
+from lumen.run.run import Run
+from lumen.run.scheduler_config import lengths_of
+
+Setting: TypeAlias = bool | int | float | str | None
+HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # how a step is computed, not which step
+STEP_SIZES = ("global_batch_size", "batches of a step")  # what adapters call them
+
+
+def configured(run: Run) -> dict[str, Setting]:
+    """The settings of the optimizer's groups and the schedulers, when they have just been built.
+
+    Returns:
+        Plain values by path: `groups[0].lr`, `schedulers[0].T_max`; without a scheduler's rates, which follow from lr.
+    """
+    found: dict[str, Setting] = {}
+    for number, group in enumerate(run.optim.optimizer.param_groups):
+        follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has moved it by now
+        own = {key: value for key, value in group.items() if key not in (*HOW_TO_STEP, *follows)}
+        found.update(settings(f"groups[{number}]", own))
+    for place, attributes in attributes_of(run.task, run.optim.optimizer).items():
+        found.update(settings(f"optimizer{place and '.'}{place}", attributes))
+    for number, config in enumerate(run.optim.schedulers):
+        state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
+        found[f"schedulers[{number}]"] = config.describe(run.optim.optimizer)
+        found.update(settings(f"schedulers[{number}]", set_by_hand(state)))
+    return found | lengths_of(run.optim.schedulers)
+
+
+def settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
+    """Every plain value inside nested dictionaries, lists and tuples, with its path; floats in lists are left out."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate on its device
+        value = value.item()
+    if isinstance(value, Mapping) and any(not isinstance(key, str) for key in value):  # milestones
+        yield where, str(sorted(value.items()))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from settings(f"{where}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            if not (isinstance(value, list) and isinstance(item, (float, torch.Tensor))):
+                yield from settings(f"{where}[{number}]", item)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        yield where, value
+
+
+def trainer_settings(run: Run) -> dict[str, Setting]:
+    """The trainer's arguments, and how the training data is cut, as far as they change what is computed.
+
+    Left out: the length of the run, and what is shown and saved.
+    """
+    plan = run.plan
+    interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
+    return {
+        "precision": run.precision.name,
+        **run.precision.numerics,
+        **run.strategy.numerics,
+        **run.saves.switches,
+        "compile": str(run.calls.compilation.setting),
+        "processes": run.processes.world_size,
+        "strategy": run.strategy.__class__.__name__,
+        "accumulate_grad_batches": by_epoch(plan.accumulate),
+        **_cut(run),
+        "gradient_clip_val": plan.clip_norm if plan.clip_value is None else plan.clip_value,
+        "gradient_clip_algorithm": "norm" if plan.clip_value is None else "value",
+        "limit_train_batches": _limit(plan, "train"),
+        "limit_val_batches": _limit(plan, "validate"),
+        "overfit_batches": plan.same_batches,
+        "val_check_interval": interval if plan.val_every_n_steps is None else plan.val_every_n_steps,
+        "check_val_every_n_epoch": plan.val_every_n_epochs,
+        "reload_dataloaders_every_n_epochs": plan.reload_every_n_epochs,
+    }
+
+
+def _cut(run: Run) -> dict[str, Setting]:
+    """How the training data is cut into batches, and into the steps of all epochs."""
+    adapter, sizes = run.loaders.train, run.plan.accumulate
+    assert adapter is not None
+    cut: dict[str, Setting] = {}
+    for name, size in adapter.cut().items():
+        cut[name] = size
+        if name in STEP_SIZES and size is not None and len(sizes) > 1:
+            unit = size // adapter.per_step * run.strategy.data_world_size
+            cut[name] = by_epoch({epoch: number * unit for epoch, number in sizes.items()})
+    return cut
+
+
+def _limit(plan: Plan, stage: str) -> int | float | None:
+    limit = plan.limits.get(stage)
+    return None if isinstance(limit, float) and limit == 1.0 else limit
+
+
+def data_read(run: Run) -> dict[str, Any]:
+    """Fingerprints of the data sets of training and validation, and the epoch for which they were opened."""
+    assert run.loaders.train is not None
+    return {
+        "asked_in": run.loaders.epoch,
+        "training": run.loaders.train.identity(),
+        "validation": [line for adapter in run.loaders.evaluation for line in adapter.identity()],
+    }
+
+
+def modes_of(task: nn.Module) -> dict[str, list[str]]:
+    """Names of frozen parameters, of modules in eval mode and of norms that do not track their statistics."""
+    return {
+        "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
+        "evaluating": [name for name, module in task.named_modules() if not module.training],
+        "untracked": [name for name, norm in task.named_modules() if not getattr(norm, "track_running_stats", True)],
+    }
