@@ -18,7 +18,7 @@ manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled
 Each process writes blocks: of sharded tensors what it holds, and some of the tensors that all processes hold alike.
 
 `format` has the bytes and storage, `save` collects and writes, `load` finds, reads and resumes. The modules here serve
-both directions: the names of tensors, the settings of a run, the states of optimizers, of ranks, and of what users keep.
+both directions: names of tensors, settings, and the states of optimizers, of ranks, and of what users keep.
 """
 
 from lumen.checkpoint.format.folder import find_checkpoints as find_checkpoints, newest_valid as newest_valid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -58,7 +59,7 @@ class Origin:
 
     Attributes:
         restarted: The run has begun in an earlier attempt of the same launch, and goes on where it was.
-        rolled_back: The directory of a run that begins again within `fit`, and all that it leaves out then; else None.
+        left_out: The micro-batches, from and to, that a run which has rolled back leaves out; None: it has not.
         unsaved: Buffers with `persistent=False`, and their values when the run began.
 
     Raises:
@@ -71,7 +72,7 @@ class Origin:
         self._resume = None if resume is None else str(resume)
         self._parts = choose_parts(resume_parts, self._resume)
         self.restarted = self._has_own = False
-        self.rolled_back: tuple[Path, list[list[int]]] | None = None
+        self.left_out: list[list[int]] | None = None
         self.unsaved: list[tuple[Place, torch.Tensor]] = []
         self._weights = None if init_from is None else as_weights(init_from)
         if self._weights is not None and self._resume is not None and not self.stays:
@@ -80,22 +81,20 @@ class Origin:
             )
 
     def asked_for(self, ckpt_path: str | Path | None) -> Origin:
-        """The origin of one run, which may ask for a checkpoint itself.
+        """The origin of one `fit`, which may ask for a checkpoint itself.
 
         Raises:
             ConfigError: The trainer asks for another one.
         """
         if ckpt_path is None:
-            return self
+            return copy(self)
         if self._resume not in (None, str(ckpt_path)):
             raise ConfigError(f"fit was given ckpt_path={ckpt_path}, but the trainer resume={self._resume}. Give one.")
         return Origin(ckpt_path, None if self._parts == PARTS else self._parts, self._weights)
 
-    def back(self, directory: Path, left_out: list[list[int]]) -> Origin:
-        """The origin of a run that begins again in its directory, from a checkpoint, and leaves out steps."""
-        origin = Origin(self._resume, None if self._parts == PARTS else self._parts, self._weights)
-        origin.rolled_back, origin.unsaved = (directory, left_out), self.unsaved
-        return origin
+    def roll_back(self, left_out: list[list[int]]) -> None:
+        """Let the next run of the session begin at its newest checkpoint, and leave out micro-batches."""
+        self.restarted, self.left_out = True, left_out
 
     def anew(self) -> Origin:
         """The origin of a trial: the same parameters to begin with, and no checkpoint."""
@@ -304,12 +303,12 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         check_horizons(optim.schedulers, horizon_of(run.plan, lengths, resumed=run.checkpoint is not None))
     if run.saves.are_on:
         run.saves.check_begin()  # what cannot be saved is found now, not after the first epoch
-    if origin.rolled_back is None:
+    if origin.left_out is None:
         saved = places_of(run.task, buffers=True, persistent=True)
         found = places_of(run.task, buffers=True).items()
         origin.unsaved = [(place, place[0][place[1]].clone()) for name, place in found if name not in saved]
     else:
-        run.progress.leave_out(origin.rolled_back[1])
+        run.progress.leave_out(origin.left_out)
         for (held, key), value in origin.unsaved:  # as a new process would make them
             if (buffer := held.get(key)) is not None and buffer.shape == value.shape:
                 fill(buffer, value)
@@ -344,16 +343,15 @@ def end_training(trainer: Trainer, run: Run) -> None:
     tell_end(trainer, run, [] if home is None else checkpoints_of(trainer, home))
 
 
-def go_back(trainer: Trainer, run: Run, left_out: list[int]) -> Origin:
-    """Remove the checkpoints that know the micro-batches to leave out. Collective: every rank must call this.
+def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
+    """Remove the checkpoints that know the micro-batches to leave out; the session's next run begins before these.
+
+    Collective: every rank must call this.
 
     Args:
         trainer: The trainer in `fit`.
         run: Its run, in which hooks of all ranks have asked to go back.
         left_out: The micro-batches of the run, from and to, to leave out.
-
-    Returns:
-        The origin with which `fit` opens the run again: the newest checkpoint from before them.
 
     Raises:
         StopRequested: The run was asked to leave meanwhile; once it is resumed, it goes back.
@@ -384,7 +382,8 @@ def go_back(trainer: Trainer, run: Run, left_out: list[int]) -> Origin:
         "going back from step %d to %s, to leave out the micro-batches %d to %d of the run",
         progress.step, kept.path.name, left_out[0], left_out[1] - 1,
     )  # fmt: skip
-    return trainer.origin.back(home, [*progress.left_out, left_out])
+    trainer.origin.roll_back([*progress.left_out, left_out])
+    trainer.strategy.connect()  # sets the timeouts back to those of a start, which may compile
 
 
 def _newer(folders: Sequence[PurePath], micro_batches: int) -> list[PurePath]:

@@ -101,12 +101,6 @@ class RunDirectory:
         return run
 
     @staticmethod
-    def claim_again(path: Path) -> "RunDirectory":
-        """Lock a directory that this process has just released, by the claim that it was."""
-        claim = {key: RunDirectory.last_holder(path).get(key) for key in ("launchers", "name", "number")}
-        return RunDirectory(path, _lock(path, claim), restarted=True)
-
-    @staticmethod
     def was_claimed(path: Path) -> bool:
         """Whether a directory is one that a job has claimed once."""
         return os.path.lexists(path / _LOCK)

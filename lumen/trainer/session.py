@@ -1,7 +1,8 @@
 """Session: a run from its opening to its close, in phases. What they acquire is released however the run ends.
 
 `opened` enters the phases in this order, and leaves them in the opposite one. One that fails leaves those before it.
-A run that returns to an earlier checkpoint leaves all phases and opens the next session: see `fitting.go_back`.
+A run that rolls back leaves the phases from `make_run` on, and `fit` enters these again for a new run: the turn, the
+directory and the logs are kept.
 
 | phase | acquires | releases |
 |---|---|---|
@@ -32,7 +33,7 @@ from contextlib import AbstractContextManager, ExitStack, closing as closed_at_e
 from datetime import datetime
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
@@ -133,8 +134,7 @@ class Session:
 def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callbacks.Callback]:
     """Ask a task for its callbacks, before anything looks at the trainer's, which they join and where they stay.
 
-    A run that goes back to a checkpoint keeps those that it has. An evaluation after `fit` keeps what has saved there,
-    which knows the best checkpoint.
+    An evaluation after `fit` keeps what has saved there, which knows the best checkpoint.
 
     Returns:
         Those of the trainer that have lost their place.
@@ -142,9 +142,8 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
     Raises:
         ConfigError: What the task gives are no callbacks, or they contradict the trainer's settings.
     """
-    goes_back = stage == "fit" and trainer.origin.rolled_back is not None
     replaced: list[callbacks.Callback] = []
-    if trainer._asks_task and not goes_back and overrides(task, "configure_callbacks"):
+    if trainer._asks_task and overrides(task, "configure_callbacks"):
         where = f"{type(task).__name__}.configure_callbacks"
         with task._opened_by(trainer):
             given = callbacks.listed(where, task.configure_callbacks())
@@ -161,8 +160,10 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
 
 
 @contextmanager
-def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
-    """The context in which a trainer runs a stage: all phases of a session, whose arguments these are.
+def opened_without_run(
+    trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any
+) -> Iterator[Session]:
+    """The context of a session, in which `new_run` opens one run after the other; its arguments are the session's.
 
     Raises:
         ConfigError: The trainer is in a run, or something cannot be run.
@@ -173,7 +174,23 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
     with ExitStack() as entered:
         for phase in PHASES:
             entered.enter_context(phase(session))
+        yield session
+
+
+@contextmanager
+def new_run(session: Session) -> Iterator[Run]:
+    """The context of one run of a session."""
+    with ExitStack() as entered:
+        for phase in PHASES_OF_RUN:
+            entered.enter_context(phase(session))
         yield session.run
+
+
+@contextmanager
+def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
+    """The context of a session with one run; see `opened_without_run`."""
+    with opened_without_run(trainer, stage, task, data, val_loaders) as session, new_run(session) as run:
+        yield run
 
 
 @contextmanager
@@ -254,19 +271,14 @@ def claim_directory(session: Session) -> Iterator[None]:
     if not session.trains:
         yield
         return
-    origin.restarted = False
     launchers = {each for each in processes.gather(processes.launcher) if each is not None}
 
     def claim() -> tuple[Path | None, bool]:
         origin.check()
         if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
             return None, False
-        if origin.rolled_back is not None:
-            claimed = RunDirectory.claim_again(origin.rolled_back[0])
-        else:
-            root, name = trainer.default_root_dir, str(trainer.name)
-            claimed = RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers)
-        directory = closing.enter_context(claimed)
+        root, name = trainer.default_root_dir, str(trainer.name)
+        directory = closing.enter_context(RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers))
         session.check_home = directory.check
         if not (origin.stays or directory.restarted):
             closing.callback(_give_back_if_unused, trainer, directory.path)
@@ -450,8 +462,11 @@ def profile(session: Session) -> Iterator[None]:
         yield
 
 
-PHASES: tuple[Callable[[Session], AbstractContextManager[None]], ...] = (
+Phases: TypeAlias = tuple[Callable[[Session], AbstractContextManager[None]], ...]
+PHASES: Phases = (
     take_turn, limit_grace, note_status, switch_torch, show_messages, connect_processes, claim_directory, write_logs,
+)  # fmt: skip
+PHASES_OF_RUN: Phases = (
     make_run, watch_progress, open_loggers, catch_signals, collect_garbage, attach_task, report_end, profile,
 )  # fmt: skip
 

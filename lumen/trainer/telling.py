@@ -251,7 +251,7 @@ def tell_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
         record("max_restarts is that of %s, which started this run: not %d", trainer.processes.started_by,
                trainer.max_restarts)  # fmt: skip
     restart, here = told_restart(), (None, str(trainer.run_directory))
-    if restart is None or trainer.origin.rolled_back is not None or restart.directory not in here:
+    if restart is None or trainer.origin.left_out is not None or restart.directory not in here:
         return
     step, since_s = 0, restart.began_s
     if checkpoint is not None:

@@ -34,10 +34,10 @@ from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
 from lumen.trainer.logs import LogSettings
-from lumen.trainer.prepare import Origin, begin_training, end_training, evaluate_all, go_back
+from lumen.trainer.prepare import Origin, begin_training, end_training, evaluate_all, roll_back
 from lumen.trainer.run_view import RunView
 from lumen.trainer.script_record import defaults_from_environment
-from lumen.trainer.session import opened
+from lumen.trainer.session import new_run, opened_without_run
 
 
 @final
@@ -302,17 +302,20 @@ class Trainer(RunView):
         """
         check_training(model, train_dataloaders, optimizer_given=configure_optimizers is not None)
         task, data = model, one_source(train_dataloaders, datamodule, val_dataloaders)
-        origin: Origin | None = self._origin.asked_for(ckpt_path)
+        self.origin = self._origin.asked_for(ckpt_path)
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
-        while origin is not None:
-            self.origin = origin
-            with opened(self, "fit", task, data, val_dataloaders) as run, malformed_is_damaged(run.checkpoint):
-                begin_training(self, run, configure_optimizers)
-                left_out = train(run)
-                if left_out is None:
-                    end_training(self, run)
-                origin = None if left_out is None else go_back(self, run, left_out)
+        with opened_without_run(self, "fit", task, data, val_dataloaders) as session:
+            is_over = False
+            while not is_over:
+                with new_run(session) as run, malformed_is_damaged(run.checkpoint):
+                    begin_training(self, run, configure_optimizers)
+                    left_out = train(run)
+                    is_over = left_out is None
+                    if left_out is None:
+                        end_training(self, run)
+                    else:
+                        roll_back(self, run, left_out)
 
     def validate(
         self,

@@ -35,7 +35,7 @@ from lumen.task.step_output import read_output
 from lumen.task.task_module import TaskModule
 from lumen.tools.bystanders import BYSTANDERS
 from lumen.tools.check.show import Part, largest, parts_of
-from lumen.trainer.prepare import begin_training, go_back
+from lumen.trainer.prepare import begin_training, roll_back
 from lumen.trainer.session import join_callbacks, opened
 from lumen.trainer.trainer import Trainer
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
@@ -450,7 +450,7 @@ class Trial:
         # The other schedules stay at their start, from which they are to be drawn.
         with suppress(Enough), run.optim.moving(lambda config: config.interval == "hand"):
             if (left_out := train(run)) is not None:
-                go_back(self.trainer, run, left_out)
+                roll_back(self.trainer, run, left_out)
         self.witness.names |= {name for each in run.log.train.published().values() for name in each}
         run.log.end_step()
         run.log.end_epoch()

@@ -17,7 +17,7 @@ SWITCHES = {
     "max_steps": 2, "deterministic": True, "detect_anomaly": True, "matmul_precision": "medium", "benchmark": True,
     "gc_every_n_steps": 2, "profiler": "simple", "precision": "bf16", "log_level": {"root": "DEBUG", "a.name": "ERROR"},
 }  # fmt: skip
-NAMES = [phase.__name__ for phase in session.PHASES]
+NAMES = [phase.__name__ for phase in (*session.PHASES, *session.PHASES_OF_RUN)]
 
 
 class Refusal(Exception):
@@ -68,8 +68,8 @@ def assert_next_fit_works(path, task, expected, name="run"):
     assert (weights(task) == expected).all()
 
 
-def phases_with(place, *, while_open):
-    """The phases with one more that raises: as it is entered, or as it is left."""
+def add_phase(patched, place, *, while_open):
+    """Add a phase that raises after the one of some name: as it is entered, or as it is left."""
 
     @contextmanager
     def refuse(_):
@@ -78,8 +78,10 @@ def phases_with(place, *, while_open):
         yield
         raise Refusal("leaving")
 
-    index = NAMES.index(place) + 1
-    return (*session.PHASES[:index], refuse, *session.PHASES[index:])
+    for name in ("PHASES", "PHASES_OF_RUN"):
+        phases = getattr(session, name)
+        index = next((number for number, each in enumerate(phases, 1) if each.__name__ == place), 0)
+        patched.setattr(session, name, (*phases[:index], refuse, *phases[index:]) if index else phases)
 
 
 @pytest.mark.slow
@@ -87,7 +89,7 @@ def phases_with(place, *, while_open):
 def test_failure_after_a_phase_releases_everything(tmp_path, monkeypatch, expected, place):
     task = Regression()
     with monkeypatch.context() as patched:
-        patched.setattr(session, "PHASES", phases_with(place, while_open=False))
+        add_phase(patched, place, while_open=False)
         assert refused(tmp_path, task, Refusal) == "entering"
     assert not [path for path in (tmp_path / "runs").glob("*") if RunDirectory.is_locked(path)]
     assert_next_fit_works(tmp_path, task, expected)
@@ -97,7 +99,7 @@ def test_failure_after_a_phase_releases_everything(tmp_path, monkeypatch, expect
 @pytest.mark.parametrize("place", NAMES)
 def test_failure_while_closing_releases_the_rest(tmp_path, monkeypatch, expected, place):
     with monkeypatch.context() as patched:
-        patched.setattr(session, "PHASES", phases_with(place, while_open=True))
+        add_phase(patched, place, while_open=True)
         assert refused(tmp_path, Regression(), Refusal) == "leaving"
     assert RunDirectory.is_locked(tmp_path / "runs" / "run") is None
     assert_next_fit_works(tmp_path, Regression(), expected, name="run-2")
