@@ -100,6 +100,11 @@ def _unknown(kind: type, name: str, parameters: Iterable[str]) -> str:
     return f"{kind.__name__} has no argument {name}. {hint or f'See help(lumen.{kind.__name__}).'}"
 
 
+def first_names(names: Sequence[str]) -> str:
+    """Return the first eight of some names, for a message."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
 def refuse_unknown(who: str, given: Mapping[str, Any], instead: Mapping[str, str]) -> None:
     """Say of a method what serves in place of an argument that it does not have; None and False pass.
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
+from lumen.errors.arguments import first_names
 from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
 from lumen.internals.tensors import norms, own_buffers
@@ -273,9 +274,9 @@ class DDP(Strategy):
         late = [name for name, each in self._task.named_parameters() if each.requires_grad and id(each) not in known]
         if late and self.processes.world_size > 1:
             raise TrainingError(
-                f"{', '.join(late[:8])}{', ...' if len(late) > 8 else ''} began to be trained in the middle of a step, "
-                "when the processes had agreed on whose gradients they sum. Unfreeze and add parameters between steps: "
-                "in on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
+                f"{first_names(late)} began to be trained in the middle of a step, when the processes had agreed on "
+                "whose gradients they sum. Unfreeze and add parameters between steps: in on_train_epoch_start, "
+                "on_train_batch_end or on_before_zero_grad."
             )
 
     def _name_unused(self, message: str) -> str:

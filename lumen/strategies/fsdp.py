@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
+from lumen.errors.arguments import first_names
 from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_units, modules_of, outermost
@@ -259,8 +260,8 @@ class FSDP(Strategy):
         added = [name for name, each in self._task.named_parameters() if not isinstance(each, DTensor)]
         if added:
             raise TrainingError(
-                f"FSDP: {', '.join(added[:8])}{', ...' if len(added) > 8 else ''} came after the parameters were cut "
-                "up. Build them in __init__ or configure_model, frozen until they are needed, or use strategy: ddp."
+                f"FSDP: {first_names(added)} came after the parameters were cut up. Build them in __init__ or "
+                "configure_model, frozen until they are needed, or use strategy: ddp."
             )
 
     def call(self, step: str, *args: Any) -> Any:

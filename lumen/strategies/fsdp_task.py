@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lumen.data.nested import convert, tensors
 from lumen.errors import ConfigError, TrainingError
+from lumen.errors.arguments import first_names
 from lumen.internals.fully_shard import forget_iteration, prepare_roots, sum_unused
 from lumen.internals.tensors import Hooks, give_hooks, hooks_of, is_view, own_parameters, writes_to
 from lumen.metrics.torchmetrics_states import metrics_of
@@ -187,15 +188,15 @@ class ShardedTask:
         self._versions.clear()
         if moved:
             raise TrainingError(
-                f"FSDP: {', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''} was frozen or unfrozen in a step or "
-                "a hook in which it was gathered, and what was gathered is thrown away. Do it between steps: in "
-                "on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
+                f"FSDP: {first_names(moved)} was frozen or unfrozen in a step or a hook in which it was gathered, and "
+                "what was gathered is thrown away. Do it between steps: in on_train_epoch_start, on_train_batch_end "
+                "or on_before_zero_grad."
             )
         if written:
             raise TrainingError(
-                f"FSDP: {', '.join(written[:8])}{', ...' if len(written) > 8 else ''} was written in a step or a hook "
-                "in which it was gathered, and what was gathered is thrown away. Write in on_before_zero_grad, "
-                "on_validation_start or on_validation_end, where each process holds its part."
+                f"FSDP: {first_names(written)} was written in a step or a hook in which it was gathered, and what was "
+                "gathered is thrown away. Write in on_before_zero_grad, on_validation_start or on_validation_end, "
+                "where each process holds its part."
             )
 
     def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -246,7 +247,7 @@ class ShardedTask:
 
     def _names(self) -> str:
         names = [name for name, module in self.root.task.named_modules() if module in self.units]
-        return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "none"
+        return first_names(names) or "none"
 
     def begin(self, *, sync: bool, keep: bool) -> None:
         """Prepare for a micro-batch.

@@ -11,6 +11,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from lumen.errors.arguments import first_names
+
 
 @final
 class Additions:
@@ -72,9 +74,9 @@ class Steps(nn.Module):
 def describe_unused(names: list[str], rank: int, strategy: str) -> str:
     """Describe the parameters that took no part in a rank's loss, and what to set under a strategy of this name."""
     return (
-        f"{len(names)} parameters took no part in the loss of rank {rank}: {', '.join(names[:8])}"
-        f"{', ...' if len(names) > 8 else ''}. Set requires_grad of them to False if they are never trained, or use "
-        f"strategy: {{class_path: lumen.{strategy}, init_args: {{find_unused_parameters: true}}}}."
+        f"{len(names)} parameters took no part in the loss of rank {rank}: {first_names(names)}. Set requires_grad of "
+        "them to False if they are never trained, or use strategy: "
+        f"{{class_path: lumen.{strategy}, init_args: {{find_unused_parameters: true}}}}."
     )
 
 

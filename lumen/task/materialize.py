@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lumen.data.nested import convert
 from lumen.distributed.dtensor import from_local, is_sharded, local_tensor, placed_like
 from lumen.errors import ConfigError, TrainingError
+from lumen.errors.arguments import first_names
 from lumen.internals.tensors import give_hooks, hooks_of, own_parameters
 from lumen.random import Domain, make_key, number_of, preserved_generators, seed_generators
 from lumen.task.hooks import overrides
@@ -196,8 +197,8 @@ class DeferredInit:
                 )
         if names := [name for name, buffer in task.named_buffers() if buffer.is_meta]:
             raise ConfigError(
-                f"{len(names)} buffers are on the meta device: {_some(names)}. Build them really: in configure_model "
-                "Lumen itself puts parameters there, and parameters only."
+                f"{len(names)} buffers are on the meta device: {first_names(names)}. Build them really: in "
+                "configure_model Lumen itself puts parameters there, and parameters only."
             )
 
     @torch.no_grad()
@@ -341,7 +342,3 @@ def _problem(parameter: Built) -> str | None:
     if parameter.loses and built[-1] not in made:
         return f"{parameter.name} was given data by {built[-1]}"
     return None
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -35,6 +35,7 @@ from lumen.checkpoint.user_state import Additions, ambiguous, load_states
 from lumen.console import logger as _log
 from lumen.distributed.culprit import Frame
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, LumenError
+from lumen.errors.arguments import first_names
 from lumen.internals.garbage import only_young_collected
 from lumen.internals.optimizers import has_stepped
 from lumen.run.plan import Progress
@@ -219,7 +220,7 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _named(where: str, names: Collection[str]) -> str:
-    return f"; only {where}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+    return f"; only {where}: {first_names(sorted(names))}" if names else ""
 
 
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
