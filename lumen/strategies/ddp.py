@@ -20,7 +20,7 @@ from lumen.errors.arguments import first_names
 from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
 from lumen.internals.tensors import norms, own_buffers
-from lumen.strategies.step_module import Additions, Steps, describe_unused, sparse_parameters
+from lumen.strategies.step_module import Additions, Steps, describe_unused, refuse_sparse
 from lumen.strategies.strategy import SAME, Alike, Strategy, sync_buffers
 
 _NO_CONTEXT = nullcontext()
@@ -103,28 +103,12 @@ class DDP(Strategy):
 
     def setup(self, task: nn.Module) -> None:
         """Move the task to the device; parameters and buffers become those of rank 0."""
-        self._check_sparse(task)
+        refuse_sparse(task, "DDP")
         self._task = task.to(self.device)
         self._by_hand = not getattr(task, "automatic_optimization", True)
         sync_buffers(self, self._task)
         self._wrap()
         self._additions = Additions()
-
-    def _check_sparse(self, task: nn.Module) -> None:
-        """Refuse sparse gradients on any backend but gloo, which alone sums them.
-
-        Raises:
-            ConfigError: The task has parameters with sparse gradients.
-        """
-        if not sparse_parameters(task) or self.processes.world_size == 1:
-            return
-        if self.device.type != "cpu":
-            raise ConfigError("DDP: NCCL cannot sum the gradients of nn.Embedding(sparse=True). Set sparse=False.")
-        if self._compression is not None:
-            raise ConfigError(
-                "DDP: the gradients of nn.Embedding(sparse=True) cannot be communicated in 16 bits. Leave "
-                "gradient_compression out, or set sparse=False."
-            )
 
     def _wrap(self) -> None:
         self._parameters = list(self._task.parameters())
@@ -255,14 +239,8 @@ class DDP(Strategy):
         parameters = list(self._task.parameters())
         if self.processes.world_size == 1:
             return
-        gradients = [parameter.grad for parameter in parameters]
-        kinds = [(each is not None, each is not None and each.is_sparse) for each in gradients]
-        counts = iter(self.processes.sum([float(kind) for both in kinds for kind in both]))
-        used = []
-        for parameter, count, sparse in zip(parameters, counts, counts, strict=True):
-            if count:
-                used.append(parameter)
-                match_layout(parameter, is_sparse=count == sparse)
+        counts = self.processes.sum([float(parameter.grad is not None) for parameter in parameters])
+        used = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
         average(used, self.processes.world_size, self._compression, self.processes.gradient_group)
 
     def _refuse_unsummed(self) -> None:
@@ -353,10 +331,6 @@ def average(parameters: Sequence[nn.Parameter], world: int, compression: str | N
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        if bucket[0].is_sparse:
-            torch.distributed.all_reduce(bucket[0], group=group)
-            bucket[0].div_(world)
-            continue
         joined = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(world)
         wire = joined if compression is None else joined.to(_DTYPES[compression])
         torch.distributed.all_reduce(wire, group=group)
@@ -365,29 +339,11 @@ def average(parameters: Sequence[nn.Parameter], world: int, compression: str | N
             gradient.copy_(part.view_as(gradient))
 
 
-def match_layout(parameter: nn.Parameter, *, is_sparse: bool) -> None:
-    """Give a parameter a gradient of the layout that the other processes have, of zeros where it has none.
-
-    Args:
-        parameter: A parameter that some process has used.
-        is_sparse: All the gradients of it that there are, are sparse.
-    """
-    if parameter.grad is None and is_sparse:
-        no_rows = parameter.new_zeros(1, 0, dtype=torch.long)  # of as many dimensions as an embedding gives
-        values = parameter.new_zeros(0, *parameter.shape[1:])
-        parameter.grad = torch.sparse_coo_tensor(no_rows, values, parameter.shape, check_invariants=True)
-    elif parameter.grad is not None and parameter.grad.is_sparse and not is_sparse:
-        parameter.grad = parameter.grad.to_dense()
-
-
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients that are communicated together: of one dtype, up to some size; a sparse one alone."""
+    """Gradients that are communicated together: of one dtype, up to some size."""
     open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
     sizes: Counter[torch.dtype] = Counter()
     for gradient in gradients:
-        if gradient.is_sparse:
-            yield [gradient]
-            continue
         open_buckets.setdefault(gradient.dtype, []).append(gradient)
         sizes[gradient.dtype] += gradient.numel() * gradient.element_size()
         if sizes[gradient.dtype] >= _BUCKET_BYTES:

@@ -24,7 +24,7 @@ from lumen.errors.arguments import first_names
 from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_units, modules_of, outermost
-from lumen.strategies.step_module import Additions, describe_unused, sparse_parameters
+from lumen.strategies.step_module import Additions, describe_unused, refuse_sparse
 from lumen.strategies.strategy import Alike, Strategy, sync_buffers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -184,11 +184,7 @@ class FSDP(Strategy):
             ConfigError: A class is not found, a parameter cannot be sharded, or another strategy has sharded it.
         """
         assert self.device_mesh is not None
-        if sparse_parameters(task):
-            raise ConfigError(
-                "FSDP: the gradients of nn.Embedding(sparse=True) cannot be summed in parts. Set sparse=False, or use "
-                "strategy: ddp."
-            )
+        refuse_sparse(task, "FSDP")
         self._task = task
         options = (
             self.device_mesh, self._wrap, self._reshard, self._offload, self._policy, self._output_dtype,

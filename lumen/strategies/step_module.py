@@ -11,6 +11,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from lumen.errors import ConfigError
 from lumen.errors.arguments import first_names
 
 
@@ -62,12 +63,10 @@ class Steps(nn.Module):
         if step is not None:
             return getattr(self.task, step)(*args)
         used_only = args == (True,)
-        trained, sparse = [p for p in self.task.parameters() if p.requires_grad], sparse_parameters(self.task)
-        parts = [_nothing_of(p) for p in trained if id(p) in sparse]  # torch needs these in any case
-        if self.anchor is not None:
-            parts.append(self.anchor * 0.0)
+        parts = [] if self.anchor is None else [self.anchor * 0.0]
         if self.anchor is None or used_only:
-            parts += [_part_of(p) for p in trained if id(p) not in sparse and not (used_only and p.grad is None)]
+            trained = [p for p in self.task.parameters() if p.requires_grad]
+            parts += [_part_of(p) for p in trained if not (used_only and p.grad is None)]
         return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
 
@@ -80,19 +79,20 @@ def describe_unused(names: list[str], rank: int, strategy: str) -> str:
     )
 
 
-def sparse_parameters(task: nn.Module) -> set[int]:
-    """Ids of the parameters whose gradients are sparse."""
-    embeddings = [each for each in task.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse]
-    return {id(each.weight) for each in embeddings}
+def refuse_sparse(task: nn.Module, strategy: str) -> None:
+    """Refuse sparse gradients, which of all backends only gloo sums.
+
+    Raises:
+        ConfigError: The task has embeddings with sparse gradients.
+    """
+    if any(isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse for each in task.modules()):
+        raise ConfigError(
+            f"{strategy}: the gradients of nn.Embedding(sparse=True) cannot be summed over processes. Set "
+            "sparse=False, or train on one device with strategy: single."
+        )
 
 
 def _part_of(parameter: nn.Parameter) -> torch.Tensor:
     """A scalar 0 whose gradient is 0 in every element of the parameter."""
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return real.reshape(-1)[:1].sum() * 0.0
-
-
-def _nothing_of(parameter: nn.Parameter) -> torch.Tensor:
-    """A scalar 0 whose gradient is sparse and has no rows: an optimizer might move any row that it has."""
-    no_rows = torch.zeros(0, dtype=torch.long, device=parameter.device)
-    return nn.functional.embedding(no_rows, parameter, sparse=True).sum()

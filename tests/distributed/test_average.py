@@ -1,4 +1,4 @@
-"""The mean of gradients where no wrapper makes it: of every dtype and size, of sparse ones, and of none."""
+"""The mean of gradients where no wrapper makes it: of every dtype and size, and of none."""
 
 import pytest
 import torch
@@ -52,17 +52,3 @@ def test_a_compressed_gradient_is_rounded_as_its_dtype_does(group):
         alone = float(torch.tensor((2.0**-12 + 1) / 2).to(dtype)) * 2
         assert group(2).run(rounded, compression) == [alone] * 2
     assert group(2).run(rounded, None) == [2.0**-12 + 1] * 2
-
-
-def sparse():
-    rank = torch.distributed.get_rank()
-    table = nn.Parameter(torch.zeros(4, 2))
-    table.grad = torch.sparse_coo_tensor(
-        [[rank, 3]], torch.tensor([[2.0, 4.0], [6.0, 8.0]]), (4, 2), check_invariants=True
-    )
-    average([table], 2)
-    return table.grad.is_sparse, table.grad.to_dense().tolist()
-
-
-def test_sparse_gradients_stay_sparse(group):
-    assert group(2).run(sparse) == [(True, [[1, 2], [1, 2], [0, 0], [6, 8]])] * 2

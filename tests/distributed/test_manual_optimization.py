@@ -297,46 +297,6 @@ def test_manual_line_search_sees_the_global_batch_loss(group, tmp_path):
         assert each[1:3] == alone[1:3]
 
 
-class SparseByHand(lumen.TaskModule):
-    """A sparse embedding that the loss of some parts of a batch leaves out, or looks up densely."""
-
-    def __init__(self, sparse, mixed):
-        super().__init__()
-        self.automatic_optimization = False
-        torch.manual_seed(0)
-        self.words = nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64)
-        self.head = nn.Linear(3, 1, dtype=torch.float64)
-        self.mixed = mixed
-
-    def training_step(self, batch, batch_idx):
-        words, targets = batch
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        found = self.words(words)
-        if int(words[0]) % 2:
-            found = self.words.weight[words] if self.mixed else torch.ones_like(found)
-        self.manual_backward(nn.functional.mse_loss(self.head(found), targets))
-        optimizer.step()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def train_sparse(folder, sparse, mixed):
-    words = torch.tensor([0, 2, 4, 2, 1, 0, 3, 2, 0, 5, 2, 4, 1, 3, 5, 1])  # a process has each second one
-    data = DataLoader(TensorDataset(words, words.double().unsqueeze(1).sin()), 1)
-    task = SparseByHand(sparse, mixed)
-    bare_trainer(folder, max_epochs=1, strategy="ddp").fit(task, data)
-    return values(task)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_sparse_gradients_missing_on_one_rank_are_summed(group, tmp_path, mixed):
-    dense = group(2).run(train_sparse, tmp_path / "dense", False, mixed)
-    assert group(2).run(train_sparse, tmp_path / "sparse", True, mixed) == dense
-    assert dense[0] == dense[1]
-
-
 def train_sharp(folder, strategy):
     task = SharpByHand(torch.float64)
     trainer = bare_trainer(folder, max_steps=6, strategy=strategy, global_batch_size=8)
