@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,9 +61,9 @@ def write_checkpoint(
         processes: The processes of the run; default: this one alone.
 
     Raises:
-        CheckpointError: `directory` holds a committed checkpoint; a tensor, `state` or `info` cannot be saved; the
-            processes hold different tensors; or a disk refuses. It is the same on every rank. Nothing that existed
-            before is changed, and nothing half-written is left under `directory`.
+        CheckpointError: `directory` holds a committed checkpoint; a tensor or `info` cannot be saved; the processes
+            hold different tensors; or a disk refuses. It is the same on every rank. Nothing that existed before is
+            changed, and nothing half-written is left under `directory`.
     """
     plan = sections if isinstance(sections, WritePlan) else plan_writes(sections, processes)
     storage, state_bytes, head = storage_of(directory), b"", dict[str, JSON]()
@@ -72,9 +71,8 @@ def write_checkpoint(
     def begin() -> Draft:
         """Refuse, before any work, what cannot be saved or committed, and make room for the rest."""
         nonlocal state_bytes
-        aliases_there = _checked_aliases(aliases, plan.specs)
-        head.update(format=FORMAT_VERSION, lumen=__version__, info=_encode_info(info), aliases=aliases_there)
-        state_bytes = _state_bytes(state)
+        head.update(format=FORMAT_VERSION, lumen=__version__, info=_encode_info(info), aliases=dict(aliases))
+        state_bytes = json.dumps(state, allow_nan=False).encode()
         if holds_damaged := _holds_damaged(directory):
             refuse_foreign(directory)
         with explained("write", directory):
@@ -121,31 +119,11 @@ def _merged(written: Iterable[Written], specs: Mapping[str, Mapping[str, TensorS
     return files, sections
 
 
-def _checked_aliases(aliases: Mapping[str, str], specs: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, str]:
-    model = specs.get("model", {})
-    for alias, name in aliases.items():
-        if alias in model or name not in model:
-            raise CheckpointError(f"the alias {alias!r} of {name!r} must name a tensor of `model` and be none itself.")
-    return dict(aliases)
-
-
 def _encode_info(info: Mapping[str, Any]) -> JSON:
     encoded = encode(dict(info), found := Tensors(), "info")
     if found:
         raise CheckpointError(f"{next(iter(found))}: `info` holds no tensors. Convert it with `item()` or `tolist()`.")
     return encoded
-
-
-def _state_bytes(state: Mapping[str, JSON]) -> bytes:
-    advice = "Encode it with `lumen.checkpoint.format.codec.encode`."
-    try:
-        data = json.dumps(state, allow_nan=False).encode()
-        exact = json.loads(data) == state
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"state is not JSON: {error}. {advice}") from error
-    if not exact:  # json.dumps turns tuples into lists and keys into strings without a word
-        raise CheckpointError(f"state is not exactly JSON. {advice}")
-    return data
 
 
 def _holds_damaged(directory: PurePath) -> bool:
@@ -346,8 +324,6 @@ def check_tensors(sections: Sections) -> None:
         CheckpointError: A tensor is not dense, or has a reserved name; the message names it.
     """
     for section, tensors in sections.items():
-        if not re.fullmatch("[a-z_]+", section):
-            raise CheckpointError(f"{section!r} cannot name a section: use small letters and underscores.")
         for name, tensor in tensors.items():
             if name == "__metadata__":
                 raise CheckpointError(f"{section}/{name}: safetensors reserves this name. Rename the tensor.")
