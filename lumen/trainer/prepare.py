@@ -43,8 +43,8 @@ from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Place, places_of, teachers_of
 from lumen.trainer.logs import record
 from lumen.trainer.script_record import record_script
-from lumen.trainer.session import checkpoints_of, opened
-from lumen.trainer.telling import note_steps, tell_end, tell_setup
+from lumen.trainer.session import opened
+from lumen.trainer.telling import checkpoints_of, home_of, note_steps, tell_end, tell_setup
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -166,22 +166,20 @@ class Origin:
             return saved
         return draw_seed() if given is None else given
 
-    def fill(
-        self, run: Run, ckpt_path: Source, home: Path, folders: Sequence[PurePath], average: Averages
-    ) -> Checkpoint | None:
+    def fill(self, trainer: Trainer, run: Run, ckpt_path: Source, average: Averages) -> Checkpoint | None:
         """Load the model, if there is anything to load.
 
         Args:
+            trainer: The trainer of the run, which knows where its checkpoints lie.
             run: With its model built and placed.
             ckpt_path: What an evaluation asks for.
-            home: The run's directory.
-            folders: Where its checkpoints lie, that with the best one first.
             average: What an evaluation asks for in place of the checkpoint's parameters.
 
         Returns:
             The checkpoint that was read.
         """
         task, stage, checkpoint = run.task, run.stage, run.checkpoint
+        folders = checkpoints_of(trainer)
         weights = self._weights if stage == "fit" and checkpoint is None else None
         if ckpt_path is not None and run.processes.on_rank_zero(partial(is_weights, ckpt_path)):
             weights = as_weights(ckpt_path)
@@ -201,7 +199,7 @@ class Origin:
         elif weights is not None:
             load_weights(task, weights, run.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
-            trained = home if any(map(folder.newest_committed, folders)) else "a run"
+            trained = home_of(trainer) if any(map(folder.newest_committed, folders)) else "a run"
             _log.warning(
                 "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
                 stage, type(task).__name__, trained,
@@ -250,8 +248,7 @@ def prepare(
     if run.plan.halve_on_oom:
         check_halving(run)
     layers.materialize(run.seed, strategy.parameter_device)  # what the strategy has cut up
-    home = trainer.run_directory or trainer.default_root_dir / str(trainer.name)
-    return trainer.origin.fill(run, ckpt_path, home, checkpoints_of(trainer, home), average)
+    return trainer.origin.fill(trainer, run, ckpt_path, average)
 
 
 def _prepare_data(datamodule: DataModule | None, task: TaskModule, *, is_first: bool) -> None:
@@ -339,8 +336,7 @@ def end_training(trainer: Trainer, run: Run) -> None:
         run.optim.manual.say_idle()
     if skipped := run.precision.skipped_updates:
         _log.info("%s: %d updates were skipped: their gradients overflowed", run.precision.name, skipped)
-    home = trainer.run_directory
-    tell_end(trainer, run, [] if home is None else checkpoints_of(trainer, home))
+    tell_end(trainer, run)
 
 
 def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
@@ -360,16 +356,15 @@ def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
     run.ending.agree()
     if run.ending.vote.stop_signal is not None:
         raise StopRequested
-    progress, home = run.progress, trainer.run_directory
-    folders = checkpoints_of(trainer, home or trainer.default_root_dir / str(trainer.name))
+    progress, folders = run.progress, checkpoints_of(trainer)
     run.saves.settle()
     newer = run.processes.on_rank_zero(partial(_newer, folders, left_out[0]))
     kept = None
-    if home is not None:
+    if trainer.run_directory is not None:
         kept = folder.newest_valid(
             folders[0], _log.warning, run.processes, sections=(), beside=folders[1:], without=newer
         )
-    if home is None or kept is None:
+    if kept is None:
         but = f", only {newer[0].name} and newer ones" if newer else ""
         raise TrainingError(
             f"the run is to go back from step {progress.step} to before its micro-batch {left_out[0]}, and there is no "

@@ -32,13 +32,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing as closed_at_end, contextmanager, suppress
 from datetime import datetime
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
 from lumen import callbacks
-from lumen.callbacks.checkpoint_names import is_same
 from lumen.checkpoint import Saves, storage_of
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
@@ -63,7 +62,7 @@ from lumen.trainer.logs import apart_from_others, console_log, log_file, record
 from lumen.trainer.process_settings import torch_settings, turn, write_environment
 from lumen.trainer.run_directory import RunDirectory
 from lumen.trainer.stop_request import Grace, interruption, stop_signals
-from lumen.trainer.telling import tell_failure, tell_restart, tell_stop
+from lumen.trainer.telling import checkpoints_of, tell_failure, tell_restart, tell_stop
 from lumen.trainer.watch import debuggable, watched
 
 if TYPE_CHECKING:
@@ -92,7 +91,6 @@ class Session:
         grace: Ends the process in time after a signal.
         directory: The run directory; None if the run writes nothing.
         check_home: Checks on rank 0 that the directory is still there; else None.
-        folders: Folders of the checkpoints, that with the best one first.
         loggers: Loggers of this process, the run's own record included.
         run: The run that is opened.
         watch: Ends the watch over the run, if set.
@@ -110,7 +108,6 @@ class Session:
         self.replaced: list[callbacks.Callback] = []
         self.directory: Path | None = None
         self.check_home: Callable[[], None] | None = None
-        self.folders: list[PurePath] = []
         self.loggers: list[Logger] = []
 
     def check(self) -> None:
@@ -317,8 +314,7 @@ def write_logs(session: Session) -> Iterator[None]:
         except (Exception, SystemExit) as error:
             if not _is_by_signal(error):
                 step = session.run.progress.step if trainer._started else 0
-                folders = checkpoints_of(trainer, directory)
-                tell_failure(error, step, trainer, directory, folders, stays=_stays(trainer))
+                tell_failure(error, step, trainer, directory, stays=_stays(trainer))
             raise
 
 
@@ -331,9 +327,8 @@ def make_run(session: Session) -> Iterator[None]:
     goodput = Goodput(directory if writes else None, lambda: session.run.step.counters.waited_s)
     session.loggers = with_own_record(trainer.loggers) if writes else []
     if session.trains:
-        of_name = trainer.default_root_dir / str(trainer.name)
-        session.folders, earlier = (checkpoints_of(trainer, place) for place in (directory or of_name, of_name))
-        checkpoint = origin.find(session.folders, earlier, processes, writes=directory is not None)
+        earlier = checkpoints_of(trainer, trainer.default_root_dir / str(trainer.name))
+        checkpoint = origin.find(checkpoints_of(trainer), earlier, processes, writes=directory is not None)
         tell_restart(trainer, checkpoint)
     seed = processes.on_rank_zero(partial(origin.seed_of, checkpoint, trainer.seed))
     precision = make_precision(trainer.precision)
@@ -388,7 +383,7 @@ def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None
 @contextmanager
 def catch_signals(session: Session) -> Iterator[None]:
     """Let the first signal finish the step, save and end the run."""
-    with stop_signals(session.trainer, session.run, session.grace, session.folders):
+    with stop_signals(session.trainer, session.run, session.grace):
         yield
 
 
@@ -445,13 +440,12 @@ def report_end(session: Session) -> Iterator[None]:
 
 def _leave(session: Session) -> None:
     """Say how to resume, and end as the signal asks."""
-    run, directory = session.run, session.directory
+    run = session.run
     number = run.ending.vote.stop_signal
     leaving = interruption(number)
     for hook in run.hooks.on_exception:
         hook(leaving)
-    folders = checkpoints_of(session.trainer, directory) if directory is not None else []
-    tell_stop(session.trainer, run, number, directory, folders)
+    tell_stop(session.trainer, run, number)
     raise leaving from None
 
 
@@ -469,13 +463,6 @@ PHASES: Phases = (
 PHASES_OF_RUN: Phases = (
     make_run, watch_progress, open_loggers, catch_signals, collect_garbage, attach_task, report_end, profile,
 )  # fmt: skip
-
-
-def checkpoints_of(trainer: Trainer, run_directory: Path) -> list[PurePath]:
-    """Where the checkpoints of a run lie, first those of the callback that says which is best."""
-    default = run_directory / "checkpoints"
-    folders = [saver.given_dirpath or default for saver in callbacks.savers_of(trainer.callbacks)] or [default]
-    return [each for number, each in enumerate(folders) if not any(is_same(each, one) for one in folders[:number])]
 
 
 def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:

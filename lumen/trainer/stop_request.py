@@ -10,9 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -147,7 +146,7 @@ os.register_at_fork(after_in_child=_hear_no_more)
 
 
 @contextmanager
-def stop_signals(trainer: Trainer, run: Run, grace: Grace, folders: Sequence[PurePath]) -> Iterator[None]:
+def stop_signals(trainer: Trainer, run: Run, grace: Grace) -> Iterator[None]:
     """The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 lets the step finish and the run save.
 
     A second one waits for no more than a save. SIGHUP and SIGUSR1 are left alone where they are ignored, as under
@@ -157,14 +156,13 @@ def stop_signals(trainer: Trainer, run: Run, grace: Grace, folders: Sequence[Pur
         trainer: The trainer of the run.
         run: The run that they ask to stop.
         grace: How long it has then.
-        folders: Where its checkpoints lie.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def tell(number: int, reason: str) -> None:
-        tell_stop(trainer, run, number, trainer.run_directory, folders, reason)
+        tell_stop(trainer, run, number, reason)
 
     before: dict[int, Any] = {}
     request = _StopRequest(run, before)

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path, PurePath
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lumen.callbacks import EarlyStopping, ModelCheckpoint
+from lumen.callbacks import EarlyStopping, ModelCheckpoint, savers_of
+from lumen.callbacks.checkpoint_names import is_same
 from lumen.callbacks.display import number
 from lumen.callbacks.early_stopping import monitored
 from lumen.checkpoint import Checkpoint
@@ -102,13 +103,12 @@ def _step_size(run: Run) -> Iterator[str]:
     yield f"global batch {size * adapter.per_step}" + (f" = {' x '.join([str(size), *factors])}" if factors else "")
 
 
-def tell_end(trainer: Trainer, run: Run, folders: Iterable[PurePath]) -> None:
+def tell_end(trainer: Trainer, run: Run) -> None:
     """Say why a run is over, what was best, and what can be done with it.
 
     Args:
         trainer: The trainer of the run.
         run: A run of `fit` whose last hook has been called.
-        folders: Where its checkpoints lie, first those of the callback that says which is best.
     """
     why, progress = run.ending.limit_reached, run.progress
     record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
@@ -120,7 +120,7 @@ def tell_end(trainer: Trainer, run: Run, folders: Iterable[PurePath]) -> None:
     with suppress(FileNotFoundError):  # it is not measured, or could not be written
         if run.records.goodput.is_on and (spent := goodput(directory)).wall_s >= _WORTH_TELLING_S:
             _log.info("%s", spent)
-    for line in _what_now(trainer, run, directory, _newest(folders)):
+    for line in _what_now(trainer, run, directory):
         _log.info("%s", line)
 
 
@@ -140,8 +140,8 @@ def _tell_idle_monitors(run: Run) -> None:
         _log.info(text, name, missing, " and ".join(dict.fromkeys(who)), near)
 
 
-def _what_now(trainer: Trainer, run: Run, directory: Path, newest: PurePath | None) -> Iterator[str]:
-    saver, found = trainer.checkpoint_callback, monitored(trainer)
+def _what_now(trainer: Trainer, run: Run, directory: Path) -> Iterator[str]:
+    saver, found, newest = trainer.checkpoint_callback, monitored(trainer), _newest(trainer)
     best = f"{found.name} {number(found.best, 4)}" if found is not None and found.best is not None else ""
     saved = None if newest is None else str(newest)
     if best and saver is not None and saver.monitor is not None:
@@ -175,24 +175,20 @@ def _longer(run: Run) -> tuple[str, int | str] | None:
     return None
 
 
-def tell_stop(
-    trainer: Trainer, run: Run, number: int | None, home: Path | None, folders: Iterable[PurePath], reason: str = ""
-) -> None:
+def tell_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") -> None:
     """Say by what a run was stopped, where, what of it is saved, and how to go on.
 
     Args:
         trainer: The trainer of the run.
         run: The run, at its last boundary unless it has overrun.
         number: The signal that it obeys.
-        home: The run directory, if the run has one.
-        folders: Where its checkpoints lie.
         reason: Why the run is left where it stands, such as "not done within grace_s=8"; "" for a run at a boundary.
     """
     by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"
     at = f"stopped at step {run.progress.step} {by}"
     if trainer.state.fn != "fit":
         record("%s stopped %s", trainer.state.fn, by)
-    elif (newest := _newest(folders)) is None or home is None:
+    elif (home := trainer.run_directory) is None or (newest := _newest(trainer)) is None:
         record("%s; no checkpoint was saved", at)
     else:
         again = f"; exit code {REQUEUE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
@@ -200,9 +196,7 @@ def tell_stop(
         record("%s; newest checkpoint: %s%s. Go on with:\n  %s", at, newest.name, again, command)
 
 
-def tell_failure(
-    error: BaseException, step: int, trainer: Trainer, directory: Path, folders: Iterable[PurePath], *, stays: bool
-) -> None:
+def tell_failure(error: BaseException, step: int, trainer: Trainer, directory: Path, *, stays: bool) -> None:
     """Write what a run fails by into its logs; the error says where these are, and how to go on.
 
     Args:
@@ -210,7 +204,6 @@ def tell_failure(
         step: The one that it fails in, as many are done.
         trainer: The trainer of the run.
         directory: The one that the run writes to.
-        folders: Where its checkpoints lie.
         stays: The directory is kept.
     """
     first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -219,15 +212,32 @@ def tell_failure(
         return
     several = f"The tracebacks of all ranks are in {directory / 'logs'}."
     error.add_note(several if trainer.world_size > 1 else f"The log of the run is {directory / 'run.log'}.")
-    if (newest := _newest(folders)) is not None:
+    if (newest := _newest(trainer)) is not None:
         command = resume_command(directory, trainer._command)
         error.add_note(f"Its newest checkpoint is {newest}. Go on with:\n  {command}")
 
 
-def _newest(folders: Iterable[PurePath]) -> PurePath | None:
-    """The newest checkpoint of a run."""
+def home_of(trainer: Trainer) -> Path:
+    """Return the run directory, or of a run that writes none the one that it would have."""
+    return trainer.run_directory or trainer.default_root_dir / str(trainer.name)
+
+
+def checkpoints_of(trainer: Trainer, home: Path | None = None) -> list[PurePath]:
+    """Return the folders of a run's checkpoints, first that of the callback that says which is best.
+
+    Args:
+        trainer: The trainer of the run.
+        home: The run's directory; default: that of the trainer's own run.
+    """
+    default = (home or home_of(trainer)) / "checkpoints"
+    folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
+    return [each for number, each in enumerate(folders) if not any(is_same(each, one) for one in folders[:number])]
+
+
+def _newest(trainer: Trainer) -> PurePath | None:
+    """The newest checkpoint of a trainer's run."""
     with suppress(LumenError, OSError):  # a store that does not answer shall not hide why the run ends
-        saved = [path for path in map(newest_committed, folders) if path is not None]
+        saved = [path for path in map(newest_committed, checkpoints_of(trainer)) if path is not None]
         if len(saved) > 1:
             saved.sort(key=lambda path: read_info(path)["micro_batches"])
         return saved[-1] if saved else None
