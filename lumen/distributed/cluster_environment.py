@@ -8,11 +8,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from typing import final
 
 from lumen.distributed.worker import is_worker
 from lumen.errors import ConfigError
+from lumen.internals.proc import stat_of
 
 _SPECIAL_STEPS = 2**32 - 16  # SLURM numbers batch scripts and interactive shells from the top
 _PORTS = range(15_000, 30_000)  # below those that systems hand out
@@ -99,11 +99,7 @@ def _torchrun(environment: Mapping[str, str]) -> Found:
 def _parent() -> str:
     """Id of the parent process with its start time: process ids are used again."""
     number = os.getppid()
-    try:
-        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        began = ""
-    return f"{socket.gethostname()} {number} {began}"
+    return f"{socket.gethostname()} {number} {' '.join(stat_of(number)[19:20])}"
 
 
 def _slurm_tasks(environment: Mapping[str, str]) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from lumen.distributed.culprit import Place, Worker
+from lumen.internals.proc import has_handler, stat_of
 from lumen.internals.process_groups import group_members, recorded_on_host
 
 GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # nobody's own: faulthandler answers it below Python
@@ -188,8 +189,9 @@ def look_at(processes: dict[int, tuple[int, int]], number: int) -> dict[int, Pla
         spent = (_cpu_s(pid) - before[rank]) / max(time.monotonic() - began_s, _LOOK_EVERY_S)
         places[rank] = Place(rank, pid, state_of(pid), texts[rank], is_busy=spent > 0.5)
     waiting = {
-        # what it has started but not forked, as a logger's service or another run, has no such handler, or its own file
-        rank: [pid for pid in children(place.pid) if _listens(pid, number) and _has_open(pid, processes[rank][1])]
+        # What it has started but not forked, as a logger's service or another run, has no such handler, so that the
+        # signal would end it, or its own file.
+        rank: [pid for pid in children(place.pid) if has_handler(number, pid) and _has_open(pid, processes[rank][1])]
         for rank, place in places.items()
         if place.waits_for_data
     }
@@ -255,20 +257,9 @@ def children(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def _listens(pid: int, number: int) -> bool:
-    """Whether a process has the handler: the signal would end one that has not."""
-    try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-    except OSError:
-        return False
-    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    """Seconds for which a process has used the processor."""
+    fields = stat_of(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
 
 
 def _has_open(pid: int, file: int) -> bool:

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from lumen.internals.proc import stat_of
+
 LAUNCHER = "LUMEN_LAUNCHER"  # the launcher's process
 _PR_SET_PDEATHSIG = 1
 _progress: list[Callable[[], int]] = []  # of the training in this process
@@ -53,12 +55,11 @@ def _end_if_orphaned() -> None:
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"  # dead, but nobody has asked how it ended
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's, or a system without /proc
+    except OSError:  # somebody else's
         return True
+    return stat_of(process)[:1] != ["Z"]  # dead, but nobody has asked how it ended
 
 
 def report(error: BaseException, text: str) -> bool:

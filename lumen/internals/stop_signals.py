@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import signal
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+from lumen.internals.proc import has_handler
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: to be tried again later
@@ -45,12 +44,6 @@ def is_obeyed(number: int, handler: Any) -> bool:
         number: The signal that is sent.
         handler: What `signal.getsignal` says of it.
     """
-    return number not in _OTHERS_TOO or (handler == signal.SIG_DFL and not _has_handler_in_c(number))
-
-
-def _has_handler_in_c(number: int) -> bool:
-    """Whether a signal has a handler that Python does not know of, as `faulthandler.register` makes one."""
-    caught = None
-    with suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(), re.M)
-    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    if number not in _OTHERS_TOO:
+        return True
+    return handler == signal.SIG_DFL and not has_handler(number)  # `faulthandler.register` makes one below Python

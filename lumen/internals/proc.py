@@ -1,0 +1,23 @@
+"""What Linux says of a process of this machine, under /proc; other systems say nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def stat_of(pid: int | str) -> list[str]:
+    """Return the fields of a process from its state on, the third of proc(5); empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def has_handler(number: int, pid: int | str = "self") -> bool:
+    """Return True if a process has a handler for a signal, be it one that Python does not know of."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
