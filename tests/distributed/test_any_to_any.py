@@ -1,6 +1,5 @@
 """What any strategy has written any other one reads, bit by bit, on any number of processes: each only its part."""
 
-import hashlib
 import re
 import warnings
 from functools import partial
@@ -16,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import lumen
 from lumen.checkpoint import Checkpoint
+from lumen.checkpoint.format import manifest
 from lumen.checkpoint.load.restore import load_model_and_data
 from lumen.checkpoint.optimizer_state import tensors_in
 from lumen.distributed.processes import Processes
@@ -366,9 +366,9 @@ def open_together(path):
     """The files that this rank has hashed to verify a checkpoint."""
     processes = Processes.found()
     processes.connect(torch.device("cpu"))
-    with mock.patch("hashlib.file_digest", wraps=hashlib.file_digest) as hashing:
+    with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as hashing:
         Checkpoint.open(path, processes=processes)
-    return [Path(call.args[0].name).relative_to(path).as_posix() for call in hashing.call_args_list]
+    return [call.args[0].relative_to(path).as_posix() for call in hashing.call_args_list]
 
 
 def test_every_byte_is_hashed_once_by_all_together(group, tmp_path):

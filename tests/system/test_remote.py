@@ -1,7 +1,6 @@
 """Checkpoints in an object store: a real server, real HTTP, real kills."""
 
 import errno
-import hashlib
 import json
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import lumen
 from lumen.checkpoint import as_place, storage_of
-from lumen.checkpoint.format import object_store
+from lumen.checkpoint.format import manifest, object_store
 from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
 from lumen.checkpoint.format.manifest import new_file
 from lumen.checkpoint.format.object_store import ObjectStore
@@ -248,19 +247,19 @@ def test_what_is_removed_before_its_turn_is_no_damage_and_the_place_is_looked_at
 def test_what_is_removed_while_it_is_verified_is_no_damage(place, how, monkeypatch):
     small(place / "step-1")
     last = files_of(small(place / "step-2"))["optimizer/00000-00000.safetensors"]
-    digest = hashlib.file_digest
+    digest = manifest.sha256_of
 
-    def removing(file, algorithm):
+    def removing(path, size):
         patch.undo()
         if how == "removed":
             remove_checkpoint(place / "step-2")
         else:
             drop(place / "step-2/manifest.json")
             drop(last)
-        return digest(file, algorithm)
+        return digest(path, size)
 
     with monkeypatch.context() as patch:  # the place needs its environment
-        patch.setattr(hashlib, "file_digest", removing)
+        patch.setattr(manifest, "sha256_of", removing)
         assert newest_valid(place, pytest.fail).path == place / "step-1"
 
 
@@ -352,15 +351,13 @@ def test_a_large_object_is_read_where_one_wants(bucket):
     data = os.urandom(40 << 20)
     with new_file(bucket / "a") as file:
         file.write(data)
-    for whole in (False, True):
-        with storage_of(bucket).open(bucket / "a", whole=whole) as file:
-            assert file.read(8) == data[:8]
-            file.seek(17 << 20)
-            into = bytearray(20 << 20)
-            assert file.readinto(into) == len(into)
-            assert into == data[17 << 20 : 37 << 20]
-            assert file.read() == data[37 << 20 :]
-            assert file.read(1) == b""
+    storage = storage_of(bucket)
+    assert storage.read(bucket / "a", len(data)) == data
+    read_into = storage.pieces(bucket, {"a": len(data)})
+    for start, size in ((0, 8), (17 << 20, 20 << 20), (37 << 20, 3 << 20)):
+        into = memoryview(bytearray(size))
+        assert read_into("a", start, into) == size
+        assert into == data[start : start + size]
 
 
 @pytest.fixture
@@ -857,16 +854,16 @@ def test_the_bytes_of_a_checkpoint_are_verified_once_although_the_seed_is_taken_
     words = ["fit", "--model=tests.helpers.cli_tasks.Line", "--data=tests.helpers.cli_tasks.Points", "--optimizer=SGD"]
     words += ["--trainer.name=line", "--trainer.enable_progress_bar=false", "--trainer.max_steps"]
     assert main([*words, "2"]) == 0
-    read, digest = Counter(), hashlib.file_digest
+    read, digest = Counter(), manifest.sha256_of
 
-    def counting(file, algorithm):
-        read[Path(file.name).parent.name] += 1
-        return digest(file, algorithm)
+    def counting(path, size):
+        read[path.parent.name] += 1
+        return digest(path, size)
 
     for where in ("auto", "runs/line", "runs/line/checkpoints/step-00000002"):
         read.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(hashlib, "file_digest", counting)
+            patch.setattr(manifest, "sha256_of", counting)
             assert main([*words, "3", f"--trainer.resume={where}"]) == 0
         assert read["model"] == 1
         shutil.rmtree("runs/line/checkpoints/step-00000003", ignore_errors=True)

@@ -1,6 +1,5 @@
 """Checkpoints that one process reads while the run that made them removes them: whole, or one clear error."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from torch import nn
 
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from lumen.checkpoint.format import manifest
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged
 from tests.helpers import ROOT
@@ -111,18 +111,18 @@ def wait_until_removed(path):
 
 
 def test_the_newest_one_of_a_run_that_goes_on_is_found_although_it_was_removed_meanwhile(tmp_path, monkeypatch):
-    digest, looked_at = hashlib.file_digest, set()
+    digest, looked_at = manifest.sha256_of, set()
 
-    def waiting(file, algorithm):
+    def waiting(path, size):
         monkeypatch.undo()
-        looked_at.add(path := Path(file.name).parent)
-        wait_until_removed(path)
-        return digest(file, algorithm)
+        looked_at.add(path.parent)
+        wait_until_removed(path.parent)
+        return digest(path, size)
 
     with running(tmp_path) as checkpoints:
         wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
         for _ in range(3):
-            monkeypatch.setattr(hashlib, "file_digest", waiting)
+            monkeypatch.setattr(manifest, "sha256_of", waiting)
             assert newest_valid(checkpoints, pytest.fail).path > max(looked_at)
     assert len(looked_at) == 3
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -65,15 +63,21 @@ def check_file(directory: PurePath, name: str, size: int, sha256: str | None) ->
     storage, path = storage_of(directory), directory / name
     storage.check_inside(directory, name)
     with readable(path):
-        found = storage.look(path)
-        if found is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        if found.size_bytes != size:
-            raise CheckpointDamaged(f"{path} has {found.size_bytes} bytes instead of {size}.")
-        if sha256 is not None:
-            with storage.open(path, whole=True) as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                    raise CheckpointDamaged(f"{path} was changed: its checksum is wrong.")
+        if (found := storage.size_of(path)) != size:
+            raise CheckpointDamaged(f"{path} has {found} bytes instead of {size}.")
+        if sha256 is not None and sha256_of(path, size) != sha256:
+            raise CheckpointDamaged(f"{path} was changed: its checksum is wrong.")
+
+
+def sha256_of(path: PurePath, size: int) -> str:
+    """Return the checksum of a file of so many bytes."""
+    storage, digest = storage_of(path), hashlib.sha256()
+    read_into = storage.pieces(path.parent, {path.name: size})
+    memory = memoryview(bytearray(min(size, storage.piece_bytes)))
+    for start in range(0, size, storage.piece_bytes):
+        piece = memory[: size - start]
+        digest.update(piece[: read_into(path.name, start, piece)])
+    return digest.hexdigest()
 
 
 def read_json(path: PurePath) -> dict[str, JSON]:
@@ -82,12 +86,13 @@ def read_json(path: PurePath) -> dict[str, JSON]:
     Raises:
         CheckpointDamaged: The file is missing or holds anything else.
     """
-    with readable(path), storage_of(path).open(path) as file:
-        data = file.read()
+    storage = storage_of(path)
+    with readable(path):
+        data = storage.read(path, storage.size_of(path))
     return parse_json(path, data)
 
 
-def parse_json(path: PurePath, data: bytes) -> dict[str, JSON]:
+def parse_json(path: PurePath, data: bytes | bytearray) -> dict[str, JSON]:
     """Return the JSON object in bytes that were read from `path`.
 
     Raises:
@@ -233,8 +238,8 @@ def _read_text(directory: PurePath) -> bytes:
             f"{path} has {found.size_bytes} bytes and is not read: a manifest has {_MOST_BYTES} at most."
         )
     storage.check_inside(directory, MANIFEST)
-    with readable(path), storage.open(path) as file:
-        text = file.read()
+    with readable(path):
+        text = bytes(storage.read(path, found.size_bytes))
     if first := _FIRST_LINE.match(text):
         is_right = hashlib.sha256(memoryview(text)[first.end() :]).hexdigest().encode() == first[1]
     else:  # it was not written as by `text_of`

@@ -7,7 +7,6 @@ there, whole and durable, as soon as its upload has ended. So the last object up
 from __future__ import annotations
 
 import errno
-import io
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ class ObjectStore(Storage):
     """What fsspec opens. Every question is one request, answered as things are now: nothing is cached."""
 
     quick_bytes = 0  # each object takes its time
+    piece_bytes = _PART_BYTES
 
     def look(self, path: PurePath) -> Status | None:
         """An object, or what the names of others begin with."""
@@ -74,10 +74,6 @@ class ObjectStore(Storage):
         """What has no manifest."""
         return {*directories} - self.with_manifest(folder, directories)
 
-    def open(self, path: PurePath, *, whole: bool = False) -> io.BufferedReader:
-        """By ranges."""
-        return io.BufferedReader(_Object(path), _PART_BYTES if whole else _AHEAD_BYTES)
-
     def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
         """What is small is read together with what lies around it, and kept for a while."""
 
@@ -109,8 +105,7 @@ class ObjectStore(Storage):
         try:
             with self.create(probe) as write:
                 write(b"?")
-            with self.open(probe) as file:
-                file.read()
+            self.read(probe, 1)
             self.names(folder)
             ask(probe, "rm_file")
         except OSError as error:
@@ -150,7 +145,7 @@ class ObjectStore(Storage):
             with suppress(Exception):
                 file.discard()
             raise
-        if (found := _size(path)) != size:
+        if (found := self.size_of(path)) != size:
             raise OSError(errno.EREMOTE, f"it has {found} bytes instead of {size} after the upload", str(path))
 
     def commit(self, draft: Draft) -> None:
@@ -174,44 +169,6 @@ class ObjectStore(Storage):
             raise OSError(errno.EREMOTE, "the store did not remove it", str(directory / min(left)))
 
 
-@final
-class _Object(io.RawIOBase):
-    """Reads an object range by range, with one request for each and no memory but the caller's."""
-
-    def __init__(self, place: PurePath) -> None:
-        self._place = place
-        self._size = _size(place)
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + min(len(view), _PART_BYTES), self._size)
-        if end <= self._at:
-            return 0
-        data = _fetched(self._place, self._at, end)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def readall(self) -> bytes:
-        """What Python would read in pieces of some kilobytes."""
-        data = bytearray(max(0, self._size - self._at))
-        view, done = memoryview(data), 0
-        while count := self.readinto(view[done:]):
-            done += count
-        return bytes(view[:done])
-
-
 def ask(place: PurePath, method: str, **options: Any) -> Any:
     """What a method of the file system returns for a place; whatever it raises becomes an OSError."""
     with _translated(place):
@@ -224,11 +181,6 @@ def remove_objects(objects: Sequence[PurePath]) -> None:
     with _translated(objects[0].parent):
         store, _ = _store_of(objects[0])
         store.rm([_store_of(each)[1] for each in objects])
-
-
-def _size(place: PurePath) -> int:
-    """Of an object, in bytes."""
-    return int(ask(place, "info")["size"])
 
 
 def _fetched(place: PurePath, start: int, end: int) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
@@ -137,13 +136,16 @@ def read_header(path: PurePath) -> dict[str, tuple[torch.dtype, tuple[int, ...]]
 
 def _header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
     """The entries of a file's header, the offset at which its data begins, and its size, both in bytes."""
-    with readable(path), storage_of(path).open(path) as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        size = file.seek(0, os.SEEK_END)
+    storage = storage_of(path)
+    with readable(path):
+        size = storage.size_of(path)
+        read_into = storage.pieces(path.parent, {path.name: size})
+        read_into(path.name, 0, memoryview(length := bytearray(min(8, size))))
+        start = 8 + int.from_bytes(length, "little")
         if start > size:
             raise CheckpointDamaged(f"{path} is no safetensors file, or ends inside its header.")
-        file.seek(8)
-        header = parse_json(path, file.read(start - 8))
+        read_into(path.name, 8, memoryview(text := bytearray(start - 8)))
+    header = parse_json(path, text)
     header.pop("__metadata__", None)
     return header, start, size
 

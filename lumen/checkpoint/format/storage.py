@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
-from io import BufferedReader
 from pathlib import Path, PurePath, PurePosixPath
 from typing import ClassVar, Literal, NamedTuple, TypeVar, final
 
@@ -122,9 +121,11 @@ class Storage(ABC):
 
     Attributes:
         quick_bytes: A smaller save is over so soon that training may wait for it.
+        piece_bytes: A file that is read whole is best read in pieces of this size.
     """
 
     quick_bytes: ClassVar[int] = 16 << 20  # on a disk after some tens of milliseconds
+    piece_bytes: ClassVar[int] = 1 << 20  # stays in the processor's cache until it is hashed
 
     # ---------------------------------------------------------------------- looking
 
@@ -169,10 +170,6 @@ class Storage(ABC):
     # ---------------------------------------------------------------------- reading
 
     @abstractmethod
-    def open(self, path: PurePath, *, whole: bool = False) -> BufferedReader:
-        """Open a file to read it, where one wants or, `whole`, from its beginning to its end."""
-
-    @abstractmethod
     def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
         """What reads pieces of files in a directory, for several threads; what it keeps is freed with it.
 
@@ -180,6 +177,22 @@ class Storage(ABC):
             directory: Directory that holds the files.
             sizes: Sizes of the files in bytes, by their names in it; no piece may reach beyond its file.
         """
+
+    def size_of(self, file: PurePath) -> int:
+        """Size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: Nothing has this name.
+        """
+        if (found := self.look(file)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+        return found.size_bytes
+
+    def read(self, file: PurePath, size_bytes: int) -> bytearray:
+        """Return the first bytes of a file; fewer if it is shorter."""
+        data = bytearray(size_bytes)
+        count = self.pieces(file.parent, {file.name: size_bytes})(file.name, 0, memoryview(data))
+        return data[:count]
 
     def check_inside(self, directory: PurePath, name: str) -> None:
         """Check that a name in a directory is a regular file there, and no link to one elsewhere.
@@ -268,10 +281,6 @@ class LocalStorage(Storage):
     def written_s(self, file: PurePath) -> float:
         """By the clock of the file system."""
         return os.stat(file).st_mtime
-
-    def open(self, path: PurePath, *, whole: bool = False) -> BufferedReader:
-        """As Python does."""
-        return open(path, "rb")
 
     def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
         """Each file is opened once."""

@@ -104,14 +104,14 @@ def test_what_has_a_manifest_is_found_without_reading_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_save_reads_no_manifest_of_another_checkpoint(tmp_path, monkeypatch):
-    reads, opened = [], LocalStorage.open
+    reads, read = [], LocalStorage.read
 
-    def noting(self, path, **options):
+    def noting(self, path, size_bytes):
         if path.name == "manifest.json":
             reads.append(path)
-        return opened(self, path, **options)
+        return read(self, path, size_bytes)
 
-    monkeypatch.setattr(LocalStorage, "open", noting)
+    monkeypatch.setattr(LocalStorage, "read", noting)
     fit(tmp_path / "a", 3, keep_last=-1)
     few = len(reads)
     fit(tmp_path / "b", 9, keep_last=4)

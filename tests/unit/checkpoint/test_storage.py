@@ -93,17 +93,15 @@ def test_files_are_those_below_and_a_file_is_one_itself(storage, place):
 
 def test_a_file_is_read_whole_and_in_pieces(storage, place):
     path = committed(storage, place / "step-1") / OURS[1]
-    for whole in (False, True):
-        with storage.open(path, whole=whole) as file:
-            assert file.read() == b"0123456789"
-            assert file.seek(3) == 3
-            assert file.read(2) == b"34"
+    assert storage.size_of(path) == 10
+    assert storage.read(path, 10) == b"0123456789"
+    assert storage.read(path, 2) == b"01"
     read_into = storage.pieces(place / "step-1", {OURS[1]: 10})
     for start in (5, 0, 6):
         view = memoryview(bytearray(4))
         assert read_into(OURS[1], start, view) == 4
         assert bytes(view) == b"0123456789"[start : start + 4]
-    for read in (lambda: storage.open(place / "nothing").read(), lambda: read_into("no", 0, view)):
+    for read in (lambda: storage.size_of(place / "nothing"), lambda: read_into("no", 0, view)):
         with pytest.raises((FileNotFoundError, KeyError)):
             read()
 
@@ -132,8 +130,7 @@ def test_another_name_keeps_the_files_and_frees_the_name(storage, place):
     storage.rename(path, place / "step-1.damaged-1")
     assert sorted(storage.files(place / "step-1.damaged-1")) == OURS
     assert not exists(path)
-    with storage.open(place / "step-1.damaged-1" / OURS[1]) as file:
-        assert file.read() == b"0123456789"
+    assert storage.read(place / "step-1.damaged-1" / OURS[1], 10) == b"0123456789"
 
 
 def test_interrupted_rename_leaves_no_visible_checkpoint(monkeypatch):
