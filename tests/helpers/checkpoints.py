@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 import struct
 from pathlib import Path
 
@@ -106,22 +105,6 @@ def tamper(directory, edit):
     del manifest["digest"]
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     path.write_text(json.dumps(manifest | {"digest": hashlib.sha256(canonical.encode()).hexdigest()}))
-
-
-class Saboteur(dict):
-    """Tensors whose reading removes something on the disk, in the middle of a save."""
-
-    def __init__(self, tensors, target):
-        super().__init__(tensors)
-        self.target = target
-        self.reads = 0
-
-    def __getitem__(self, name):
-        self.reads += 1
-        if self.reads == len(self) // 2:
-            for path in self.target():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return super().__getitem__(name)
 
 
 def handmade(directory, dtype, shape, regions):

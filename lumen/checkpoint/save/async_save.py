@@ -21,7 +21,7 @@ from lumen.checkpoint.format.storage import Storage, storage_of
 from lumen.checkpoint.optimizer_state import keeps_unknown_state
 from lumen.checkpoint.save.collect import COUNTS, Collected, check_savable, collect, moving_tensors, refuse_non_finite
 from lumen.checkpoint.save.snapshot import Snapshot
-from lumen.checkpoint.save.writer import WritePlan, plan_writes, write_checkpoint
+from lumen.checkpoint.save.writer import Sections, WritePlan, plan_writes, write_checkpoint
 from lumen.checkpoint.settings import Setting
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
@@ -165,7 +165,7 @@ class Saves:
         if copies is None:
             _write(path, collected, plan, processes)
             return False
-        copy, others = replace(plan, sections=copies), processes.beside()
+        copy, others = replace(plan, tensors=copies), processes.beside()
 
         def write() -> None:
             others.together(self._snapshot.wait)
@@ -180,7 +180,8 @@ class Saves:
         if asynchronous is not None:
             return asynchronous
         available = sys.maxsize if self._is_reserved else _available_bytes()
-        shares = self._processes.gather((self._processes.node, plan.nbytes, plan.count, available))
+        sizes = [tensor.nbytes for tensors in plan.tensors.values() for tensor in tensors.values()]
+        shares = self._processes.gather((self._processes.node, sum(sizes), len(sizes), available))
         taken = Counter[int]()
         for node, nbytes, _, _ in shares:
             taken[node] += nbytes
@@ -192,7 +193,7 @@ class Saves:
 
         def take() -> dict[str, Tensors] | None:
             try:
-                return self._snapshot.take(plan.local_tensors())
+                return self._snapshot.take(plan.tensors)
             except (RuntimeError, MemoryError) as error:
                 if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
                     raise
@@ -218,9 +219,9 @@ class Saves:
         plan = plan_writes(sections, self._processes, trained)
         if self._pays(plan, asynchronous=asynchronous):
             self._processes.beside()
-            self._chores.append(self._thread.submit(self._reserve, plan.local_tensors()))
+            self._chores.append(self._thread.submit(self._reserve, plan.tensors))
 
-    def _reserve(self, tensors: Mapping[str, Tensors]) -> None:
+    def _reserve(self, tensors: Sections) -> None:
         with suppress(RuntimeError, MemoryError):  # taking the copies will find out again, and know what to do
             self._snapshot.reserve(tensors)
             self._is_reserved = True
@@ -304,7 +305,7 @@ class Saves:
 
 
 def _write(path: PurePath, collected: Collected, plan: WritePlan, processes: Processes) -> None:
-    refuse_non_finite(collected, plan.local_tensors()["model"], processes)
+    refuse_non_finite(collected, plan.tensors["model"], processes)
     with only_young_collected():
         write_checkpoint(
             path, plan, collected.state, aliases=collected.aliases, info=collected.info, processes=processes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from functools import partial
 from heapq import heapreplace
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 
@@ -143,33 +142,31 @@ def _holds_damaged(directory: PurePath) -> bool:
 def _write_files(draft: Draft, plan: WritePlan, max_file_bytes: int, rank: int) -> Written:
     """Write this process's files. Returns their sizes and checksums, and which block lies in which file."""
     files: dict[str, JSON] = {}
-    described: dict[str, dict[str, JSON]] = {section: {} for section in plan.blocks}
+    described: dict[str, dict[str, JSON]] = {section: {} for section in plan.tensors}
     storage = storage_of(draft.root)
     with explained("write", draft.root):
-        for section, blocks in plan.blocks.items():
-            if not blocks:
+        for section, tensors in plan.tensors.items():
+            if not tensors:
                 continue
             with storage.directory(draft.root / section):
-                for index, names in enumerate(_bounded(blocks, max_file_bytes)):
+                for index, held in enumerate(_bounded(tensors, max_file_bytes)):
                     file = f"{section}/{rank:05d}-{index:05d}{draft.mark}.safetensors"
-                    tensors = {name: local_tensor(plan.sections[section][name]) for name in names}
-                    files[file] = write_safetensors(draft.root / file, tensors)
-                    for name in names:
-                        chunk = [file, list(blocks[name].offsets), list(blocks[name].shape)]
+                    files[file] = write_safetensors(draft.root / file, held)
+                    for name, tensor in held.items():
+                        chunk = [file, list(plan.offsets[section][name]), list(tensor.shape)]
                         described[section][name] = _describe(plan.specs[section][name], [chunk])
     return files, described
 
 
-def _bounded(blocks: Mapping[str, Block], max_file_bytes: int) -> Iterator[list[str]]:
-    """Names of the blocks in each file, so that none exceeds `max_file_bytes`, except for a single larger block."""
-    group: list[str] = []
-    size = 0
-    for name, block in blocks.items():
-        if group and size + block.nbytes > max_file_bytes:
+def _bounded(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[Tensors]:
+    """The tensors of each file, so that none exceeds `max_file_bytes`, except for a single larger tensor."""
+    group, size = Tensors(), 0
+    for name, tensor in tensors.items():
+        if group and size + tensor.nbytes > max_file_bytes:
             yield group
-            group, size = [], 0
-        group.append(name)
-        size += block.nbytes
+            group, size = Tensors(), 0
+        group[name] = tensor
+        size += tensor.nbytes
     if group:
         yield group
 
@@ -189,50 +186,19 @@ def _write_bytes(path: PurePath, data: bytes) -> dict[str, int | str]:
 
 
 @final
-class Block(NamedTuple):
-    """A block of a tensor: its dtype, its offset in each dimension of the tensor, and its shape."""
-
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the block in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@final
 @dataclass(frozen=True)
 class WritePlan:
     """The blocks that one process writes.
 
     Attributes:
-        sections: The tensors, or copies of the blocks in `blocks`, by section and name.
-        blocks: Dtype, offset and shape of each block, by section and name.
+        tensors: The blocks, by section and name: plain tensors of any device, the run's own or copies.
+        offsets: The index at which each block begins, in each dimension of its tensor.
         specs: Dtype and shape of all tensors that this process knows, also of those it writes nothing of.
     """
 
-    sections: Sections
-    blocks: Mapping[str, Mapping[str, Block]]
+    tensors: Sections
+    offsets: Mapping[str, Mapping[str, tuple[int, ...]]]
     specs: Mapping[str, Mapping[str, TensorSpec]]
-
-    def local_tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors of the blocks, by section and name."""
-        return {
-            section: {name: local_tensor(self.sections[section][name]) for name in blocks}
-            for section, blocks in self.blocks.items()
-        }
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block.nbytes for blocks in self.blocks.values() for block in blocks.values())
-
-    @property
-    def count(self) -> int:
-        """Number of all blocks."""
-        return sum(map(len, self.blocks.values()))
 
 
 def plan_writes(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> WritePlan:
@@ -277,16 +243,18 @@ def _own_plan(sections: Sections, processes: Processes, trained: Container[str] 
             return has_turn(tensor)
         return processes.rank == 0
 
-    blocks: dict[str, dict[str, Block]] = {}
+    blocks: dict[str, Tensors] = {}
+    offsets: dict[str, dict[str, tuple[int, ...]]] = {}
     specs: dict[str, dict[str, TensorSpec]] = {}
     for section, tensors in sections.items():
         ours: Collection[str] = tensors.keys()
         if processes.world_size > 1:
             largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
             ours = {name for name, tensor in largest_first if is_ours(section, name, tensor)}
-        blocks[section] = {n: Block(each.dtype, *local_block(each)) for n, each in tensors.items() if n in ours}
+        blocks[section] = {name: local_tensor(tensor) for name, tensor in tensors.items() if name in ours}
+        offsets[section] = {name: local_block(tensors[name])[0] for name in blocks[section]}
         specs[section] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return WritePlan(sections, blocks, specs)
+    return WritePlan(blocks, offsets, specs)
 
 
 def check_same(sections: Sections, processes: Processes) -> None:
