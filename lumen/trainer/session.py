@@ -127,6 +127,26 @@ class Session:
         if needs_launcher(trainer.processes, trainer.max_restarts if self.trains else 0):
             relaunch(trainer.world_size, trainer.max_restarts)
 
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The context of the session, once it is checked; `new_run` opens one run after the other in it."""
+        with ExitStack() as entered:
+            for phase in PHASES:
+                entered.enter_context(phase(self))
+            yield
+
+    @contextmanager
+    def new_run(self) -> Iterator[Run]:
+        """The context of a run.
+
+        Raises:
+            KeyboardInterrupt: The run was asked to stop.
+        """
+        with ExitStack() as entered:
+            for phase in PHASES_OF_RUN:
+                entered.enter_context(phase(self))
+            yield self.run
+
 
 def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callbacks.Callback]:
     """Ask a task for its callbacks, before anything looks at the trainer's, which they join and where they stay.
@@ -157,10 +177,8 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
 
 
 @contextmanager
-def opened_without_run(
-    trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any
-) -> Iterator[Session]:
-    """The context of a session, in which `new_run` opens one run after the other; its arguments are the session's.
+def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
+    """The context in which a trainer runs a stage: a session with one run, whose arguments these are.
 
     Raises:
         ConfigError: The trainer is in a run, or something cannot be run.
@@ -168,25 +186,7 @@ def opened_without_run(
     """
     session = Session(trainer, stage, task, data, val_loaders)
     session.check()
-    with ExitStack() as entered:
-        for phase in PHASES:
-            entered.enter_context(phase(session))
-        yield session
-
-
-@contextmanager
-def new_run(session: Session) -> Iterator[Run]:
-    """The context of one run of a session."""
-    with ExitStack() as entered:
-        for phase in PHASES_OF_RUN:
-            entered.enter_context(phase(session))
-        yield session.run
-
-
-@contextmanager
-def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
-    """The context of a session with one run; see `opened_without_run`."""
-    with opened_without_run(trainer, stage, task, data, val_loaders) as session, new_run(session) as run:
+    with session.opened(), session.new_run() as run:
         yield run
 
 

@@ -37,7 +37,7 @@ from lumen.trainer.logs import LogSettings
 from lumen.trainer.prepare import Origin, begin_training, end_training, evaluate_all, roll_back
 from lumen.trainer.run_view import RunView
 from lumen.trainer.script_record import defaults_from_environment
-from lumen.trainer.session import new_run, opened_without_run
+from lumen.trainer.session import Session
 
 
 @final
@@ -302,13 +302,15 @@ class Trainer(RunView):
         """
         check_training(model, train_dataloaders, optimizer_given=configure_optimizers is not None)
         task, data = model, one_source(train_dataloaders, datamodule, val_dataloaders)
-        self.origin = self._origin.asked_for(ckpt_path)
+        origin = self._origin.asked_for(ckpt_path)
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
-        with opened_without_run(self, "fit", task, data, val_dataloaders) as session:
-            is_over = False
+        session = Session(self, "fit", task, data, val_dataloaders)
+        session.check()
+        self.origin, is_over = origin, False
+        with session.opened():
             while not is_over:
-                with new_run(session) as run, malformed_is_damaged(run.checkpoint):
+                with session.new_run() as run, malformed_is_damaged(run.checkpoint):
                     begin_training(self, run, configure_optimizers)
                     left_out = train(run)
                     is_over = left_out is None

@@ -52,6 +52,7 @@ def test_a_run_that_went_back_is_one_that_never_saw_what_it_left_out(tmp_path):
     assert len({row.split(",")[0] for row in rows}) == 15
     said = (trainer.run_directory / "run.log").read_text()
     assert "going back from step 11 to step-00000008, to leave out the micro-batches 8 to 12 of the run" in said
+    assert said.count("the run is in ") == 1  # the session, its directory and its logs were kept
 
 
 def test_which_checkpoint_it_goes_back_to_changes_nothing(tmp_path):
