@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 
 from lumen.distributed.culprit import Place, Worker
 from lumen.internals.proc import has_handler, stat_of
-from lumen.internals.process_groups import group_members, recorded_on_host
+from lumen.internals.process_groups import group_members, recorded_collectives
 
 GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # nobody's own: faulthandler answers it below Python
 OWN_SIGNAL = GROUP_SIGNAL - 1  # of a process alone, which may be a run in one of a group
@@ -291,7 +291,7 @@ def collectives_begun(thread: int) -> Begun:
         thread: Identifier of the main thread.
     """
     newest, unfinished, members = dict[str, int](), list[list[Any]](), group_members()
-    for entry in json.loads(recorded_on_host() or b"{}").get("entries", []):
+    for entry in json.loads(recorded_collectives("torch")).get("entries", []):
         group, number = str((entry.get("process_group") or [""])[0]), int(entry.get("collective_seq_id", 0))
         if not entry.get("is_p2p"):
             newest[group] = max(number, newest.get(group, 0))

@@ -77,15 +77,19 @@ def wait_for_gloo(limit_s: float = 1.0) -> None:
         busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
 
 
-def recorded_collectives() -> dict[str, bytes]:
-    """The last collectives of this process, from torch's flight recorders: by recorder, as JSON; empty ones left out.
+#: Torch's flight recorders: of every backend, or of all but NCCL.
+RECORDERS = {"nccl": "_dump_nccl_trace_json", "torch": "_dump_fr_trace_json"}
+
+
+def recorded_collectives(recorder: str) -> bytes:
+    """Return the last collectives of this process as JSON; `{}` where torch does not record them.
 
     Where a device hangs it may never return, nor let go of Python's lock.
+
+    Args:
+        recorder: One of `RECORDERS`; "torch" asks no device.
     """
-    dumps = {"nccl": "_dump_nccl_trace_json", "torch": "_dump_fr_trace_json"}  # of every backend, or of all but NCCL
-    functions = {name: getattr(torch._C._distributed_c10d, dump, None) for name, dump in dumps.items()}
-    found = {name: function() for name, function in functions.items() if function is not None}
-    return {name: text for name, text in found.items() if b'"entries"' in text}
+    return bytes(getattr(torch._C._distributed_c10d, RECORDERS[recorder], lambda: b"{}")())
 
 
 def group_members() -> dict[str, list[int]]:
@@ -93,12 +97,6 @@ def group_members() -> dict[str, list[int]]:
     world = getattr(dist.distributed_c10d, "_world", None)
     names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
     return {str(names[group]): sorted(members) for group, members in ranks.items() if group in names}
-
-
-def recorded_on_host() -> bytes | None:
-    """Return the last collectives of this process on host tensors, as JSON; None where torch does not record them."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    return None if dump is None else bytes(dump())
 
 
 def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:

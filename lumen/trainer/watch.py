@@ -25,7 +25,7 @@ from lumen.distributed.processes import Processes
 from lumen.distributed.stack_dump import OWN_SIGNAL, Begun, collectives_begun, find_unmatched, look_at, own_stacks
 from lumen.distributed.worker import is_worker, report
 from lumen.errors import HUNG, ProcessStuck
-from lumen.internals.process_groups import recorded_collectives
+from lumen.internals.process_groups import RECORDERS, recorded_collectives
 from lumen.loop.manual import manual_step
 from lumen.loop.step import train_step
 from lumen.run.run import Run
@@ -232,8 +232,9 @@ class _Watch:
         if self._stacks is not None:
             faulthandler.dump_traceback_later(_LEAVING_S, exit=True, file=self._file)  # a device may hold it up here
             with suppress(Exception):  # The last collectives of this process are kept with the stacks.
-                for recorder, recorded in recorded_collectives().items():
-                    self._write(f"collectives-{recorder}-rank{self._processes.rank}.json", recorded, [])
+                for recorder in RECORDERS:
+                    if b'"entries"' in (recorded := recorded_collectives(recorder)):
+                        self._write(f"collectives-{recorder}-rank{self._processes.rank}.json", recorded, [])
         os._exit(HUNG)
 
     def _record(self, headline: str) -> None:
