@@ -8,6 +8,7 @@ the place of that optimizer: "" is the run's own, "optimizers[1]" one inside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -45,7 +46,7 @@ def groups_of(model: nn.Module, optimizer: Optimizer) -> Groups:
 
 
 def ids_as_names(value: Any, names: Mapping[int, str], where: str) -> Any:
-    """Replace each id of a parameter in nested containers by `("id of", name)`; other values stay the same objects.
+    """Replace each id of a parameter in nested containers by `("id of", name)`.
 
     Args:
         value: State of an optimizer.
@@ -56,48 +57,38 @@ def ids_as_names(value: Any, names: Mapping[int, str], where: str) -> Any:
         CheckpointError: A key is another address of this process, which no resumed run would find.
     """
 
-    def translated(item: Any) -> Any:
-        return (_TAG, names[item]) if type(item) is int and item in names else item
-
-    def check_key(key: Any) -> None:
-        if type(key) is int and key >= _ADDRESS and key not in names:
+    def translated(item: Any, *, is_key: bool) -> Any:
+        if type(item) is not int:
+            return item
+        if is_key and item >= _ADDRESS and item not in names:
             raise CheckpointError(
-                f"the optimizer's state ({where}) has the key {key}, which looks like an address of this process: a "
+                f"the optimizer's state ({where}) has the key {item}, which looks like an address of this process: a "
                 "resumed run would not find it. Keep the state in self.state[parameter], or use as the key "
                 "id(parameter), a name or an index."
             )
+        return (_TAG, names[item]) if item in names else item
 
-    return _replaced(value, translated, check_key)
+    return _replaced(value, translated)
 
 
 def names_as_ids(value: Any, parameters: Mapping[str, Any]) -> Any:
     """Undo `ids_as_names` for the parameters of this process."""
 
-    def translated(item: Any) -> Any:
+    def translated(item: Any, *, is_key: bool) -> Any:
         is_tagged = type(item) is tuple and len(item) == 2 and item[0] == _TAG and item[1] in parameters
         return id(parameters[item[1]]) if is_tagged else item
 
-    return _replaced(value, translated, lambda key: None)
+    return _replaced(value, translated)
 
 
-def _replaced(value: Any, translated: Callable[[Any], Any], check_key: Callable[[Any], None], depth: int = 0) -> Any:
-    """Apply a function to each entry and key of nested plain containers."""
-    if (new := translated(value)) is not value or depth > 100:  # containers in a cycle are refused where they are saved
+def _replaced(value: Any, translated: Callable[..., Any], *, is_key: bool = False, depth: int = 0) -> Any:
+    """Copy nested plain containers, with a function applied to each of them, to each entry and to each key."""
+    if (new := translated(value, is_key=is_key)) is not value or depth > 100:  # a cycle is refused where it is saved
         return new
-
-    def inner(item: Any) -> Any:
-        return _replaced(item, translated, check_key, depth + 1)
-
+    inner = partial(_replaced, translated=translated, depth=depth + 1)
     if isinstance(value, dict):
-        for key in value:
-            check_key(key)
-        pairs = [(key, inner(key), item, inner(item)) for key, item in value.items()]
-        is_same = all(key is new_key and item is new_item for key, new_key, item, new_item in pairs)
-        return value if is_same else {new_key: new_item for _, new_key, _, new_item in pairs}
-    if type(value) in (list, tuple, set, frozenset):
-        items = [(item, inner(item)) for item in value]
-        return value if all(item is each for item, each in items) else type(value)(each for _, each in items)
-    return value
+        return {inner(key, is_key=True): inner(item) for key, item in value.items()}
+    return type(value)(map(inner, value)) if type(value) in (list, tuple, set, frozenset) else value
 
 
 def keeps_unknown_state(optimizer: Optimizer) -> bool:
