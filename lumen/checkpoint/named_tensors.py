@@ -99,12 +99,18 @@ def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
     return {key for key in shapes if len(shapes[key]) == 1 < len(owners[key])}
 
 
-def read_beside(checkpoint: Checkpoint, name: str, like: torch.Tensor) -> torch.Tensor | None:
-    """A tensor of the optimizer that was sharded when saved, as a DTensor; None if it was not, or `like` is not so."""
-    were_sharded = _sharded(checkpoint, "optimizer") or {}
-    if name not in were_sharded or not is_sharded(like):
-        return None
-    return _read_like(checkpoint, "optimizer", name, like, copied=not were_sharded[name])
+def read_as_saved(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor | None) -> torch.Tensor:
+    """A tensor that was sharded when it was saved, as a DTensor if `like` is one; else all of it, on the host."""
+    were_sharded = _sharded(checkpoint, section) or {}
+    if name not in were_sharded or like is None or not is_sharded(like):
+        return checkpoint.tensor(section, name)
+    return _read_like(checkpoint, section, name, like, copied=not were_sharded[name])
+
+
+def tensors_as_saved(model: nn.Module, checkpoint: Checkpoint, section: str) -> Mapping[str, torch.Tensor]:
+    """The tensors of a section, sharded as they were saved if the model is sharded, else on the host."""
+    like = next(filter(is_sharded, model.parameters()), None)
+    return checkpoint.tensors(section, lambda name: read_as_saved(checkpoint, section, name, like))
 
 
 def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
@@ -122,16 +128,15 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
         task: The run's task, whose parameters the strategy has placed.
         checkpoint: The checkpoint to read from.
     """
-    were_sharded = _sharded(checkpoint, "extra")
-    likes: dict[str, torch.Tensor] = {}
-    if (sharded := next(filter(is_sharded, task.parameters()), None)) is not None:
-        likes = _of_parameters(task, checkpoint) if were_sharded is None else dict.fromkeys(were_sharded, sharded)
+    if _sharded(checkpoint, "extra") is not None or not any(map(is_sharded, task.parameters())):
+        return tensors_as_saved(task, checkpoint, "extra")
+    likes = _of_parameters(task, checkpoint)
 
     def read(name: str) -> torch.Tensor:
         like = likes.get(name)
         if like is None or not is_sharded(like):
             return checkpoint.tensor("extra", name)
-        return _read_like(checkpoint, "extra", name, like, copied=not (were_sharded or {}).get(name, True))
+        return _read_like(checkpoint, "extra", name, like, copied=False)
 
     return checkpoint.tensors("extra", read)
 

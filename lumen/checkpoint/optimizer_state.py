@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lumen.checkpoint.format.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.named_tensors import read_beside, states_of
+from lumen.checkpoint.named_tensors import read_as_saved, states_of, tensors_as_saved
 from lumen.distributed.dtensor import is_sharded, local_tensor
 from lumen.errors import CheckpointError, CheckpointMismatch
 from lumen.internals.optimizers import attributes_of_all_optimizers, has_state_dict_hooks, torchs_state_dict
@@ -351,7 +351,7 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
     inside = {place: found for place, found in saved.get("inside", {}).items() if place in optimizers}
     moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
     moves_with_it = {parameter for group in moving for parameter in group["params"]}
-    state_of, of_none = states_of(checkpoint), tensors_of_no_parameter(model, checkpoint)
+    state_of, of_none = states_of(checkpoint), tensors_as_saved(model, checkpoint, "optimizer")
     for place, found in {"": saved, **inside}.items():
         state = optimizers[place].state
         for name, entries in found.get("state", {}).items():
@@ -364,17 +364,6 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
                 decoded = decode(entries, own)
             state[parameter] = names_as_ids(decoded, parameters)
         state.update(names_as_ids(decode(found.get("shared", {}), of_none), parameters))
-
-
-def tensors_of_no_parameter(model: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
-    """The tensors of the optimizer, sharded as they were saved if the model is sharded, else on the host."""
-    like = next(filter(is_sharded, model.parameters()), None)
-
-    def read(name: str) -> torch.Tensor:
-        found = None if like is None else read_beside(checkpoint, name, like)
-        return checkpoint.tensor("optimizer", name) if found is None else found
-
-    return checkpoint.tensors("optimizer", read)
 
 
 def load_gradients(model: nn.Module, checkpoint: Checkpoint) -> dict[nn.Parameter, torch.Tensor]:
@@ -412,9 +401,9 @@ def _reader(
     like = next(filter(is_sharded, held), held[0])
 
     def read(name: str) -> torch.Tensor:
-        if (beside := read_beside(checkpoint, name, like)) is not None:
-            return beside
-        tensor = checkpoint.tensor("optimizer", name)
+        tensor = read_as_saved(checkpoint, "optimizer", name, like)
+        if is_sharded(tensor):
+            return tensor
         if checkpoint.state["sharded"] is None and is_sharded(like) and tensor.numel() > 1:
             raise CheckpointMismatch(
                 f"{checkpoint.path} was saved by a run that cut nothing up, and of {name} nobody knows how it is to be "

@@ -18,7 +18,7 @@ from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.load.config_diff import changed_hyperparameters, compare_modes, differences, listed
 from lumen.checkpoint.load.load_weights import load_model, load_own_states
 from lumen.checkpoint.load.weights_source import Part, without
-from lumen.checkpoint.named_tensors import extra_of
+from lumen.checkpoint.named_tensors import extra_of, tensors_as_saved
 from lumen.checkpoint.optimizer_state import (
     groups_of,
     kind_of,
@@ -27,7 +27,6 @@ from lumen.checkpoint.optimizer_state import (
     load_rest,
     names_as_ids,
     regroup,
-    tensors_of_no_parameter,
 )
 from lumen.checkpoint.rank_state import load_values
 from lumen.checkpoint.settings import HOW_TO_STEP, Setting, settings
@@ -225,7 +224,8 @@ def _named(where: str, names: Collection[str]) -> str:
 
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
     """Restore the groups' options. Learning rates belong to the schedulers, counters to the optimizer's state."""
-    saved, tensors = checkpoint.state["optimizer"]["groups"], tensors_of_no_parameter(run.task, checkpoint)
+    saved = checkpoint.state["optimizer"]["groups"]
+    tensors = tensors_as_saved(run.task, checkpoint, "optimizer")
     parameters, groups = dict(run.task.named_parameters()), run.optim.optimizer.param_groups
     if not parts & {"optimizer", "schedulers"}:
         return
