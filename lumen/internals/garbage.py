@@ -50,21 +50,6 @@ class HasSteps(Protocol):
 
 
 @contextmanager
-def collected_every(steps: int, run: HasSteps) -> Iterator[None]:
-    """The context of a run that collects garbage at every n-th step, instead of whenever Python would.
-
-    Args:
-        steps: Optimizer steps (in an evaluation: batches) between two collections, >= 1.
-        run: The run, before its first hook; until then Python collects as usual.
-    """
-    collection = GarbageCollection(steps, run)
-    try:
-        yield
-    finally:
-        collection.end()
-
-
-@contextmanager
 def workers_are_begun() -> Iterator[None]:
     """The context in which a loader forks its workers, which begin without a collection until `collect_in_worker`.
 
@@ -90,7 +75,12 @@ def collect_in_worker() -> None:
 
 @final
 class GarbageCollection:
-    """Collects garbage behind the hooks of a run."""
+    """Collects garbage at every n-th step of a run, until it is closed, instead of whenever Python would.
+
+    Args:
+        steps: Optimizer steps (in an evaluation: batches) between two collections, >= 1.
+        run: The run, before its first hook; until then Python collects as usual.
+    """
 
     def __init__(self, steps: int, run: HasSteps) -> None:
         self._every = steps
@@ -117,7 +107,7 @@ class GarbageCollection:
         if self._froze:
             gc.freeze()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Let Python collect garbage as it did before."""
         if self not in _off_for_runs:
             return

@@ -29,7 +29,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing as closed_at_end, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing as closed, contextmanager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
 from lumen.errors import ConfigError
-from lumen.internals.garbage import collected_every
+from lumen.internals.garbage import GarbageCollection
 from lumen.internals.stop_signals import LEFT
 from lumen.loggers import Logger, with_own_record
 from lumen.loop.fit import StopRequested
@@ -200,7 +200,7 @@ def take_turn(session: Session) -> Iterator[None]:
 @contextmanager
 def limit_grace(session: Session) -> Iterator[None]:
     """Start the thread that limits the time from a signal to the end of the process."""
-    with closed_at_end(Grace(session.trainer.grace_s, saves=session.trains)) as session.grace:
+    with closed(Grace(session.trainer.grace_s, saves=session.trains)) as session.grace:
         yield
 
 
@@ -391,10 +391,7 @@ def catch_signals(session: Session) -> Iterator[None]:
 def collect_garbage(session: Session) -> Iterator[None]:
     """Collect garbage every n-th step and at no other time, if the trainer's argument asks for that."""
     every = session.trainer.gc_every_n_steps
-    if every is None:
-        yield
-        return
-    with collected_every(every, session.run):
+    with nullcontext() if every is None else closed(GarbageCollection(every, session.run)):
         yield
 
 
