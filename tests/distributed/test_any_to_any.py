@@ -342,7 +342,7 @@ def save_large(folder, strategy, rows=4096):
 
 def load_large(folder, path):
     watch = Watch()
-    with mock.patch("lumen.checkpoint.load_model_and_data", watch.begin):
+    with mock.patch("lumen.trainer.prepare.load_model_and_data", watch.begin):
         options = {"strategy": "fsdp", "max_steps": 2, "resume": path, "callbacks": [Newest(), watch]}
         bare_trainer(folder, **options).fit(Large(), loader(8))
     return watch.held, watch.read
