@@ -34,6 +34,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import lumen
+from lumen.data.combined import loaders_in
 from lumen.data.rank_checks import digest
 from lumen.errors import ConfigError, DataError
 from tests.helpers.pages import snippets
@@ -1561,3 +1562,12 @@ def test_workers_that_loaders_keep_end_with_a_reset():
     assert not worker.is_alive()
     assert len(list(combined)) == 4
     combined.reset()
+
+
+def test_loaders_in_collections_have_names():
+    a, b, c = (DataLoader(range(4)) for _ in range(3))
+    given = {"x": [a, b], "y": lumen.CombinedLoader({"z": c})}
+    assert loaders_in(given) == [("x/0", a), ("x/1", b), ("y/z", c)]
+    batches = [torch.zeros(2)]
+    assert loaders_in(batches) == [("", batches)]
+    assert loaders_in(None) == []
