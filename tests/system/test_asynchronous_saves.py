@@ -11,10 +11,8 @@ import pytest
 
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from tests.helpers import ROOT
-from tests.helpers.asynchronous_saves import (
-    folder,
-    names,
-)
+from tests.helpers.asynchronous_saves import folder, names
+from tests.helpers.programs import run_python
 
 IMPATIENT = """
 import os, sys, threading, time
@@ -153,17 +151,13 @@ fit(Path(sys.argv[1]), [At(step4=cramp), saver], task, max_steps=5, log_level="W
 
 @pytest.mark.parametrize("asynchronous", [None, True])
 def test_without_memory_for_a_copy_training_waits_for_the_save_unless_it_was_told_not_to(tmp_path, asynchronous):
-    done = subprocess.run(
-        [sys.executable, "-c", CRAMPED, tmp_path, str(asynchronous)], cwd=ROOT, capture_output=True, text=True
-    )
+    _, said = run_python("-c", CRAMPED, tmp_path, asynchronous, code=1 if asynchronous else 0)
     if asynchronous:
-        assert done.returncode == 1
-        assert "CheckpointError: step-00000004: there is no memory for the copy" in done.stderr
-        assert "can't allocate memory" in done.stderr
-        assert "Set asynchronous=False in ModelCheckpoint." in done.stderr
+        assert "CheckpointError: step-00000004: there is no memory for the copy" in said
+        assert "can't allocate memory" in said
+        assert "Set asynchronous=False in ModelCheckpoint." in said
         assert names(tmp_path) == []
     else:
-        assert done.returncode == 0, done.stderr
-        assert "step-00000004: there is no memory for a copy, so training waits" in done.stderr
+        assert "step-00000004: there is no memory for a copy, so training waits" in said
         checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
         assert (checkpoint.tensor("extra", "task.grown") == 1).all()

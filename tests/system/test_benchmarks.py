@@ -187,7 +187,7 @@ def results(lumen_loss=0.5):
                 "skipped": {"ignite": "not installed"},
                 "rounds": [{"hand": hand, "lumen": lumen}, {"hand": hand, "lumen": disturbed}],
             }
-        },
+        }
     }
 
 

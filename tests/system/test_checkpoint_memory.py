@@ -1,12 +1,8 @@
 """What saving and loading cost in memory, measured in processes of their own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers.programs import numbers_of
 
 CHILD = """
 import re, sys
@@ -63,15 +59,7 @@ MODEL_MIB, STATE_MIB = 64, 192  # of 16 layers, without and with the two moments
 
 def peaks(folder, steps, asynchronous):
     """Memory in MiB that loading took beyond the model, and training and saving beyond the state, at their peaks."""
-    result = subprocess.run(
-        [sys.executable, "-c", CHILD, folder, str(steps), str(asynchronous)],
-        cwd=ROOT,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"},  # without it the C library keeps some freed memory
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return map(float, result.stdout.split())
+    return numbers_of("-c", CHILD, folder, steps, asynchronous)
 
 
 def test_a_resumed_run_never_holds_its_state_twice(tmp_path):
@@ -83,6 +71,6 @@ def test_a_resumed_run_never_holds_its_state_twice(tmp_path):
 
 @pytest.mark.slow
 def test_an_asynchronous_save_takes_one_copy_and_one_at_once_none(tmp_path):
-    at_once, asynchronous = (list(peaks(tmp_path / str(kind), 4, kind))[1] for kind in (False, True))
+    at_once, asynchronous = (peaks(tmp_path / str(kind), 4, kind)[1] for kind in (False, True))
     assert at_once < 24
     assert STATE_MIB - 4 < asynchronous - at_once < STATE_MIB + 24

@@ -1,12 +1,8 @@
 """Compilation in a program of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers.programs import run_python
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own code, when it compiles and when it is imported for it
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.torch.jit:DeprecationWarning"
@@ -21,13 +17,7 @@ def test_a_missing_compiler_is_one_clear_error(tmp_path):
         "quiet_trainer(Path('.'), max_steps=1, compile=True).fit(Regression(), loader())\n"
     )
     (tmp_path / "train.py").write_text(script)
-    environment = os.environ | {
-        "CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "ConfigError: compile: there is no C++ compiler" in done.stderr.strip().splitlines()[-1]
-    assert "Install g++ or clang++" in done.stderr
+    environment = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    _, said = run_python("train.py", cwd=tmp_path, code=1, **environment)
+    assert "ConfigError: compile: there is no C++ compiler" in said.strip().splitlines()[-1]
+    assert "Install g++ or clang++" in said

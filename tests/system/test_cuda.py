@@ -1,6 +1,5 @@
 """What only a CUDA device can show; in which order it is asked for things is in `test_cuda_order.py`."""
 
-import csv
 import gc
 import os
 import socket
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.errors import ConfigError, NonFiniteLoss
 from tests.helpers import ROOT
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 
 pytestmark = pytest.mark.cuda
@@ -258,8 +258,7 @@ def test_what_the_allocator_holds_is_on_record_and_nothing_waits_for_it(tmp_path
         tmp_path, accelerator="cuda", max_steps=120, log_every_n_steps=30, callbacks=[lumen.DeviceStatsMonitor()]
     )
     trainer.fit(Unsynced(), batches(pin_memory=True))
-    with (trainer.run_directory / "system.csv").open(newline="") as file:
-        found = [row for row in csv.DictReader(file) if row["cuda_allocated_mb"]]
+    found = [row for row in rows_of(trainer.run_directory / "system.csv") if row["cuda_allocated_mb"]]
     assert [row["step"] for row in found] == ["30", "60", "90", "120"]
     for row in found:
         assert 0 < float(row["cuda_allocated_mb"]) <= float(row["cuda_allocated_peak_mb"])

@@ -10,6 +10,7 @@ import pytest
 
 from lumen.cli import main
 from tests.helpers import ROOT
+from tests.helpers.programs import run_python
 
 README = (ROOT / "README.md").read_text()
 
@@ -29,11 +30,9 @@ def test_the_readme_task_runs_and_goes_on_when_run_again(tmp_path):
     (script,) = blocks("python", README)
     (tmp_path / "train.py").write_text(script)
     for said in ("finished: ", "nothing to do"):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        assert said in done.stderr
-        assert "val_loss" in done.stdout
+        out, errors = run_python("-W", "error", "train.py", cwd=tmp_path)
+        assert said in errors
+        assert "val_loss" in out
     assert (tmp_path / "runs/regression/metrics.csv").exists()
 
 

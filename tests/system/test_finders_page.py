@@ -1,13 +1,11 @@
 """What docs/finders.md shows works as shown."""
 
-import os
 import re
-import subprocess
-import sys
 
 from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
+from tests.helpers.programs import run_python
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 PAGE = (ROOT / "docs/finders.md").read_text()
@@ -18,12 +16,7 @@ def run_block(tmp_path, heading, number=0):
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M)
     script = re.findall(r"```python\n(.*?)```", section, re.S)[number]
     (tmp_path / "train.py").write_text(script)
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")[0]
 
 
 def test_the_page_finds_a_learning_rate(tmp_path):

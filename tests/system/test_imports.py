@@ -1,9 +1,7 @@
 """What a program imports and starts on its way to the first step."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from functools import reduce
 
@@ -12,6 +10,7 @@ import pytest
 import lumen
 from lumen.internals.entry_points import COMMANDS
 from tests.helpers import ROOT
+from tests.helpers.programs import run_python
 
 #: What takes longer to import than all of Lumen, and is not needed by each run.
 HEAVY = {
@@ -35,12 +34,7 @@ sys.addaudithook(lambda event, args: print("started:", event, args, flush=True) 
 
 def python(code, folder, *arguments):
     """What a fresh interpreter prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=folder, env=environment, text=True, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-c", code, *arguments, cwd=folder)[0]
 
 
 def imported(code, folder):
@@ -193,5 +187,4 @@ def test_the_command_that_is_started_is_the_process_that_trains(tmp_path):
 @pytest.mark.slow
 def test_examples_of_transformers_import_silently():
     program = "import models.bert, models.gpt2, models.packed_gpt2, models.lora_gpt2"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    assert run_python("-c", program) == ("", "")

@@ -1,14 +1,10 @@
 """What loading parameters needs of memory."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from lumen.checkpoint import find_checkpoints
-from tests.helpers import ROOT
 from tests.helpers.file_server import serving
+from tests.helpers.programs import numbers_of
 
 MEMORY = """
 import resource, sys, torch, torch._dynamo, lumen  # the compiler comes with the first optimizer
@@ -52,12 +48,7 @@ SLACK_MIB = 48  # of the allocator, the libraries and the page cache; a second c
 
 def grown_mib(root, where):
     """How much more memory a process needs for loading a model of 200 MiB that it has built."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(root), str(where)], cwd=ROOT, text=True, capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout or 0)
+    return sum(numbers_of("-c", MEMORY, root, where))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from lumen.checkpoint import find_checkpoints
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Line
 from tests.helpers.loggers import csv_record, events, hyperparameters, scalars
+from tests.helpers.programs import run_python
 from tests.helpers.services import OFFLINE, of_csv, of_mlflow, of_wandb, runs_of_mlflow
 
 
@@ -30,7 +31,7 @@ try:
 except lumen.LumenError as error:
     print(error)
 """
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown, _ = run_python("-c", code)
     assert f"{logger} needs " in shown
     assert f"pip install 'lumen[{extra}]'" in shown
 

@@ -1,13 +1,10 @@
 """What a user's program shows of logged messages."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers.programs import run_python
 
 
 @pytest.mark.parametrize(
@@ -30,11 +27,8 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 from pathlib import Path
 quiet_trainer(Path("."), log_level="INFO", max_steps=1).fit(Regression(), loader())
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True, text=True, capture_output=True
-    )
-    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "the run is in" in line]
+    found = "".join(run_python("-c", script, cwd=tmp_path, COLUMNS="200"))
+    (line,) = [line for line in found.splitlines() if "the run is in" in line]
     assert re.search(rf"^(\[.*\] |){shown}the run is in runs/run", re.sub(" +", " ", line))
     assert (tmp_path / "runs/run/run.log").read_text().count("finished: ") == 1
     if "mine.log" in setup:

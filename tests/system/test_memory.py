@@ -1,9 +1,6 @@
 """Memory: a run takes what the hand-written loop takes, and a long one does not grow."""
 
 import json
-import os
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -11,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lumen
-from tests.helpers import ROOT
+from tests.helpers.programs import run_python
 from tests.helpers.tasks import bare_trainer
 
 LONG_RUN = """
@@ -49,11 +46,7 @@ lumen.Trainer(
 
 def measure(folder, *arguments):
     """What a long run holds in a fresh process, when it is warm and at its end."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", LONG_RUN, *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    warm, end = map(json.loads, done.stdout.splitlines())
+    warm, end = map(json.loads, run_python("-c", LONG_RUN, *arguments, cwd=folder)[0].splitlines())
     return {name: end[name] - warm[name] for name in warm}
 
 

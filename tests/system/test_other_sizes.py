@@ -1,6 +1,5 @@
 """A run that is killed and goes on with other processes under another strategy: every sample once, the same losses."""
 
-import csv
 import json
 import os
 import random
@@ -10,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.tables import rows_of
 
 SCRIPT = """
 import json, os, signal, sys
@@ -66,8 +67,7 @@ def live(strategy, devices, fatal_step=-1, fatal_rank=0):
 
 def result():
     """The loss of each step; how often each sample of each epoch was trained on, what was repeated counted once."""
-    with open("runs/run/metrics.csv") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    losses = [float(row["loss"]) for row in rows_of(Path("runs/run/metrics.csv"))]
     batches = {}
     for epoch, number, samples in map(json.loads, Path("samples").read_text().splitlines()):
         assert batches.setdefault((epoch, number), samples) == samples

@@ -26,7 +26,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 import lumen
 from lumen.checkpoint import as_place, storage_of
 from lumen.checkpoint.format import manifest, object_store
-from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint, set_aside
+from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint
 from lumen.checkpoint.format.manifest import new_file
 from lumen.checkpoint.format.object_store import ObjectStore
 from lumen.checkpoint.format.reader import Checkpoint
@@ -38,6 +38,7 @@ from tests.helpers import ROOT
 from tests.helpers.checkpoints import FILES, assert_small, small
 from tests.helpers.jobs import Nursery
 from tests.helpers.object_server import environment_of, object_server
+from tests.helpers.programs import numbers_of
 from tests.helpers.tasks import Regression, Saving, loader, quiet_trainer
 
 
@@ -194,15 +195,6 @@ def test_every_damaged_file_is_found_and_named_and_the_checkpoint_before_it_is_u
         assert newest_valid(memory, reports.append).path == memory / "step-1"
         assert len(reports) == (not is_gone)
         MemoryFileSystem.store.clear()
-
-
-def test_setting_aside_frees_the_name_and_keeps_the_bytes(place):
-    for k in (1, 2):
-        small(place / "step-1", value=float(k))
-        assert set_aside(place / "step-1") == place / f"step-1.damaged-{k}"
-        assert_small(place / f"step-1.damaged-{k}", value=float(k))
-    assert find_checkpoints(place) == []
-    assert not exists(place / "step-1")
 
 
 def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
@@ -462,8 +454,7 @@ print(written - start, peak() - start)
 
 @pytest.mark.slow
 def test_a_checkpoint_is_streamed_both_ways(bucket):
-    done = subprocess.run([sys.executable, "-c", MEMORY, str(bucket)], check=True, capture_output=True, text=True)
-    written, both = map(float, done.stdout.split())  # MiB; the tensors have 200, a part of an upload 16
+    written, both = numbers_of("-c", MEMORY, bucket)  # MiB; the tensors have 200, a part of an upload 16
     print(written, both)
     assert written < 100
     assert both < 100

@@ -54,12 +54,6 @@ def test_how_a_run_stands_is_told_by_its_lock_and_by_what_it_said_last(listed):
     ended = listed()
     assert {name: run["status"] for name, run in ended.items()} == {"line": "stopped", "line-2": "failed"}
     assert ended["line"]["pid"] is None
-    with pytest.raises(KeyError, match="nothing"):
-        fit("--model", "tests.helpers.cli_tasks.Broken")
-    fit("--trainer.log_level", "WARNING", "--trainer.name", "quiet")
-    fit("--trainer.log_level", "WARNING", "--trainer.name", "short", "--trainer.max_steps", "1")
-    statuses = {name: run["status"] for name, run in listed().items()}
-    assert statuses["quiet"] == "finished"  # by its newest checkpoint
     Path("runs/line-2/run.log").unlink()
     assert listed()["line-2"]["status"] == "unknown"
 

@@ -8,8 +8,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from itertools import count
 
@@ -21,6 +19,7 @@ from lumen.checkpoint.save import writer
 from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.errors import CheckpointError
 from tests.helpers.checkpoints import FILES, assert_small, save, small
+from tests.helpers.programs import numbers_of
 
 
 @pytest.mark.parametrize("pattern", ["step-2.tmp-*", "step-2.tmp-*/model/00000-00000.safetensors", "."])
@@ -225,13 +224,6 @@ print(written - start, peak() - start)
 
 
 def test_saving_and_loading_need_the_memory_of_one_tensor(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", MEMORY, tmp_path],
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"},  # without it the C library keeps some freed memory
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    written, read = map(float, result.stdout.split())  # in MiB; the tensors have 8 each, 192 together
+    written, read = numbers_of("-c", MEMORY, tmp_path)  # in MiB; the tensors have 8 each, 192 together
     assert written < 14
     assert read < 14

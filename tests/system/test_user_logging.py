@@ -1,12 +1,8 @@
 """What a user's program shows of its own and of Lumen's messages."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers.programs import run_python
 from tests.helpers.user_logging import said
 
 SCRIPT = """
@@ -32,10 +28,7 @@ fit_saying(Path("."), "mine")
     ],
 )
 def test_no_line_is_shown_twice_and_a_program_that_shows_them_itself_does(tmp_path, setup, shown):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(setup=setup)], cwd=tmp_path, check=True, text=True, capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert [line for line in done.stderr.splitlines() if "said" in line] == shown
+    _, found = run_python("-c", SCRIPT.format(setup=setup), cwd=tmp_path)
+    assert [line for line in found.splitlines() if "said" in line] == shown
     log = (tmp_path / "runs/run/run.log").read_text()
     assert said(log.splitlines()) == ["INFO mine: said at 20", "WARNING mine: said at 30"]

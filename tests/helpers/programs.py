@@ -1,0 +1,20 @@
+"""Python programs in processes of their own."""
+
+import os
+import subprocess
+import sys
+
+from tests.helpers import ROOT
+
+
+def run_python(*words, cwd=ROOT, code=0, **environment):
+    """Run Python with words. Returns what it has written: to its output, and of errors."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+def numbers_of(*words):
+    """Return the numbers that Python prints, of a process that gives freed memory back."""
+    return [float(word) for word in run_python(*words, MALLOC_MMAP_THRESHOLD_="1000000")[0].split()]
