@@ -30,3 +30,13 @@ def snippets(page="docs/loaders.md"):
     """The programs of a page, in their order."""
     text = (HOME / page).read_text()
     return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)```", text, re.S | re.M)]
+
+
+def programs_run(page, *replaced):
+    """Execute the programs of a page one after the other; yields what they define so far after each."""
+    found = {"__name__": "page"}
+    for number, program in enumerate(snippets(page)):
+        for old, new in replaced:
+            program = program.replace(old, new)
+        exec(compile(program, f"{page}, program {number}", "exec"), found)
+        yield found

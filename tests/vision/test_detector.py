@@ -1,7 +1,5 @@
 """The example of torchvision's detection: scenes, losses, exact evaluation, and that it finds digits."""
 
-import csv
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from models.detector import Detector
 from tests.helpers.cli import run_model
 from tests.helpers.group import assert_equal
 from tests.helpers.optimizer_state import whole
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import quiet_trainer
 
 
@@ -50,8 +49,8 @@ def test_a_run_that_is_cut_sees_the_scenes_of_the_whole_one(tmp_path):
     for steps in (2, 6):
         cut = train(tmp_path / "cut", steps, limit_val_batches=0)
     assert_equal(cut, whole_run, 0.0)
-    with (tmp_path / "whole/runs/run/metrics.csv").open() as file:
-        assert {"classification", "bbox_regression", "bbox_ctrness"} <= {*next(csv.DictReader(file))}
+    columns = {*rows_of(tmp_path / "whole/runs/run/metrics.csv")[0]}
+    assert {"classification", "bbox_regression", "bbox_ctrness"} <= columns
 
 
 def average_precision(folder):
@@ -71,5 +70,5 @@ def test_the_mean_average_precision_of_two_processes_is_that_of_one(group, tmp_p
 @pytest.mark.slow
 def test_the_config_finds_the_digits(tmp_path):
     run_model("fit", "detector", tmp_path)
-    with (tmp_path / "detector/metrics.csv").open() as file:
-        assert max(float(row["map_50"]) for row in csv.DictReader(file) if row["map_50"]) >= 0.7
+    rows = rows_of(tmp_path / "detector/metrics.csv")
+    assert max(float(row["map_50"]) for row in rows if row["map_50"]) >= 0.7

@@ -1,7 +1,5 @@
 """The example of timm: it learns, and what it mixes is the same after a resume and on two processes."""
 
-import csv
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -13,6 +11,7 @@ from models.timm_digits import TimmClassifier
 from tests.helpers.cli import run_model
 from tests.helpers.group import assert_equal
 from tests.helpers.optimizer_state import whole
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import quiet_trainer
 
 
@@ -48,5 +47,5 @@ def test_two_processes_mix_what_one_does(group, tmp_path):
 @pytest.mark.slow
 def test_the_config_reads_96_percent_of_the_digits(tmp_path):
     run_model("fit", "timm_digits", tmp_path)
-    with (tmp_path / "timm_digits/metrics.csv").open() as file:
-        assert max(float(row["val_acc"]) for row in csv.DictReader(file) if row["val_acc"]) >= 0.96
+    rows = rows_of(tmp_path / "timm_digits/metrics.csv")
+    assert max(float(row["val_acc"]) for row in rows if row["val_acc"]) >= 0.96

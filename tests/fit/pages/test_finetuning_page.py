@@ -5,17 +5,13 @@ import re
 from lumen.cli import main
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
-from tests.helpers.pages import snippets
+from tests.helpers.pages import programs_run
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found, said = {"__name__": "page"}, []
-    for number, program in enumerate(snippets("docs/finetuning.md")):
-        exec(compile(program, f"docs/finetuning.md, program {number}", "exec"), found)
-        said.append(capsys.readouterr().out.splitlines()[-1])
-    assert said == [
+    assert [capsys.readouterr().out.splitlines()[-1] for _ in programs_run("docs/finetuning.md")] == [
         "{'head': 4, 'backbone': 2}",
         "[None, 'epoch 2', 'epoch 4']",
         "True False",

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 import lumen
 from lumen.cli import main
 from tests.helpers import ROOT
-from tests.helpers.pages import snippets
+from tests.helpers.pages import programs_run, snippets
 
 SAID = {
     "callbacks": ["True True True"],
@@ -28,9 +28,7 @@ SAID = {
 @pytest.mark.parametrize("page", SAID)
 def test_the_programs_of_a_page_print_what_it_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = {"__name__": "page"}
-    for number, program in enumerate(snippets(f"docs/{page}.md")):
-        exec(compile(program, f"docs/{page}.md, program {number}", "exec"), found)
+    assert list(programs_run(f"docs/{page}.md"))
     assert [line for line in capsys.readouterr().out.splitlines() if line in SAID[page]] == SAID[page]
     if page == "resume":
         assert filecmp.cmp("runs/whole/metrics.csv", "runs/parts/metrics.csv", shallow=False)

@@ -9,7 +9,7 @@ import yaml
 import lumen
 from lumen.cli import main
 from tests.helpers import ROOT
-from tests.helpers.pages import snippets
+from tests.helpers.pages import programs_run
 from tests.helpers.services import of_csv, of_wandb
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
@@ -20,10 +20,7 @@ PAGE = (ROOT / "docs/loggers.md").read_text()
 @pytest.mark.slow
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found, said = {"__name__": "page"}, []
-    for number, program in enumerate(snippets("docs/loggers.md")):
-        exec(compile(program, f"docs/loggers.md, program {number}", "exec"), found)
-        said.append(capsys.readouterr().out.splitlines()[-1])
+    said = [capsys.readouterr().out.splitlines()[-1] for _ in programs_run("docs/loggers.md")]
     assert said == ["runs/line ['TensorBoardLogger', 'MLFlowLogger']", "True", "4"]
 
 

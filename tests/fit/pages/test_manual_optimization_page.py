@@ -1,18 +1,10 @@
 """The programs of the page on manual optimization run."""
 
-import re
-
 from lumen.checkpoint import find_checkpoints
-from tests.helpers import ROOT
-
-PAGE = (ROOT / "docs/manual-optimization.md").read_text()
+from tests.helpers.pages import programs_run
 
 
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = {"__name__": "page"}
-    programs = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
-    for number, program in enumerate(programs):
-        exec(compile(program, f"docs/manual-optimization.md, program {number}", "exec"), found)
-    assert len(programs) == 3
+    assert len(list(programs_run("docs/manual-optimization.md"))) == 3
     assert len(find_checkpoints(tmp_path / "runs/gan/checkpoints")) > 0

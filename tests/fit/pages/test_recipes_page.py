@@ -4,17 +4,14 @@ import numpy
 import pytest
 from PIL import Image
 
-from tests.helpers.pages import snippets
+from tests.helpers.pages import programs_run
 
 
 @pytest.mark.slow
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = {"__name__": "page"}
-    programs = snippets("docs/recipes.md")
-    for number, program in enumerate(programs):
-        small = program.replace("max_epochs=20,", "max_epochs=1, limit_train_batches=2, limit_val_batches=1,")
-        exec(compile(small, f"docs/recipes.md, program {number}", "exec"), found)
+    few = ("max_epochs=20,", "max_epochs=1, limit_train_batches=2, limit_val_batches=1,")
+    *_, found = programs_run("docs/recipes.md", few)
     page = numpy.asarray(Image.open("digits.png"))
     assert page.shape == (280, 280)
     assert page.std() > 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lumen
-from tests.helpers.pages import snippets
+from tests.helpers.pages import programs_run, snippets
 from tests.helpers.quantization import Quantized, quantized
 
 PAGE = "docs/smaller-models.md"
@@ -13,10 +13,7 @@ PAGE = "docs/smaller-models.md"
 
 def test_the_programs_of_the_page_print_what_it_is_about(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    said = []
-    for number, program in enumerate(snippets(PAGE)):
-        exec(compile(program, f"{PAGE}, program {number}", "exec"), {"__name__": "page"})
-        said.append(capsys.readouterr().out.splitlines()[-1])
+    said = [capsys.readouterr().out.splitlines()[-1] for _ in programs_run(PAGE)]
     assert said == ["65.7% of the weights are 0", "IntxUnpackedToInt8Tensor differs by 0.0"]
 
 

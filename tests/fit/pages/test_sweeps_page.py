@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.pages import snippets
+from tests.helpers.pages import programs_run
 from tests.helpers.tables import rows_of
 
 
@@ -11,9 +11,7 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
     optuna = pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    found = {"__name__": "page"}
-    for number, program in enumerate(snippets("docs/sweeps.md")):
-        exec(compile(program, f"docs/sweeps.md, program {number}", "exec"), found)
+    *_, found = programs_run("docs/sweeps.md")
     assert found["best"] == 0.03
     assert len(found["scores"]) == 4
     assert sum(bool(row["probe_loss"]) for row in rows_of(tmp_path / "runs/probed/metrics.csv")) == 2

@@ -3,7 +3,7 @@
 import pytest
 
 from lumen.checkpoint import find_checkpoints
-from tests.helpers.pages import snippets
+from tests.helpers.pages import programs_run
 
 PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft asks transformers so
 
@@ -11,12 +11,8 @@ PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft 
 @pytest.mark.filterwarnings(PEFT)
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = {"__name__": "page"}
-    programs = snippets("docs/transformers.md")
-    for number, program in enumerate(programs):
-        small = program.replace("(max_epochs=2,", "(max_steps=5, limit_val_batches=2,")
-        small = small.replace('(max_epochs=1, name="names"', '(max_steps=5, limit_val_batches=2, name="names"')
-        exec(compile(small, f"docs/transformers.md, program {number}", "exec"), found)
-    assert len(programs) == 4
+    few = [("(max_epochs=2,", "(max_steps=5, limit_val_batches=2,")]
+    few.append(('(max_epochs=1, name="names"', '(max_steps=5, limit_val_batches=2, name="names"'))
+    assert len(list(programs_run("docs/transformers.md", *few))) == 4
     for name in ("origins", "names", "base", "lora"):
         assert find_checkpoints(tmp_path / "runs" / name / "checkpoints")
