@@ -4,15 +4,11 @@ import shutil
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import lumen
 from tests.helpers.checkpoint_additions import Average
+from tests.helpers.sharded import lists
 from tests.helpers.tasks import Regression, loader, quiet_trainer
-
-
-def whole(average):
-    return {name: (each.full_tensor() if isinstance(each, DTensor) else each) for name, each in average.items()}
 
 
 def fit_on_ranks(path, strategy, steps, resume):
@@ -24,7 +20,7 @@ def fit_on_ranks(path, strategy, steps, resume):
     options["accumulate_grad_batches"] = 2 if strategy == "single" else 1
     data = loader(96, dtype=torch.float64)
     quiet_trainer(path / f"{strategy}-{steps}", logger=False, **options).fit(Regression(dtype=torch.float64), data)
-    return {name: each.tolist() for name, each in whole(average.average).items()}, saver.last_model_path
+    return lists(average.average), saver.last_model_path
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import lumen
 from lumen.errors import TrainingError
-from tests.helpers.tasks import Regression, bare_trainer, loader, regression_data
+from tests.helpers.tasks import Regression, Saving, bare_trainer, loader, regression_data
 
 STEP = 12  # the logged step before it is 10, the next one 15
 
@@ -52,13 +52,9 @@ def fit(folder, what, strategy, steps=30, **options):
 
 
 def on_both(group, *args, **options):
-    first, second = group(2).run(fit_with, args, options)
+    first, second = group(2).run(fit, *args, **options)
     assert first == second  # all ranks raise the same error at the same step
     return first
-
-
-def fit_with(args, options):
-    return fit(*args, **options)
 
 
 def test_parameters_that_one_rank_has_written_are_named_on_all_at_the_next_logged_step(group, tmp_path):
@@ -90,17 +86,8 @@ def test_the_last_step_of_a_run_is_looked_at_too(group, tmp_path, options):
     assert steps == STEP + 1
 
 
-class SavesAt(lumen.Callback):
-    def __init__(self, step, path):
-        self.step, self.path = step, path
-
-    def on_step_checkpoint(self, trainer, task):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def test_nothing_is_saved_of_a_logged_step_at_which_ranks_do_not_agree(group, tmp_path):
-    saves = SavesAt(15, tmp_path / "saved")
+    saves = Saving(15, tmp_path / "saved")
     error, steps = on_both(group, tmp_path, "parameters", "DDP", callbacks=[saves])
     assert "after step 15: net.3.bias is not the same" in error
     assert steps == 15

@@ -20,7 +20,8 @@ from lumen.checkpoint.load.restore import load_model_and_data
 from lumen.checkpoint.optimizer_state import tensors_in
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
-from tests.helpers.checkpoints import bytes_read, memory_mib, same
+from tests.helpers.checkpoints import bytes_read, memory_mib, same, tensors_of
+from tests.helpers.sharded import whole
 from tests.helpers.tasks import FEATURES, Saving, bare_trainer, loader, quiet_trainer
 
 STRATEGIES = {
@@ -194,12 +195,8 @@ def on_all(group, function, root, jobs, world_of):
 def contents(path):
     """Every tensor, and every part of the state that does not depend on who writes."""
     checkpoint = Checkpoint.open(path)
-    tensors = {
-        (section, name): checkpoint.tensor(section, name)
-        for section in ("model", "optimizer", "extra")
-        for name in checkpoint.names(section)
-        if not name.startswith("ranks")
-    }
+    tensors = tensors_of(path, "model", "optimizer", "extra")
+    tensors = {key: each for key, each in tensors.items() if not key[1].startswith("ranks")}
     state = {name: part for name, part in checkpoint.state.items() if name not in OF_PROCESSES}
     state["callbacks"] = {key: part for key, part in state["callbacks"].items() if part}
     return tensors, state, checkpoint.aliases
@@ -262,10 +259,6 @@ class Averaging(lumen.Callback):
 
     def load_state_dict(self, state):
         self.saved = state
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def average(folder, strategy, resume, max_steps, save):
@@ -458,17 +451,9 @@ class Frozen(Everything):
 MISMATCHES = [
     (lambda: Everything(width=6), {}, r"first\.bias: \(5,\) torch\.float32 saved, \(6,\) torch\.float32"),
     (Everything, {"precision": "fp64"}, r"Set the same precision"),
-    (
-        Renamed,
-        {},
-        r"not in the checkpoint: other\.weight, other\.bias; only in .*: last\.bias, last\.weight",
-    ),
+    (Renamed, {}, r"not in the checkpoint: other\.weight, other\.bias; only in .*: last\.bias, last\.weight"),
     (Frozen, {}, r"over \[4, 5\]; only there: blocks\.1\.down\.bias, blocks\.1\.down\."),
-    (
-        Everything,
-        {"precision": "bf16-true", "resume_parts": ["optimizer"]},
-        r"first\.weight: .*32 saved, .*bfloat16",
-    ),
+    (Everything, {"precision": "bf16-true", "resume_parts": ["optimizer"]}, r"first\.weight: .*32 saved, .*bfloat16"),
     (lambda: Everything(width=6), {"resume_parts": ["optimizer"]}, r"first\.weight: \(5, 6\) .*saved, \(6, 6\)"),
 ]
 

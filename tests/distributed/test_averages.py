@@ -5,6 +5,8 @@ import torch
 
 import lumen
 from lumen.errors import CheckpointMismatch
+from tests.helpers.group import refusal
+from tests.helpers.sharded import lists
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DATA = {"samples": 20, "shuffle": False, "dtype": torch.float64}
@@ -23,10 +25,7 @@ def evaluate(path, strategy, average):
     task = Regression(dtype=torch.float64)
     trainer = bare_trainer(path, strategy=strategy)
     found = trainer.validate(task, loader(**DATA), path / "runs" / "run", average=average)
-    whole = {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in task.named_parameters()
-    }
-    return found, {name: each.tolist() for name, each in whole.items()}
+    return found, lists(dict(task.named_parameters()))
 
 
 @pytest.mark.parametrize("writer", ["auto", "ddp", "fsdp"])
@@ -46,12 +45,6 @@ def test_averages_are_read_by_any_strategy_with_the_same_bits(group, tmp_path, w
     assert all(one != found[None] for average, one in found.items() if average)
 
 
-def refused(path):
-    with pytest.raises(CheckpointMismatch) as caught:
-        evaluate(path, "fsdp", [str(path / "runs" / "run"), str(path / "other")])
-    return str(caught.value)
-
-
 def test_what_has_no_mean_is_the_same_error_on_all(group, tmp_path):
     train(tmp_path, "auto")
     task = Regression(dtype=torch.float32)
@@ -59,6 +52,7 @@ def test_what_has_no_mean_is_the_same_error_on_all(group, tmp_path):
     (tmp_path / "other" / "runs" / "run").rename(tmp_path / "other" / "checkpoint")
     for path in (tmp_path / "other" / "checkpoint" / "checkpoints").iterdir():
         path.rename(tmp_path / "other" / path.name)
-    first, second = group(2).run(refused, tmp_path)
+    paths = [str(tmp_path / "runs" / "run"), str(tmp_path / "other")]
+    first, second = group(2).run(refusal, CheckpointMismatch, evaluate, tmp_path, "fsdp", paths)
     assert first == second
     assert "net.0.weight is (16, 6) torch.float32 in" in first

@@ -83,32 +83,20 @@ NOBODY_LISTENS = {"log_every_n_steps": 1}
 
 @pytest.mark.parametrize("options", [*WINDOWS, NOBODY_LISTENS, {"options": {"gradient_as_bucket_view": True}}], ids=str)
 def test_a_step_communicates_its_gradients_and_six_numbers_beside_them(group, tmp_path, options):
-    for sums in group(2).run(add_plain_steps, tmp_path, options):
+    for sums in group(2).run(added, tmp_path, Saying, **options):
         assert sums == {PARAMETERS: 10, BESIDE: 10}
-
-
-def add_plain_steps(folder, options):
-    return added(folder, Saying, **options)
 
 
 @pytest.mark.parametrize("options", WINDOWS, ids=str)
 @pytest.mark.parametrize("say", ["weights", "None"])
 def test_returned_weights_and_micro_batches_left_out_cost_nothing_more(group, tmp_path, say, options):
-    for sums in group(2).run(add_saying_steps, tmp_path, say, options):
+    for sums in group(2).run(added, tmp_path, Saying, say, **options):
         assert sums == {PARAMETERS: 10, BESIDE: 10}
 
 
-def add_saying_steps(folder, say, options):
-    return added(folder, Saying, say, **options)
-
-
 def test_batch_weight_costs_one_small_sum_a_step(group, tmp_path):
-    for sums in group(2).run(add_weighed_steps, tmp_path):
+    for sums in group(2).run(added, tmp_path, Weighing):
         assert sums == {PARAMETERS: 10, BESIDE: 10, 1: 10}
-
-
-def add_weighed_steps(folder):
-    return added(folder, Weighing)
 
 
 def test_an_fsdp_step_gathers_each_unit_twice_and_sums_its_gradients_the_norms_and_six_numbers(group, tmp_path):

@@ -20,6 +20,7 @@ import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.helpers.checkpoints import tamper
+from tests.helpers.group import refusal
 from tests.helpers.tasks import FEATURES, Regression, loader, quiet_trainer
 
 STRATEGIES = ["single", "ddp", "fsdp"]
@@ -207,16 +208,10 @@ def test_where_all_are_damaged_nothing_is_begun_and_nothing_changed(two, group, 
         flipped("last")(two / checkpoint / "model/00000-00000.safetensors")
     before = {path: path.stat().st_mtime_ns for path in two.rglob("*")}
     run = group(2).run if world == 2 else lambda function, *args: [function(*args)]
-    messages = run(refused, two.parents[2], "ddp" if world == 2 else "single")
+    messages = run(refusal, CheckpointError, train, two.parents[2], "ddp" if world == 2 else "single", 3)
     assert len(set(messages)) == 1
     assert "every checkpoint in" in messages[0]
     assert {path: path.stat().st_mtime_ns for path in two.rglob("*")} == before
-
-
-def refused(folder, strategy):
-    with pytest.raises(CheckpointError) as caught:
-        train(folder, strategy, 3)
-    return str(caught.value)
 
 
 # ---------------------------------------------------------------------- attacks

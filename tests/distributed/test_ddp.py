@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import ConfigError, LumenError, TrainingError
-from tests.helpers.group import assert_equal, on_ranks
+from tests.helpers.group import assert_equal, on_ranks, refusal
 from tests.helpers.tasks import Regression, bare_trainer, loader, numbers, quiet_trainer, regression_data
 
 
@@ -27,6 +28,17 @@ def fit(folder, task, data=None, **options):
     trainer = bare_trainer(folder, **{"max_epochs": 2} | options)
     trainer.fit(task, loader(dtype=torch.float64) if data is None else data)
     return trainer, state_of(task)
+
+
+def end_of(folder, kind, *args, **options):
+    """Where the parameters of a task of this class end."""
+    return fit(folder, kind(*args), **options)[1]
+
+
+def steps_of(folder, kind, *args, **options):
+    """The steps of a task of this class, and where its parameters end."""
+    trainer, state = fit(folder, kind(*args), **options)
+    return trainer.global_step, state
 
 
 # ---------------------------------------------------------------------- options
@@ -52,11 +64,7 @@ def train(folder, options, **trainer):
 )
 def test_every_option_trains_what_one_process_trains(group, tmp_path, options):
     alone = train(tmp_path, None, accumulate_grad_batches=4)
-    assert_equal(on_ranks(group, 2, train_in_twos, tmp_path, options), alone)
-
-
-def train_in_twos(folder, options):
-    return train(folder, options, accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, train, tmp_path, options, accumulate_grad_batches=2), alone)
 
 
 class Reentrant(Regression):
@@ -101,30 +109,16 @@ def test_a_static_graph_trains_what_one_process_trains(group, tmp_path):
     assert_equal(on_ranks(group, 2, train, tmp_path, {"static_graph": True}), alone)
 
 
-def test_a_static_graph_with_accumulation_is_refused(group, tmp_path):
-    assert group(2).run(accumulate_with_static_graph, tmp_path) == [True, True]
-
-
-def accumulate_with_static_graph(folder):
-    with pytest.raises(ConfigError, match="static_graph"):
-        train(folder, {"static_graph": True}, accumulate_grad_batches=2)
-    return True
-
-
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_compressed_gradients_are_rounded_and_nothing_else(group, tmp_path, kind):
     alone = take_a_step(tmp_path, accumulate_grad_batches=2)
-    compressed = on_ranks(group, 2, train_compressed, tmp_path, kind)
+    compressed = on_ranks(group, 2, take_a_step, tmp_path, strategy=lumen.DDP(gradient_compression=kind))
     assert_equal(compressed, alone, 1e-2)
     assert any(abs(value - alone[name]).max() > 0 for name, value in compressed.items())
 
 
 def take_a_step(folder, **options):
     return fit(folder, Regression(optimizer="SGD", lr=0.1, dtype=torch.float64), max_steps=1, **options)[1]
-
-
-def train_compressed(folder, kind):
-    return take_a_step(folder, strategy=lumen.DDP(gradient_compression=kind))
 
 
 def test_an_unknown_compression_is_refused():
@@ -149,15 +143,9 @@ class Branching(Regression):
 
 
 def test_a_parameter_without_gradient_is_named_before_anything_hangs(group, tmp_path):
-    for message in group(2).run(leave_out, tmp_path):
+    for message in group(2).run(refusal, TrainingError, end_of, tmp_path, Branching, (), strategy="ddp"):
         assert "branch.weight, branch.bias" in message
         assert "find_unused_parameters" in message
-
-
-def leave_out(folder):
-    with pytest.raises(TrainingError) as caught:
-        fit(folder, Branching(()), strategy="ddp")
-    return str(caught.value)
 
 
 def test_a_parameter_without_gradient_on_one_rank_ends_the_job(tmp_path):
@@ -175,12 +163,9 @@ def test_a_parameter_without_gradient_on_one_rank_ends_the_job(tmp_path):
 
 def test_ranks_may_use_different_parameters_if_asked(group, tmp_path):
     alone = fit(tmp_path, Branching((0,)), accumulate_grad_batches=2)[1]
-    assert_equal(on_ranks(group, 2, leave_out_knowingly, tmp_path), alone)
+    strategy = lumen.DDP(find_unused_parameters=True)
+    assert_equal(on_ranks(group, 2, end_of, tmp_path, Branching, (0,), strategy=strategy), alone)
     assert np.abs(alone["branch.weight"] - state_of(Branching((0,)))["branch.weight"]).max() > 0.01
-
-
-def leave_out_knowingly(folder):
-    return fit(folder, Branching((0,)), strategy=lumen.DDP(find_unused_parameters=True))[1]
 
 
 class Unfreezing(Regression):
@@ -194,12 +179,9 @@ class Unfreezing(Regression):
 
 
 def test_layers_can_be_unfrozen_at_any_step(group, tmp_path):
-    alone = fit(tmp_path, Unfreezing(dtype=torch.float64), accumulate_grad_batches=2)[1]
-    assert_equal(on_ranks(group, 2, unfreeze, tmp_path), alone)
-
-
-def unfreeze(folder):
-    return fit(folder, Unfreezing(dtype=torch.float64), strategy="ddp")[1]
+    kind = partial(Unfreezing, dtype=torch.float64)
+    alone = end_of(tmp_path, kind, accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, end_of, tmp_path, kind, strategy="ddp"), alone)
 
 
 # ---------------------------------------------------------------------- what only some ranks do
@@ -223,13 +205,9 @@ class Choosy(Regression):
 @pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_none_from_one_rank_leaves_out_its_micro_batch_alone(group, tmp_path, weigh, left_out, options):
-    alone = fit(tmp_path, Choosy(left_out, weigh), accumulate_grad_batches=4)[1]
-    assert_equal(on_ranks(group, 2, choose, tmp_path, left_out, weigh, options), alone)
-
-
-def choose(folder, left_out, weigh, options):
-    task = Choosy(left_out, weigh)
-    return fit(folder, task, strategy=lumen.DDP(**options), accumulate_grad_batches=2)[1]
+    task = end_of, tmp_path, Choosy, left_out, weigh
+    alone = end_of(*task[1:], accumulate_grad_batches=4)
+    assert_equal(on_ranks(group, 2, *task, strategy=lumen.DDP(**options), accumulate_grad_batches=2), alone)
 
 
 class Constantly(Choosy):
@@ -240,13 +218,10 @@ class Constantly(Choosy):
 
 @pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
 def test_a_constant_of_weight_0_leaves_out_a_micro_batch_as_none_does(group, tmp_path, left_out):
-    alone = fit(tmp_path, Choosy(left_out, weigh=True), accumulate_grad_batches=4)[1]
-    assert_equal(fit(tmp_path, Constantly(left_out, weigh=True), accumulate_grad_batches=4)[1], alone)
-    assert_equal(on_ranks(group, 2, leave_out_by_constants, tmp_path, left_out), alone)
-
-
-def leave_out_by_constants(folder, left_out):
-    return fit(folder, Constantly(left_out, weigh=True), strategy="ddp", accumulate_grad_batches=2)[1]
+    alone = end_of(tmp_path, Choosy, left_out, True, accumulate_grad_batches=4)
+    constantly = end_of, tmp_path, Constantly, left_out, True
+    assert_equal(end_of(*constantly[1:], accumulate_grad_batches=4), alone)
+    assert_equal(on_ranks(group, 2, *constantly, strategy="ddp", accumulate_grad_batches=2), alone)
 
 
 class Wrong(Regression):
@@ -311,16 +286,13 @@ class Buffered(Choosy):
 
 @pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
 def test_none_from_one_rank_waits_for_no_buffers(group, tmp_path, options):
-    alone = fit(tmp_path, Buffered((1, 3)), accumulate_grad_batches=2)[1]
-    for rank, state in enumerate(group(2).run(choose_buffered, tmp_path, options)):
+    alone = end_of(tmp_path, Buffered, (1, 3), accumulate_grad_batches=2)
+    ranks = group(2).run(end_of, tmp_path, Buffered, (1, 3), strategy=lumen.DDP(**options))
+    for rank, state in enumerate(ranks):
         seen, expected = state.pop("seen"), alone.get("seen")
         assert_equal(state, {name: value for name, value in alone.items() if name != "seen"})
         assert seen < expected
         assert rank == 0 or options or seen > 0
-
-
-def choose_buffered(folder, options):
-    return fit(folder, Buffered((1, 3)), strategy=lumen.DDP(**options))[1]
 
 
 class Alternating(Regression):
@@ -328,6 +300,7 @@ class Alternating(Regression):
 
     def __init__(self):
         super().__init__(dtype=torch.float64)
+        torch.manual_seed(1)
         self.branches = nn.ModuleList(nn.Linear(6, 1).double() for _ in range(2))
 
     def training_step(self, batch):
@@ -338,19 +311,10 @@ class Alternating(Regression):
 
 
 def test_parameters_that_no_rank_uses_are_left_alone_where_a_rank_is_idle(group, tmp_path):
-    data = loader(20, 4, dtype=torch.float64)
-    alone = fit(tmp_path, alternating(), data, accumulate_grad_batches=3, max_epochs=3)[1]
-    assert_equal(on_ranks(group, 2, alternate, tmp_path), alone)
-
-
-def alternating():
-    torch.manual_seed(1)
-    return Alternating()
-
-
-def alternate(folder):
-    data, strategy = loader(20, 4, dtype=torch.float64), lumen.DDP(find_unused_parameters=True)
-    return fit(folder, alternating(), data, global_batch_size=12, max_epochs=3, strategy=strategy)[1]
+    options = {"data": loader(20, 4, dtype=torch.float64), "max_epochs": 3}
+    alone = end_of(tmp_path, Alternating, accumulate_grad_batches=3, **options)
+    options |= {"global_batch_size": 12, "strategy": lumen.DDP(find_unused_parameters=True)}
+    assert_equal(on_ranks(group, 2, end_of, tmp_path, Alternating, **options), alone)
 
 
 class Overflowing(Regression):
@@ -379,15 +343,10 @@ def count_updates(folder, strategy, accumulate):
 
 
 def test_a_step_that_every_rank_leaves_out_is_skipped(group, tmp_path):
-    trainer, alone = fit(tmp_path, Choosy((0, 1), False), accumulate_grad_batches=2)
-    steps = group(2).run(skip_step, tmp_path)
-    assert_equal(steps[0][1], alone)
-    assert [step for step, _ in steps] == [trainer.global_step] * 2
-
-
-def skip_step(folder):
-    trainer, state = fit(folder, Choosy((0, 1), False), strategy="ddp")
-    return trainer.global_step, state
+    steps, alone = steps_of(tmp_path, Choosy, (0, 1), False, accumulate_grad_batches=2)
+    for each, state in group(2).run(steps_of, tmp_path, Choosy, (0, 1), False, strategy="ddp"):
+        assert_equal(state, alone)
+        assert each == steps
 
 
 def test_weights_from_one_rank_only_are_an_error_on_all(group, tmp_path):
@@ -404,22 +363,18 @@ def weigh_on_one_rank(folder):
 @pytest.mark.parametrize("samples", [1, 3, 7, 50])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_with_nothing_to_do_takes_part(group, tmp_path, world, samples):
-    alone = fit(tmp_path, Regression(dtype=torch.float64), few(samples), accumulate_grad_batches=world)[1]
-    assert_equal(on_ranks(group, world, train_few, tmp_path, samples), alone)
+    alone = train_few(tmp_path, samples, world)
+    assert_equal(on_ranks(group, world, train_few, tmp_path, samples, strategy="ddp"), alone)
 
 
 def test_so_does_one_that_has_nothing_in_the_very_first_step_of_a_run_that_accumulates_later(group, tmp_path):
-    alone = fit(tmp_path, Regression(dtype=torch.float64), few(1), accumulate_grad_batches={0: 2, 1: 4})[1]
-    assert_equal(on_ranks(group, 2, train_few, tmp_path, 1, {0: 1, 1: 2}), alone)
+    alone = train_few(tmp_path, 1, {0: 2, 1: 4})
+    assert_equal(on_ranks(group, 2, train_few, tmp_path, 1, {0: 1, 1: 2}, strategy="ddp"), alone)
 
 
-def few(samples):
-    return loader(samples, 2, dtype=torch.float64)
-
-
-def train_few(folder, samples, accumulate_grad_batches=1):
-    options = {"strategy": "ddp", "accumulate_grad_batches": accumulate_grad_batches}
-    return fit(folder, Regression(dtype=torch.float64), few(samples), **options)[1]
+def train_few(folder, samples, accumulate=1, **options):
+    data = loader(samples, 2, dtype=torch.float64)
+    return fit(folder, Regression(dtype=torch.float64), data, accumulate_grad_batches=accumulate, **options)[1]
 
 
 class Clamping(Regression):
@@ -447,12 +402,8 @@ def clamp_on_some_ranks(folder):
 
 
 def test_weights_can_be_written_once_a_step_on_every_rank(group, tmp_path):
-    alone = fit(tmp_path, Clamping("on_before_zero_grad"), accumulate_grad_batches=2)[1]
-    assert_equal(on_ranks(group, 2, clamp_on_all_ranks, tmp_path), alone)
-
-
-def clamp_on_all_ranks(folder):
-    return fit(folder, Clamping("on_before_zero_grad"), strategy="ddp")[1]
+    alone = end_of(tmp_path, Clamping, "on_before_zero_grad", accumulate_grad_batches=2)
+    assert_equal(on_ranks(group, 2, end_of, tmp_path, Clamping, "on_before_zero_grad", strategy="ddp"), alone)
 
 
 class Leaving(Regression):
@@ -468,15 +419,11 @@ class Leaving(Regression):
 
 @pytest.mark.parametrize(("accumulate", "at"), [(1, 2), (1, 3), (2, 0), (2, 5)])
 def test_a_hook_of_one_rank_ends_the_epoch_on_all_and_dropout_goes_on_alike(group, tmp_path, accumulate, at):
-    trainer, alone = fit(tmp_path, Leaving(at), max_epochs=3, accumulate_grad_batches=2 * accumulate)
-    steps = group(2).run(leave_epoch, tmp_path, at, accumulate)
-    assert [step for step, _ in steps] == [trainer.global_step] * 2
-    assert_equal(steps[0][1], alone)
-
-
-def leave_epoch(folder, at, accumulate):
-    trainer, state = fit(folder, Leaving(at), max_epochs=3, accumulate_grad_batches=accumulate, strategy="ddp")
-    return trainer.global_step, state
+    steps, alone = steps_of(tmp_path, Leaving, at, max_epochs=3, accumulate_grad_batches=2 * accumulate)
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "strategy": "ddp"}
+    for each, state in group(2).run(steps_of, tmp_path, Leaving, at, **options):
+        assert each == steps
+        assert_equal(state, alone)
 
 
 class StoppingAlone(Regression):
@@ -694,39 +641,9 @@ def teach(folder):
     return task.teacher.item()
 
 
-def test_every_rank_draws_its_own_samples_and_all_of_them(group, tmp_path):
-    seen = group(2).run(see_samples, tmp_path)
-    assert sorted(seen[0] + seen[1]) == list(range(20))
-
-
-class SeeingSamples(lumen.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.samples = []
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.samples += batch[0].tolist()
-
-    def training_step(self, batch):
-        return (self.weight - batch[0].float()).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def see_samples(folder):
-    task = SeeingSamples()
-    fit(folder, task, DataLoader(numbers(20), 3, shuffle=True), max_epochs=1, strategy="ddp")
-    return task.samples
-
-
 def test_the_string_and_the_object_are_the_same(group, tmp_path):
-    assert_equal(on_ranks(group, 2, train, tmp_path, {}), on_ranks(group, 2, by_name, tmp_path), 0.0)
-
-
-def by_name(folder):
-    return fit(folder, Regression(dtype=torch.float64), strategy="ddp")[1]
+    by_name = on_ranks(group, 2, end_of, tmp_path, partial(Regression, dtype=torch.float64), strategy="ddp")
+    assert_equal(on_ranks(group, 2, train, tmp_path, {}), by_name, 0.0)
 
 
 def test_one_process_can_use_ddp_too(tmp_path):

@@ -1,6 +1,7 @@
 """FSDP: what one process trains, several train that each hold a part; what cannot work is one clear error."""
 
 import gc
+import re
 import warnings
 from copy import deepcopy
 from unittest import mock
@@ -17,7 +18,7 @@ import lumen
 from lumen.errors import ConfigError, TrainingError
 from lumen.optim import Lookahead
 from lumen.strategies.fsdp_units import find_units
-from tests.helpers.group import assert_equal, on_ranks
+from tests.helpers.group import assert_equal, on_ranks, refusal
 from tests.helpers.sharded import held_bytes, whole
 from tests.helpers.tasks import FEATURES, Regression, bare_trainer, loader, regression_data
 
@@ -83,6 +84,19 @@ def fit(folder, task, given=None, **options):
     """Train a task; where its parameters end."""
     bare_trainer(folder, **{"max_epochs": 2} | options).fit(task, data() if given is None else given)
     return state_of(task)
+
+
+def fit_new(folder, kind, *args, **options):
+    """The same of a new task of this class."""
+    return fit(folder, kind(*args), **options)
+
+
+def check(group, folder, kind, *args, parts=None, **options):
+    """Compare what two processes train with what one process trains. Returns the latter."""
+    alone = fit_new(folder, kind, *args, accumulate_grad_batches=2, **options)
+    strategy = lumen.FSDP(**parts or {})
+    assert_equal(on_ranks(group, 2, fit_new, folder, kind, *args, strategy=strategy, **options), alone)
+    return alone
 
 
 def units_of(task):
@@ -201,11 +215,7 @@ def test_clipping_is_that_of_one_process(group, tmp_path, clip):
     clip = {"gradient_clip_val": 0.003} | clip
     alone = train(tmp_path, None, **clip)
     assert any(np.abs(value - train(tmp_path, None)[name]).max() > 1e-4 for name, value in alone.items())
-    assert_equal(on_ranks(group, 2, train_clipped, tmp_path, clip), alone)
-
-
-def train_clipped(folder, clip):
-    return train(folder, {}, 2, **clip)
+    assert_equal(on_ranks(group, 2, train, tmp_path, {}, 2, **clip), alone)
 
 
 class Counting(Deep):
@@ -423,12 +433,7 @@ class Columns(Deep):
 
 def test_parameters_keep_their_attributes_whatever_their_layout_was(group, tmp_path):
     assert not Columns().net.blocks[0].up.weight.is_contiguous()
-    alone = fit(tmp_path, Columns(), accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, train_columns, tmp_path), alone)
-
-
-def train_columns(folder):
-    return fit(folder, Columns(), strategy=lumen.FSDP())
+    check(group, tmp_path, Columns)
 
 
 class Thawing(Deep):
@@ -445,15 +450,9 @@ class Thawing(Deep):
 
 
 def test_frozen_and_trainable_parameters_mix_and_change(group, tmp_path):
-    alone = fit(tmp_path, Thawing(), accumulate_grad_batches=2)
-    before = state_of(Thawing())
+    alone, before = check(group, tmp_path, Thawing), state_of(Thawing())
     frozen = {name for name, value in alone.items() if np.array_equal(value, before[name])}
     assert frozen == {"net.blocks.0.up.weight", "net.blocks.0.up.bias"}
-    assert_equal(on_ranks(group, 2, train_thawing, tmp_path), alone)
-
-
-def train_thawing(folder):
-    return fit(folder, Thawing(), strategy=lumen.FSDP())
 
 
 class ThawingInBfloat16(Thawing):
@@ -462,12 +461,7 @@ class ThawingInBfloat16(Thawing):
 
 
 def test_a_unit_that_thaws_keeps_its_gradients_in_its_own_dtype(group, tmp_path):
-    group(2).run(thaw_in_bfloat16, tmp_path)
-
-
-def thaw_in_bfloat16(folder):
-    strategy = lumen.FSDP(param_dtype="bf16", output_dtype="fp32")
-    fit(folder, ThawingInBfloat16(), data(), strategy=strategy)
+    group(2).run(fit_new, tmp_path, ThawingInBfloat16, strategy=lumen.FSDP(param_dtype="bf16", output_dtype="fp32"))
 
 
 class Optimized(Deep):
@@ -487,12 +481,7 @@ class Optimized(Deep):
 
 @pytest.mark.parametrize("kind", ["Lookahead", "fused", "foreach", "one by one", "Adagrad"])
 def test_optimizers_of_every_kind_train_parts(group, tmp_path, kind):
-    alone = fit(tmp_path, Optimized(kind), accumulate_grad_batches=2, max_epochs=3)
-    assert_equal(on_ranks(group, 2, train_optimized, tmp_path, kind), alone)
-
-
-def train_optimized(folder, kind):
-    return fit(folder, Optimized(kind), strategy=lumen.FSDP(), max_epochs=3)
+    check(group, tmp_path, Optimized, kind, max_epochs=3)
 
 
 # ---------------------------------------------------------------------- ranks that have nothing to do
@@ -557,12 +546,7 @@ def test_a_forward_without_a_backward_keeps_no_parameters_beyond_the_update(grou
 
 @pytest.mark.parametrize("samples", [1, 9, 17, 33])
 def test_ranks_that_run_out_of_batches_take_part(group, tmp_path, samples):
-    alone = fit(tmp_path, Deep(), data(samples), accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, train_on, tmp_path, samples), alone)
-
-
-def train_on(folder, samples):
-    return fit(folder, Deep(), data(samples), strategy=lumen.FSDP())
+    check(group, tmp_path, Deep, given=data(samples))
 
 
 class Counted(Deep):
@@ -613,12 +597,7 @@ class Branching(Deep):
 
 @pytest.mark.parametrize("users", [[], [0], [0, 1]], ids=str)
 def test_steps_may_leave_out_parameters_if_that_is_asked_for(group, tmp_path, users):
-    alone = fit(tmp_path, Branching(users), accumulate_grad_batches=2)
-    assert_equal(on_ranks(group, 2, train_branching, tmp_path, users), alone)
-
-
-def train_branching(folder, users):
-    return fit(folder, Branching(users), strategy=lumen.FSDP(find_unused_parameters=True))
+    check(group, tmp_path, Branching, users, parts={"find_unused_parameters": True})
 
 
 class Forked(Regression):
@@ -632,26 +611,15 @@ class Forked(Regression):
         return self.forks[batch_idx % 2](batch[0]).square().mean()
 
 
-def refuse_forks(folder):
-    with pytest.raises(TrainingError, match=r"FSDP: the ranks call different units .* forks\.0, forks\.1"):
-        fit(folder, Forked(), strategy=lumen.FSDP(wrap="Linear", find_unused_parameters=True))
-    return True
-
-
 def test_ranks_that_call_different_units_are_refused(group, tmp_path):
-    assert group(2).run(refuse_forks, tmp_path) == [True, True]
+    strategy = lumen.FSDP(wrap="Linear", find_unused_parameters=True)
+    for said in group(2).run(refusal, TrainingError, fit_new, tmp_path, Forked, strategy=strategy):
+        assert re.search(r"FSDP: the ranks call different units .* forks\.0, forks\.1", said)
 
 
 def test_parameters_without_gradients_are_named(group, tmp_path):
-    group(2).run(name_unused, tmp_path)
-
-
-def name_unused(folder):
-    with pytest.raises(
-        TrainingError, match=r"of rank \d: (branch.weight, branch.bias, )?never.weight, never.bias. Set"
-    ):
-        fit(folder, Branching([0]), strategy=lumen.FSDP())
-    return 0
+    for said in group(2).run(refusal, TrainingError, fit_new, tmp_path, Branching, [0], strategy="fsdp"):
+        assert re.search(r"of rank \d: (branch.weight, branch.bias, )?never.weight, never.bias. Set", said)
 
 
 # ---------------------------------------------------------------------- number formats
@@ -743,11 +711,7 @@ class Overflowing(Deep):
 def test_the_gradient_scaler_skips_on_all_ranks(group, tmp_path, precision):
     task = Overflowing if precision == "fp16" else Deep
     alone = fit(tmp_path, task(), accumulate_grad_batches=2, precision=precision)
-    assert_equal(on_ranks(group, 2, train_scaled, tmp_path, task, precision), alone, 1e-4)
-
-
-def train_scaled(folder, task, precision):
-    return fit(folder, task(), strategy=lumen.FSDP(), precision=precision)
+    assert_equal(on_ranks(group, 2, fit_new, tmp_path, task, strategy="fsdp", precision=precision), alone, 1e-4)
 
 
 def test_parameters_may_be_bfloat16_themselves(group, tmp_path):
@@ -1010,19 +974,14 @@ def write_in(folder, where, strategy="fsdp", **options):
     bare_trainer(folder, max_epochs=2, num_sanity_val_steps=0, strategy=strategy, **options).fit(
         task, data[0], val_dataloaders=data[1]
     )
-    weight = task.net[0].weight.detach()
-    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).tolist()
-
-
-def refuse_to_write_in(folder, where):
-    with pytest.raises(TrainingError, match=r"net\.0\.weight was written"):
-        write_in(folder, where, lumen.FSDP(wrap_min_parameters=10**6))  # all in one unit: gathered for a whole step
-    return True
+    return whole(task.net[0].weight).tolist()
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_validation_epoch_start", "on_validation_epoch_end"])
 def test_a_write_that_would_be_lost_is_an_error(group, tmp_path, where):
-    assert group(2).run(refuse_to_write_in, tmp_path, where) == [True, True]
+    strategy = lumen.FSDP(wrap_min_parameters=10**6)  # all in one unit: gathered for a whole step
+    for said in group(2).run(refusal, TrainingError, write_in, tmp_path, where, strategy):
+        assert "net.0.weight was written" in said
 
 
 @pytest.mark.parametrize("where", ["on_validation_start", "on_validation_end"])
@@ -1103,12 +1062,7 @@ class Early(Deep):
 
 def test_an_optimizer_that_was_built_too_early_trains_the_parts(group, tmp_path):
     expected = fit(tmp_path, Deep(), max_steps=4, accumulate_grad_batches=2)
-    for ours in group(2).run(fit_early, tmp_path):
-        assert_equal(ours, expected)
-
-
-def fit_early(folder):
-    return fit(folder, Early(), max_steps=4, strategy="fsdp")
+    assert_equal(on_ranks(group, 2, fit_new, tmp_path, Early, max_steps=4, strategy="fsdp"), expected)
 
 
 def test_references_to_what_is_not_whole_are_one_clear_error(group, tmp_path):

@@ -303,11 +303,7 @@ class Meddling(Wrong):
         (WrongWithOwn, "constructor_only", "net.1.scale gets no values"),
         (WrongWithOwn, "loaded", r"net.0.weight was given data by copy_\(\)"),
         (WrongWithOwn, "copied", r"net.0.weight was given data by copy_\(\)"),
-        (
-            WrongWithSome,
-            "zeroed",
-            r"net.0.weight was made by uniform_\(.*\) (zero|fill)_\(.*\), would now",
-        ),
+        (WrongWithSome, "zeroed", r"net.0.weight was made by uniform_\(.*\) (zero|fill)_\(.*\), would now"),
         (WrongWithSome, "replaced", "net.1.weight was made by its constructor, would now be by uniform_"),
         (WrongWithSome, "computed", r"net.1.weight was made by mul\(0.5\) of weight, would now be by uniform_"),
         (WrongWithSome, "averaged", r"net.1.weight was made by uniform_\(.*\) lerp_\(0.5\), would now be by uniform_"),

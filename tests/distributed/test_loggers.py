@@ -8,6 +8,7 @@ import pytest
 import lumen
 from lumen.errors import ConfigError
 from lumen.run.records import Records
+from tests.helpers.group import refusal
 from tests.helpers.loggers import fit
 from tests.helpers.services import of_csv, of_wandb
 
@@ -88,11 +89,8 @@ class Refusing(lumen.Logger):
 
 
 def test_a_record_that_cannot_begin_is_one_error_on_all_ranks(group, tmp_path):
-    assert group(2).run(refused, tmp_path) == ["there is no place for it"] * 2
+    assert (
+        group(2).run(refusal, ConfigError, fit, tmp_path, strategy="ddp", max_steps=4, logger=Refusing())
+        == ["there is no place for it"] * 2
+    )
     assert not (tmp_path / "runs/run").exists()
-
-
-def refused(folder):
-    with pytest.raises(ConfigError) as caught:
-        fit(folder, strategy="ddp", max_steps=4, logger=Refusing())
-    return str(caught.value)

@@ -9,12 +9,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import lumen
 from lumen.errors import TrainingError
 from tests.helpers.manual_optimization import Gan, SharpByHand, critic_loss, pair_loader, pairs
+from tests.helpers.sharded import whole
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 
 
 def values(task):
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in task.parameters()]
-    return torch.cat([each.detach().flatten() for each in whole]).tolist()
+    return torch.cat([whole(each).flatten() for each in task.parameters()]).tolist()
 
 
 def train(folder, strategy, task=None, data=None, **options):

@@ -14,6 +14,7 @@ from torchmetrics import SumMetric
 
 import lumen
 from lumen.errors import ConfigError
+from tests.helpers.sharded import whole
 from tests.helpers.tasks import FEATURES, quiet_trainer, regression_data
 
 SAMPLES = 22  # the last step of an epoch has fewer samples than the others
@@ -125,9 +126,8 @@ def train(folder, shape, weighs, max_steps):
     )  # fmt: skip
     trainer.fit(task, data(shuffle=True), data(shuffle=False))
     values = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in task.parameters()]
     predictions = trainer.predict(task, data(shuffle=False))
-    return torch.cat([each.detach().flatten() for each in weights]), values, torch.cat(predictions)
+    return torch.cat([whole(each).flatten() for each in task.parameters()]), values, torch.cat(predictions)
 
 
 def written(folder):

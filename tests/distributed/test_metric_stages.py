@@ -179,31 +179,21 @@ def test_a_metric_that_nobody_resets_goes_on_from_evaluation_to_evaluation(tmp_p
     assert task.found[-1] == 25
 
 
-def test_an_evaluation_that_resets_by_hand_takes_nothing_from_training(tmp_path):
+@pytest.mark.parametrize("wrap", [lambda metric: metric, MinMaxMetric], ids=["alone", "in a wrapper"])
+def test_an_evaluation_that_resets_takes_nothing_from_training(tmp_path, wrap):
     class Manual(Shared):
-        def on_validation_epoch_end(self):
-            self.log("val", self.metric.compute())
+        def log_and_reset(self, name):
+            value = self.metric.compute()
+            self.log(name, value["raw"] if isinstance(value, dict) else value)
             self.metric.reset()
+
+        def on_validation_epoch_end(self):
+            self.log_and_reset("val")
 
         def on_train_epoch_end(self):
-            self.log("train", self.metric.compute())
-            self.metric.reset()
+            self.log_and_reset("train")
 
-    rows = fit(tmp_path, Manual(MeanMetric(), log_in=()))
-    assert [row for _, row in rows] == [{"val": 102.0}, {"val": 102.0}, {"train": 3.5}] * 2
-
-
-def test_a_wrapper_and_what_it_wraps_are_kept_apart_together(tmp_path):
-    class Manual(Shared):
-        def on_validation_epoch_end(self):
-            self.log("val", self.metric.compute()["raw"])
-            self.metric.reset()
-
-        def on_train_epoch_end(self):
-            self.log("train", self.metric.compute()["raw"])
-            self.metric.reset()
-
-    rows = fit(tmp_path, Manual(MinMaxMetric(MeanMetric()), log_in=()))
+    rows = fit(tmp_path, Manual(wrap(MeanMetric()), log_in=()))
     assert [row for _, row in rows] == [{"val": 102.0}, {"val": 102.0}, {"train": 3.5}] * 2
 
 

@@ -121,14 +121,10 @@ def log_a_metric_that_is_no_part_of_the_task(folder):
 
 
 def test_what_ranks_log_differently_under_one_name_is_one_error_on_all(group, tmp_path):
-    group(2).run(log_with_other_reductions, tmp_path)
+    group(2).run(log_with_other_options, tmp_path, reduce_fx=["mean", "sum"])
     group(2).run(log_with_other_options_in_a_step, tmp_path)
     group(2).run(log_a_metric_here_and_a_number_there, tmp_path)
     group(2).run(log_a_metric_that_is_no_part_of_the_task, tmp_path)
-
-
-def log_with_other_reductions(folder):
-    log_with_other_options(folder, reduce_fx=["mean", "sum"])
 
 
 def log_steps(folder, strategy, accumulate):
@@ -147,13 +143,9 @@ def log_steps(folder, strategy, accumulate):
     return memory.rows, {name: value for name, value in trainer.newest_values.items() if name == "x_epoch"}
 
 
-def log_steps_with_ddp(folder):
-    return log_steps(folder, "ddp", 2)
-
-
 def test_step_values_are_means_over_the_micro_batches_of_all_ranks(group, tmp_path):
     alone, epoch_alone = log_steps(tmp_path, "single", 4)
-    (first, epoch), (_, other) = group(2).run(log_steps_with_ddp, tmp_path / "ranks")
+    (first, epoch), (_, other) = group(2).run(log_steps, tmp_path / "ranks", "ddp", 2)
     strip = [(step, {name: value for name, value in row.items() if "/" not in name}) for step, row in alone]
     assert strip == [(step, {name: value for name, value in row.items() if "/" not in name}) for step, row in first]
     assert strip[0] == (2, {"x_step": 11.5, "rare": pytest.approx((10.5 + 14.5) / 6, rel=1e-15)})
@@ -430,13 +422,9 @@ def follow_a_plateau(folder, **options):
     return trainer.lr_scheduler_configs[0].scheduler.state_dict() | {"lr": trainer.optimizers[0].param_groups[0]["lr"]}
 
 
-def follow_a_plateau_with_ddp(folder):
-    return follow_a_plateau(folder, strategy="ddp")
-
-
 def test_a_plateau_of_step_values_is_that_of_one_process(group, tmp_path):
     alone = follow_a_plateau(tmp_path, accumulate_grad_batches=2)
-    for each in group(2).run(follow_a_plateau_with_ddp, tmp_path):
+    for each in group(2).run(follow_a_plateau, tmp_path, strategy="ddp"):
         assert each["lr"] == alone["lr"] < 0.1
         assert each["best"] == pytest.approx(alone["best"], rel=1e-12)
 
@@ -523,16 +511,12 @@ def evaluate_metrics(folder, count, how, strategy):
     return first
 
 
-def evaluate_metrics_with_ddp(folder, count, how):
-    return evaluate_metrics(folder, count, how, "ddp")
-
-
 @pytest.mark.parametrize("how", ["logged", "rank 0", "computed"])
 @pytest.mark.parametrize(("world", "count"), [(2, 3), (2, 11), (3, 5)])
 def test_torchmetrics_objects_compute_over_all_ranks(group, tmp_path, world, count, how):
     alone = evaluate_metrics(tmp_path, count, how, "single")
     assert len(alone) == 7
-    for values in group(world).run(evaluate_metrics_with_ddp, tmp_path, count, how):
+    for values in group(world).run(evaluate_metrics, tmp_path, count, how, "ddp"):
         assert values == pytest.approx(alone, rel=1e-6)
 
 
@@ -554,13 +538,9 @@ def train_with_metrics(folder, strategy, accumulate):
     return [(step, {name: row[name] for name in kept & set(row)}) for step, row in memory.rows if kept & set(row)]
 
 
-def train_with_metrics_and_ddp(folder):
-    return train_with_metrics(folder, "ddp", 1)
-
-
 def test_metrics_of_a_training_epoch_are_of_all_ranks_and_begin_anew_in_each(group, tmp_path):
     alone = train_with_metrics(tmp_path, "single", 2)
-    rows, _ = group(2).run(train_with_metrics_and_ddp, tmp_path / "ranks")
+    rows, _ = group(2).run(train_with_metrics, tmp_path / "ranks", "ddp", 1)
     assert len(rows) == len(alone) == 10  # four steps and an epoch, twice
     for (step, row), (step_alone, row_alone) in zip(rows, alone, strict=True):
         assert step == step_alone
@@ -584,14 +564,10 @@ def evaluate_a_collection(folder, strategy):
     return evaluate(folder, task, 7, batch_size=2, strategy=strategy), task.found
 
 
-def evaluate_a_collection_with_ddp(folder):
-    return evaluate_a_collection(folder, "ddp")
-
-
 def test_collections_and_wrappers_compute_over_all_ranks(group, tmp_path):
     alone, extremes_alone = evaluate_a_collection(tmp_path, "single")
     assert set(alone) == {"val_micro", "val_macro"}
-    for values, extremes in group(2).run(evaluate_a_collection_with_ddp, tmp_path):
+    for values, extremes in group(2).run(evaluate_a_collection, tmp_path, "ddp"):
         assert values == pytest.approx(alone, rel=1e-6)
         assert extremes == pytest.approx(extremes_alone, rel=1e-6)
 

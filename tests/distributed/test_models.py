@@ -28,25 +28,18 @@ def train_gan(folder, strategy, batch_size):
     return train(folder, task, data, strategy=strategy, global_batch_size=16, limit_train_batches=3)
 
 
-def test_two_processes_train_the_gan_of_one(group, tmp_path):
-    alone, steps = train_gan(tmp_path, "auto", 16)
-    assert steps == 6
-    for found, count in group(2).run(train_gan, tmp_path, "ddp", 8):
-        assert count == steps
-        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
-
-
-def train_byol(folder, strategy):
+def train_byol(folder, strategy, batch_size):
     torch.manual_seed(0)
-    data = TwoViews(batch_size=8)
+    data = TwoViews(batch_size=batch_size)
     task = BYOL(features=8, width=8, decay=0.9)
     return train(folder, task, data, strategy=strategy, global_batch_size=16, limit_train_batches=6)
 
 
-def test_two_processes_train_the_student_and_the_teacher_of_one(group, tmp_path):
-    alone, steps = train_byol(tmp_path, "auto")
+@pytest.mark.parametrize(("train_it", "batch_size"), [(train_gan, 16), (train_byol, 8)], ids=["gan", "byol"])
+def test_two_processes_train_what_one_does(group, tmp_path, train_it, batch_size):
+    alone, steps = train_it(tmp_path, "auto", batch_size)
     assert steps == 6
-    for found, count in group(2).run(train_byol, tmp_path, "ddp"):
+    for found, count in group(2).run(train_it, tmp_path, "ddp", 8):
         assert count == steps
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
 
@@ -102,11 +95,7 @@ def test_each_process_may_follow_by_itself_and_goes_on_exactly(group, tmp_path):
         assert met == held
         assert len(met) == 7
     first = group(2).run(ask, tmp_path / "parts", "ddp", Own, 1, 3)
-    rest = group(2).run(go_on, tmp_path / "parts", Own)
+    rest = group(2).run(ask, tmp_path / "parts", "ddp", Own, resume="auto")
     for (met, _, _), (more, _, found), (all_met, _, weight) in zip(first, rest, whole, strict=True):
         assert met + more == all_met
         assert found == weight
-
-
-def go_on(folder, kind):
-    return ask(folder, "ddp", kind, resume="auto")

@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor
 
 import lumen
 from lumen.checkpoint import Checkpoint
-from tests.helpers.checkpoints import same
+from tests.helpers.checkpoints import same, tensors_of
 from tests.helpers.optim_multi import made
 from tests.helpers.tasks import Saving, bare_trainer, loader
 
@@ -43,13 +43,7 @@ def read(root, source, strategy):
 
 
 def contents(path):
-    checkpoint = Checkpoint.open(path)
-    tensors = {
-        (section, name): checkpoint.tensor(section, name)
-        for section in ("model", "optimizer")
-        for name in checkpoint.names(section)
-    }
-    return tensors, checkpoint.state["optimizer"]
+    return tensors_of(path, "model", "optimizer"), Checkpoint.open(path).state["optimizer"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

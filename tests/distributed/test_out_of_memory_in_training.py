@@ -38,13 +38,11 @@ def test_the_step_is_that_of_processes_with_enough_memory(group, tmp_path, where
     assert second == [8, 4, *[2] * 8, *[2] * 4, *[2] * 8, *[2] * 4]
 
 
-def in_16_bits(folder, fits):
-    return train(folder, "weighed", fits, "backward", precision="fp16")
-
-
 def test_a_gradient_scaler_sees_the_same_step(group, tmp_path):
     """The first guess of a sum of weights is agreed on, once, by the process that fails too."""
-    whole, halved = (group(2).run(in_16_bits, tmp_path, fits) for fits in (10**6, 3))
+    whole, halved = (
+        group(2).run(train, tmp_path, "weighed", fits, "backward", precision="fp16") for fits in (10**6, 3)
+    )
     for (expected, _, _), (found, fits, _) in zip(whole, halved, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
         assert fits == 2

@@ -1,6 +1,5 @@
 """A run on several processes leaves one record, decides alike on every rank, and goes on exactly."""
 
-import csv
 import errno
 import io
 import logging
@@ -25,6 +24,9 @@ from lumen.checkpoint.load import weights_source
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
 from lumen.run.ending import StopVote
 from lumen.trainer.run_directory import RunDirectory
+from tests.helpers.checkpoints import tensors_of
+from tests.helpers.group import refusal
+from tests.helpers.tables import rows_of
 from tests.helpers.tasks import FEATURES, Regression, Saving, Seeing, bare_trainer, loader, quiet_trainer
 
 F64 = torch.float64
@@ -57,21 +59,6 @@ def data():
     return loader(100, 4, dtype=F64)
 
 
-def rows(trainer):
-    with open(trainer.run_directory / "metrics.csv", newline="") as file:
-        return list(csv.reader(file))
-
-
-def tensors(path):
-    """All parameters, buffers and optimizer state of a checkpoint."""
-    checkpoint = Checkpoint.open(path)
-    return {
-        (section, name): checkpoint.tensor(section, name)
-        for section in ("model", "optimizer")
-        for name in checkpoint.names(section)
-    }
-
-
 def assert_equal(one, other):
     assert one.keys() == other.keys()
     for name, tensor in one.items():
@@ -92,8 +79,7 @@ def test_one_rank_claims_the_directory_and_writes_the_record(group, tmp_path):
     environment = (first["directory"] / "environment.json").read_text()
     for entry in ('"strategy": "DDP"', '"processes": 2', '"nodes": 1', '"backend": "gloo"'):
         assert entry in environment
-    with open(first["directory"] / "metrics.csv", newline="") as file:
-        assert len(list(csv.reader(file))) == len(rows(alone))
+    assert len(rows_of(first["directory"] / "metrics.csv")) == len(rows_of(alone.run_directory / "metrics.csv"))
     assert RunDirectory.is_locked(first["directory"]) is None
 
 
@@ -259,21 +245,15 @@ def test_data_that_cannot_be_prepared_is_an_error_on_every_rank(group, tmp_path)
 
 
 def prepare_badly(tmp_path):
-    with pytest.raises(DataError) as caught:
-        bare_trainer(tmp_path, strategy="ddp", max_steps=1).fit(Regression(), Prepared(tmp_path, fails=True))
-    return str(caught.value)
+    trainer = bare_trainer(tmp_path, strategy="ddp", max_steps=1)
+    return refusal(DataError, trainer.fit, Regression(), Prepared(tmp_path, fails=True))
 
 
 def test_sync_batchnorm_needs_cuda(group, tmp_path):
-    for message in group(2).run(ask_for_sync_batchnorm, tmp_path):
+    options = {"strategy": "ddp", "sync_batchnorm": True, "max_steps": 1}
+    for message in group(2).run(refusal, ConfigError, bare_trainer, tmp_path, **options):
         assert "2 processes run on the CPU" in message
     bare_trainer(tmp_path, sync_batchnorm=True, max_steps=1).fit(Full(), data())  # one process has nothing to share
-
-
-def ask_for_sync_batchnorm(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        bare_trainer(tmp_path, strategy="ddp", sync_batchnorm=True, max_steps=1)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("url", [False, True])
@@ -415,7 +395,8 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(group, tmp_path, strat
     answers = group(2).run(undisturbed_and_resumed, tmp_path, strategy)
     for undisturbed, resumed in answers:
         assert undisturbed == resumed
-    assert_equal(*(tensors(tmp_path / name / "runs" / "run" / "checkpoints" / "step-00000019") for name in ("a", "b")))
+    ends = [tmp_path / name / "runs/run/checkpoints/step-00000019" for name in ("a", "b")]
+    assert_equal(*(tensors_of(end, "model", "optimizer") for end in ends))
 
 
 def undisturbed_and_resumed(tmp_path, strategy):
@@ -428,7 +409,8 @@ def undisturbed_and_resumed(tmp_path, strategy):
                 callbacks=lumen.ModelCheckpoint(every_n_train_steps=4),
             )  # fmt: skip
             trainer.fit(task := Full(), data())
-        records.append((rows(trainer), trainer.run.progress.samples, task.mean.update_count))
+        rows = rows_of(trainer.run_directory / "metrics.csv")
+        records.append((rows, trainer.run.progress.samples, task.mean.update_count))
     return records
 
 
@@ -439,21 +421,13 @@ def test_any_strategy_reads_what_any_other_has_written(group, tmp_path):
         name = f"{strategy}-{world}"
         run = copy if world == 1 else partial(group(world).run, copy)
         run(tmp_path, before, name, strategy)
-        assert_equal(tensors(tmp_path / "single"), tensors(tmp_path / name))
+        assert_equal(*(tensors_of(tmp_path / each, "model", "optimizer") for each in ("single", name)))
         before = name
-
-
-class SaveAtOnce(lumen.Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_fit_start(self, trainer, task):
-        trainer.save_checkpoint(self.path)
 
 
 def copy(tmp_path, source, name, strategy):
     """Load a checkpoint and save what was loaded."""
-    saving = SaveAtOnce(tmp_path / name)
+    saving = lumen.LambdaCallback(on_fit_start=lambda trainer, _: trainer.save_checkpoint(tmp_path / name))
     options = {"strategy": strategy, "max_steps": 5, "resume": tmp_path / source, "callbacks": saving}
     quiet_trainer(tmp_path, **options).fit(Full(), data())
 
@@ -556,8 +530,7 @@ def measured(folder, strategy, options):
     trainer.fit(Regression(dtype=F64), loader(400, 4, dtype=F64))
     if not trainer.run.records.loggers:
         return None
-    with open(trainer.run_directory / "system.csv", newline="") as file:
-        *_, row = csv.DictReader(file)
+    *_, row = rows_of(trainer.run_directory / "system.csv")
     per_s = float(row["steps_per_s"])
     return {
         "samples_per_s": float(row["samples_per_s"]) / per_s,

@@ -24,6 +24,7 @@ from lumen.distributed.dtensor import is_sharded
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, NonFiniteLoss, ProcessLost
 from tests.helpers.checkpoints import DTYPES, memory_mib, raw, small, tensor_of
+from tests.helpers.sharded import whole
 from tests.helpers.tasks import FEATURES, Regression, Saving, bare_trainer, loader
 
 MIB = 1 << 20
@@ -230,10 +231,6 @@ def train_and_save(tmp_path, strategy):
     options = {"strategy": STRATEGIES[strategy](), "max_steps": 4, "callbacks": [looking, saving]}
     bare_trainer(tmp_path, **options).fit(Mixed(), loader(80, 4))
     return told
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # ---------------------------------------------------------------------- what it costs

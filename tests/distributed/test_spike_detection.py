@@ -1,12 +1,10 @@
 """Spikes are those of the step over all processes: single, DDP and FSDP leave out, or go back behind, the same ones."""
 
-from functools import partial
-
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import lumen
+from tests.helpers.sharded import whole
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -33,8 +31,8 @@ def fit(path, strategy, **detecting):
         path, max_epochs=4, callbacks=[detection, *[saver] * goes_back], gradient_clip_val=0.5, **options
     )
     trainer.fit(task, loader(75, 4, dtype=torch.float64))
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in task.parameters()]
-    return [each.tolist() for each in whole], detection.state_dict(), trainer.global_step, trainer.progress.left_out
+    parameters = [whole(each).tolist() for each in task.parameters()]
+    return parameters, detection.state_dict(), trainer.global_step, trainer.progress.left_out
 
 
 @pytest.mark.parametrize(
@@ -50,7 +48,7 @@ def test_several_processes_leave_out_the_steps_that_one_does(group, tmp_path, de
     alone, state, steps, left_out = fit(tmp_path / "single", "single", **detecting)
     assert 2 < state["spikes"] < 12 or len(left_out) > 1
     for strategy in ("ddp", "fsdp"):
-        ranks = group(2).run(partial(fit, **detecting), tmp_path / strategy, strategy)
+        ranks = group(2).run(fit, tmp_path / strategy, strategy, **detecting)
         assert ranks[0] == ranks[1]
         parameters, found, *same = ranks[0]
         assert same == [steps, left_out]

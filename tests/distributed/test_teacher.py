@@ -5,6 +5,7 @@ import torch
 
 import lumen
 from tests.helpers.byol import ByHand, Byol
+from tests.helpers.sharded import lists
 from tests.helpers.tasks import loader, quiet_trainer
 
 STRATEGIES = {
@@ -23,12 +24,9 @@ def train(folder, strategy, max_steps=6, kind=Byol):
     trainer = quiet_trainer(folder, global_batch_size=12, val_check_interval=3, **options)
     data = loader(50, 4 if kind is Byol else 6, dtype=torch.float64)
     trainer.fit(task, data, loader(20, shuffle=False, dtype=torch.float64) if kind is Byol else None)
-    state = {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in task.state_dict().items()
-    }
     seen = trainer.newest_values["val_loss"] if kind is Byol else 0.0
     sizes = [each.to_local().numel() for each in task.teacher.parameters() if hasattr(each, "to_local")]
-    return seen, {name: each.tolist() for name, each in state.items()}, sum(sizes)
+    return seen, lists(task.state_dict()), sum(sizes)
 
 
 def close(ours, theirs):

@@ -38,21 +38,16 @@ def test_a_name_of_one_loader_is_returned_with_that_one_alone(group, tmp_path, w
         ]
 
 
-def validate_cramped(folder, fits):
-    loaders = loader(50, 16, shuffle=False, dtype=torch.float64)
-    return bare_trainer(folder, strategy="auto", halve_on_oom=True).validate(Cramped(fits), loaders)
-
-
-def predict_cramped(folder, fits):
-    loaders = loader(50, 16, shuffle=False, dtype=torch.float64)
-    return bare_trainer(folder, strategy="auto", halve_on_oom=True).predict(Cramped(fits), loaders)
+def cramped(folder, method, fits):
+    trainer = bare_trainer(folder, strategy="auto", halve_on_oom=True)
+    return getattr(trainer, method)(Cramped(fits), loader(50, 16, shuffle=False, dtype=torch.float64))
 
 
 def test_the_processes_that_halve_their_batches_give_the_values_of_one_that_has_the_memory(group, tmp_path):
     """50 = 3 * 16 + 2: the second process halves one batch, and one fits."""
     full = full_loss(Cramped(50), 50)
-    for values in group(2).run(validate_cramped, tmp_path, 3):
+    for values in group(2).run(cramped, tmp_path, "validate", 3):
         assert values == [{"val_loss": pytest.approx(full, rel=1e-12)}]
-    whole, halved = (group(2).run(predict_cramped, tmp_path, fits)[0] for fits in (16, 4))
+    whole, halved = (group(2).run(cramped, tmp_path, "predict", fits)[0] for fits in (16, 4))
     assert [len(each) for each in halved] == [16, 16, 16, 2]
     torch.testing.assert_close(torch.cat(halved), torch.cat(whole), rtol=1e-12, atol=1e-14)

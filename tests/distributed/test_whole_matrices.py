@@ -10,7 +10,8 @@ import lumen
 from lumen.checkpoint import Checkpoint, find_checkpoints
 from lumen.errors import ConfigError
 from lumen.optim import WholeMatrices
-from tests.helpers.checkpoints import same
+from tests.helpers.checkpoints import same, tensors_of
+from tests.helpers.sharded import lists
 from tests.helpers.tasks import Saving, bare_trainer, loader, quiet_trainer
 from tests.helpers.whole_matrices import KINDS, Matrices
 
@@ -28,22 +29,14 @@ def train(folder, strategy, kind, max_steps=8):
     options = {"max_steps": max_steps, "strategy": STRATEGIES[strategy](), "resume": "auto", "gradient_clip_val": 0.5}
     trainer = quiet_trainer(folder, global_batch_size=12, **options)
     trainer.fit(task, loader(50, 4, dtype=torch.float64))
-    whole = {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in task.named_parameters()
-    }
     state = trainer.optimizers[0].state[task.net[0].weight]
     held = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim == 2]
-    return {name: each.tolist() for name, each in whole.items()}, [hasattr(each, "to_local") for each in held]
+    return lists(dict(task.named_parameters())), [hasattr(each, "to_local") for each in held]
 
 
 def contents(folder):
     checkpoint = Checkpoint.open(find_checkpoints(folder / "runs" / "run" / "checkpoints")[-1])
-    tensors = {
-        (section, name): checkpoint.tensor(section, name)
-        for section in ("model", "optimizer")
-        for name in checkpoint.names(section)
-    }
-    return tensors, checkpoint.state["optimizer"]
+    return tensors_of(checkpoint.path, "model", "optimizer"), checkpoint.state["optimizer"]
 
 
 def close(ours, theirs):
@@ -67,16 +60,6 @@ def test_several_processes_make_the_updates_of_one(group, tmp_path, kind):
             torch.testing.assert_close(theirs[0][name], each, rtol=0, atol=1e-9)
 
 
-class SaveAtOnce(lumen.Callback):
-    """Saves what was loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_fit_start(self, trainer, task):
-        trainer.save_checkpoint(self.path)
-
-
 def write(root, strategy, kind):
     trainer = bare_trainer(
         root, strategy=strategy, global_batch_size=12, max_steps=3, callbacks=Saving(3, root / f"{strategy}-{kind}")
@@ -88,14 +71,13 @@ def read(root, source, strategy, kind):
     """Load a checkpoint, save what was loaded, and go on for two steps; None: begin anew."""
     options = {"strategy": strategy, "global_batch_size": 12, "max_steps": 5}
     if source is not None:
-        options |= {"resume": root / source, "callbacks": SaveAtOnce(root / f"{source}-read-by-{strategy}")}
+        to = root / f"{source}-read-by-{strategy}"
+        saving = lumen.LambdaCallback(on_fit_start=lambda trainer, _: trainer.save_checkpoint(to))
+        options |= {"resume": root / source, "callbacks": saving}
     trainer = bare_trainer(root, **options)
     task = Matrices(kind)
     trainer.fit(task, loader(50, 4, dtype=torch.float64))
-    whole = {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in task.named_parameters()
-    }
-    return {name: each.tolist() for name, each in whole.items()}
+    return lists(dict(task.named_parameters()))
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Shampoo"])

@@ -2,10 +2,10 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.sharded import whole
 from tests.helpers.tasks import Regression, quiet_trainer, regression_data
 
 BATCH, SAMPLES = 4, 30  # eight micro-batches, the last of two samples
@@ -80,11 +80,9 @@ def state(trainer, task):
     tensors = [*task.parameters()]
     for each in trainer.optimizers[0].state.values():
         tensors += [value for value in each.values() if isinstance(value, torch.Tensor)]
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
-    return [each.detach().numpy().tobytes() for each in whole] + [trainer.global_step, trainer.current_epoch]
+    return [whole(each).numpy().tobytes() for each in tensors] + [trainer.global_step, trainer.current_epoch]
 
 
 def values(task):
     """All parameters, as lists."""
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in task.parameters()]
-    return [each.tolist() for each in whole]
+    return [whole(each).tolist() for each in task.parameters()]

@@ -88,6 +88,12 @@ def small(directory, value=1.0, max_file_bytes=64):
     return directory
 
 
+def tensors_of(path, *sections):
+    """The tensors of a checkpoint, by section and name."""
+    checkpoint = Checkpoint.open(path)
+    return {(section, name): each for section in sections for name, each in checkpoint.tensors(section).items()}
+
+
 def assert_small(directory, value=1.0):
     checkpoint = Checkpoint.open(directory)
     assert checkpoint.state == {"epoch": {"$dict": [[1, {"$tuple": [2, 3]}]]}, "value": value}

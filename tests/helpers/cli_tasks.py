@@ -167,7 +167,3 @@ class Interrupted(Line):
 
 class Stepless(lumen.TaskModule):
     """A task without a training step."""
-
-
-def not_a_class():
-    """Not a class."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import lumen
+from tests.helpers.sharded import whole
 from tests.helpers.tasks import Regression, loader
 
 HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown")
@@ -111,11 +112,10 @@ def begin(folder, kind="plain", strike=None, dirpath=None, **options):
 
 def end_of(trainer, task, called):
     """What a run has left in the task, in the trainer and in its directory."""
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in task.state_dict().values()]
     stopping, saver = trainer.early_stopping_callback, trainer.checkpoint_callback
     optimizers = [each.state_dict() for each in trainer.optimizers]
     end = {
-        "task": [each.tolist() for each in whole],
+        "task": [whole(each).tolist() for each in task.state_dict().values()],
         "modes": [module.training for module in task.modules()],
         "callback_metrics": {name: float(each) for name, each in trainer.callback_metrics.items()},
         "logged_metrics": {name: float(each) for name, each in trainer.logged_metrics.items()},

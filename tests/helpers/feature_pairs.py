@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lumen
+from tests.helpers.sharded import whole
 from tests.helpers.tasks import FEATURES, quiet_trainer, regression_data
 
 SAMPLES, BATCH_SIZE, EPOCHS, LEARNING_RATE, DECAY = 46, 4, 3, 1e-2, 0.8
@@ -195,8 +196,7 @@ def train(folder, features):
     trainer = fit("run")
     if features.end == "second fit":
         trainer = fit("second")
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in task.parameters()]
-    return [each.tolist() for each in whole], trainer.newest_values["val_loss"]
+    return [whole(each).tolist() for each in task.parameters()], trainer.newest_values["val_loss"]
 
 
 @torch.no_grad()

@@ -32,13 +32,13 @@ class Group:
         self.world = world
         self._folder = None
 
-    def run(self, function, *args, limit_s=LIMIT_S):
-        """Call `function(*args)` on every rank and return what each returned, in rank order."""
+    def run(self, function, *args, limit_s=LIMIT_S, **options):
+        """Call `function(*args, **options)` on every rank and return what each returned, in rank order."""
         if self._folder is None:
             self._start()
         name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, options))
         results, failures = [], []
         deadline_s = time.monotonic() + limit_s
         for rank in range(self.world):
@@ -119,7 +119,7 @@ def _work(rank, world, folder, pipe):
         imported = 0
         while True:
             try:
-                function, args = pipe.recv()
+                function, args, options = pipe.recv()
             except EOFError:
                 break
             if imported < len(sys.modules):
@@ -129,7 +129,7 @@ def _work(rank, world, folder, pipe):
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
-                    answer = False, function(*args)
+                    answer = False, function(*args, **options)
             except BaseException:
                 answer = True, traceback.format_exc()
             pipe.send(answer)
@@ -145,7 +145,7 @@ def _end_with_the_parent():
 
 @pytest.fixture(scope="session")
 def group():
-    """`group(2).run(function, *args)`: results of two processes."""
+    """`group(2).run(function, *args, **options)`: results of two processes."""
     made = {}
 
     def get(world):
@@ -169,6 +169,13 @@ def on_ranks(group, world, function, *args, **options):
     for each in results[1:]:
         assert_equal(each, results[0], 0.0)
     return results[0]
+
+
+def refusal(error, function, *args, **options):
+    """Return the message of the error that a call raises."""
+    with pytest.raises(error) as caught:
+        function(*args, **options)
+    return str(caught.value)
 
 
 def assert_equal(ours, theirs, tolerance=1e-12):

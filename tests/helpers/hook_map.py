@@ -18,12 +18,7 @@ OF_CALLBACKS = (*HOOKS, *STATES)
 CONFIGURES = ("configure_callbacks", "configure_model", "configure_optimizers")
 OF_THE_TASK = (*HOOKS, *MODE_HOOKS, *STEPS, *OWN_STEPS, "prepare_data", *CONFIGURES, *TRANSFERS)
 OF_DATA = ("prepare_data", "setup", "teardown", *LOADERS, *TRANSFERS, *STATES)
-_OWNERS = {
-    "callbacks": ["first", "second"],
-    "task": ["task"],
-    "data module": ["data"],
-    "data": ["data"],
-}
+_OWNERS = {"callbacks": ["first", "second"], "task": ["task"], "data module": ["data"], "data": ["data"]}
 
 
 # ---------------------------------------------------------------------- the map
@@ -183,9 +178,5 @@ def record(run, task=Trained):
     """What was called while `run(task, data, callbacks)` ran, as (owner, name)."""
     events = []
     callbacks = [recording(Stateful, OF_CALLBACKS, who, events)() for who in _OWNERS["callbacks"]]
-    run(
-        recording(task, OF_THE_TASK, "task", events)(),
-        recording(Data, OF_DATA, "data", events)(),
-        callbacks,
-    )
+    run(recording(task, OF_THE_TASK, "task", events)(), recording(Data, OF_DATA, "data", events)(), callbacks)
     return events

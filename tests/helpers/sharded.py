@@ -10,6 +10,11 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
+def lists(named):
+    """Each tensor of a dictionary, whole, as lists."""
+    return {name: whole(each).tolist() for name, each in named.items()}
+
+
 def held_bytes():
     """Bytes of all tensors that this process holds, however many share them."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]

@@ -3,10 +3,7 @@
 import pytest
 
 from lumen.checkpoint.format import manifest
-from lumen.checkpoint.format.folder import (
-    newest_valid,
-    remove_checkpoint,
-)
+from lumen.checkpoint.format.folder import newest_valid, remove_checkpoint
 from lumen.distributed.processes import ALONE
 from tests.helpers.checkpoints import small
 

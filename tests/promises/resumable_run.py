@@ -93,10 +93,7 @@ class Noisy(lumen.TaskModule):
         optimizer = torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.lr)
         step = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return [optimizer], [
-            {"scheduler": step, "interval": "step"},
-            {"scheduler": plateau, "monitor": "val_loss"},
-        ]
+        return [optimizer], [{"scheduler": step, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
 
 
 class Sized(lumen.DataModule):

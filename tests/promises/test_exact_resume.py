@@ -50,10 +50,7 @@ KILLS = {
         [(1, "train", 11), (1, "closing", 1), (0, "operation", 51)],
     ),
     "finetuning, SWA": ({"thaws": True}, [(0, "train", 11), (0, "validate", 3), (0, "operation", 60)]),
-    "finetuning, SWA, ddp 2": (
-        DDP_2 | {"thaws": True},
-        [(1, "train", 7), (0, "operation", 51), (0, "train", 4)],
-    ),
+    "finetuning, SWA, ddp 2": (DDP_2 | {"thaws": True}, [(1, "train", 7), (0, "operation", 51), (0, "train", 4)]),
     "EMA, teacher and Muon": (AVERAGES, [(0, "train", 12), (0, "validate", 2), (0, "operation", 70)]),
     "EMA, teacher and Muon, ddp 2": (DDP_2 | AVERAGES, [(1, "train", 6), (0, "operation", 51), (0, "train", 5)]),
     "EMA, teacher and Muon, fsdp 2": (FSDP_2 | AVERAGES, [(0, "operation", 33), (1, "train", 6), (1, "validate", 2)]),

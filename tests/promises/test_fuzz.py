@@ -75,10 +75,7 @@ class Scheduled(Regression):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         step = torch.optim.lr_scheduler.LinearLR(optimizer)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return [optimizer], [
-            {"scheduler": step, "interval": "step"},
-            {"scheduler": plateau, "monitor": "val_loss"},
-        ]
+        return [optimizer], [{"scheduler": step, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
 
 
 class Inputs:
@@ -296,10 +293,7 @@ def inputs(tmp_path, monkeypatch):
 
 def attack(target, inputs, **options):
     options = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)} | options
-    options["phases"] = [
-        Phase.explicit,
-        Phase.generate,
-    ]  # to shrink an input takes minutes
+    options["phases"] = [Phase.explicit, Phase.generate]  # to shrink an input takes minutes
     settings(**options)(given(st.data())(lambda data: target(inputs, data)))()
 
 

@@ -1,6 +1,5 @@
 """The example GPT trains to the same validation loss on one device, under DDP, under FSDP and under torchrun."""
 
-import csv
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import sys
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.tables import rows_of
 
 TWO = ["--trainer.devices", "2"]
 LUMEN = [sys.executable, "-m", "lumen"]
@@ -27,8 +27,7 @@ def last_val_loss(folder, name, command, *options):
         words, capture_output=True, text=True, timeout=500, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    with open(folder / name / "metrics.csv") as file:
-        values = [row["val_loss"] for row in csv.DictReader(file) if row.get("val_loss")]
+    values = [row["val_loss"] for row in rows_of(folder / name / "metrics.csv") if row.get("val_loss")]
     return float(values[-1])
 
 
