@@ -5,7 +5,6 @@ A step is a completed update, also with accumulation, and max_steps ends exactly
     fit/loop/test_loop.py::test_an_epoch_is_cut_into_whole_steps_and_a_short_last_one
 Epochs, steps and batches are counted exactly in a fit, in a resumed one, and in a second one, which begins at zero
     fit/test_behaviours.py::test_counts_are_exact_after_a_fit_a_resumed_one_and_a_second_one
-    fit/loop/test_loop.py::test_a_second_fit_counts_from_zero_and_trains_on
 Of several limits the first one reached ends the run; -1 is none, 0 trains nothing, less is refused
     fit/loop/test_loop.py::test_the_first_limit_reached_ends_the_run
     fit/loop/test_loop.py::test_a_wrong_setting_is_named_when_the_trainer_is_built
@@ -68,7 +67,7 @@ A sampler of the user's is kept and told the epoch; one for several processes le
 overfit_batches repeats the same batches in every epoch
     fit/data/test_loaders.py::test_overfitting_repeats_the_same_batches_in_every_epoch
 A prediction has each sample once, in order, and each batch its number
-    fit/loop/test_validation.py::test_predict_returns_each_sample_once_in_order
+    promises/test_exact_evaluation.py::test_one_process_gives_what_plain_code_gives
     fit/test_behaviours.py::test_each_prediction_comes_with_the_numbers_of_its_batch_and_loader
 
 Backward runs once for each micro-batch and each evaluation of a closure
@@ -98,11 +97,11 @@ A run that was stopped or killed anywhere and resumed ends like one that was not
     promises/test_exact_resume.py::test_three_kills_leave_no_trace
 A loader's own state is saved, and gone on from
     fit/data/test_loaders.py::test_a_stream_with_a_state_goes_on_from_it
-    fit/test_behaviours.py::test_a_stateful_loader_is_not_read_again
+    fit/data/test_loaders.py::test_a_stateful_loader_is_not_read_again
 An exception in any hook, step or save leaves a run that goes on exactly
     fit/test_behaviours.py::test_an_exception_anywhere_leaves_a_run_that_goes_on_exactly
 States of callbacks survive; one whose callback is missing is named
-    fit/checkpoint/test_resume.py::test_states_of_callbacks_task_and_data_survive
+    fit/checkpoint/test_partial_resume.py::test_every_combination_of_parts_takes_over_exactly_these
     fit/callbacks/test_model_checkpoint.py::test_a_callback_that_is_missing_on_resume_is_named
 Each rule writes and keeps exactly its checkpoints, on an exception too
     fit/callbacks/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
@@ -140,17 +139,7 @@ from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS
 from tests.helpers import ROOT
 from tests.helpers.tables import rows_of
-from tests.helpers.tasks import (
-    FEATURES,
-    Regression,
-    Saving,
-    Seeing,
-    bare_trainer,
-    loader,
-    numbers,
-    plain,
-    quiet_trainer,
-)
+from tests.helpers.tasks import FEATURES, Regression, Seeing, bare_trainer, loader, numbers, plain, quiet_trainer
 
 # ---------------------------------------------------------------------- the table above
 
@@ -465,37 +454,6 @@ def test_no_worker_of_an_evaluation_outlives_it(tmp_path, stage, fails, persiste
             run()
     assert task.running == 1
     assert set(multiprocessing.active_children()) <= before
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stateful_loader_is_not_read_again(tmp_path, caplog, workers):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    class Numbers(IterableDataset):
-        place = 0
-
-        def __iter__(self):
-            while self.place < 12:
-                self.place += 1
-                with (tmp_path / "read").open("a") as file:
-                    file.write(f"{self.place} ")
-                yield torch.tensor([self.place])
-            self.place = 0
-
-        def state_dict(self):
-            return {"place": self.place}
-
-        def load_state_dict(self, state):
-            self.place = state["place"]
-
-    for parts in ({"max_steps": 4, "callbacks": [Saving(4, tmp_path / "step")]}, {"resume": tmp_path / "step"}):
-        (tmp_path / "read").write_text("")
-        trainer = bare_trainer(tmp_path, **{"max_epochs": 1, "log_level": "WARNING"} | parts)
-        trainer.fit(task := Seeing(), StatefulDataLoader(Numbers(), 2, num_workers=workers))
-    assert torch.cat(task.epochs[0]).flatten().tolist() == [9, 10, 11, 12]
-    assert (tmp_path / "read").read_text() == "9 10 11 12 "
-    assert "read once more" not in caplog.text
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])

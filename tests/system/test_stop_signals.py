@@ -156,12 +156,11 @@ def stopped(undisturbed, number, receiver, phase, devices, launcher=(), code=Non
     assert reached() == whole
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "receiver", "phase", "devices"),
     [
-        (signal.SIGUSR1, "rank 1", "validation", 2),
-        (signal.SIGHUP, "launcher", "first step", 2),
+        pytest.param(signal.SIGUSR1, "rank 1", "validation", 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "launcher", "first step", 2, marks=pytest.mark.slow),
         (signal.SIGUSR1, "process group", "training", 1),
     ],
 )

@@ -329,11 +329,7 @@ def test_every_hook_exists_on_callback_and_task_with_the_same_arguments():
 
 
 def test_every_hook_of_the_task_is_a_hook_of_callbacks_or_of_transfers_or_modes():
-    of_the_task_alone = {
-        "on_before_batch_transfer",
-        "on_after_batch_transfer",
-        *MODE_HOOKS,
-    }
+    of_the_task_alone = {"on_before_batch_transfer", "on_after_batch_transfer", *MODE_HOOKS}
     hooks = {name for name, each in inspect.getmembers(lumen.TaskModule, callable) if name.startswith("on_")}
     assert hooks == {name for name in HOOKS if name.startswith("on_")} | of_the_task_alone
 
@@ -473,11 +469,7 @@ def test_nobody_asks_what_a_place_is_kept_by():
 def test_what_only_a_path_of_this_machine_has_is_asked_for_where_locks_logs_and_links_are():
     assert {
         module for module in SOURCES if "lumen.checkpoint.format.storage.as_local" in names_imported_by(module)
-    } == {
-        "lumen.callbacks.checkpoint_names",
-        "lumen.checkpoint.load.weights_source",
-        "lumen.tools.runs.find",
-    }
+    } == {"lumen.callbacks.checkpoint_names", "lumen.checkpoint.load.weights_source", "lumen.tools.runs.find"}
 
 
 def test_one_module_reads_pickles_and_by_torchs_reader_of_weights():

@@ -78,11 +78,6 @@ def test_what_a_checkpoint_cannot_do_says_what_to_write(name, value):
     assert str(caught.value) == f"ModelCheckpoint has no argument {name}. {INSTEAD_IN_CHECKPOINTS[name]}"
 
 
-def test_to_keep_the_last_and_none_contradict_each_other():
-    with pytest.raises(ConfigError, match="save_last='link' and keep_last=0 contradict each other"):
-        lumen.ModelCheckpoint(save_last="link", keep_last=0)
-
-
 @pytest.mark.parametrize("name", ATTRIBUTES_OF_CHECKPOINTS)
 def test_an_attribute_that_only_lightnings_checkpoint_has_says_what_to_read(name):
     saver = lumen.ModelCheckpoint()

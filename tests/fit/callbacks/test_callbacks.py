@@ -399,10 +399,7 @@ def test_what_the_optimizer_does_not_have_cannot_be_logged(tmp_path):
         (lambda: lumen.LearningRateMonitor("batch"), "expected 'step' or 'epoch', found 'batch'"),
         (lambda: lumen.Timer("soon"), "expected a duration"),
         (lambda: lumen.Timer(interval="minute"), "expected 'step' or 'epoch', found 'minute'"),
-        (
-            lambda: lumen.LambdaCallback(on_train_epoch_over=print),
-            "Did you mean on_train_epoch_",
-        ),
+        (lambda: lumen.LambdaCallback(on_train_epoch_over=print), "Did you mean on_train_epoch_"),
         (lambda: lumen.LambdaCallback(state_dict=print), "a state in checkpoints needs a subclass"),
         (lambda: lumen.LambdaCallback(on_fit_end=3), "on_fit_end must be a function, found 3"),
         (lambda: lumen.ThroughputMonitor(window_s=-1), "window_s must be at least 0"),

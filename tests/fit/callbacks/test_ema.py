@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.errors import ConfigError
-from lumen.tools.export.weights import export
 from tests.helpers.ema import Kept, Normed, averaged, fit
 from tests.helpers.manual_optimization import Gan, pair_loader
 from tests.helpers.tasks import loader, quiet_trainer
@@ -29,13 +27,6 @@ def test_the_average_has_the_bits_of_the_one_by_hand_and_is_left_in_the_task(tmp
     expected = averaged(kept.states, first, 0.8)
     assert same(dict(ema.average), expected)
     assert same(task.state_dict(), expected)
-
-
-def test_it_changes_nothing_of_the_training(tmp_path):
-    kept, alone = Kept(), Kept()
-    fit(tmp_path / "with", lumen.EMA(decay=0.9), kept)
-    fit(tmp_path / "without", alone)
-    assert all(same(ours, theirs) for ours, theirs in zip(kept.states, alone.states, strict=True))
 
 
 def test_validations_in_fit_are_of_the_average_with_the_newest_update(tmp_path):
@@ -124,20 +115,6 @@ def test_a_task_that_optimizes_by_hand_is_averaged_once_a_step(tmp_path):
     first, ema, kept = Gan().state_dict(), lumen.EMA(decay=0.8), Kept()
     quiet_trainer(tmp_path, max_steps=5, callbacks=[ema, kept]).fit(Gan(every=2), pair_loader())
     assert same(dict(ema.average), averaged(kept.states, first, 0.8))
-
-
-def test_checkpoints_hold_both_and_each_way_out_gives_the_average(tmp_path):
-    ema, kept = lumen.EMA(decay=0.8), Kept()
-    trainer, _ = fit(tmp_path, ema, kept)
-    plain = Normed.load_from_checkpoint(newest(trainer), average="parameters")
-    assert same(plain.state_dict(), kept.states[-1])
-    for average in ("EMA", None):
-        task = Normed.load_from_checkpoint(newest(trainer), average=average)
-        assert same(task.state_dict(), dict(ema.average))
-    export(str(newest(trainer)), tmp_path / "average.safetensors", average="EMA")
-    assert same(load_file(tmp_path / "average.safetensors"), dict(ema.average))
-    with pytest.raises(ConfigError, match=r"average SWA: .* has no average of that name. It has callbacks.EMA.average"):
-        Normed.load_from_checkpoint(newest(trainer), average="SWA")
 
 
 def test_what_it_cannot_be_is_refused(tmp_path):

@@ -31,17 +31,6 @@ def test_rates_are_those_that_were_asked_for(tmp_path):
     np.testing.assert_allclose([each[1] for each in rates[1:]], [0.004 * factor for factor in (1, 3, 12, 60, 360)])
 
 
-@pytest.mark.parametrize("train_bn", [True, False])
-@pytest.mark.parametrize("cut", [5, 10, 12, 15, 23])
-def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut, train_bn):
-    """The backbone is unfrozen after ten steps."""
-    whole, _ = finetune(tmp_path / "whole", lumen.BackboneFinetuning(2, train_bn=train_bn), steps=30)
-    finetune(tmp_path / "parts", lumen.BackboneFinetuning(2, train_bn=train_bn), steps=cut)
-    parts, _ = finetune(tmp_path / "parts", lumen.BackboneFinetuning(2, train_bn=train_bn), steps=30)
-    assert whole.keys() == parts.keys()
-    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
-
-
 class FreezesLate(lumen.BaseFinetuning):
     """Freezes a BatchNorm layer in the second epoch."""
 

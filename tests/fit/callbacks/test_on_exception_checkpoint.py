@@ -165,12 +165,7 @@ def test_a_failure_while_data_is_loaded_costs_nothing(tmp_path):
 
     whole = Normed()
     fit(tmp_path / "whole", whole, data(False))
-    fails(
-        tmp_path,
-        Normed(),
-        data(True),
-        callbacks=saving(every_n_epochs=0),
-    )
+    fails(tmp_path, Normed(), data(True), callbacks=saving(every_n_epochs=0))
     assert names(tmp_path) == ["step-00000003"]
     task = Normed()
     fit(tmp_path, task, data(False), resume="auto")

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.errors import ConfigError, TrainingError
-from tests.helpers.tasks import Regression, Saving, loader, quiet_trainer, regression_data, weights
+from tests.helpers.tasks import Regression, loader, quiet_trainer, regression_data, weights
 
 BATCH = 4
 
@@ -110,30 +110,6 @@ def test_loss_and_norm_are_those_of_the_step_whatever_its_weights(tmp_path):
     loss.backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in task.parameters()])
     assert losses.values == [(pytest.approx(loss.item(), rel=1e-14), pytest.approx(norm.item(), rel=1e-14))]
-
-
-class SavingOnce(Saving):
-    """The step after which an update is skipped ends twice."""
-
-    def on_step_checkpoint(self, trainer, task):
-        if not self.path.exists():
-            super().on_step_checkpoint(trainer, task)
-
-
-@pytest.mark.parametrize("step", [3, 6, 8])
-def test_a_resumed_run_decides_as_one_that_was_never_interrupted(tmp_path, step):
-    def detection():
-        return lumen.SpikeDetection(rtol=0.4, window=4, warmup=3, max_in_a_row=99)
-
-    straight = detection()
-    saving = SavingOnce(step, tmp_path / "here")
-    trainer, task = fit(tmp_path, loader(48, BATCH), [straight, saving], max_epochs=3)
-    resumed = detection()
-    again, task_again = fit(tmp_path, loader(48, BATCH), [resumed], max_epochs=3, resume=str(tmp_path / "here"))
-    assert straight.spikes > 3
-    assert resumed.state_dict() == straight.state_dict()
-    assert again.global_step == trainer.global_step
-    assert torch.equal(weights(task), weights(task_again))
 
 
 def test_values_that_stay_high_are_no_spikes_any_longer(tmp_path):

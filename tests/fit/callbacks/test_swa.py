@@ -41,20 +41,6 @@ def test_buffers_may_be_left_as_they_are(tmp_path):
     assert_equal({"mean": ours["net.1.running_mean"]}, {"mean": last["net.1.running_mean"].numpy()}, 0.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", [8, 18, 20, 24, 30, 33])
-def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut):
-    """An epoch has six steps, and three are averaged."""
-    ends, files = [], []
-    for name, cuts in (("whole", [None]), ("parts", [cut, None])):
-        for steps in cuts:
-            end, trainer = average(tmp_path / name, lumen.SWA(0.02, START, 2), steps=steps, log_every_n_steps=1)
-        ends.append(end)
-        files.append((trainer.run_directory / "metrics.csv").read_bytes())
-    assert_equal(*ends, 0.0)
-    assert files[0] == files[1]
-
-
 def test_validations_are_of_the_mean_once_there_is_one(tmp_path):
     kept, seen = Kept(), []
 

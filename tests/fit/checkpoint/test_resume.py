@@ -1,14 +1,12 @@
 """Runs that go on: from where, into which directory, and what stands in the way."""
 
 import json
-import resource
 
 import pytest
 import torch
 
 import lumen
-from lumen.checkpoint import Checkpoint, find_checkpoints
-from lumen.errors import CheckpointError, CheckpointMismatch, ConfigError, RunDirectoryError
+from lumen.errors import CheckpointMismatch, ConfigError
 from tests.helpers.resume import Expanded, fit_expanded, newest
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
 
@@ -22,20 +20,8 @@ def fit(tmp_path, task=None, *, validate=True, **options):
     return trainer, task
 
 
-def flip_a_byte(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_every_fit_gets_a_directory_of_its_own(tmp_path):
     assert [fit(tmp_path)[0].run_directory.name for _ in range(3)] == ["run", "run-2", "run-3"]
-
-
-def test_auto_starts_a_run_that_does_not_exist(tmp_path):
-    trainer, _ = fit(tmp_path, resume="auto")
-    assert trainer.global_step == 14
-    assert trainer.run_directory.name == "run"
 
 
 def test_a_longer_run_in_two_parts_equals_one_part(tmp_path):
@@ -85,148 +71,12 @@ def test_best_and_a_path_start_a_new_directory(tmp_path):
     assert torch.equal(weights(task), weights(whole))
 
 
-@pytest.mark.parametrize("victim", ["model/00000-00000.safetensors", "state.json", "manifest.json"])
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(tmp_path, victim):
-    _, whole = fit(tmp_path)
-    damaged = newest(tmp_path)
-    flip_a_byte(damaged / victim)
-    trainer, task = fit(tmp_path, resume="auto", log_level="INFO")
-    log = (trainer.run_directory / "run.log").read_text()
-    assert damaged.name in log
-    assert victim in log
-    assert "going on from" in log
-    assert torch.equal(weights(task), weights(whole))
-    Checkpoint.open(damaged)  # written anew when the run came to that step again
-    assert list(damaged.parent.glob(f"{damaged.name}.damaged-*"))
-
-
-def test_nothing_is_started_over_when_every_checkpoint_is_damaged(tmp_path):
-    first, _ = fit(tmp_path)
-    metrics = (first.run_directory / "metrics.csv").read_text()
-    for path in find_checkpoints(first.run_directory / "checkpoints"):
-        flip_a_byte(path / "state.json")
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
-        fit(tmp_path, resume="auto")
-    assert (first.run_directory / "metrics.csv").read_text() == metrics
-
-
 def test_another_seed_on_resume_is_an_error(tmp_path):
     fit(tmp_path, seed=3)
     with pytest.raises(ConfigError, match="seed: 4 is not the seed 3"):
         fit(tmp_path, resume="auto", seed=4)
     trainer, _ = fit(tmp_path, resume="auto", seed=None, max_epochs=3)
     assert trainer.run.seed == 3
-
-
-class Wider(Regression):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(6, 17), torch.nn.Linear(17, 1))
-
-
-def test_a_checkpoint_of_another_model_names_keys_and_shapes(tmp_path):
-    fit(tmp_path)
-    with pytest.raises(CheckpointMismatch, match=r"net\.0\.weight: \(16, 6\).*\(17, 6\)") as caught:
-        fit(tmp_path, Wider(), resume="auto", max_epochs=3)
-    assert "net.1.weight" in str(caught.value)
-    assert "net.3.weight" in str(caught.value)
-
-
-def test_another_optimizer_is_an_error(tmp_path):
-    fit(tmp_path)
-    with pytest.raises(CheckpointMismatch, match=r"saved with AdamW.*this run has SGD"):
-        fit(tmp_path, Regression(optimizer="SGD"), resume="auto", max_epochs=3)
-
-
-def test_a_run_directory_of_a_live_job_is_refused(tmp_path):
-    class Second(lumen.Callback):
-        def on_train_start(self, trainer, task):
-            with pytest.raises(RunDirectoryError, match=r"live|another|holds|held|in use"):
-                fit(tmp_path, resume="auto")
-
-    fit(tmp_path, callbacks=[Second()], resume="auto")
-
-
-def test_what_cannot_be_saved_is_found_before_training(tmp_path):
-    class Unsavable(lumen.Callback):
-        def state_dict(self):
-            return {"function": print}
-
-    class Counting(Regression):
-        steps = 0
-
-        def training_step(self, batch):
-            Counting.steps += 1
-            return super().training_step(batch)
-
-    with pytest.raises(CheckpointError, match=r"Unsavable.*function"):
-        fit(tmp_path, Counting(), callbacks=[Unsavable()])
-    assert Counting.steps == 0
-
-
-def test_states_of_callbacks_task_and_data_survive(tmp_path):
-    class Count(lumen.Callback):
-        batches = 0
-
-        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-            self.batches += 1
-
-        def state_dict(self):
-            return {"batches": self.batches, "mean": torch.tensor(2.5), "pair": (1, 2)}
-
-        def load_state_dict(self, state):
-            assert state["pair"] == (1, 2)
-            assert state["mean"].item() == 2.5
-            self.batches = state["batches"]
-
-    class Remembering(Regression):
-        memory = None
-
-        def on_save_checkpoint(self, checkpoint):
-            checkpoint["memory"] = {"numbers": [1, 2], "tensor": torch.arange(3)}
-
-        def on_load_checkpoint(self, checkpoint):
-            self.memory = checkpoint["memory"]
-
-    class Data(lumen.DataModule):
-        loaded = None
-
-        def train_dataloader(self):
-            return loader()
-
-        def state_dict(self):
-            return {"shard": 4}
-
-        def load_state_dict(self, state):
-            self.loaded = state
-
-    quiet_trainer(tmp_path, max_epochs=1, callbacks=[Count()]).fit(Remembering(), Data())
-    count, task, data = Count(), Remembering(), Data()
-    quiet_trainer(tmp_path, max_epochs=2, callbacks=[count], resume="auto").fit(task, data)
-    assert count.batches == 14
-    assert task.memory["numbers"] == [1, 2]
-    assert task.memory["tensor"].tolist() == [0, 1, 2]
-    assert data.loaded == {"shard": 4}
-
-
-def test_a_full_disk_ends_the_run_with_its_older_checkpoints_intact(tmp_path):
-    class FillTheDisk(lumen.Callback):
-        def on_train_epoch_start(self, trainer, task):
-            if trainer.current_epoch == 2:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (700, resource.RLIM_INFINITY))
-
-    try:
-        with pytest.raises(CheckpointError, match=r"File too large|No space"):
-            fit(tmp_path, callbacks=[FillTheDisk()], max_epochs=5, logger=False)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    kept = find_checkpoints(tmp_path / "runs/run/checkpoints")
-    assert [path.name for path in kept] == ["step-00000007", "step-00000014"]
-    for path in kept:
-        Checkpoint.open(path)
-    assert not list((tmp_path / "runs/run/checkpoints").glob("*.tmp-*"))
-    trainer, _ = fit(tmp_path, resume="auto", max_epochs=3)
-    assert trainer.global_step == 21
 
 
 def test_state_json_is_json_and_nothing_is_pickled(tmp_path):

@@ -108,19 +108,6 @@ def test_values_are_read_by_the_type_of_their_parameter():
     assert (trainer.plan.max_time_s, trainer.plan.val_every_epoch_fraction) == (60.0, 1.0)
 
 
-@pytest.mark.slow
-def test_print_config_is_a_config_that_means_the_same(capsys):
-    assert main(["fit", "--config", "line.yaml", "--model.lr", "0.3", "--optimizer", "SGD", "--print_config"]) == 0
-    printed = capsys.readouterr().out
-    assert not Path("runs").exists()
-    assert main(["fit", "--config", write("printed.yaml", printed), "--print_config"]) == 0
-    assert capsys.readouterr().out == printed
-    config = yaml.safe_load(printed)
-    assert config["model"]["init_args"]["lr"] == 0.3
-    assert config["trainer"]["name"] == "line"
-    assert config["optimizer"]["class_path"] == "torch.optim.SGD"
-
-
 @pytest.mark.parametrize("flags", ["", "skip_default", "skip_unset", "skip_null", "skip_default,skip_unset"])
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_print_config_leaves_out_what_it_is_told_to(capsys, command, flags):
@@ -641,11 +628,6 @@ def test_a_strategy_is_built_once_and_one_that_cannot_run_before_anything_else(m
     assert "strategy: SingleDevice runs one process, but devices asks for 2." in capsys.readouterr().err
 
 
-def test_fast_dev_run_writes_nothing():
-    fit("--trainer.fast_dev_run", "true")
-    assert not Path("runs").exists()
-
-
 # ---------------------------------------------------------------------- validate, test, predict
 
 
@@ -671,11 +653,7 @@ def test_evaluation_prints_a_table_and_writes_json(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "heads"),
-    [
-        ([], ["loader 0", "loader 1"]),
-        (["--data.names", "[near, far]"], ["near", "far"]),
-    ],
+    ("words", "heads"), [([], ["loader 0", "loader 1"]), (["--data.names", "[near, far]"], ["near", "far"])]
 )
 def test_the_table_of_an_evaluation_has_a_column_for_each_loader_with_its_name(capsys, words, heads):
     by_loader = values(
@@ -731,8 +709,7 @@ HOW_TO_KEEP = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensor
 
 
 @pytest.mark.parametrize(
-    ("model", "line"),
-    [("Line", r"\[(-?[\d.]+)\]"), ("Columns", r"x \[[-\d., ]+\], y (-?[\d.]+)")],
+    ("model", "line"), [("Line", r"\[(-?[\d.]+)\]"), ("Columns", r"x \[[-\d., ]+\], y (-?[\d.]+)")]
 )
 def test_predicted_tensors_are_shown_one_sample_a_line_with_how_to_keep_them(capsys, model, line):
     predict = ["predict", "--config", "line.yaml", f"--model=tests.helpers.cli_tasks.{model}", "--data.samples=8"]

@@ -57,8 +57,7 @@ def test_a_setting_takes_the_value_of_another_as_it_is_in_the_end():
 
 
 @pytest.mark.parametrize(
-    "way",
-    ["${data.width}", "${data.init_args.width}", "${..data.width}", "${oc.env:WIDTH}", "${model.widths[0]}"],
+    "way", ["${data.width}", "${data.init_args.width}", "${..data.width}", "${oc.env:WIDTH}", "${model.widths[0]}"]
 )
 def test_every_way_to_name_a_setting(way, monkeypatch):
     monkeypatch.setenv("WIDTH", "4")

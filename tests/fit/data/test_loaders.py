@@ -388,22 +388,20 @@ def resume_with(tmp_path, before, after, step=2):
     return seen(tmp_path, after, max_epochs=2, resume=path)
 
 
-def test_other_data_in_the_middle_of_an_epoch_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"TensorDataset\(20\) there, TensorDataset\(21\) here"):
-        resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(21), 4))
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [({}, {"samples": 21}, r"TensorDataset\(20\) there, TensorDataset\(21\) here"),
+     ({"shuffle": True}, {}, r"'shuffled': 'at once'.* 'in order'"),
+     ({"sampler": WeightedRandomSampler(torch.ones(20), 18)},
+      {"sampler": WeightedRandomSampler(torch.arange(1.0, 21), 18)}, "the sampler now gives another order")],
+    ids=["data", "shuffling", "order of a sampler"],
+)  # fmt: skip
+def test_another_reading_in_the_middle_of_an_epoch_is_an_error(tmp_path, before, after, said):
+    def data(samples=20, **options):
+        return DataLoader(numbers(samples), 4, **options)
 
-
-def test_another_shuffling_in_the_middle_of_an_epoch_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"'shuffled': 'at once'.* 'in order'"):
-        resume_with(tmp_path, DataLoader(numbers(20), 4, shuffle=True), DataLoader(numbers(20), 4))
-
-
-def test_another_order_of_a_sampler_in_the_middle_of_an_epoch_is_an_error(tmp_path):
-    def weighted(weights):
-        return DataLoader(numbers(20), 4, sampler=WeightedRandomSampler(weights, 18))
-
-    with pytest.raises(DataError, match="the sampler now gives another order"):
-        resume_with(tmp_path, weighted(torch.ones(20)), weighted(torch.arange(1.0, 21)))
+    with pytest.raises(DataError, match=said):
+        resume_with(tmp_path, data(**before), data(**after))
 
 
 def test_more_data_from_the_next_epoch_on_is_welcome(tmp_path):
@@ -1032,30 +1030,6 @@ def test_a_stream_without_a_state_may_be_cut_otherwise_from_the_next_epoch_on(tm
 def test_a_stream_with_a_state_may_be_cut_otherwise_in_the_middle_of_an_epoch(tmp_path):
     task = resume_with(tmp_path, DataLoader(Counting(), 2), DataLoader(Counting(), 4))
     assert [int(number) for number in task.samples(0)] == list(range(5, 21))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchdatas_loader_goes_on_from_its_state(tmp_path, workers):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    from tests.helpers.loader_run import Sharded
-
-    class Watched(Sharded):
-        def __iter__(self):
-            for _, _, index in super().__iter__():
-                yield index
-
-    def make():
-        return StatefulDataLoader(Watched(), 4, num_workers=workers)
-
-    whole = seen(tmp_path, make())
-    path, step = tmp_path / "step", len(whole.epochs[0]) + 5
-    seen(tmp_path, make(), max_steps=step, max_epochs=None, callbacks=[Saving(step, path)])
-    resumed = seen(tmp_path, make(), resume=path)
-    assert plain(resumed.epochs[1]) == plain(whole.epochs[1])[5:]
-    assert sorted(index for batch in plain(whole.epochs[1]) for index in batch) == list(range(41))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

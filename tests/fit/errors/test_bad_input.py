@@ -219,10 +219,7 @@ ERRORS = {
         validate(Data(), Regression()),
         "dataloaders: found the task Regression. A loader belongs there, or a data module.",
     ),
-    "the class of a data module": (
-        fit(Regression(), Data),
-        "dataloaders: found the class Data. Make one: Data(...).",
-    ),
+    "the class of a data module": (fit(Regression(), Data), "dataloaders: found the class Data. Make one: Data(...)."),
     "the same by its name": (
         fit(Regression(), datamodule=Data),
         "datamodule: expected a lumen.DataModule, found the class Data. Make one: Data(...).",

@@ -123,17 +123,6 @@ def test_an_error_in_a_users_step_keeps_its_traceback_and_closes_the_run(tmp_pat
     quiet_trainer(tmp_path, max_epochs=1, resume="auto").fit(Regression(), loader())  # the lock was given back
 
 
-def test_a_second_run_inside_a_run_is_refused(tmp_path):
-    class Nesting(lumen.Callback):
-        def on_train_end(self, trainer, task):
-            with pytest.raises(ConfigError, match="in a run"):
-                trainer.validate(task, loader())
-
-    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[Nesting()])
-    trainer.fit(Regression(), loader())
-    assert trainer.validate(Regression(), loader())
-
-
 class Logs(lumen.Callback):
     def on_train_epoch_end(self, trainer, task):
         self.log("value", 1.0)

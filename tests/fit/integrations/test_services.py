@@ -395,15 +395,9 @@ def test_services_by_name_in_a_config_are_resumed_from_the_command_line(tmp_path
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (
-            lambda: lumen.WandbLogger(log_model=True),
-            "no argument log_model. Leave it out: checkpoints",
-        ),
+        (lambda: lumen.WandbLogger(log_model=True), "no argument log_model. Leave it out: checkpoints"),
         (lambda: lumen.WandbLogger(id="a", version="b"), "id='a' and version='b' name two runs"),
-        (
-            lambda: lumen.MLFlowLogger(log_model="all"),
-            "no argument log_model. Leave it out: checkpoints",
-        ),
+        (lambda: lumen.MLFlowLogger(log_model="all"), "no argument log_model. Leave it out: checkpoints"),
         (lambda: lumen.MLFlowLogger(experiment="x"), "no argument experiment. Did you mean experiment_name"),
     ],
 )

@@ -272,16 +272,16 @@ def test_a_finished_run_gets_no_further_part(tmp_path):
     assert contents(directory) == before
 
 
+class Fails(Regression):
+    def training_step(self, batch):
+        if self.global_step == 8:
+            raise RuntimeError("on purpose")
+        return super().training_step(batch)
+
+
 def test_the_name_of_a_part_that_was_removed_is_not_used_again(tmp_path):
     """A TensorBoard that shows the run has that file open and would not see another one."""
     fit(tmp_path, max_steps=5, max_epochs=None)
-
-    class Fails(Regression):
-        def training_step(self, batch):
-            if self.global_step == 8:
-                raise RuntimeError("on purpose")
-            return super().training_step(batch)
-
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on purpose"):
             fit(tmp_path, Fails(dropout=0.2), max_steps=20, max_epochs=None, resume="auto", callbacks=[
@@ -319,24 +319,7 @@ def test_a_run_that_starts_from_another_ones_checkpoint_has_a_record_of_its_own(
     assert len(hyperparameters(second)) == 4
 
 
-def test_a_logger_that_joins_later_begins_there_and_disturbs_none(tmp_path):
-    fit(tmp_path, max_steps=5, max_epochs=None, logger=lumen.CSVLogger())
-    trainer = fit(
-        tmp_path, max_steps=9, max_epochs=None, resume="auto", logger=[lumen.TensorBoardLogger(), lumen.CSVLogger()]
-    )
-    directory = trainer.run_directory
-    assert [step for step, _ in scalars(directory)["loss"]] == [6, 7, 8, 9]
-    assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == list(range(1, 10))
-    assert len(hyperparameters(directory)) == 4
-
-
 def test_a_logger_that_joins_later_and_is_cut_off_before_a_checkpoint_repeats_nothing(tmp_path):
-    class Fails(Regression):
-        def training_step(self, batch):
-            if self.global_step == 8:
-                raise RuntimeError("on purpose")
-            return super().training_step(batch)
-
     saving = {"callbacks": [lumen.ModelCheckpoint(every_n_epochs=0)], "max_epochs": None}
     fit(tmp_path, max_steps=5, logger=lumen.CSVLogger(), **saving)
     both = [lumen.CSVLogger(), lumen.TensorBoardLogger()]
@@ -347,6 +330,7 @@ def test_a_logger_that_joins_later_and_is_cut_off_before_a_checkpoint_repeats_no
     fit(tmp_path, max_steps=9, resume="auto", logger=both, **saving)
     assert [step for step, _ in scalars(directory)["loss"]] == [6, 7, 8, 9]
     assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == list(range(1, 10))
+    assert len(hyperparameters(directory)) == 4
 
 
 def test_a_logger_that_was_left_out_for_a_while_keeps_its_record(tmp_path):

@@ -223,23 +223,6 @@ def test_gradients_of_one_optimizer_are_clipped_as_torch_does(tmp_path, algorith
 # ---------------------------------------------------------------------- steps and checkpoints
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp16"])
-def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, precision):
-    dtype = torch.float64 if precision == "fp64" else torch.float32
-    ends = []
-    for name, cuts in (("whole", (17,)), ("parts", (5, 17))):
-        for max_steps in cuts:
-            task = Gan(dtype, every=2)
-            options = {"max_steps": max_steps, "resume": "auto", "precision": precision, "log_every_n_steps": 1}
-            trainer = quiet_trainer(tmp_path / name, **options)
-            trainer.fit(task, pair_loader(dtype=dtype, shuffle=True), pair_loader(dtype=dtype))
-        metrics = (trainer.run_directory / "metrics.csv").read_bytes()
-        ends.append((weights(task), metrics, newest(trainer).state["schedulers"]))
-    assert torch.equal(ends[0][0], ends[1][0])
-    assert ends[0][1:] == ends[1][1:]
-    assert trainer.global_step == 17
-
-
 def newest(trainer):
     return Checkpoint.open(find_checkpoints(trainer.run_directory / "checkpoints")[-1])
 
@@ -496,15 +479,6 @@ def test_a_plain_backward_is_refused_where_it_has_to_be_scaled(tmp_path):
         bare_trainer(tmp_path, max_steps=1, precision="fp16").fit(
             Plain(torch.float32), pair_loader(dtype=torch.float32)
         )
-
-
-def test_a_task_that_moves_nothing_is_told_in_its_first_epoch(tmp_path):
-    class Idle(Gan):
-        def training_step(self, batch):
-            self.manual_backward(critic_loss(self.generator, self.critic, *batch))
-
-    with pytest.raises(TrainingError, match=r"no optimizer has moved.*self.optimizers\(\)"):
-        bare_trainer(tmp_path, max_steps=1).fit(Idle(), pair_loader())
 
 
 def test_a_loss_without_a_gradient_and_an_infinite_one_are_errors(tmp_path):

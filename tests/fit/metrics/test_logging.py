@@ -402,17 +402,6 @@ def test_nan_stays_nan_however_values_are_reduced(reduce_fx, place, as_tensor):
     assert math.isnan(Accumulator.of_ranks(reduce_fx, [accumulator.sums() for accumulator in ranks]).compute())
 
 
-@pytest.mark.parametrize("reduce_fx", ["min", "max"])
-def test_an_epochs_extreme_is_nan_where_a_value_was(tmp_path, reduce_fx):
-    def log(task, batch):
-        value = torch.tensor(math.nan if task.global_step == 1 else float(task.global_step))
-        task.log("x", value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
-
-    memory, _ = fit(tmp_path, Logs(log), loader(24, 8))
-    ((_, value),) = memory.of("x")
-    assert math.isnan(value)
-
-
 def test_weights_that_are_tensors_do_not_round_the_mean(tmp_path):
     """A number of tokens as `mask.sum()` gives it made a sum in float32 of the values."""
 
@@ -446,13 +435,15 @@ def test_a_value_that_is_no_number_yet_is_logged_as_it_is(tmp_path):
 class Classification(lumen.TaskModule):
     """Three classes; how the metrics are fed is a parameter."""
 
-    def __init__(self, feed, metrics, **options):
+    def __init__(self, feed, metrics, itself=False, **options):
         super().__init__()
         self.net = nn.Linear(6, 3)
         nn.init.constant_(self.net.bias, 0.1)
         with torch.no_grad():
             self.net.weight.copy_(torch.arange(18.0).reshape(3, 6).sin())
-        self.train_metrics, self.val_metrics = metrics.clone(), metrics.clone()
+        self.itself = itself
+        names = ({"prefix": "train_"}, {"prefix": "val_"}) if itself else ({}, {})
+        self.train_metrics, self.val_metrics = (metrics.clone(**name) for name in names)
         self.feed, self.options = feed, options
 
     def follow(self, metrics, prefix, batch):
@@ -461,7 +452,9 @@ class Classification(lumen.TaskModule):
             metrics.update(scores, classes)
         else:
             metrics(scores, classes)
-        if isinstance(metrics, MetricCollection):
+        if self.itself:
+            self.log_dict(metrics, **self.options)
+        elif isinstance(metrics, MetricCollection):
             self.log_dict({f"{prefix}{name}": metric for name, metric in metrics.items()}, **self.options)
         else:
             self.log(f"{prefix}metric", metrics, **self.options)
@@ -512,8 +505,9 @@ class Evaluated(lumen.TaskModule):
         self.log("test_metric", self.task.val_metrics)
 
 
+@pytest.mark.parametrize("itself", [False, True])
 @pytest.mark.parametrize("feed", ["update", "forward"])
-def test_a_collection_is_logged_by_log_dict(tmp_path, feed):
+def test_a_collection_is_logged_by_log_dict(tmp_path, feed, itself):
     """Accuracy, precision and recall share their state inside a collection; the fourth has its own."""
     collection = MetricCollection(
         {
@@ -523,33 +517,12 @@ def test_a_collection_is_logged_by_log_dict(tmp_path, feed):
             "top2": MulticlassAccuracy(3, top_k=2),
         }
     )
-    task = Classification(feed, collection)
+    task = Classification(feed, collection, itself)
     memory, _ = fit(tmp_path, task, loader(50, 8), max_epochs=3, val_dataloaders=loader(21, 4))
     for name, value in metric_of(collection, task, 50).items():
         assert [found for _, found in memory.of(f"train_{name}")] == [value.item()] * 3
     for name, value in metric_of(collection, task, 21).items():
         assert [found for _, found in memory.of(f"val_{name}")] == [value.item()] * 3
-
-
-def test_log_dict_takes_a_collection_itself(tmp_path):
-    class Direct(Regression):
-        def __init__(self):
-            super().__init__(lr=0.0)
-            self.metrics = MetricCollection(
-                {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}, prefix="val_"
-            )
-
-        def validation_step(self, batch):
-            self.metrics.update(self(batch[0]), batch[1])
-            self.log_dict(self.metrics)
-
-    task = Direct()
-    memory, _ = fit(tmp_path, task, loader(50, 8), max_epochs=2, val_dataloaders=loader(21, 4))
-    inputs, targets = regression_data(21)
-    with torch.no_grad():
-        error = nn.functional.mse_loss(task(inputs), targets).item()
-    assert [value for _, value in memory.of("val_mse")] == [pytest.approx(error, rel=1e-6)] * 2
-    assert [value for _, value in memory.of("val_rmse")] == [pytest.approx(error**0.5, rel=1e-6)] * 2
 
 
 def test_a_metric_may_log_the_value_of_each_step(tmp_path):
@@ -671,34 +644,6 @@ def test_callback_metrics_have_the_precision_of_the_task(tmp_path, dtype):
         torch.testing.assert_close(values["count"], torch.tensor(count, dtype=dtype))
     assert trainer.newest_values["count"] == count
     assert {value for _, value in memory.of("count")} == {count}
-
-
-def test_the_learning_rate_monitor_logs_the_rate_each_update_used(tmp_path):
-    class Groups(Regression):
-        rates = ()
-
-        def on_before_optimizer_step(self, optimizer):
-            self.rates += (tuple(group["lr"] for group in optimizer.param_groups),)
-
-        def configure_optimizers(self):
-            groups = [{"params": [parameter]} for parameter in self.parameters()]
-            optimizer = torch.optim.SGD(groups[: self.hparams.optimizer], lr=0.1)
-            return [optimizer], [
-                {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
-            ]
-
-    for groups, names in ((1, ["lr"]), (3, ["lr/group_0", "lr/group_1", "lr/group_2"])):
-        task = Groups(optimizer=groups)
-        memory, _ = fit(
-            tmp_path,
-            task,
-            loader(50, 8),
-            accumulate_grad_batches=3,
-            max_epochs=4,
-            callbacks=[lumen.LearningRateMonitor()],
-        )
-        for place, name in enumerate(names):
-            assert memory.of(name) == [(step + 1, rates[place]) for step, rates in enumerate(task.rates)]
 
 
 def test_the_norm_of_clipped_gradients_is_logged(tmp_path):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: their formulas, warm-up before any of them, and an exact way back into the middle."""
+"""Learning-rate schedules: their formulas, and warm-up before any of them."""
 
 import math
 from itertools import pairwise
@@ -64,10 +64,7 @@ def curve(build, steps=40):
             lambda optimizer, **w: wsd(optimizer, 30, 8, floor=0.1, **w),
             lambda t: 1 - 0.9 * math.sqrt(min(max(t - 12, 0) / 8, 1)),
         ),
-        (
-            lambda optimizer, **w: wsd(optimizer, 30, 8, shape="linear", **w),
-            lambda t: 1 - min(max(t - 12, 0) / 8, 1),
-        ),
+        (lambda optimizer, **w: wsd(optimizer, 30, 8, shape="linear", **w), lambda t: 1 - min(max(t - 12, 0) / 8, 1)),
     ],
     ids=["constant", "linear", "cosine", "inverse_sqrt", "wsd", "wsd linear"],
 )
@@ -229,48 +226,14 @@ def test_a_plateau_and_its_warm_up_may_both_count_epochs(tmp_path):
     assert task.rates[::5] == pytest.approx([0.0, 0.1 / 3, 0.2 / 3, 0.05, 0.05, 0.025, 0.0125, 0.0125])
 
 
-# ---------------------------------------------------------------------- an exact way back
-
-
-def every_step(build):
-    def configure(parameters):
-        optimizer = AdamW(parameters, lr=0.01)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": build(optimizer), "interval": "step"}}
-
-    return configure
-
-
-RESUMED = {
-    "constant": every_step(lambda o: constant(o, warmup=12)),
-    "linear": every_step(lambda o: linear(o, 40, warmup=12)),
-    "cosine": every_step(lambda o: cosine(o, 40, floor=0.1, warmup=12, start=0.3)),
-    "cosine without warm-up": every_step(lambda o: cosine(o, 40)),
-    "inverse_sqrt": every_step(lambda o: inverse_sqrt(o, 12)),
-    "wsd": every_step(lambda o: wsd(o, 40, 15, warmup=12)),
-    "OneCycleLR": every_step(lambda o: Warmup(OneCycleLR(o, 0.05, total_steps=29), 12)),
-    "SequentialLR": every_step(lambda o: Warmup(SCHEDULERS["SequentialLR"](o), 12, 0.2)),
-    "ReduceLROnPlateau": with_plateau(12),
-}
-
-
-@pytest.mark.parametrize("schedule", RESUMED)
-def test_a_run_in_three_parts_has_every_bit_of_one_part(tmp_path, schedule):
-    """One cut lies within the warm-up, one after it, both within an epoch."""
-    _, whole = fit(tmp_path, RESUMED[schedule], **UNRECORDED)
-    parts = [
-        fit(tmp_path, RESUMED[schedule], resume="auto", **limit)[1]
-        for limit in ({"max_steps": 7}, {"max_steps": 23}, {})
-    ]
-    assert [len(part.rates) for part in parts] == [7, 16, 17]
-    assert [rate for part in parts for rate in part.rates] == whole.rates
-    assert len(set(whole.rates)) > 4
-    for ours, theirs in zip(parts[-1].parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_a_run_that_goes_on_longer_follows_the_longer_schedule(tmp_path):
     def planned(steps):
-        return every_step(lambda o: cosine(o, steps, warmup=5))
+        def configure(parameters):
+            optimizer = AdamW(parameters, lr=0.01)
+            schedule = cosine(optimizer, steps, warmup=5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        return configure
 
     fit(tmp_path, planned(20), max_epochs=4)
     _, task = fit(tmp_path, planned(40), resume="auto")

@@ -100,18 +100,30 @@ class Given(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+class WeighedByBatch(Given):
+    """Knows its weights before the forward."""
+
+    def training_step(self, batch):
+        return super().training_step(batch)[0]
+
+    def batch_weight(self, batch):
+        return batch[0][1]
+
+
 def batches(*pairs):
     """One micro-batch for each (loss, weight)."""
     return DataLoader(torch.tensor(pairs, dtype=torch.float64), 1)
 
 
-def test_gradients_are_weighted_means_also_where_weights_come_out_of_the_forward(tmp_path):
-    task = Given()
+@pytest.mark.parametrize("kind", [Given, WeighedByBatch])
+def test_gradients_are_weighted_means(tmp_path, kind):
+    """The weights come out of the forward, or are known before it."""
+    task = kind()
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=3)
     trainer.fit(task, batches((3.0, 1.0), (5.0, 4.0), (-7.0, 0.0), (2.0, 1000.0), (4.0, 3000.0)))
     expected = [(3 * 1 + 5 * 4) / 5, (2 * 1000 + 4 * 3000) / 4000]
     assert task.gradients == [pytest.approx(value, rel=1e-14) for value in expected]
-    assert trainer.run.progress.weight_guess == 4096.0
+    assert kind is WeighedByBatch or trainer.run.progress.weight_guess == 4096.0
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -211,38 +223,7 @@ def test_a_skipped_fp16_update_is_said_once_and_again_where_many_follow_each_oth
     assert "an update was skipped" not in caplog.text
 
 
-class WeighedByBatch(Given):
-    """Knows its weights before the forward."""
-
-    def training_step(self, batch):
-        return super().training_step(batch)[0]
-
-    def batch_weight(self, batch):
-        return batch[0][1]
-
-
-def test_weights_known_beforehand_give_the_same_gradients(tmp_path):
-    pairs = [(3.0, 1.0), (5.0, 4.0), (-7.0, 0.0), (2.0, 1000.0)]
-    tasks = [Given(), WeighedByBatch()]
-    for task in tasks:
-        bare_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=3).fit(task, batches(*pairs))
-    assert tasks[0].gradients == [pytest.approx(gradient, rel=1e-14) for gradient in tasks[1].gradients]
-    assert tasks[1].gradients == [pytest.approx(23 / 5, rel=1e-15), 2.0] * 2
-
-
 @pytest.mark.parametrize("kind", [Given, WeighedByBatch])
 def test_a_negative_weight_is_an_error(tmp_path, kind):
     with pytest.raises(TrainingError, match=r"a micro-batch has the weight -2.0; a weight is a finite number >= 0"):
         bare_trainer(tmp_path, max_epochs=1).fit(kind(), batches((1.0, 1.0), (1.0, -2.0)))
-
-
-def test_a_weight_for_only_some_micro_batches_of_a_step_ends_the_run(tmp_path):
-    class Sometimes(Given):
-        def training_step(self, batch, batch_idx):
-            loss, weight = super().training_step(batch)
-            return (loss, weight) if batch_idx % 2 else loss
-
-    with pytest.raises(TrainingError, match="for one micro-batch of a step and none for another"):
-        bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(
-            Sometimes(), batches((1.0, 1.0), (1.0, 1.0))
-        )

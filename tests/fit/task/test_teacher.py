@@ -51,15 +51,9 @@ def test_it_has_the_bits_of_a_loop_by_hand(tmp_path, options, decay, by_hand):
     assert task.teacher.training != options.get("eval_mode", False)
 
 
-def test_micro_batches_do_not_move_it(tmp_path):
-    online, target = fit(tmp_path, Byol(decay=0.9), accumulate_grad_batches=2, max_steps=5)
-    expected = loop(constant, 5, accumulate=2)
-    assert same(online, expected[0])
-    assert same(target, expected[1])
-
-
-def test_it_follows_a_task_that_optimizes_by_hand(tmp_path):
-    online, target = fit(tmp_path, ByHand(decay=0.9), max_steps=5)
+@pytest.mark.parametrize(("kind", "options"), [(Byol, {"accumulate_grad_batches": 2}), (ByHand, {})])
+def test_only_updates_move_it_also_by_hand(tmp_path, kind, options):
+    online, target = fit(tmp_path, kind(decay=0.9), max_steps=5, **options)
     expected = loop(constant, 5, accumulate=2)
     assert same(online, expected[0])
     assert same(target, expected[1])

@@ -98,12 +98,7 @@ def test_a_module_that_only_one_of_them_calls_is_a_difference(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-        {"precision": "bf16"},
-        {"halve_on_oom": True},
-    ],
+    [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16"}, {"halve_on_oom": True}],
 )
 def test_recording_leaves_every_bit_of_a_training_alone(tmp_path, options):
     fit = training(tmp_path, **options)

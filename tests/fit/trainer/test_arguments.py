@@ -137,10 +137,7 @@ def test_an_argument_that_only_lightnings_trainer_has_says_what_to_write(name):
         ({"max_epochs": True}, r"max_epochs: expected an int or None, found True"),
         ({"check_val_every_n_epoch": 1.2}, r"check_val_every_n_epoch: expected an int, found 1.2"),
         ({"gradient_clip_val": "1.0"}, r"gradient_clip_val: expected a number or None, found '1.0'"),
-        (
-            {"accumulate_grad_batches": [1]},
-            r"_grad_batches: expected an int or a dict of an int, found \[1\]",
-        ),
+        ({"accumulate_grad_batches": [1]}, r"_grad_batches: expected an int or a dict of an int, found \[1\]"),
         ({"seed": "abc"}, r"seed: expected an int or None, found 'abc'"),
         ({"resume": True}, r"resume: expected a string, a path or None, found True"),
         ({"logger": 3}, r"logger: expected True or False, 'csv', .*, a Logger or a list of .* a Logger, found 3"),

@@ -137,22 +137,6 @@ def test_a_misspelt_monitor_is_an_error_without_validation_too(tmp_path, callbac
     assert names(tmp_path)[-1] == "step-00000007"
 
 
-def test_a_stop_that_waits_for_min_epochs_survives_a_resume(tmp_path):
-    def stopping():
-        return [lumen.EarlyStopping("val_loss", patience=0, min_delta=1e9)]
-
-    whole = fit(tmp_path / "whole", max_epochs=9, min_epochs=5, callbacks=stopping())
-
-    class Cut(lumen.Callback):
-        def on_train_epoch_start(self, trainer, task):
-            if trainer.current_epoch == 3:
-                raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        fit(tmp_path, max_epochs=9, min_epochs=5, callbacks=[*stopping(), Cut()])
-    assert fit(tmp_path, max_epochs=9, min_epochs=5, callbacks=stopping()).current_epoch == whole.current_epoch == 5
-
-
 def test_an_epoch_whose_last_update_is_skipped_is_saved_all_the_same(tmp_path):
     class SkipsTheLast(Regression):
         def training_step(self, batch, batch_idx):
@@ -227,20 +211,6 @@ def test_fast_dev_run_touches_no_run_directory(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     fit(tmp_path, fast_dev_run=True)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_plateau_may_watch_the_training_loss_of_each_step(tmp_path):
-    class Plateau(Regression):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "monitor": "loss", "interval": "step"},
-            }
-
-    trainer = fit(tmp_path, Plateau(), max_steps=3)
-    assert trainer.optimizers[0].param_groups[0]["lr"] < 1e-2
 
 
 def test_after_an_evaluation_what_only_training_has_says_so(tmp_path):

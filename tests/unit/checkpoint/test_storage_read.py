@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-import pickle
 import shutil
 from itertools import combinations_with_replacement
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +12,7 @@ import torch
 from lumen.checkpoint.format.folder import find_checkpoints, newest_valid, read_info
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError
-from tests.helpers.checkpoints import (
-    FILES,
-    REGIONS,
-    assert_small,
-    bytes_read,
-    handmade,
-    same,
-    save,
-    small,
-    tamper,
-)
+from tests.helpers.checkpoints import FILES, REGIONS, assert_small, bytes_read, handmade, same, save, small, tamper
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e5m2, torch.complex128])
@@ -249,15 +237,6 @@ def test_a_header_that_disagrees_with_the_manifest_is_damage(tmp_path, header, d
         Checkpoint.open(path)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_link_that_leaves_the_checkpoint_is_refused(tmp_path, name):
-    path = small(tmp_path / "step-1")
-    shutil.move(path / name, tmp_path / "outside")
-    (path / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(CheckpointDamaged, match=f"{name} is a link that leaves"):
-        Checkpoint.open(path)
-
-
 def test_a_linked_folder_inside_a_checkpoint_is_refused_but_a_linked_checkpoint_opens(tmp_path):
     path = small(tmp_path / "step-1")
     (tmp_path / "runs").mkdir()
@@ -267,32 +246,6 @@ def test_a_linked_folder_inside_a_checkpoint_is_refused_but_a_linked_checkpoint_
     (path / "model").symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointDamaged, match="leaves the checkpoint"):
         Checkpoint.open(path)
-
-
-class Bomb:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
-def test_no_pickle_is_ever_executed(tmp_path):
-    marker = tmp_path / "executed"
-    bomb = pickle.dumps(Bomb(marker))
-    path = small(tmp_path / "step-1")
-    for name in ("model.pt", ".metadata", "model/00000-00002.safetensors", "optimizer/state.pkl"):
-        (path / name).write_bytes(bomb)
-    assert_small(path)
-    for name in FILES:
-        data = (path / name).read_bytes()
-        (path / name).write_bytes(bomb)
-        with pytest.raises(CheckpointDamaged, match=name):
-            Checkpoint.open(path, verify="sizes")
-        (path / name).write_bytes(data)
-    assert not marker.exists()
-    pickle.loads(bomb)
-    assert marker.exists()  # the bomb is live
 
 
 def test_another_format_version_is_no_damage(tmp_path):

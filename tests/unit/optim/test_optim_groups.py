@@ -66,10 +66,7 @@ def test_classes_and_their_bases_say_what_decays_and_a_tied_parameter_is_the_fir
             MATRICES_OF | {"no_decay": ["BatchNorm1d", "Embedding"]},
             r"body\.rms\.weight of RootMeanSquareNorm is in neither",
         ),
-        (
-            MATRICES_OF | {"no_decay": ["Module"]},
-            r"token of Mixed is in both;.* stem\.0\.weight of Conv1d is in both",
-        ),
+        (MATRICES_OF | {"no_decay": ["Module"]}, r"token of Mixed is in both;.* stem\.0\.weight of Conv1d is in both"),
         ({"decay": ["Linear"], "spared": ["Embedding"]}, "expected a list of class names for decay"),
         ({"decay": "Linear", "no_decay": ["Embedding"]}, "expected a list of class names for decay"),
     ],
