@@ -42,9 +42,14 @@ def main(args: list[str] | None = None) -> int:
         stdout.flush()  # here, where a closed pipe is no error, and not when Python exits
 
 
+def is_verbose() -> bool:
+    """Return True if all frames of errors were asked for."""
+    return os.environ.get(VERBOSE) == "1"
+
+
 def tell(error: LumenError) -> int:
     """Print an error, or leave that to who has started this process; returns the exit code."""
-    if os.environ.get(VERBOSE) == "1":
+    if is_verbose():
         traceback.print_exc()
     text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
     if not worker.report(error, text):

@@ -15,8 +15,7 @@ from jsonargparse import Namespace, set_loader
 
 from lumen.callbacks import Callback
 from lumen.cli import tell, without_launchers
-from lumen.cli.building import build, explained_paths, is_plain, keep_given, take
-from lumen.cli.class_defaults import without_defaults
+from lumen.cli.building import build, explained_paths, is_plain, keep_given, seed_of, take
 from lumen.cli.commands import LOOPS
 from lumen.cli.config_checks import Check
 from lumen.cli.config_layers import Settings, Tree, as_list
@@ -25,7 +24,6 @@ from lumen.cli.interpolation import escaped, put_references, resolve
 from lumen.cli.optimization import configure_optimizers
 from lumen.cli.options import Offer, OptionParser
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
-from lumen.cli.seeds import seed_of
 from lumen.cli.words import Shown, check_methods, default_files, no_subcommands, read_words, script_command
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
@@ -203,7 +201,7 @@ class CLI:
         if asked.left_out is not None:
             record = self._recorded(skip_unset="unset" in asked.left_out, of_call=True)
             if "default" in asked.left_out:
-                record = without_defaults(record, self.parser)
+                record = self.parser.without_defaults(record)
             print(dump_yaml(record), end="", file=stdout)
             raise Shown
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import final
+from typing import NoReturn, final
 
 from lumen.errors import ConfigError, LumenError
 from lumen.errors.arguments import did_you_mean
@@ -40,6 +40,43 @@ class Command:
     summary: str
     module: str
     has_config: bool = False
+
+
+@final
+class Words(argparse.ArgumentParser):
+    """Reads a command line; what is wrong with it is a ConfigError.
+
+    Args:
+        name: The command's name.
+        command: The command, whose summary begins the help.
+        usage: Its arguments in a line.
+        more: What its help says beside its options.
+    """
+
+    def __init__(self, name: str, command: Command, usage: str, more: str) -> None:
+        super().__init__(
+            usage=f"lumen {name} {usage}",
+            description=f"{command.summary} {more}",
+            allow_abbrev=False,
+        )
+        self._name = name
+
+    def read(self, words: list[str]) -> argparse.Namespace:
+        """The values of all options.
+
+        Raises:
+            ConfigError: An option is unknown, missing, or has no such value.
+        """
+        options = [option for action in self._actions for option in action.option_strings]
+        for word in (word.partition("=")[0] for word in words if word.startswith("-")):
+            if word not in options:
+                hint = did_you_mean(word, options) or f" lumen {self._name} --help shows all."
+                raise ConfigError(f"lumen {self._name} has no option {word}.{hint}")
+        return self.parse_args(words)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of ending the process."""
+        raise ConfigError(f"{message}. Usage: {self.usage}")
 
 
 def known() -> list[str]:
@@ -99,13 +136,13 @@ def find(name: str) -> Callable[[list[str]], int]:
     return run
 
 
-def parser_of(name: str) -> ArgumentParser:
+def parser_of(name: str) -> argparse.ArgumentParser:
     """Return the options of a registered command.
 
     Raises:
         ConfigError: The command cannot be imported.
     """
-    parser: ArgumentParser = _module_of(name).options()
+    parser: argparse.ArgumentParser = _module_of(name).options()
     return parser
 
 

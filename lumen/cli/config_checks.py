@@ -9,30 +9,31 @@ from __future__ import annotations
 import inspect
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import is_dataclass
 from types import NoneType
-from typing import Any, NamedTuple, final, get_args, get_origin
+from typing import Any, NamedTuple, final, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import get_import_path  # type: ignore[attr-defined]
 
 import lumen.trainer.tuner  # noqa: F401 (its callbacks have short names too)
-from lumen.cli.class_defaults import settable_defaults, takes
+from lumen.callbacks import Callback
+from lumen.cli import classes
 from lumen.cli.config_layers import Added, Keys, Settings, is_class, plain
-from lumen.cli.find_class import classes_by_name, find_class, of_lightning
-from lumen.cli.meant import callback_hint, option_hint
 from lumen.cli.optimization import Schedule
 from lumen.cli.options import OPTIONS, SUPPLIED, OptionParser, Options, short_key
-from lumen.cli.type_hints import bases_in, classes_in, hints_in, in_words, is_mapping, item_of, may_be_true, members_of
 from lumen.cli.yaml_text import as_written
 from lumen.errors import ConfigError
 from lumen.errors.arguments import did_you_mean, says_nothing
+from lumen.errors.lightning_names import INSTEAD, INSTEAD_OF_CLASSES, RENAMED
 from lumen.strategies.factory import processes_of
 from lumen.trainer.trainer import Trainer
 
 _OF_TRAINER = inspect.signature(Trainer).parameters.keys()
+_A_TRAINERS = re.compile(rf"\b({'|'.join(_OF_TRAINER)})\b")
+_ALSO_CALLED = {"lr": "learning_rate", "learning_rate": "lr", "epochs": "max_epochs", "steps": "max_steps"}
 _INSTEAD = {
     ("trainer", "seed"): "Use seed_everything.",
     ("seed",): "Use seed_everything.",
@@ -48,8 +49,8 @@ _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY, default=
 
 
 @final
-class Asked(NamedTuple):
-    """A class that the settings name: where its arguments stand, which it is given, and which it takes."""
+class NamedClass(NamedTuple):
+    """Class that the settings name: the place of its arguments, those that are given, and those that it takes."""
 
     path: Keys
     kind: type
@@ -57,12 +58,12 @@ class Asked(NamedTuple):
     parameters: Mapping[str, inspect.Parameter]
 
     def fits(self, name: str) -> bool:
-        """Whether a parameter takes the value that is given."""
+        """Return True if a parameter takes the value that is given."""
         value, parameter = self.given[name], self.parameters[name]
         if value is None:
             return parameter.default is None or self._takes_null(name)
         is_read = isinstance(value, dict | str) or not is_dataclass(parameter.annotation)
-        return is_read and takes(self._parser_of(name), plain({name: value}, self.path))
+        return is_read and classes.takes(self._parser_of(name), plain({name: value}, self.path))
 
     def unchecked(self) -> list[str]:
         """Names of parameters of which jsonargparse takes null, or any value, whatever their type is."""
@@ -76,13 +77,10 @@ class Asked(NamedTuple):
     def _takes_null(self, name: str) -> bool:
         """Return True if the word null on the command line means None."""
         word, parser = {name: "null"}, self._parser_of(name)
-        return takes(parser, word) and parser.parse_object(word)[name] is None
+        return classes.takes(parser, word) and parser.parse_object(word)[name] is None
 
     def _parser_of(self, name: str) -> ArgumentParser:
-        parser = ArgumentParser(exit_on_error=False)
-        others = {*self.parameters, *_supplied(self.path)} - {name}
-        parser.add_class_arguments(self.kind, skip=others, fail_untyped=False)
-        return parser
+        return classes.class_parser(self.kind, {*self.parameters, *_supplied(self.path)} - {name})
 
 
 @final
@@ -101,7 +99,7 @@ class Check:
     def __init__(self, settings: Settings, top: OptionParser, *, elsewhere: bool = False) -> None:
         self._elsewhere = elsewhere
         self.links: list[str] = []
-        self._settings, self._asked, self._problems = settings, list[Asked](), dict[Keys, str]()
+        self._settings, self._asked, self._problems = settings, list[NamedClass](), dict[Keys, str]()
         self._top, tree = top, settings.tree
         known = top.heads()
         for ours, name in settings.unread.items():
@@ -113,15 +111,13 @@ class Check:
         for key, kind in top.classes.items():
             self._ask((key,), kind, tree[key])
         for key, base in top.bases.items():
-            if settings.is_bare((key,)):
-                self._say_that_it_is_bare((key,), "a class")
-            elif is_class(tree.get(key)) or (tree.get(key) and isinstance(tree[key], str)):
+            if is_class(tree.get(key)) or (tree.get(key) and isinstance(tree[key], str)):
                 self._enter((key,), tree[key], base)
             elif key == "lr_scheduler" and isinstance(tree.get(key), list):
                 for number, entry in enumerate(tree[key]):
                     self._enter_schedule((key, str(number)), entry)
             elif tree.get(key):
-                self._problems[(key,)] = f"{settings.where((key,))}: expected a class, found {tree[key]!r}."
+                self._note((key,), f"expected a class, found {tree[key]!r}.")
         for key, kind in top.fixed.items():
             self._enter_fixed(key, tree.get(key) or {}, kind)
         if tree.get("lr_scheduler") and not tree.get("optimizer"):
@@ -153,20 +149,24 @@ class Check:
         self._try_values()
         raise ConfigError("\n".join(self._problems.values()) or str(refused)) from refused
 
-    def _ask(
-        self, path: Keys, kind: type, given: dict[str, Any], *, needy: bool = True, default: Any = None
-    ) -> list[str]:
-        """Look at the names that a class is given, and into their values; return those that it lacks."""
+    def _note(self, path: Keys, text: str) -> None:
+        """Note what is wrong with a key."""
+        self._problems[path] = f"{self._settings.where(path)}: {text}"
+
+    def _ask(self, path: Keys, kind: type, given: dict[str, Any], *, needy: bool = True, default: Any = None) -> None:
+        """Look at the names that a class is given, and into their values; if it is `needy`, at those that it lacks."""
         parser = ArgumentParser(exit_on_error=False)
         options = parser.add_class_arguments(kind, skip=_supplied(path), fail_untyped=False)
         parameters, defaults = _parameters(kind, options), parser.get_defaults().as_dict() | (default or {})
-        self._asked.append(Asked(path, kind, given, parameters))
+        self._asked.append(NamedClass(path, kind, given, parameters))
         linked = {
             name: source for name in parameters if (source := self._top.linked.get(short_key(".".join((*path, name)))))
         }
         if getattr(kind, "NONE_IS_DEFAULT", False):
-            for name in [name for name in given if given[name] in (None, "null") and _needs_a_value(parameters, name)]:
-                del given[name]  # configs of LightningCLI have every argument, and null for many that are not set
+            # configs of LightningCLI have every argument, and null for many that are not set
+            for name in [name for name, value in given.items() if value in (None, "null") and name in parameters]:
+                if NoneType not in classes.hints_in(parameters[name].annotation):
+                    del given[name]
         for name in [name for name, value in given.items() if says_nothing(kind, str(name), value)]:
             del given[name]
         for name, value in given.items():
@@ -174,14 +174,13 @@ class Check:
                 self._refuse((*path, name), kind.__name__, options, getattr(kind, "INSTEAD", {}))
                 continue
             if name in linked:
-                text = f"{self._settings.where((*path, name))}: it is taken from {linked[name]}. Leave it out."
-                self._problems[*path, name] = text
+                self._note((*path, name), f"it is taken from {linked[name]}. Leave it out.")
                 continue
-            if self._settings.is_bare((*path, name)) and not may_be_true(parameters[name].annotation):
-                self._say_that_it_is_bare((*path, name), in_words(parameters[name].annotation))
+            if self._settings.is_bare((*path, name)) and not classes.may_be_true(parameters[name].annotation):
+                self._say_that_it_is_bare((*path, name), classes.in_words(parameters[name].annotation))
                 continue
             usual, hint = defaults.get(name), parameters[name].annotation
-            if is_class(usual) and isinstance(value, str) and _names_a_class(value, hint):
+            if is_class(usual) and isinstance(value, str) and classes.names_a_class(value, hint):
                 value = given[name] = {"class_path": value}
             if isinstance(value, Added) and isinstance(usual, list | tuple):
                 value[:0] = usual
@@ -189,26 +188,31 @@ class Check:
         empty = inspect.Parameter.empty
         filled = {*given, *linked, *(default or {})}
         missing = [name for name, each in parameters.items() if each.default is empty and name not in filled]
-        where = self._settings.where((*path[:-1], "class_path") if path[-1:] == ("init_args",) else path)
-        for name in missing if needy else ():
-            self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set it."
-        return missing
+        has_data = self._settings.tree.get("data") or "data" in self._top.fixed
+        if path == ("model", "init_args") and has_data:
+            self.links = missing
+        elif needy:
+            where = self._settings.where((*path[:-1], "class_path") if path[-1:] == ("init_args",) else path)
+            for name in missing:
+                self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set it."
 
     def _look_into(self, value: Any, path: Keys, hint: Any, default: Any = None) -> None:
         """Find the classes in a value."""
-        records: list[Any] = [each for each in members_of(hint) if is_dataclass(each) or is_mapping(each)]
-        if is_class(value) or (isinstance(value, str) and _names_a_class(value, hint)):
+        records: list[Any] = [
+            each for each in classes.members_of(hint) if is_dataclass(each) or classes.is_mapping(each)
+        ]
+        if is_class(value) or (isinstance(value, str) and classes.names_a_class(value, hint)):
             self._enter(path, value, hint, default)
-        elif isinstance(value, dict) and len(records) == 1 and not is_mapping(records[0]):
+        elif isinstance(value, dict) and len(records) == 1 and not classes.is_mapping(records[0]):
             self._ask(path, records[0], value)
-        elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes_in(hint)}:
-            meant = f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}."
-            self._problems[path] = f"{self._settings.where(path)}: {meant}"
-        elif isinstance(value, dict) and (found := [key for key in value if type(key) is float]) and _counts(hint):
-            text = f"a key is a whole number, found {found[0]}. Write it as one."  # it would be cut off
-            self._problems[path] = f"{self._settings.where(path)}: {text}"
+        elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes.classes_in(hint)}:
+            self._note(path, f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}.")
+        elif (
+            isinstance(value, dict) and (found := [key for key in value if type(key) is float]) and classes.counts(hint)
+        ):  # it would be cut off
+            self._note(path, f"a key is a whole number, found {found[0]}. Write it as one.")
         elif isinstance(value, dict | list):
-            inner = item_of(hint, value)
+            inner = classes.item_of(hint, value)
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 self._look_into(item, (*path, str(key)), inner)
 
@@ -220,52 +224,43 @@ class Check:
         place = path if isinstance(node, str) else (*path, "class_path")
         node = {"class_path": node} if isinstance(node, str) else node
         settings, name = self._settings, str(node.get("class_path") or "")
-        if (found := of_lightning(name)) is not None:
+        if (found := classes.of_lightning(name)) is not None:
             self._problems[*path, "class_path"] = f"{settings.where(place)}: {name} is Lightning's. {found.instead}"
             if found.name is None:
                 return
             name = found.name  # to look at its arguments too
         try:
-            kind = find_class(name, bases_in(hint), settings.where(place), settings.files)
+            kind = classes.find_class(name, classes.bases_in(hint), settings.where(place), settings.files)
         except ConfigError as error:
-            self._problems[path] = f"{error}{callback_hint(path, name)}"
+            self._problems[path] = f"{error}{_callback_hint(path, name)}"
             return
         if inspect.isclass(kind) and name == kind.__name__ and isinstance(node, dict):
             node["class_path"] = get_import_path(kind)  # jsonargparse would find one of Lightning's too
         if inspect.isclass(kind) and "dict_kwargs" not in node:
-            linked = path == ("model",) and self._has_data
             # the class that gets it builds it, with what is missing
-            built_later = any(get_origin(part) is Callable for part in hints_in(hint))
+            built_later = any(get_origin(part) is Callable for part in classes.hints_in(hint))
             given, usual = node.get("init_args") or {}, None
             if is_class(default) and default["class_path"] == get_import_path(kind):
                 usual = default.get("init_args")
             elif is_class(default) and isinstance(node, dict):  # jsonargparse would keep those of the other class
-                node["init_args"] = given = {**settable_defaults(kind, default.get("init_args") or {}), **given}
-            missing = self._ask((*path, "init_args"), kind, given, needy=not (linked or built_later), default=usual)
-            self.links = missing if linked else self.links
-
-    @property
-    def _has_data(self) -> bool:
-        return bool(self._settings.tree.get("data")) or "data" in self._top.fixed
+                node["init_args"] = given = {**classes.settable_defaults(kind, default.get("init_args") or {}), **given}
+            self._ask((*path, "init_args"), kind, given, needy=not built_later, default=usual)
 
     def _enter_fixed(self, key: str, node: Any, kind: type) -> None:
         """Look at what the model or the data is given, whose class is the script's."""
         if not is_class(node) and node:
-            self._problems[key,] = f"{self._settings.where((key,))}: expected `name: value` lines, found {node!r}."
+            self._note((key,), f"expected `name: value` lines, found {node!r}.")
             return
         named = node.get("class_path")
         if named not in (None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
             text = f"the class is {kind.__name__}, which the script says, found {named}. Leave class_path out."
-            self._problems[key, "class_path"] = f"{self._settings.where((key, 'class_path'))}: {text}"
-        linked = key == "model" and self._has_data
-        missing = self._ask((key, "init_args"), kind, node.get("init_args") or {}, needy=not linked)
-        self.links = missing if linked else self.links
+            self._note((key, "class_path"), text)
+        self._ask((key, "init_args"), kind, node.get("init_args") or {})
 
     def _enter_schedule(self, path: Keys, entry: Any) -> None:
         """Look at one of several schedulers, and at when it moves."""
         if not (isinstance(entry, dict) and is_class(entry.get("scheduler"))):
-            expected = "expected a class, or {scheduler: CLASS, interval: step}"
-            self._problems[path] = f"{self._settings.where(path)}: {expected}, found {entry!r}."
+            self._note(path, f"expected a class, or {{scheduler: CLASS, interval: step}}, found {entry!r}.")
             return
         self._enter((*path, "scheduler"), entry["scheduler"], self._top.bases["lr_scheduler"])
         self._ask(path, Schedule, {name: value for name, value in entry.items() if name != "scheduler"})
@@ -283,7 +278,7 @@ class Check:
                 # by its name alone: a strategy is built once
                 processes_of(None, None, **alone) if name == "strategy" else Trainer(**alone)
             except ConfigError as error:
-                self._problems[path] = f"{self._settings.where(path)}: {str(error).removeprefix(f'{name}: ')}"
+                self._note(path, str(error).removeprefix(f"{name}: "))
 
     def _try_values(self) -> None:
         """Find the values that do not fit, from the inside out; what a wrong one is part of is not tried."""
@@ -296,48 +291,36 @@ class Check:
                     self._try_trainer({name: asked.value(name)} if asked.path == ("trainer",) else {})
                 else:
                     value, hint = asked.given[name], asked.parameters[name].annotation
-                    near = did_you_mean(value, classes_by_name(bases_in(hint))) if isinstance(value, str) else ""
-                    found = f"expected {in_words(hint)}, found {as_written(value)}.{near}"
-                    self._problems[path] = f"{self._settings.where(path)}: {found}"
+                    kinds = classes.classes_by_name(classes.bases_in(hint))
+                    near = did_you_mean(value, kinds) if isinstance(value, str) else ""
+                    self._note(path, f"expected {classes.in_words(hint)}, found {as_written(value)}.{near}")
         for name, hint in self._top.types_of_single().items():
             parser = ArgumentParser(exit_on_error=False)
             parser.add_argument("--value", type=hint)
             keys, place = tuple(name.split(".")), self._settings.tree
             for key in keys[:-1]:
                 place = place[key] if isinstance(place.get(key), dict) else {}
-            if (given := place.get(keys[-1])) is not None and not takes(parser, {"value": given}):
-                found = f"{in_words(hint)}, found {as_written(given)}"
-                self._problems[keys] = f"{self._settings.where(keys)}: expected {found}."
+            if (given := place.get(keys[-1])) is not None and not classes.takes(parser, {"value": given}):
+                self._note(keys, f"expected {classes.in_words(hint)}, found {as_written(given)}.")
 
     def _say_that_it_is_bare(self, path: Keys, expected: str) -> None:
         """Note that an option stands on the command line without the value that it needs."""
         option = f"--{short_key('.'.join(path))}"
-        text = f"no value is given, expected {expected}. Write {option} VALUE."
-        self._problems[path] = f"{self._settings.where(path)}: {text}"
+        self._note(path, f"no value is given, expected {expected}. Write {option} VALUE.")
 
-    def _refuse(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str] | None = None) -> None:
+    def _refuse(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str]) -> None:
         """Note that there is no such option."""
         name = str(path[-1])  # YAML has keys that are no text
-        hint = _INSTEAD.get(path) or (instead or {}).get(name)  # the latter for arguments of Lightning's
-        text = f"{owner} has no option {name}.{f' {hint}' if hint else did_you_mean(name, known)}"
-        self._problems[path] = f"{self._settings.where(path)}: {text}"
+        hint = _INSTEAD.get(path) or instead.get(name)  # the latter for arguments of Lightning's
+        self._note(path, f"{owner} has no option {name}.{f' {hint}' if hint else did_you_mean(name, known)}")
 
     def _refuse_head(self, key: str, known: list[str]) -> None:
         """Note that no section and no option is called so."""
-        where, hint = self._settings.where((key,)), _INSTEAD.get((key,))
+        hint = _INSTEAD.get((key,))
         paths = ((*each.path, name) for each in self._asked if each.path for name in each.parameters)
         options = [short_key(".".join(path)) for path in paths if not any(map(str.isdigit, path))]
-        near = f" {hint}" if hint else option_hint(str(key), known, options, typed=self._settings.is_typed((key,)))
-        self._problems[key,] = f"{where}: {self._top.prog} has no option {key}.{near}"
-
-
-def _needs_a_value(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
-    return name in parameters and NoneType not in hints_in(parameters[name].annotation)
-
-
-def _counts(hint: Any) -> bool:
-    """Whether a type holds dictionaries by whole numbers, and none by others."""
-    return {get_args(each)[0] for each in hints_in(hint) if get_origin(each) is dict} == {int}
+        near = f" {hint}" if hint else _option_hint(str(key), known, options, typed=self._settings.is_typed((key,)))
+        self._note((key,), f"{self._top.prog} has no option {key}.{near}")
 
 
 def _supplied(path: Keys) -> set[str]:
@@ -359,9 +342,41 @@ def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parame
     return {name: found.get(name, _UNKNOWN) for name in names}
 
 
-def _names_a_class(text: str, hint: Any) -> bool:
-    """Whether a text is the name of a class, where a type takes objects and no text."""
-    bases, parts = bases_in(hint), list(hints_in(hint))
-    if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
-        return False
-    return "." in text or text in classes_by_name(bases)
+def _option_hint(key: str, heads: Collection[str], options: Iterable[str], *, typed: bool) -> str:
+    """Say what else `--lr 0.1` may have meant, as a sentence after a space; "" if nothing is near.
+
+    Args:
+        key: What was written where the sections are.
+        heads: The sections, and the options that belong to none.
+        options: The arguments that the sections have, each as `SECTION.NAME`.
+        typed: It was written on the command line, where options begin with dashes.
+    """
+    dashes = "--" if typed else ""
+    by_name: dict[str, list[str]] = {}
+    for option in options:
+        by_name.setdefault(option.rpartition(".")[2], []).append(f"{dashes}{option}")
+    found = by_name.get(key) or by_name.get(_ALSO_CALLED.get(key, ""))
+    if found:
+        return f" Did you mean {' or '.join(found)}?"
+    if key in INSTEAD:
+        return " " + _A_TRAINERS.sub(rf"{dashes}trainer.\1", INSTEAD[key])
+    if near := did_you_mean(key, heads, form=f"{dashes}{{}}".format):
+        return near
+    return did_you_mean(key, by_name, cutoff=0.7, form=lambda name: " or ".join(by_name[name]))
+
+
+def _callback_hint(path: Keys, value: str) -> str:
+    """Say what else `--trainer.callbacks.patience 3` may have meant."""
+    name = path[-1]
+    if (
+        path[:-1] != ("trainer", "callbacks")
+        or name.isdigit()
+        or "." in value
+        or did_you_mean(value, {*classes.classes_by_name([Callback]), *RENAMED, *INSTEAD_OF_CLASSES}, cutoff=0.75)
+    ):
+        return ""
+    option = f"{name}={value}"
+    return (
+        f" For an option of a callback write which one, --trainer.callbacks.NAME.{option}, or add the callback first: "
+        f"--trainer.callbacks+=CLASS --trainer.callbacks.{option}."
+    )

@@ -81,7 +81,9 @@ class Settings:
         variables = _variables(f"LUMEN_{own}", known if command is None else None)
         unread = _variables(f"{_LIGHTNINGS}{own}", known)
         self.unread = {f"LUMEN_{name.removeprefix(_LIGHTNINGS)}": name for name in unread}
-        self.unread |= {f"LUMEN_{own}{name.removeprefix('LUMEN_')}": name for name in _of_scripts() if own}
+        if own:  # a command has variables of its own, apart from those of the `Trainer` of a script
+            of_scripts = [name for name in sorted(os.environ) if name.startswith("LUMEN_TRAINER__")]
+            self.unread |= {f"LUMEN_{own}{name.removeprefix('LUMEN_')}": name for name in of_scripts}
         self._layers = [("the script", merge({}, script or {}))]
         self._layers += [
             (f"the environment variable {name}", merge({}, nested(keys, os.environ[name])))
@@ -127,11 +129,6 @@ def _variables(prefix: str, known: Collection[str] | None) -> dict[str, list[str
     found = {name: name.removeprefix(prefix).lower().split("__") for name in sorted(os.environ) if name != prefix}
     ours = {name: keys for name, keys in found.items() if name.startswith(prefix)}
     return {name: keys for name, keys in ours.items() if known is None or keys[0] in known}
-
-
-def _of_scripts() -> list[str]:
-    """The environment variables that give a script's `Trainer` its arguments; a command has its own."""
-    return [name for name in sorted(os.environ) if name.startswith("LUMEN_TRAINER__")]
 
 
 def parse_words(words: list[str]) -> list[tuple[str, str]]:

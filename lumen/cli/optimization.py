@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 
 from jsonargparse import Namespace
 
-from lumen.cli.find_class import find_class
+from lumen.cli.classes import find_class
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.optim import Lookahead, decay_groups, layer_decay_groups

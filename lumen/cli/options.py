@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Action
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any, final
@@ -15,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lumen.callbacks import Callback
 from lumen.checkpoint import Weights
-from lumen.cli.config_layers import NODE, Tree, merge, nested
+from lumen.cli.classes import defaults_of, find_class
+from lumen.cli.config_layers import NODE, Tree, is_class, merge, nested
 from lumen.cli.optimization import LookaheadOptions, ParameterGroups, Schedule
 from lumen.errors import ConfigError
 from lumen.task.data_module import DataModule
@@ -193,11 +195,42 @@ class OptionParser(ArgumentParser):
             raise ConfigError(f"link_arguments({source!r}, {target!r}): {error}") from error
         self.linked[short_key(target)] = " and ".join(sources)
 
+    def without_defaults(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings as plain data, without what options and classes have by default.
+
+        Objects that the script sets anything of stay as they are: their classes' defaults are not theirs.
+        """
+        defaults, left = self.get_defaults().as_dict(), deepcopy(dict(record))
+        groups, chosen = {*self.classes, *self.fixed}, self.script.keys() & self.bases.keys()
+        for node in _nodes({key: value for key, value in left.items() if key not in chosen}):
+            kind, given = find_class(node["class_path"]), node.pop("init_args", None) or {}
+            if given := _differing(given, defaults_of(kind)):
+                node["init_args"] = given
+        for key in groups & left.keys():
+            left[key] = _differing(left[key], defaults[key])
+        if isinstance(several := left.get("lr_scheduler"), list):
+            usual = defaults["lr_scheduler"].values()
+            left["lr_scheduler"] = [_differing(*each) for each in zip(several, usual, strict=True)]
+        return {key: value for key, value in _differing(left, defaults).items() if value != {}}
+
     def _full(self, key: str) -> str:
         """An argument's name as jsonargparse has it: of a class that the settings name, it is in init_args."""
         head, _, name = key.partition(".")
         inside = head in self.bases and name and name.partition(".")[0] not in NODE
         return f"{head}.init_args.{name}" if inside else key
+
+
+def _differing(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return {name: value for name, value in given.items() if name not in known or value != known[name]}
+
+
+def _nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """Every class in plain data, from the outside in."""
+    if is_class(value):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _nodes(item)
 
 
 def short_key(key: str) -> str:

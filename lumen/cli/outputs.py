@@ -139,19 +139,12 @@ def _brief(value: Any) -> str:
 
 def write_results(results: list[Any], path: Path) -> None:
     """Write a JSON list, a JSON line for each sample, or the joined tensors of all batches."""
-    if path.suffix == ".safetensors":
-        return _write(path, _joined(results))
-    lines = chain.from_iterable(map(_samples, results)) if path.suffix == ".jsonl" else [results]
-    return _write(path, "".join(json.dumps(line, default=_plain) + "\n" for line in lines))
-
-
-def _write(path: Path, content: str | dict[str, torch.Tensor]) -> None:
-    """Write a file whole or not at all."""
     with replaced(path) as beside:
-        if isinstance(content, str):
-            beside.write_text(content, encoding="utf-8")
+        if path.suffix == ".safetensors":
+            write_safetensors(beside, _joined(results))
         else:
-            write_safetensors(beside, content)
+            lines = chain.from_iterable(map(_samples, results)) if path.suffix == ".jsonl" else [results]
+            beside.write_text("".join(json.dumps(line, default=_plain) + "\n" for line in lines), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

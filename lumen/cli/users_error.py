@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import traceback
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lumen.cli import VERBOSE
+from lumen.cli import is_verbose
 from lumen.console import stderr
 from lumen.distributed import worker
 from lumen.distributed.culprit import Frame
@@ -31,11 +30,6 @@ class _Section(NamedTuple):
 
     frames: list[tuple[Frame, list[str]]]
     after: list[str]
-
-
-def is_verbose() -> bool:
-    """Whether all frames were asked for, those of errors of Lumen's too."""
-    return os.environ.get(VERBOSE) == "1"
 
 
 def show(error: BaseException) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from textwrap import shorten
 from typing import Any, Literal, get_args, get_origin
 
-from lumen.cli.commands import LOOPS, Command, command_of, known, parser_of, summary_of
-from lumen.cli.parser import Words
+from lumen.cli.commands import LOOPS, Command, Words, command_of, known, parser_of, summary_of
 from lumen.console import stdout
 from lumen.errors.arguments import optional
 
@@ -94,7 +93,7 @@ def _offer(action: Action, of_files: Any) -> None:
 
 def _values(key: str, hint: Any) -> Iterator[str]:
     """The names that an option takes: fixed words, and built-in classes of its type."""
-    from lumen.cli.type_hints import bases_in, hints_in
+    from lumen.cli.classes import bases_in, hints_in
     from lumen.precision import PRECISIONS
     from lumen.strategies.factory import ACCELERATORS, STRATEGIES
 

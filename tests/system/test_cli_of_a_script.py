@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import lumen
-from lumen.cli.find_class import find_class
+from lumen.cli.classes import find_class
 from lumen.errors import ConfigError
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Line, Points, Slope, Spy

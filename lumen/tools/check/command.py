@@ -8,7 +8,7 @@ from typing import Any, final
 
 from lumen.cli import tell
 from lumen.cli.command_line import CLI
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.cli.users_error import show as show_error
 from lumen.cli.words import Shown
 from lumen.errors import ConfigError, LumenError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.cli.yaml_text import dump_yaml
 from lumen.console import size, stderr, stdout
 from lumen.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.console import size, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path

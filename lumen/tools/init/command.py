@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.tools.init import COMMAND

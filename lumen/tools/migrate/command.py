@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 
 import yaml
 
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.console import console, stderr, stdout
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import LIGHTNINGS

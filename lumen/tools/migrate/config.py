@@ -8,7 +8,7 @@ from typing import Any, final
 
 import yaml
 
-from lumen.cli.find_class import of_lightning
+from lumen.cli.classes import of_lightning
 from lumen.errors.lightning_names import LIGHTNINGS
 from lumen.tools.migrate.arguments import KEPT, UNKNOWN, change_of, written
 from lumen.tools.migrate.names import short_name

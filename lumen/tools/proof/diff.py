@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.console import stderr, stdout
 from lumen.data.nested import flat
 from lumen.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
 from lumen.tools.check.show import parts_of

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lumen.cli.command_line import CLI, Checked
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.console import stderr, stdout
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.console import size, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import local_path, optional

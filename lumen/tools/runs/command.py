@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lumen.cli.parser import Words
+from lumen.cli.commands import Words
 from lumen.console import size, stdout
 from lumen.tools.runs import COMMAND, records as data
 from lumen.tools.runs.find import ShownRun, runs_in

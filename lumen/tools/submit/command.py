@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from lumen.cli.command_line import Checked
-from lumen.cli.commands import LOOPS
-from lumen.cli.parser import Words
+from lumen.cli.commands import LOOPS, Words
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
 from lumen.internals.masking import masked_words

@@ -1,0 +1,254 @@
+"""Classes that settings name: what a type accepts, which class a name means, what its arguments are by default."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, Union, final, get_args, get_origin
+
+from jsonargparse import ArgumentError, ArgumentParser
+from torch import Tensor
+
+import lumen
+from lumen import __all__ as public
+from lumen.errors import ConfigError
+from lumen.errors.arguments import did_you_mean, local_path
+from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNINGS, RENAMED
+
+_NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}  # whose classes no class_path names
+
+
+def hints_in(hint: Any) -> Iterator[Any]:
+    """Yield a type, and all that it is made of."""
+    yield hint
+    for each in get_args(hint):
+        yield from hints_in(each)
+
+
+def members_of(hint: Any) -> Iterator[Any]:
+    """Yield the alternatives of a type: the members of a union, or the type alone."""
+    if get_origin(hint) in (Union, UnionType, Annotated):
+        for each in get_args(hint)[: 1 if get_origin(hint) is Annotated else None]:
+            yield from members_of(each)
+    else:
+        yield hint
+
+
+def is_mapping(hint: Any) -> bool:
+    """Return True if a type is that of dictionaries."""
+    kind = get_origin(hint) or hint
+    return inspect.isclass(kind) and issubclass(kind, Mapping)
+
+
+def item_of(hint: Any, value: Any) -> Any:
+    """Return the type of the items of a dictionary or list, of the type of the whole; which it is if that is unknown.
+
+    Args:
+        hint: The type of the whole.
+        value: A dictionary or a list.
+    """
+    typed = [each for each in members_of(hint) if inspect.isclass(get_origin(each))]
+    containers = [each for each in typed if issubclass(get_origin(each), Iterable)]
+    fitting = [each for each in containers if is_mapping(each) is isinstance(value, dict)]
+    inner = [part for each in fitting for part in get_args(each)[1 if is_mapping(each) else 0 :] if part is not ...]
+    return Union[tuple(inner)] if inner else hint  # noqa: UP007
+
+
+def bases_in(hint: Any) -> list[type]:
+    """Return the classes in a type that an object may be of: the bases of what a class_path may name."""
+    return [kind for kind in classes_in(hint) if kind.__module__ not in _NO_BASES and Protocol not in kind.__bases__]
+
+
+def classes_in(hint: Any) -> dict[type, None]:
+    """Return the classes in a type."""
+    inner = chain.from_iterable((part, get_origin(part)) for part in hints_in(hint))
+    return dict.fromkeys(filter(inspect.isclass, inner))
+
+
+def names_a_class(text: str, hint: Any) -> bool:
+    """Return True if a text is the name of a class, where a type takes objects and no text."""
+    bases, parts = bases_in(hint), list(hints_in(hint))
+    if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
+        return False
+    return "." in text or text in classes_by_name(bases)
+
+
+def counts(hint: Any) -> bool:
+    """Return True if a type holds dictionaries by whole numbers, and none by others."""
+    return {get_args(each)[0] for each in hints_in(hint) if get_origin(each) is dict} == {int}
+
+
+def may_be_true(hint: Any) -> bool:
+    """Return True if a value of a type may be `true`, or if the type is not known here."""
+    parts = list(hints_in(hint))
+    unknown = isinstance(hint, str) or any(isinstance(each, TypeVar) for each in parts)
+    return unknown or any(each in (bool, object, Any, inspect.Parameter.empty) for each in parts)
+
+
+def in_words(hint: Any) -> str:
+    """Return a type as somebody who fills in a value would call it."""
+    origin, inner = get_origin(hint), [each for each in get_args(hint) if each not in (NoneType, ..., Tensor)]
+    if hint in (Any, inspect.Parameter.empty):
+        return "another type"
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(in_words, inner)))
+    if inspect.isclass(origin) and issubclass(origin, Mapping) and len(inner) == 2:
+        return f"a dictionary of {in_words(inner[1])}"
+    if inspect.isclass(origin) and issubclass(origin, Iterable) and inner:
+        return f"a list of {' and '.join(map(in_words, inner))}"
+    return str(getattr(hint, "__name__", hint))
+
+
+# ---------------------------------------------------------------------- names of classes
+
+
+@final
+class Counterpart(NamedTuple):
+    """Class of Lumen that a class of Lightning becomes.
+
+    Attributes:
+        name: Full name of the class of Lumen, or None.
+        instead: What to write, as a sentence.
+    """
+
+    name: str | None
+    instead: str
+
+
+def of_lightning(name: str) -> Counterpart | None:
+    """Return what a class of Lightning becomes, by its full name; None for a class of others."""
+    package, _, rest = name.partition(".")
+    short = rest.rpartition(".")[2]
+    if package not in LIGHTNINGS or not short:
+        return None
+    ours: str | None = f"lumen.{short}" if short in public else RENAMED.get(short)
+    if ours is not None and ours.startswith("lumen.") and ours.rpartition(".")[2] not in public:
+        ours = None
+    return Counterpart(ours, f"Write {ours}." if ours else INSTEAD_OF_CLASSES.get(short, f"Lumen has no {short}."))
+
+
+def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Sequence[str] = ()) -> Any:
+    """Import a class by its full name, or find it by its short one among the imported classes of its bases.
+
+    Args:
+        name: Full or short name of the class.
+        bases: Of which it must be derived from one, if any are given.
+        where: Who names it, for errors.
+        files: The config files, in whose directories its module may be.
+
+    Returns:
+        None for a short name without a base: jsonargparse finds it by the type of its parameter.
+
+    Raises:
+        ConfigError: There is none, or there are several.
+    """
+    module, _, short = name.rpartition(".")
+    if not module and not bases and name:
+        return None
+    try:
+        owner = import_module(module) if module else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of what the user's module imports
+        text = f"{where}: cannot import {name}: there is no module {error.name}.{_where_it_may_be(error.name, files)}"
+        raise ConfigError(text) from error
+    known = {key: [getattr(owner, key, None)] for key in dir(owner)} if owner else classes_by_name(bases)
+    if short not in known:
+        what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
+        if not module and {short} & {*RENAMED, *INSTEAD_OF_CLASSES} and (there := of_lightning(f"lightning.{short}")):
+            raise ConfigError(f"{where}: {what} {there.instead}")
+        raise ConfigError(f"{where}: {what}{did_you_mean(short, known)} Write class_path: module.Class.")
+    found, *others = known[short]
+    if others:
+        names = ", ".join(f"{each.__module__}.{short}" for each in known[short])
+        raise ConfigError(f"{where}: several classes are called {short}: {names}. Write the name of one in full.")
+    if bases and inspect.isclass(found) and not issubclass(found, tuple(bases)):
+        kinds = " or ".join(base.__name__ for base in bases)
+        raise ConfigError(f"{where}: {name} is no {kinds}. Name a class that is derived from it.")
+    return found
+
+
+def classes_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
+    """Return the imported classes that are derived from some, by name; those of Lightning have only full names."""
+    for name, home in lumen._HOME.items():  # what only its name has imported is found by its short name too
+        if home.startswith(("lumen.integrations", "lumen.tools")):
+            getattr(lumen, name)
+    found: dict[str, list[type]] = {}
+    for kind in dict.fromkeys(chain.from_iterable(map(_derived, bases))):
+        if "<locals>" not in kind.__qualname__ and kind.__module__.partition(".")[0] not in LIGHTNINGS:
+            found.setdefault(kind.__name__, []).append(kind)
+    for name, kinds in found.items():
+        usable = [each for each in kinds if not inspect.isabstract(each) and "._" not in each.__module__]
+        usable = [each for each in usable if _is_there(each)] or usable
+        found[name] = usable if usable and len(kinds) > 1 else kinds
+    return found
+
+
+def _is_there(kind: type) -> bool:
+    """Return False if the full name of a class means another one, as after a notebook has defined it again."""
+    owner: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        owner = getattr(owner, name, None)
+    return owner is kind
+
+
+def _derived(base: type) -> Iterator[type]:
+    kinds: list[type] = type.__subclasses__(base)
+    yield from chain([base], *map(_derived, kinds))
+
+
+def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
+    """Say where a module was looked for, which one has nearly its name, and which directory of a config has it."""
+    parent, _, short = missing.rpartition(".")
+    looked_in = [*sys.modules[parent].__path__] if parent else [os.getcwd()]
+    hint = did_you_mean(short, (module.name for module in pkgutil.iter_modules(looked_in)))
+    if parent:
+        return f"{hint} It was looked for in {', '.join(looked_in)}."
+    around = [place for file in files for place in Path(os.path.abspath(local_path(file))).parents]
+    found = next((place for place in around if (place / f"{short}.py").is_file() or (place / short).is_dir()), None)
+    it_is = "Start lumen in the directory that it is in" if found is None else f"It is in {found}: start lumen there"
+    others = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    everywhere = ", ".join([f"{os.getcwd()} (where lumen was started)", *others])
+    return f"{hint} It was looked for in {everywhere} and among what is installed. {it_is}, or add that to PYTHONPATH."
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def class_parser(kind: type, skip: Collection[str] = ()) -> ArgumentParser:
+    """Return a parser of the arguments of a class, but for some."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, skip=set(skip), fail_untyped=False)
+    return parser
+
+
+def defaults_of(kind: Any) -> dict[str, Any]:
+    """Return what the arguments of a class have by default; nothing for a function."""
+    return dict(class_parser(kind).get_defaults().as_dict()) if inspect.isclass(kind) else {}
+
+
+def settable_defaults(kind: type, names: Collection[str]) -> dict[str, Any]:
+    """Return what arguments of a class have by default, of those that have one that a config may set."""
+    found, known = dict[str, Any](), defaults_of(kind)
+    for name in names & known.keys():
+        if takes(class_parser(kind, known.keys() - {name}), {name: known[name]}):
+            found[name] = known[name]
+    return found
+
+
+def takes(parser: ArgumentParser, values: Any) -> bool:
+    """Return True if the values fit the options of a parser."""
+    try:
+        parser.parse_object(values)
+    except ArgumentError:
+        return False
+    return True
