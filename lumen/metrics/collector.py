@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lumen.errors import ConfigError
-from lumen.metrics.log_call import Given, HookValue, How, LogOptions, as_metric, as_number, check_name, log_options
+from lumen.metrics.log_call import Given, HookValue, LogOptions, as_metric, as_number, check_name, log_options
 from lumen.metrics.step_values import Accumulator, Latest, agreed, by_name, floats, means, number, of_ranks
 from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, metrics_of
 
@@ -135,7 +135,7 @@ class StageMetrics:
     def _entry_for(self, name: str, value: Any, how: Given) -> _Entry:
         entry = self._entries.get(name)
         if how != self._how:
-            self._options = log_options(name, How(*how))
+            self._options = log_options(name, how)
             self._how = how
         options = self._options
         if entry is None:

@@ -105,51 +105,45 @@ class LogOptions(NamedTuple):
         return (name,) if self.on_step or self.on_epoch else ()
 
 
-#: The values of a `How` as a plain tuple: comparing it to the last call's is cheaper than building a `How` each time.
+#: The arguments of a call of `self.log`, and where it was made: see `log_options`. A plain tuple, because each call
+#: builds one and compares it with that of the last call.
 Given = tuple[bool, bool | None, bool | None, bool, bool | None, Any, bool, str, str]
 
 
-class How(NamedTuple):
-    """The arguments of a call of `self.log`, and where it was made."""
+def log_options(name: str, how: Given) -> LogOptions:
+    """Return the options of a call; `on_step` and `on_epoch` that were not given follow from where the call was made.
 
-    in_step: bool  # a number, in a training step
-    on_step: bool | None
-    on_epoch: bool | None
-    prog_bar: bool
-    logger: bool | None
-    reduce_fx: Any  # a `Reduction`, or what means one
-    add_dataloader_idx: bool
-    hook: str  # see `LogOptions`
-    loader: str  # what tells the one that is read from the others of the evaluation
-
-
-def log_options(name: str, how: How) -> LogOptions:
-    """The options of a call; `on_step` and `on_epoch` that were not given follow from where the call was made.
+    Args:
+        name: The name of the value, for errors.
+        how: True for a number in a training step; `on_step`, `on_epoch`, `prog_bar`, `logger`, `reduce_fx` (a
+            `Reduction`, or what means one) and `add_dataloader_idx`; the hook, as in `LogOptions`; and the suffix of
+            the loader that is read.
 
     Raises:
         ConfigError: An option has a wrong type, or `reduce_fx` is unknown.
     """
-    logger = True if how.logger is None else how.logger
-    switches = {"prog_bar": how.prog_bar, "logger": logger, "add_dataloader_idx": how.add_dataloader_idx}
-    for option, given in {"on_step": how.on_step, "on_epoch": how.on_epoch, **switches}.items():
+    in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, add_dataloader_idx, hook, loader = how
+    logger = True if logger is None else logger
+    switches = {"prog_bar": prog_bar, "logger": logger, "add_dataloader_idx": add_dataloader_idx}
+    for option, given in {"on_step": on_step, "on_epoch": on_epoch, **switches}.items():
         if not isinstance(given, bool) and (given is not None or option in switches):
             raise ConfigError(f"self.log({name!r}, {option}={given!r}): expected True or False.")
-    reduction = how.reduce_fx.lower() if isinstance(how.reduce_fx, str) else how.reduce_fx
+    reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
     with suppress(TypeError):  # it has no hash
         reduction = _MEANT.get(reduction, reduction)
     if not (isinstance(reduction, str) and reduction in get_args(Reduction)):
         raise ConfigError(
-            f"self.log({name!r}, reduce_fx={how.reduce_fx!r}): expected one of {', '.join(get_args(Reduction))}, or "
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): expected one of {', '.join(get_args(Reduction))}, or "
             "torch.mean, torch.sum, torch.min or torch.max. Log a torchmetrics.Metric for any other reduction."
         )
     return LogOptions(
-        how.in_step if how.on_step is None else how.on_step,
-        not how.in_step if how.on_epoch is None else how.on_epoch,
-        how.prog_bar,
-        logger,
-        cast("Reduction", reduction),
-        how.loader if how.add_dataloader_idx else "",
-        how.hook,
+        on_step=in_step if on_step is None else on_step,
+        on_epoch=not in_step if on_epoch is None else on_epoch,
+        prog_bar=prog_bar,
+        logger=logger,
+        reduce_fx=cast("Reduction", reduction),
+        suffix=loader if add_dataloader_idx else "",
+        hook=hook,
     )
 
 
