@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lumen.data.nested import convert
+from lumen.distributed.dtensor import from_local, is_cut, is_sharded, local_block, local_tensor
 from lumen.errors import ConfigError
-from lumen.internals.fully_shard import shards
 from lumen.internals.optimizers import attributes_of_all_optimizers
 
 _REFUSAL = re.compile(r"assert closure(?! is None)|if (closure is None|not closure):(\s*#.*)?\s*raise ")
@@ -176,7 +177,7 @@ class WholeMatrices(_Around):
         Raises:
             ConfigError: The optimizer inside keeps something of all parameters together.
         """
-        if not any(_is_cut(parameter) for group in self.param_groups for parameter in group["params"]):
+        if not any(is_sharded(parameter) for group in self.param_groups for parameter in group["params"]):
             self.optimizer.step()
             return
         optimizer, groups, state, before = self.optimizer, self.param_groups, self.state, self._counters()
@@ -200,12 +201,12 @@ class WholeMatrices(_Around):
         self.optimizer.param_groups = [stepped := {**group, "params": [whole]}]
         self.optimizer.state = defaultdict(dict)
         if parameter in state:
-            self.optimizer.state[whole] = _each(state[parameter], _whole)
+            self.optimizer.state[whole] = convert(state[parameter], _whole)
         self.optimizer.step()
         self._refuse({str(key) for key in self.optimizer.state if key is not whole})
-        _own(parameter.detach()).copy_(_own(_cut(whole.detach(), parameter)))
+        local_tensor(parameter.detach()).copy_(local_tensor(_cut(whole.detach(), parameter)))
         if whole in self.optimizer.state:
-            state[parameter] = _each(self.optimizer.state[whole], partial(_cut, like=parameter))
+            state[parameter] = convert(self.optimizer.state[whole], partial(_cut, like=parameter))
         return stepped
 
     def _counters(self) -> dict[str, Any]:
@@ -231,10 +232,7 @@ def muons_on_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
     if isinstance(optimizer, WholeMatrices):
         return
     if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
-        each.is_shard()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for each in getattr(parameter, "placements", ())
+        is_cut(parameter) for group in optimizer.param_groups for parameter in group["params"]
     ):
         yield optimizer
     inside = [getattr(optimizer, "optimizer", None), *getattr(optimizer, "optimizers", ())]
@@ -247,36 +245,15 @@ def _differ(one: Any, other: Any) -> bool:
     return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
 
 
-def _is_cut(tensor: Any) -> bool:
-    return hasattr(tensor, "full_tensor")  # a DTensor
+def _whole(value: Any) -> Any:
+    """Gather a DTensor; return any other value as it is."""
+    return value.full_tensor() if is_sharded(value) else value
 
 
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if _is_cut(tensor) else tensor
-
-
-def _own(tensor: Any) -> Any:
-    return tensor.to_local() if _is_cut(tensor) else tensor
-
-
-def _cut(tensor: torch.Tensor, like: Any) -> torch.Tensor:
-    """This process's rows of a tensor that all have, as a DTensor beside a sharded one; nothing is communicated."""
-    if not _is_cut(like) or not tensor.ndim:
-        return tensor
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-    mesh = like.device_mesh
-    placements = [Replicate() if shards(each) and each.dim >= tensor.ndim else each for each in like.placements]
-    rows = distribute_tensor(tensor, mesh, placements, src_data_rank=None).to_local().clone()  # a view keeps the rest
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested containers with their tensors changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _each(each, change) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_each(each, change) for each in value)
-    return value
+def _cut(value: Any, like: Any) -> Any:
+    """Return this process's rows of a tensor that all processes have, as a DTensor; any other value as it is."""
+    if not (is_sharded(like) and isinstance(value, torch.Tensor) and value.ndim):
+        return value
+    block = zip(*local_block(like, value.shape), strict=True)
+    rows = value[tuple(slice(offset, offset + size) for offset, size in block)].clone()  # a view would keep the rest
+    return from_local(rows, like, value.shape)

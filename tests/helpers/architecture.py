@@ -10,8 +10,8 @@ ROOT = Path(lumen.__file__).parent
 FLOORS = (
     {"errors", "console", "version"},
     {"internals", "random"},
-    {"data", "metrics", "optim", "precision", "distributed", "loggers"},
-    {"task"},
+    {"data", "metrics", "precision", "distributed", "loggers"},
+    {"task", "optim"},
     {"strategies"},
     {"run"},
     {"checkpoint"},
