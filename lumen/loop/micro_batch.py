@@ -19,7 +19,7 @@ from lumen.internals.tensors import own_buffers
 from lumen.metrics.torchmetrics_states import metric_states, restore_metrics
 from lumen.run.loss_weighting import LossWeighting
 from lumen.run.run import Run
-from lumen.task.step_output import read_output, without_gradient
+from lumen.task.steps import read_output, without_gradient
 
 
 def weigh(run: Run, window: AccumulationWindow) -> Iterable[MicroBatch]:

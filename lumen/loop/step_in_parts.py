@@ -22,7 +22,7 @@ from lumen.loop.micro_batch import accumulate, mark, unnoticed
 from lumen.metrics.torchmetrics_states import load_metric_state, metric_state, metrics_of
 from lumen.random import GeneratorStates
 from lumen.run.run import Run
-from lumen.task.step_output import read_output
+from lumen.task.steps import read_output
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from lumen.console import logger as _log
 from lumen.data.windows import AccumulationWindow
+from lumen.internals.attributes import replaced_attribute
 from lumen.precision import Precision
 from lumen.profilers.base import Profiler, hook_stage, in_stage
 from lumen.run.run import Run
@@ -106,12 +107,7 @@ class Overlay:
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of one object, hiding its class's, until this context is closed."""
-        own = vars(owner)
-        if name in own:
-            self._undo.callback(own.__setitem__, name, own[name])
-        else:
-            self._undo.callback(own.__delitem__, name)
-        own[name] = value
+        self._undo.enter_context(replaced_attribute(owner, name, value))
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return partial(self._inside, name, call)

@@ -23,7 +23,7 @@ from lumen.run.plan import Plan, by_epoch
 from lumen.run.step_context import StepContext
 from lumen.strategies import Strategy
 from lumen.task.hooks import Hooks, overrides
-from lumen.task.step_output import without_gradient
+from lumen.task.steps import without_gradient
 from lumen.task.task_module import TaskModule
 
 

@@ -20,8 +20,7 @@ from lumen.random import EVALUATIONS, Domain, make_key
 from lumen.run.run import Run
 from lumen.strategies import gather_values
 from lumen.task.data_module import DataModule
-from lumen.task.given import check_loaders
-from lumen.task.hooks import overrides
+from lumen.task.hooks import check_loaders, overrides
 
 _NAMES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 _METHODS = {stage: f"{name}_dataloader" for stage, name in _NAMES.items()}

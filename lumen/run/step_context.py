@@ -23,7 +23,7 @@ from lumen.strategies import Strategy
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.hooks import fitted, overrides
-from lumen.task.step_arguments import step_arguments
+from lumen.task.steps import step_arguments
 from lumen.task.task_module import TaskModule
 
 

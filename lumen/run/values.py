@@ -11,7 +11,7 @@ from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.run.loaders import Loaders
 from lumen.run.scheduler_config import SchedulerConfig
-from lumen.task.given import mentioned_in
+from lumen.task.hooks import mentioned_in
 from lumen.task.task_module import TaskModule
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, final
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lumen.errors import ConfigError
+from lumen.internals.attributes import replaced_attribute
 from lumen.internals.compiler import (
     compile_calls,
     is_compiled,
@@ -136,7 +137,10 @@ class Compilation(AbstractContextManager["Compilation"]):
     def __enter__(self) -> Compilation:
         if self._on:
             self._during.enter_context(limited_versions(_VERSIONS))
-            self._during.enter_context(_left_alone())
+            # The compiler would follow a call of `log` into Lumen, and compile what it finds there in step after step.
+            for name in _LEFT_ALONE:
+                disabled = torch.compiler.disable(vars(TaskModule)[name])  # type: ignore[no-untyped-call]
+                self._during.enter_context(replaced_attribute(TaskModule, name, disabled))
         return self
 
     def __exit__(
@@ -149,22 +153,6 @@ class Compilation(AbstractContextManager["Compilation"]):
             uncompile(self._compiled.pop())
         if self._on:
             _explain(error)
-
-
-@contextmanager
-def _left_alone() -> Iterator[None]:
-    """The context in which a compiled `forward` that logs is two graphs with the call between them, and no more.
-
-    Else the compiler would follow the call into Lumen, and compile what it finds there anew in one step after another.
-    """
-    own = {name: vars(TaskModule)[name] for name in _LEFT_ALONE}
-    for name, method in own.items():
-        setattr(TaskModule, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for name, method in own.items():
-            setattr(TaskModule, name, method)
 
 
 def _callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Module]:

@@ -17,7 +17,7 @@ from lumen.task.hyperparameters import HasHyperparameters
 if TYPE_CHECKING:
     from lumen.task.running_trainer import AnyTrainer, AttachedRun
 
-_LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
 
 class Attached:
@@ -137,7 +137,7 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
 
     def __str__(self) -> str:
         """One line for each kind of loader: how many samples it has, in batches of how many."""
-        return "\n".join([type(self).__name__, *(f"  {name}: {_described(self, name)}" for name in _LOADERS)])
+        return "\n".join([type(self).__name__, *(f"  {name}: {_described(self, name)}" for name in LOADERS)])
 
     @property
     def trainer(self) -> AnyTrainer | None:

@@ -1,4 +1,4 @@
-"""Hooks: which of a user's methods are called, and with which arguments."""
+"""Methods of users: which of them are called, with which arguments, and what is refused before a run."""
 
 from __future__ import annotations
 
@@ -6,46 +6,26 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from types import CodeType
 from typing import Any, final
 
 from lumen.errors import ConfigError
-from lumen.task.data_module import DataHooks, DataModule
-from lumen.task.given import check_task
+from lumen.errors.arguments import in_words
+from lumen.task.data_module import LOADERS, DataHooks, DataModule
+from lumen.task.model_hooks import ModelHooks
 from lumen.task.task_module import TaskModule
 
-#: Every hook, in the order in which the docstring of `Callback` lists them.
-HOOKS = (
-    "setup", "on_load_checkpoint", "on_save_checkpoint",
-    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
-    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step", "on_train_batch_end",
-    "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
-    "on_validation_epoch_end", "on_validation_end",
-    "on_train_epoch_end", "on_step_end", "on_step_checkpoint", "on_train_end", "on_fit_end",
-    "on_test_start", "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_epoch_end",
-    "on_test_end",
-    "on_predict_start", "on_predict_epoch_start", "on_predict_batch_start", "on_predict_batch_end",
-    "on_predict_epoch_end", "on_predict_end",
-    "on_exception", "teardown",
-)  # fmt: skip
-
-
+#: Every hook, in the order in which `ModelHooks` and the docstring of `Callback` have them.
+HOOKS = tuple(name for name in vars(ModelHooks) if not name.startswith("_") and "model_" not in name)
+#: Hooks of the task alone around an evaluation, that set the modes of its modules.
+MODE_HOOKS = tuple(name for name in vars(ModelHooks) if "model_" in name)
 #: Parts of a step of automatic optimization that a task may make itself.
 OWN_STEPS = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients",
     "lr_scheduler_step",
 )  # fmt: skip
 
-#: Hooks of the task alone around an evaluation, that set the modes of its modules.
-MODE_HOOKS = (
-    "on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_model_train", "on_test_model_eval",
-    "on_test_model_train", "on_predict_model_eval", "on_predict_model_train",
-)  # fmt: skip
-
-
 _EPOCH_END = "Keep what the steps compute in a list of your own and read it in {}; means are self.log's business."
-_STEP_END = "Every process has its own batch: compute the loss in {} itself."
-_LOADER = "Do it in {}."
 _BEFORE_TRAINING = "Write on_fit_start or on_train_start."
 _EVERY_EPOCH = "Write {0} for each stage: on_train_{1}, on_validation_{1}, on_test_{1}."
 _EITHER = {
@@ -56,20 +36,13 @@ _EITHER = {
     "on_pretrain_routine_start": _BEFORE_TRAINING,
     "on_pretrain_routine_end": _BEFORE_TRAINING,
 }
-_OF_LOADERS = {
-    "on_train_dataloader": _LOADER.format("train_dataloader"),
-    "on_val_dataloader": _LOADER.format("val_dataloader"),
-    "on_test_dataloader": _LOADER.format("test_dataloader"),
-    "on_predict_dataloader": _LOADER.format("predict_dataloader"),
-}
+_OF_LOADERS = {f"on_{loader}": f"Do it in {loader}." for loader in LOADERS}
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Methods that were hooks in some version of Lightning 1 or 2, by owner, with what to write instead.
 NOT_CALLED: Mapping[str, Mapping[str, str]] = {
     "task": _EITHER | _OF_LOADERS | {
         "configure_sharded_model": "Write configure_model.",
-        "training_step_end": _STEP_END.format("training_step"),
-        "validation_step_end": _STEP_END.format("validation_step"),
-        "test_step_end": _STEP_END.format("test_step"),
-        "predict_step_end": _STEP_END.format("predict_step"),
+        **{f"{step}_end": f"Every process has its own batch: compute the loss in {step} itself." for step in _STEPS},
         "training_epoch_end": _EPOCH_END.format("on_train_epoch_end"),
         "validation_epoch_end": _EPOCH_END.format("on_validation_epoch_end"),
         "test_epoch_end": _EPOCH_END.format("on_test_epoch_end"),
@@ -98,15 +71,8 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
         "on_keyboard_interrupt": "Write on_exception: the exception is a KeyboardInterrupt.",
     },
 }  # fmt: skip
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
-#: Names that a misspelt method may have meant.
 _LIBRARIES = ("torch", "torchmetrics", "lumen")
-_MEANT: Mapping[str, tuple[str, ...]] = {
-    "task": (*HOOKS, *MODE_HOOKS, *_STEPS, *_OF_DATA, "configure_optimizers", "configure_model", "configure_callbacks"),
-    "data module": (*_OF_DATA, "setup", "teardown", "state_dict", "load_state_dict"),
-    "callback": (*HOOKS, "around_validation", "state_dict", "load_state_dict"),
-}
 _STATES = ("state_dict", "load_state_dict")
 #: What is called of each owner with arguments that are known before.
 _CALLED: Mapping[str, tuple[str, ...]] = {
@@ -114,6 +80,8 @@ _CALLED: Mapping[str, tuple[str, ...]] = {
     "data module": (*_OF_DATA, "setup", "teardown", *_STATES),
     "callback": (*HOOKS, *_STATES),
 }
+#: What a misspelt method may have meant too.
+_ALSO_MEANT: Mapping[str, tuple[str, ...]] = {"task": _STEPS, "data module": (), "callback": ("around_validation",)}
 _NAMES = {"pl_module": "task"}  # arguments that have another name in Lightning
 _AFTER_THE_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_step_end")
 _ALIKE = 0.9  # of difflib: one letter of ten; `training_stage` is further from `training_step`
@@ -144,14 +112,13 @@ class Hooks:
             for callback in callbacks
             if overrides(callback, "around_validation")
         ]
-        self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
         for name in HOOKS:
             calls: list[Callable[..., Any]] = [
                 partial(fitted(callback, name, 2), trainer, task) for callback in callbacks if overrides(callback, name)
             ]
             if overrides(task, name):
                 calls.append(fitted(task, name))
-            self._calls[name] = tuple(calls)
+            setattr(self, name, tuple(calls))
 
     def of_callbacks(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
         """Return the callbacks that override a hook, each with the hook to call."""
@@ -163,9 +130,7 @@ class Hooks:
         setattr(self, name, (*getattr(self, name), call))
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
-        calls = self._calls[name]
-        setattr(self, name, calls)  # found as an ordinary attribute from now on
-        return calls
+        raise AttributeError(name)  # for type checkers: each hook is an attribute
 
 
 def overrides(thing: Any, method: str) -> bool:
@@ -179,12 +144,60 @@ _BASES = ("lumen.task.task_module", "lumen.task.model_hooks", "lumen.task.optimi
           "lumen.callbacks.base")  # fmt: skip
 
 
+def check_task(task: Any, data: Any = None) -> None:
+    """Check that a task was given, and that it is one.
+
+    Args:
+        task: The object that was given as the task.
+        data: The object that was given as the data, for the advice.
+
+    Raises:
+        ConfigError: It is no `TaskModule`, or its `__init__` does not call that of `TaskModule`.
+    """
+    if not isinstance(task, TaskModule):
+        advice = "Subclass lumen.TaskModule."
+        if isinstance(data, TaskModule):
+            advice = f"The task comes first, and then the data: ({type(data).__name__}, {in_words(task)})."
+        elif inspect.isclass(task) and issubclass(task, TaskModule):
+            advice = f"Make one: {task.__name__}(...)."
+        raise ConfigError(f"expected a TaskModule, found {in_words(task)}. {advice}")
+    if "training" not in vars(task):
+        raise ConfigError(
+            f"{type(task).__name__}.__init__ does not call super().__init__(), which makes it a torch.nn.Module. Call "
+            "it first."
+        )
+    for name in ("configure_optimizers", "predict_step"):
+        if getattr(task, name) is None:
+            raise ConfigError(f"{type(task).__name__}.{name} is None. Define it, or delete the line that sets it.")
+
+
+def check_loaders(where: str, loaders: Any) -> None:
+    """Check that an argument for loaders has nothing else.
+
+    Args:
+        where: The name of the argument.
+        loaders: A loader, or several in lists and dictionaries.
+
+    Raises:
+        ConfigError: There is a data module, a task or a class.
+    """
+    if isinstance(loaders, (list, tuple, dict)):
+        for each in loaders.values() if isinstance(loaders, dict) else loaders:
+            check_loaders(where, each)
+    elif isinstance(loaders, DataModule):
+        raise ConfigError(f"{where}: found the data module {in_words(loaders)}. Give it alone, as datamodule=...")
+    elif isinstance(loaders, TaskModule):
+        raise ConfigError(f"{where}: found the task {in_words(loaders)}. A loader belongs there, or a data module.")
+    elif inspect.isclass(loaders):
+        raise ConfigError(f"{where}: found {in_words(loaders)}. Make one: {loaders.__name__}(...).")
+
+
 def check_training(task: Any, data: Any, *, optimizer_given: bool) -> None:
     """Check that a task was given, and that it defines the methods that training calls.
 
     Args:
-        task: What stands in its place.
-        data: What stands in the place of the data.
+        task: The object that was given as the task.
+        data: The object that was given as the data.
         optimizer_given: It needs no `configure_optimizers`.
 
     Raises:
@@ -192,7 +205,7 @@ def check_training(task: Any, data: Any, *, optimizer_given: bool) -> None:
     """
     check_task(task, data)
     if not overrides(task, "training_step"):
-        raise ConfigError(f"{type(task).__name__} has no training_step. Define `training_step(self, batch)`.")
+        task.training_step()  # that of `TaskModule` says so
     if not optimizer_given and not overrides(task, "configure_optimizers"):
         task.configure_optimizers()
 
@@ -227,7 +240,7 @@ def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: I
     """A sentence for each method that nothing calls and whose name is close to that of a hook its owner lacks."""
     found = []
     for kind, owner in _owners(task, datamodule, callbacks):
-        lacking = [name for name in _MEANT[kind] if not overrides(owner, name)]
+        lacking = [name for name in (*_CALLED[kind], *_ALSO_MEANT[kind]) if not overrides(owner, name)]
         for name in _own_methods(owner, kind):
             near = difflib.get_close_matches(name, lacking, n=1, cutoff=_ALIKE)
             if near and name[-1].isalpha():  # `train_dataloader_` is a helper's name
@@ -293,11 +306,10 @@ def _refuse_property(owner: Any, name: str) -> None:
 def _check_signature(owner: Any, name: str, before: int, *, whole: bool = False) -> None:
     """Refuse a hook that cannot be called with its arguments, before it is called."""
     hook, arguments = getattr(owner, name), _arguments(name, before)
-    where = f"{getattr(hook, '__qualname__', name)}{inspect.signature(hook)}"
     taken = _taken(hook, arguments)
     if taken is None or (whole and taken < len(arguments)):
         last = "" if whole or not arguments else "; the last of them may be left out"
-        raise ConfigError(f"{where}: it is called with ({', '.join(arguments)}){last}.")
+        raise ConfigError(f"{as_defined(hook)}: it is called with ({', '.join(arguments)}){last}.")
     if name in HOOKS or name in MODE_HOOKS or name == "configure_callbacks":
         _refuse_what_does_not_run(hook)
 
@@ -306,10 +318,12 @@ def _refuse_what_does_not_run(method: Callable[..., Any]) -> None:
     """Refuse a function whose call runs nothing of it."""
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
         word = "`async`" if inspect.iscoroutinefunction(method) else "`yield`"
-        raise ConfigError(
-            f"{getattr(method, '__qualname__', method)}{inspect.signature(method)}: nothing would run of it when it is "
-            f"called. Write it without {word}."
-        )
+        raise ConfigError(f"{as_defined(method)}: nothing would run of it when it is called. Write it without {word}.")
+
+
+def as_defined(method: Callable[..., Any]) -> str:
+    """Return the name and the signature of a method, for errors."""
+    return f"{getattr(method, '__qualname__', method)}{inspect.signature(method)}"
 
 
 def _arguments(name: str, before: int) -> list[str]:
@@ -369,3 +383,30 @@ class _Shorter:
     def __call__(self, *arguments: Any) -> Any:
         """Call the hook. Returns what it returned."""
         return self._hook(*arguments[: self._taken])
+
+
+def mentioned_in(task: TaskModule, stage: str, text: str) -> list[str]:
+    """Return the methods of a task for a stage, "test" or "predict", whose code has a text, such as a name to log."""
+    names = [f"{stage}_step", *(name for name in dir(TaskModule) if name.startswith(f"on_{stage}_"))]
+    codes = {name: getattr(getattr(type(task), name, None), "__code__", None) for name in names}
+    return [name for name, code in codes.items() if code is not None and text in texts_in(code)]
+
+
+def texts_in(code: CodeType) -> Iterator[str]:
+    """Yield the strings that are written in code, and in the functions within it."""
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from texts_in(constant)
+        elif isinstance(constant, (tuple, frozenset)):  # the keys of a dictionary, what `in` looks through
+            yield from (each for each in constant if isinstance(each, str))
+
+
+def texts_of(owners: Iterable[Any]) -> set[str]:
+    """Return the strings in the code of objects' classes, but for Lumen's and torch's."""
+    kinds = {kind for owner in owners for kind in type(owner).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lumen", "torch", "builtins", "abc")]
+    methods = (getattr(value, "__func__", value) for kind in own for value in vars(kind).values())
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return {text for code in codes if code is not None for text in texts_in(code)}

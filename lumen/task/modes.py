@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lumen.console import logger as _log
+from lumen.internals.attributes import replaced_attribute
 from lumen.internals.tensors import own_buffers, own_parameters
 
 
@@ -40,11 +41,10 @@ class Modes:
             self._chosen.add(id(module))
             return train(module, mode)
 
-        nn.Module.train = noticed  # type: ignore[method-assign, assignment]
         try:
-            yield
+            with replaced_attribute(nn.Module, "train", noticed):
+                yield
         finally:
-            nn.Module.train = train  # type: ignore[method-assign]
             for (_, module, _), mode in zip(self._before, entered, strict=True):
                 if module.training != mode:
                     self._chosen.add(id(module))
@@ -59,7 +59,8 @@ class Modes:
         for _, module, training in self._before:
             if id(module) not in self._chosen:
                 module.training = training
-        if names := [name for name, module, training in self._before if _is_odd(module, was_training=training)]:
+        left = [(name, module) for name, module, training in self._before if training and not module.training]
+        if names := [name for name, module in left if _is_trained(module)]:
             _log.warning(
                 "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them, "
                 "or on_*_model_train left them so: %s. If a hook did so for itself alone, leave that out: there "
@@ -100,11 +101,6 @@ def _listed(names: list[str]) -> str:
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _is_odd(module: nn.Module, *, was_training: bool) -> bool:
-    """Return True if a module with trainable parameters has left train mode."""
-    return was_training and not module.training and _is_trained(module)
 
 
 @contextmanager

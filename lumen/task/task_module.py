@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from numbers import Real
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lumen import console
-from lumen.data.nested import as_tensors, device_of
-from lumen.errors import ConfigError
+from lumen.data.nested import as_tensors, convert, device_of, tensors
+from lumen.errors import ConfigError, TrainingError
 from lumen.internals.tensors import own_reset
 from lumen.metrics.log_call import Reduction, as_weight, check_name, items_of, unknown_option
 from lumen.task.data_module import Attached, DataHooks
 from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.model_hooks import ModelHooks
-from lumen.task.of_run import OfRun, all_gather
 from lumen.task.optimizer_hooks import OptimizerHooks
 from lumen.task.teacher import teachers_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torchmetrics import Metric
 
+    from lumen.task.running_trainer import AnyTrainer
 
-class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, OfRun, Attached, nn.Module):
+
+class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Attached, nn.Module):
     """A model, its losses and its optimizer.
 
     Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
@@ -41,6 +46,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, OfRu
 
     _is_filled = False  # training or a file has given it its parameters
     _is_configured = False  # configure_model has been called
+    _opener: AnyTrainer | None = None  # while it is asked for its callbacks
 
     #: False: `training_step` calls backward and the optimizers' steps itself; see `OptimizerHooks`.
     automatic_optimization = True
@@ -265,7 +271,135 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, OfRu
             )
         if self._run is None:
             return as_tensors(data, self.device)
-        return all_gather(data, self._run.processes, self._run.strategy.device, sync_grads=sync_grads)
+        processes, prepared = self._run.processes, as_tensors(data, self._run.strategy.device)
+        if processes.world_size == 1:
+            return prepared
+        described = processes.for_user().gather(
+            [f"{str(each.dtype)[6:]}{list(each.shape)}" for each in tensors(prepared)]
+        )
+        for rank, other in enumerate(described):
+            if other != described[0]:
+                raise TrainingError(
+                    f"all_gather: the ranks must give tensors of equal shapes and types, but rank 0 gives "
+                    f"{', '.join(described[0]) or 'none'} and rank {rank} gives {', '.join(other) or 'none'}. Pad "
+                    "them, or use trainer.strategy.gather, which takes any plain data and tensors."
+                )
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return convert(prepared, _gathered)
+
+    # ------------------------------------------------------------------ its run
+
+    @contextmanager
+    def _opened_by(self, trainer: AnyTrainer) -> Iterator[None]:
+        """The context in which a trainer asks the task for its callbacks."""
+        self._opener = trainer
+        try:
+            yield
+        finally:
+            del self._opener
+
+    @property
+    def trainer(self) -> AnyTrainer:
+        """The trainer of the run.
+
+        Raises:
+            ConfigError: The task is not in a run.
+        """
+        trainer = self._opener or self._trainer
+        if trainer is None:
+            raise ConfigError(f"{type(self).__name__} is not attached to a trainer; self.trainer exists during a run.")
+        return trainer
+
+    @property
+    def device(self) -> torch.device:
+        """Where its steps run; outside of a run, where the parameters are."""
+        if self._run is not None and self._run.stage:
+            return self._run.strategy.device
+        return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu"))
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The devices of the run as a grid, from `configure_model` on; None where there is one device."""
+        return None if self._run is None else self._run.strategy.device_mesh
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates completed; after `fit`, in an evaluation too, those of it."""
+        return 0 if self._run is None else self.trainer.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed, likewise."""
+        return 0 if self._run is None else self.trainer.current_epoch
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process."""
+        return 0 if self._run is None else self._run.processes.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its node."""
+        return 0 if self._run is None else self._run.processes.local_rank
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return [] if self._trainer is None else self._trainer.loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self.trainer.logger
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its floating-point parameters and buffers, the first that there is; else torch's default."""
+        held = chain(self.parameters(), self.buffers())
+        found = (tensor.dtype for tensor in held if tensor.is_floating_point())
+        return next(found, torch.get_default_dtype())
+
+    @property
+    def on_gpu(self) -> bool:
+        """Its steps run on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def fabric(self) -> None:
+        """None: there is no Fabric."""
+        return None
+
+    def to_onnx(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: the file is written from a run, by the command line.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "to_onnx: write lumen export RUN --format onnx --output FILE.onnx, or call torch.onnx.export."
+        )
+
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: torch.export has taken the place of TorchScript.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "to_torchscript: write lumen export RUN --format torch-export --output FILE.pt2, which torch.export.load "
+            "reads, or call torch.export.export."
+        )
+
+    def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not here: TensorRT reads what torch.export writes.
+
+        Raises:
+            ConfigError: Always; it says what to write.
+        """
+        raise ConfigError(
+            "to_tensorrt: write lumen export RUN --format torch-export --output FILE.pt2, and give what "
+            "torch.export.load reads to torch_tensorrt."
+        )
 
     # ------------------------------------------------------------------ its parameters
 
@@ -330,3 +464,22 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, OfRu
         """As of any module; an evaluation then no longer warns of parameters that nobody has trained."""
         self._is_filled = True
         return super().load_state_dict(*args, **kwargs)
+
+
+def _gathered(part: Any) -> Any:
+    return _AllGather.apply(part) if isinstance(part, torch.Tensor) else part  # type: ignore[no-untyped-call]
+
+
+@final
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total[dist.get_rank()]

@@ -35,8 +35,7 @@ from lumen.run.open_loaders import open_for_evaluation, open_loaders
 from lumen.run.run import Run
 from lumen.run.scheduler_config import check_horizons, horizon_of
 from lumen.task.data_module import DataModule
-from lumen.task.given import check_task
-from lumen.task.hooks import fitted, overrides
+from lumen.task.hooks import check_task, fitted, overrides
 from lumen.task.hyperparameters import logged_hparams
 from lumen.task.materialize import DeferredInit
 from lumen.task.task_module import TaskModule

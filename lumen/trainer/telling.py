@@ -36,7 +36,7 @@ from lumen.run.goodput import goodput
 from lumen.run.run import Run
 from lumen.run.scheduler_config import may_move_further
 from lumen.strategies import Strategy
-from lumen.task.given import texts_of
+from lumen.task.hooks import texts_of
 from lumen.trainer.logs import record
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from lumen.errors import ConfigError
 from lumen.run.plan import EpochLengths, Plan
 from lumen.run.run import Run
 from lumen.run.scheduler_config import horizon_of, unfinished
-from lumen.task.given import texts_of
+from lumen.task.hooks import texts_of
 from lumen.tools.check.data import is_map_style
 from lumen.tools.check.show import Report, duration, every, shortened
 from lumen.tools.check.trial import Trial

@@ -31,7 +31,7 @@ from lumen.random import GeneratorStates
 from lumen.run.plan import Plan
 from lumen.run.run import Run
 from lumen.task.hooks import check_training
-from lumen.task.step_output import read_output
+from lumen.task.steps import read_output
 from lumen.task.task_module import TaskModule
 from lumen.tools.bystanders import BYSTANDERS
 from lumen.tools.check.show import Part, largest, parts_of

@@ -11,7 +11,7 @@ import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
 from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNINGS, NOT_IN_CLI
 from lumen.task.hooks import HOOKS, NOT_CALLED
-from lumen.task.step_arguments import NOT_GIVEN
+from lumen.task.steps import NOT_GIVEN
 from lumen.tools.migrate.arguments import METHODS, Calls
 from lumen.tools.migrate.names import Imports, instead_of, is_module, new_name, short_name
 from lumen.tools.migrate.project import Classes, Read

@@ -1,0 +1,162 @@
+"""Steps of a task: the arguments that each is called with, and what `training_step` may return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+from numbers import Real
+from operator import itemgetter
+from typing import Any, Self, final
+
+import torch
+from torch import nn
+
+from lumen.errors import ConfigError, TrainingError
+from lumen.task.hooks import NOT_CALLED, as_defined
+
+#: Arguments of a step that Lightning 1 gave it, with what to write instead.
+NOT_GIVEN: Mapping[str, str] = {
+    "optimizer_idx": "A step is called once for all optimizers: with several set automatic_optimization = False and "
+    "take them from self.optimizers(); several that step together are one lumen.optim.MultiOptimizer.",
+    "hiddens": NOT_CALLED["task"]["tbptt_split_batch"],
+}
+
+
+def step_arguments(
+    step: Callable[..., Any], *, several: bool = False
+) -> Callable[[tuple[Any, int, int]], tuple[Any, ...]]:
+    """Return a function that picks a step's arguments from (batch, batch_idx, dataloader_idx), by its signature.
+
+    Args:
+        step: The task's method; a decorator that keeps its signature (`functools.wraps`) is looked through.
+        several: Several loaders are read one after the other. Only then `*args`, or a third argument with a default and
+            another name than `dataloader_idx`, gets the loader's index.
+
+    Raises:
+        ConfigError: The signature asks for anything else.
+    """
+    names = ("batch", "batch_idx", "dataloader_idx")
+    parameters = list(inspect.signature(step).parameters.values())
+    if "dataloader_iter" in [parameter.name for parameter in parameters]:
+        if len(parameters) > 1:
+            raise ConfigError(f"{as_defined(step)}: dataloader_iter is given alone.")
+        return lambda given: (OneBatch(given),)
+    if gone := [parameter.name for parameter in parameters if parameter.name in NOT_GIVEN]:
+        raise ConfigError(f"{as_defined(step)}: {gone[0]} is not given. {NOT_GIVEN[gone[0]]}")
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given = max(sum(p.default is p.empty for p in positional), 3 if several else 2)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        chosen = list(range(given))
+    else:
+        asked = takewhile(lambda each: each[0] < given or each[1].name in names, enumerate(positional))
+        chosen = [names.index(p.name) if p.name in names[1:] else place for place, p in asked]
+    if not chosen or max(chosen) > 2 or any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
+        raise ConfigError(
+            f"{as_defined(step)}: a step takes (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx); or "
+            "(dataloader_iter) alone."
+        )
+    first = chosen[0]
+    follow_each_other = chosen == list(range(first, first + len(chosen)))
+    return itemgetter(slice(first, first + len(chosen))) if follow_each_other else itemgetter(*chosen)
+
+
+@final
+class OneBatch:
+    """Iterator over one batch, for a step that asks for a `dataloader_iter`.
+
+    Args:
+        given: The batch on the device, its number, and that of its loader.
+    """
+
+    def __init__(self, given: tuple[Any, int, int]) -> None:
+        self._given: tuple[Any, int, int] | None = given
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        """The batch, its number, and that of its loader.
+
+        Raises:
+            TrainingError: It was asked for once more.
+        """
+        given, self._given = self._given, None
+        if given is None:
+            raise TrainingError(
+                "a step took two batches of its dataloader_iter, but each call has one. Take several together by "
+                "accumulate_grad_batches, or give the loader larger batches."
+            )
+        return given
+
+
+def without_gradient(task: nn.Module) -> TrainingError:
+    """Return the error for a loss that requires no gradient."""
+    trained = any(parameter.requires_grad for parameter in task.parameters())
+    if not torch.is_grad_enabled():
+        why = "gradients are switched off, by torch.set_grad_enabled(False) or a context that was not left. Put it back"
+    elif not trained:
+        why = "no parameter of the task has requires_grad. Unfreeze those that are to be trained"
+    else:
+        why = (
+            "it was detached, made anew by torch.tensor, or computed under no_grad, by argmax or of frozen parameters "
+            "alone. Compute it of the model's outputs by differentiable operations"
+        )
+    return TrainingError(
+        f"training_step returned a loss without a gradient (requires_grad is False), so nothing can be learned: {why}. "
+        "For a micro-batch to leave out return None."
+    )
+
+
+def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
+    """Return the loss and the weight in what `training_step` returned, or None for either.
+
+    Raises:
+        TrainingError: The output has another form, or the loss is no scalar.
+    """
+    loss, weight = output, None
+    if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output, None
+    if isinstance(output, dict) and "loss" in output:
+        loss, weight = output["loss"], output.get("weight")
+    elif isinstance(output, tuple) and len(output) == 2:
+        loss, weight = output
+    if loss is None:
+        return None, None
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise _wrong_output("loss", loss, _instead(loss))
+    if weight is None:
+        return loss, None
+    if not isinstance(weight, Real) and not (isinstance(weight, torch.Tensor) and weight.numel() == 1):
+        raise _wrong_output("weight", weight, "A weight is one number, such as the number of tokens.")
+    return loss, float(weight)
+
+
+def _wrong_output(part: str, value: Any, instead: str) -> TrainingError:
+    found = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        found = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    elif isinstance(value, (Real, str)):
+        found += f" {value!r}"
+    elif isinstance(value, Mapping):
+        found += f" with the keys {', '.join(map(repr, value)) or 'of none'}"
+    elif isinstance(value, (list, tuple)):
+        found += f" of {len(value)}"
+    return TrainingError(
+        "training_step must return a scalar loss, (loss, weight), a dictionary with 'loss' (and 'weight'), or None; "
+        f"the {part} found is {found}. {instead}"
+    )
+
+
+def _instead(loss: Any) -> str:
+    """Say what to return instead of a loss of the wrong shape or type."""
+    if not isinstance(loss, torch.Tensor):
+        if isinstance(loss, Mapping):
+            return "Name the loss 'loss' in it."
+        number = isinstance(loss, Real) or hasattr(loss, "dtype")
+        return "Return the tensor itself, not its value: a number has no gradient." if number else "Return the loss."
+    if loss.numel() != 1:
+        return "Bring it to one number, by mean() or by sum() with a weight." if loss.numel() else "It is empty."
+    if loss.is_complex():
+        return "A complex number cannot be minimised: return its abs() or a part of it."
+    return "Whole numbers have no gradient: compute the loss in floating point."
