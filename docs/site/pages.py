@@ -19,11 +19,11 @@ from lumen.cli import commands
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
+    "CONTRIBUTING.md": "contributing/index.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security-policy.md",
     "benchmarks/README.md": "benchmarks.md",
-    "docs/notebook.ipynb": "notebook.md",
+    "docs/tutorials/notebook.ipynb": "tutorials/notebook.md",
 }
 REFERENCE = {  # a page, and the modules whose public names stand on it; the page of tools has all others
     "trainer": ("Trainer and task", ("lumen.trainer.", "lumen.task.")),

@@ -19,7 +19,7 @@ from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
 from tests.helpers.tasks import FEATURES, Regression, loader, network, quiet_trainer, regression_data
 
-DOCS = (ROOT / "docs/precision.md").read_text()
+DOCS = (ROOT / "docs/guides/precision.md").read_text()
 
 
 def fit(tmp_path, task, data=None, **options):

@@ -14,7 +14,7 @@ from tests.helpers import ROOT
 README = (ROOT / "README.md").read_text()
 
 
-COMMANDS = (ROOT / "docs/commands.md").read_text()
+COMMANDS = (ROOT / "docs/guides/command-line.md").read_text()
 
 
 def blocks(language, page):
@@ -42,7 +42,7 @@ def test_readme_and_commands_page_show_equal_commands():
     assert len(commands_of(README)) == 7
 
 
-DEVICES = (ROOT / "docs/devices.md").read_text()
+DEVICES = (ROOT / "docs/guides/multi-gpu.md").read_text()
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def _run_in_checkout(words, tmp_path):
 
 
 def test_every_linked_file_exists():
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
         for link in re.findall(r"\]\(([^)#]+)\)", text):
             if not link.startswith("http"):
@@ -93,7 +93,7 @@ def test_the_configs_of_the_page_on_commands_train_on_top_of_an_example(tmp_path
 
 
 def test_the_commands_of_the_page_on_checks_run_and_its_names_are_those_of_the_code(tmp_path, monkeypatch):
-    page = (ROOT / "docs/check.md").read_text()
+    page = (ROOT / "docs/guides/check.md").read_text()
     for entry in ("models", "datamodules"):
         (tmp_path / entry).symlink_to(ROOT / entry)
     monkeypatch.chdir(tmp_path)

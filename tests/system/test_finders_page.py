@@ -1,4 +1,4 @@
-"""What docs/finders.md shows works as shown."""
+"""What docs/guides/finders.md shows works as shown."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
-PAGE = (ROOT / "docs/finders.md").read_text()
+PAGE = (ROOT / "docs/guides/finders.md").read_text()
 
 
 def run_block(tmp_path, heading, number=0):

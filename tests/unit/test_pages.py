@@ -43,7 +43,7 @@ def test_every_file_and_function_that_a_page_names_exists(page):
         else:
             assert not name, f"{path}:{name}: there is no such file in lumen/"
             assert any(each.endswith(f"/{path.removeprefix('tests/')}") for each in TESTS), path
-    assert named or page == "docs/checkpoint-format.md"
+    assert named or page == "docs/reference/checkpoint-format.md"
 
 
 def test_the_page_on_architecture_has_every_room_on_its_floor():
@@ -90,7 +90,7 @@ OF_TORCH = {"all_reduce", "all_gather", "broadcast_object_list", "gather_object"
 
 
 def test_the_page_on_processes_tells_of_each_collective_method():
-    assert {name.strip("`") for name, _, _ in rows("docs/distributed.md", "The methods")} == COLLECTIVE
+    assert {name.strip("`") for name, _, _ in rows("docs/contributing/collectives.md", "The methods")} == COLLECTIVE
 
 
 def communicates(node):
@@ -104,7 +104,7 @@ def communicates(node):
 
 
 def test_the_page_on_processes_names_every_file_that_makes_them_communicate():
-    named = {path for path, _ in PATH.findall(PAGES["docs/distributed.md"])}
+    named = {path for path, _ in PATH.findall(PAGES["docs/contributing/collectives.md"])}
     files = {
         str(Path(*module.split(".")[1:]).with_suffix(".py"))
         for module, tree in SOURCES.items()
@@ -114,17 +114,21 @@ def test_the_page_on_processes_names_every_file_that_makes_them_communicate():
 
 
 def test_the_page_on_processes_tells_the_numbers_that_are_counted():
-    page, vote = PAGES["docs/distributed.md"], communication.VOTE
+    page, vote = PAGES["docs/contributing/collectives.md"], communication.VOTE
     assert f"by a sum of **{vote} numbers**" in " ".join(page.split())
     assert f"1 `gather` (**{communication.GATHER} collectives**)" in page
     assert f"1 all-reduce of **{communication.BESIDE} numbers**" in page
-    votes = {moment: int(numbers) for moment, _, numbers in rows("docs/distributed.md", "Some steps: the vote")}
+    votes = {
+        moment: int(numbers) for moment, _, numbers in rows("docs/contributing/collectives.md", "Some steps: the vote")
+    }
     assert votes["a validation is over, or an epoch whose hooks ran"] == vote + 1
     assert votes["an epoch ends"] == votes["training begins"] == vote + 2
 
 
 def test_the_page_on_processes_counts_an_epoch_as_its_test_does():
-    table = re.search(r"Counted for an epoch of one step:\n\n(.*?)\n\n", PAGES["docs/distributed.md"], re.S)[1]
+    table = re.search(
+        r"Counted for an epoch of one step:\n\n(.*?)\n\n", PAGES["docs/contributing/collectives.md"], re.S
+    )[1]
     assert [tuple(map(int, re.findall(r"\| (\d+)", row))) for row in table.splitlines()[2:]] == [
         *communication.EPOCHS.values()
     ]
@@ -134,7 +138,7 @@ def test_the_page_on_processes_counts_an_epoch_as_its_test_does():
 
 CHECKLIST = [
     [cell.strip() for cell in line.strip("| ").split(" | ")]
-    for line in (HOME / "docs/checklist.md").read_text().splitlines()
+    for line in (HOME / "docs/contributing/checklist.md").read_text().splitlines()
     if line.startswith("| ") and not line.startswith("| practice")
 ]
 PRACTICES = [
@@ -183,7 +187,7 @@ def test_the_readme_leads_to_each_page():
 
 README = (HOME / "README.md").read_text()
 PICTURE = HOME / "benchmarks/results/cost.svg"
-PROMISES = (HOME / "docs/promises.md").read_text()
+PROMISES = (HOME / "docs/concepts/promises.md").read_text()
 
 
 def test_what_the_readme_promises_in_a_line_is_told_on_the_page_of_promises():
@@ -205,11 +209,12 @@ def test_the_picture_shows_the_figures_of_the_page_of_promises():
 def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page():
     assert len(README.splitlines()) <= 120
     assert "](docs/pages.md)" in README
-    linked = {*re.findall(r"\]\(([\w-]+\.\w+)(?:#[\w-]+)?\)", (HOME / "docs/pages.md").read_text())}
-    pages = {path.name for path in (HOME / "docs").glob("*.md")} | {"notebook.ipynb"}
-    assert pages - linked == {"pages.md"}
+    linked = {*re.findall(r"\]\(([\w/-]+\.\w+)(?:#[\w-]+)?\)", (HOME / "docs/pages.md").read_text())}
+    docs = HOME / "docs"
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md") if path.parts[-2] != "site"}
+    assert (pages | {"tutorials/notebook.ipynb"}) - linked == {"pages.md"}
 
 
 def test_the_page_of_examples_has_every_config():
-    linked = re.findall(r"\]\(\.\./models/(\w+)\.yaml\)", (HOME / "docs/examples.md").read_text())
+    linked = re.findall(r"\]\(\.\./\.\./models/(\w+)\.yaml\)", (HOME / "docs/guides/examples.md").read_text())
     assert sorted(linked) == sorted(path.stem for path in (HOME / "models").glob("*.yaml"))

@@ -12,8 +12,8 @@ from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     found, said = {"__name__": "page"}, []
-    for number, program in enumerate(snippets("docs/finetuning.md")):
-        exec(compile(program, f"docs/finetuning.md, program {number}", "exec"), found)
+    for number, program in enumerate(snippets("docs/guides/finetuning.md")):
+        exec(compile(program, f"docs/guides/finetuning.md, program {number}", "exec"), found)
         said.append(capsys.readouterr().out.splitlines()[-1])
     assert said == [
         "{'head': 4, 'backbone': 2}",
@@ -23,13 +23,13 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
         "0 10",
     ]
     assert main(["export", "runs/averaged", "--average", "SWA", "--output", "swa.safetensors"]) == 0
-    commands = re.findall(r"^lumen (export .*?)(?: +#.*)?$", (ROOT / "docs/finetuning.md").read_text(), re.M)
+    commands = re.findall(r"^lumen (export .*?)(?: +#.*)?$", (ROOT / "docs/guides/finetuning.md").read_text(), re.M)
     assert len(commands) == 2
     assert [main(command.split()) for command in commands] == [0, 0]
 
 
 def test_swa_is_named_on_the_command_line(config_directory):
-    page = (ROOT / "docs/finetuning.md").read_text()
+    page = (ROOT / "docs/guides/finetuning.md").read_text()
     words = re.search(r"`(--trainer\.callbacks\+=SWA [^`]*)`", page)[1].split()
     assert main(["fit", "--config", "line.yaml", *words, "--trainer.max_epochs=2"]) == 0
     (swa,) = (each for each in Spy.trainer.callbacks if type(each).__name__ == "SWA")

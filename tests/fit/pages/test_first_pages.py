@@ -17,11 +17,11 @@ from tests.helpers.pages import snippets
 
 SAID = {
     "callbacks": ["True True True"],
-    "coming-from-the-plain-loop": ["True"],
-    "coming-from-transformers": ["['eval_accuracy', 'eval_loss', 'loss']"],
-    "evaluation": ["True"],
-    "resume": ["True", "20"],
-    "strategies": ["True", "True"],
+    "migration/from-a-plain-loop": ["True"],
+    "migration/from-transformers": ["['eval_accuracy', 'eval_loss', 'loss']"],
+    "guides/evaluation": ["True"],
+    "guides/resume": ["True", "20"],
+    "guides/custom-strategy": ["True", "True"],
 }
 
 
@@ -32,13 +32,13 @@ def test_the_programs_of_a_page_print_what_it_says(page, tmp_path, monkeypatch, 
     for number, program in enumerate(snippets(f"docs/{page}.md")):
         exec(compile(program, f"docs/{page}.md, program {number}", "exec"), found)
     assert [line for line in capsys.readouterr().out.splitlines() if line in SAID[page]] == SAID[page]
-    if page == "resume":
+    if page == "guides/resume":
         assert filecmp.cmp("runs/whole/metrics.csv", "runs/parts/metrics.csv", shallow=False)
 
 
 def test_the_script_of_the_quick_start_trains_ends_and_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (script,) = snippets("docs/quick-start.md")
+    (script,) = snippets("docs/tutorials/quick-start.md")
     for epochs, steps in ((5, 200), (5, 200), (10, 400)):
         found = {"__name__": "page"}
         exec(script.replace("max_epochs=5", f"max_epochs={epochs}"), found)
@@ -49,7 +49,7 @@ def test_the_script_of_the_quick_start_trains_ends_and_goes_on(tmp_path, monkeyp
 
 def test_the_commands_of_the_quick_start_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/quick-start.md").read_text()
+    page = (ROOT / "docs/tutorials/quick-start.md").read_text()
     modules = {*sys.modules}
     for line in re.search(r"```\n(lumen init.*?)```", page, re.S)[1].splitlines():
         program, *words = line.split()
@@ -65,7 +65,7 @@ def test_the_commands_of_the_quick_start_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_arguments_of_both_trainers_are_those_that_there_are():
-    page = (ROOT / "docs/coming-from-transformers.md").read_text()
+    page = (ROOT / "docs/migration/from-transformers.md").read_text()
     arguments, methods = page.split("## Methods")
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
     left = [re.findall(r"`(\w+)`", row.split(" | ")[0]) for row in re.findall(r"^\| `\w.*", arguments, re.M)][1:]

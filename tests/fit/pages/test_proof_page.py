@@ -6,7 +6,7 @@ from lumen.tools.proof.recorder import KINDS
 from tests.helpers import ROOT
 from tests.helpers.pages import snippets
 
-PAGE = "docs/proof.md"
+PAGE = "docs/guides/verify-and-compare.md"
 
 
 @pytest.mark.parametrize("program", snippets(PAGE))

@@ -11,10 +11,10 @@ from tests.helpers.pages import snippets
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {"__name__": "page"}
-    programs = snippets("docs/recipes.md")
+    programs = snippets("docs/guides/recipes.md")
     for number, program in enumerate(programs):
         small = program.replace("max_epochs=20,", "max_epochs=1, limit_train_batches=2, limit_val_batches=1,")
-        exec(compile(small, f"docs/recipes.md, program {number}", "exec"), found)
+        exec(compile(small, f"docs/guides/recipes.md, program {number}", "exec"), found)
     page = numpy.asarray(Image.open("digits.png"))
     assert page.shape == (280, 280)
     assert page.std() > 0

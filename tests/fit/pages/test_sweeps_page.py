@@ -12,8 +12,8 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     found = {"__name__": "page"}
-    for number, program in enumerate(snippets("docs/sweeps.md")):
-        exec(compile(program, f"docs/sweeps.md, program {number}", "exec"), found)
+    for number, program in enumerate(snippets("docs/guides/sweeps.md")):
+        exec(compile(program, f"docs/guides/sweeps.md, program {number}", "exec"), found)
     assert found["best"] == 0.03
     assert len(found["scores"]) == 4
     assert sum(bool(row["probe_loss"]) for row in rows_of(tmp_path / "runs/probed/metrics.csv")) == 2

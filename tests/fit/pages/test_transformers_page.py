@@ -12,11 +12,11 @@ PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft 
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {"__name__": "page"}
-    programs = snippets("docs/transformers.md")
+    programs = snippets("docs/guides/transformers.md")
     for number, program in enumerate(programs):
         small = program.replace("(max_epochs=2,", "(max_steps=5, limit_val_batches=2,")
         small = small.replace('(max_epochs=1, name="names"', '(max_steps=5, limit_val_batches=2, name="names"')
-        exec(compile(small, f"docs/transformers.md, program {number}", "exec"), found)
+        exec(compile(small, f"docs/guides/transformers.md, program {number}", "exec"), found)
     assert len(programs) == 4
     for name in ("origins", "names", "base", "lora"):
         assert find_checkpoints(tmp_path / "runs" / name / "checkpoints")
