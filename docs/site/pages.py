@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import lumen
 from lumen import optim
@@ -52,6 +54,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for uri, content in {**shown, **dict(_reference())}.items():
         files.append(File.generated(config, uri, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """Rank pages for contributors below the guides in the search."""
+    if page.file.src_uri.startswith("contributing/") or page.file.src_uri == "changelog.md":
+        page.meta.setdefault("search", {"boost": 0.2})
+    return markdown
 
 
 def _text(path: Path) -> str:

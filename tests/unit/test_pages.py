@@ -13,6 +13,7 @@ from tests.helpers.architecture import FLOORS, ROOT, SOURCES
 from tests.helpers.pages import COLLECTIVE, HOME, NAMES, PAGES, rows
 
 TESTS = [str(path.relative_to(HOME)) for path in HOME.glob("tests/**/*.py")]
+COLLECTIVES = "docs/contributing/collectives.md"
 PATH = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")
 
 
@@ -90,7 +91,7 @@ OF_TORCH = {"all_reduce", "all_gather", "broadcast_object_list", "gather_object"
 
 
 def test_the_page_on_processes_tells_of_each_collective_method():
-    assert {name.strip("`") for name, _, _ in rows("docs/contributing/collectives.md", "The methods")} == COLLECTIVE
+    assert {name.strip("`") for name, _, _ in rows(COLLECTIVES, "The methods")} == COLLECTIVE
 
 
 def communicates(node):
@@ -104,7 +105,7 @@ def communicates(node):
 
 
 def test_the_page_on_processes_names_every_file_that_makes_them_communicate():
-    named = {path for path, _ in PATH.findall(PAGES["docs/contributing/collectives.md"])}
+    named = {path for path, _ in PATH.findall(PAGES[COLLECTIVES])}
     files = {
         str(Path(*module.split(".")[1:]).with_suffix(".py"))
         for module, tree in SOURCES.items()
@@ -114,21 +115,17 @@ def test_the_page_on_processes_names_every_file_that_makes_them_communicate():
 
 
 def test_the_page_on_processes_tells_the_numbers_that_are_counted():
-    page, vote = PAGES["docs/contributing/collectives.md"], communication.VOTE
+    page, vote = PAGES[COLLECTIVES], communication.VOTE
     assert f"by a sum of **{vote} numbers**" in " ".join(page.split())
     assert f"1 `gather` (**{communication.GATHER} collectives**)" in page
     assert f"1 all-reduce of **{communication.BESIDE} numbers**" in page
-    votes = {
-        moment: int(numbers) for moment, _, numbers in rows("docs/contributing/collectives.md", "Some steps: the vote")
-    }
+    votes = {moment: int(numbers) for moment, _, numbers in rows(COLLECTIVES, "Some steps: the vote")}
     assert votes["a validation is over, or an epoch whose hooks ran"] == vote + 1
     assert votes["an epoch ends"] == votes["training begins"] == vote + 2
 
 
 def test_the_page_on_processes_counts_an_epoch_as_its_test_does():
-    table = re.search(
-        r"Counted for an epoch of one step:\n\n(.*?)\n\n", PAGES["docs/contributing/collectives.md"], re.S
-    )[1]
+    table = re.search(r"Counted for an epoch of one step:\n\n(.*?)\n\n", PAGES[COLLECTIVES], re.S)[1]
     assert [tuple(map(int, re.findall(r"\| (\d+)", row))) for row in table.splitlines()[2:]] == [
         *communication.EPOCHS.values()
     ]
