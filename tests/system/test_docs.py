@@ -1,5 +1,6 @@
 """What the documentation shows works as shown."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -42,16 +43,27 @@ def test_readme_and_commands_page_show_equal_commands():
     assert len(commands_of(README)) == 7
 
 
-DEVICES = (ROOT / "docs/guides/multi-gpu.md").read_text()
+DEVICES = {page: (ROOT / f"docs/guides/{page}.md").read_text() for page in ("multi-gpu", "fsdp", "debug-a-hang")}
 
 
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize("config", re.findall(r"```yaml\n(.*?)```", DEVICES, re.S), ids=["DDP", "FSDP", "limits"])
+@pytest.mark.parametrize("config", [blocks("yaml", page)[0] for page in DEVICES.values()], ids=[*DEVICES])
 def test_a_config_for_several_devices_trains_the_gpt(config, tmp_path):
     (tmp_path / "more.yaml").write_text(config)
     words = ["lumen", "fit", "--config", "models/gpt.yaml", "--config", str(tmp_path / "more.yaml")]
     _run_in_checkout([*words, "--trainer.max_steps=2", "--trainer.limit_val_batches=2"], tmp_path)
+
+
+def test_the_script_for_several_gpus_runs_on_two_processes(tmp_path):
+    (script,) = blocks("python", DEVICES["multi-gpu"])
+    (tmp_path / "train.py").write_text(script)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert len(re.findall("^val_loss [0-9.]+$", done.stdout, re.M)) == 1
+    assert len([*tmp_path.glob("runs/*/logs/*rank*")]) == 2, [*tmp_path.rglob("*")]
 
 
 def _run_in_checkout(words, tmp_path):
