@@ -20,6 +20,14 @@ SAID = {
     "migration/from-a-plain-loop": ["True"],
     "migration/from-transformers": ["['eval_accuracy', 'eval_loss', 'loss']"],
     "guides/evaluation": ["True"],
+    "guides/finetuning": ["[('blocks.0 decay', 0.00025), ('blocks.1 decay', 0.0005), ('head decay', 0.001)]"],
+    "guides/freeze-layers": [
+        "True",
+        "0 batches changed BatchNorm's statistics",
+        "{'head': 4, 'backbone': 2}",
+        "[None, 'epoch 2', 'epoch 4']",
+    ],
+    "guides/momentum-teacher": ["0 10"],
     "guides/resume": ["True", "20"],
     "guides/custom-strategy": ["True", "True"],
 }
