@@ -37,6 +37,8 @@ REFERENCE = {  # a page, and the modules whose public names stand on it; the pag
 PICTURES = (".png", ".svg")
 FIRST = ("Trainer", "TaskModule", "DataModule", "Callback", "Logger", "Strategy", "Precision", "CLI")
 LINK = re.compile(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)")
+PICTURE = re.compile(r'<img [^>]*src="[^"]*pictures/([\w-]+\.svg)"[^>]*>')
+STYLE = re.compile(r"<style>.*?</style>\n", re.S)
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.S | re.M)
 
 
@@ -61,6 +63,15 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     if page.file.src_uri.startswith("contributing/") or page.file.src_uri == "changelog.md":
         page.meta.setdefault("search", {"boost": 0.2})
     return markdown
+
+
+def on_page_content(html: str, *, page: Page, **_: Any) -> str:
+    """Put the pictures of docs/pictures into the page, so that their colours follow the site's switch."""
+
+    def inlined(image: re.Match[str]) -> str:
+        return STYLE.sub("", (ROOT / "docs/pictures" / image[1]).read_text())
+
+    return PICTURE.sub(inlined, html)
 
 
 def _text(path: Path) -> str:

@@ -29,6 +29,7 @@ SAID = {
     ],
     "guides/momentum-teacher": ["0 10"],
     "guides/resume": ["True", "20"],
+    "concepts/step": ["True"],
     "guides/custom-strategy": ["True", "True"],
 }
 
