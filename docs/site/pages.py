@@ -14,6 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import error_index
 import lumen
 from lumen import optim
 from lumen.cli import commands
@@ -59,8 +60,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Rank pages for contributors below the guides in the search."""
-    if page.file.src_uri.startswith("contributing/") or page.file.src_uri == "changelog.md":
+    """Rank pages for contributors, and long lists, below the guides in the search."""
+    if page.file.src_uri.startswith("contributing/") or page.file.src_uri in ("changelog.md", "reference/errors.md"):
         page.meta.setdefault("search", {"boost": 0.2})
     return markdown
 
@@ -126,6 +127,7 @@ def _reference() -> Iterator[tuple[str, str]]:
         begin = [first.read_text()] if first.exists() else []
         yield f"reference/{page}.md", _described(title, [f"lumen.{name}" for name in names], *begin)
     yield "reference/optim.md", _described("lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
+    yield "reference/errors.md", error_index.page((ROOT / "docs/site/errors.md").read_text())
     helps = [_help(command) for command in ("", *commands.known())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
 
