@@ -19,6 +19,8 @@ SAID = {
     "callbacks": ["True True True"],
     "migration/from-a-plain-loop": ["True"],
     "migration/from-transformers": ["['eval_accuracy', 'eval_loss', 'loss']"],
+    "guides/data-loaders": ["20"],
+    "guides/multiple-dataloaders": ["['all_loss', 'val_loss/clean', 'val_loss/noisy']", "3 [None, 3]", "4"],
     "guides/evaluation": ["True"],
     "guides/finetuning": ["[('blocks.0 decay', 0.00025), ('blocks.1 decay', 0.0005), ('head decay', 0.001)]"],
     "guides/freeze-layers": [
