@@ -29,6 +29,7 @@ SAID = {
         "{'head': 4, 'backbone': 2}",
         "[None, 'epoch 2', 'epoch 4']",
     ],
+    "guides/learning-rate-schedules": ["0.001", "0.0057", "0.01"],
     "guides/momentum-teacher": ["0 10"],
     "guides/resume": ["True", "20"],
     "concepts/step": ["True"],
