@@ -123,17 +123,19 @@ def _reference() -> Iterator[tuple[str, str]]:
     for page, (title, homes) in REFERENCE.items():
         names = [name for name in left if lumen._HOME[name].startswith(homes)]
         left = [name for name in left if name not in names]
-        first = ROOT / f"docs/site/{page}.md"
-        begin = [first.read_text()] if first.exists() else []
-        yield f"reference/{page}.md", _described(title, [f"lumen.{name}" for name in names], *begin)
-    yield "reference/optim.md", _described("lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
+        yield f"reference/{page}.md", _described(page, title, [f"lumen.{name}" for name in names])
+    yield "reference/optim.md", _described("optim", "lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
     yield "reference/errors.md", error_index.page((ROOT / "docs/site/errors.md").read_text())
     helps = [_help(command) for command in ("", *commands.known())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
 
 
-def _described(title: str, names: list[str], *begin: str) -> str:
-    return "\n\n".join([f"# {title}", *begin, *(f"::: {name}" for name in names)])
+def _described(page: str, title: str, names: list[str]) -> str:
+    """Return a page of the reference: its hand-written beginning, then each name."""
+    beginning = (ROOT / f"docs/site/{page}.md").read_text().rstrip()
+    for name in names:  # A name in the first column of a table links to its entry.
+        beginning = beginning.replace(f"\n| `{name.split('.')[-1]}` |", f"\n| [`{name.split('.')[-1]}`][{name}] |")
+    return "\n\n".join([f"# {title}", beginning, *(f"::: {name}" for name in names)])
 
 
 def _help(command: str) -> str:

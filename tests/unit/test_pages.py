@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import lumen
 from tests.helpers import communication
 from tests.helpers.architecture import FLOORS, ROOT, SOURCES
 from tests.helpers.pages import COLLECTIVE, HOME, NAMES, PAGES, rows
@@ -215,3 +216,11 @@ def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page():
 def test_the_page_of_examples_has_every_config():
     linked = re.findall(r"\]\(\.\./\.\./models/(\w+)\.yaml\)", (HOME / "docs/guides/examples.md").read_text())
     assert sorted(linked) == sorted(path.stem for path in (HOME / "models").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("page", ["callbacks", "loggers", "devices", "tools", "optim"])
+def test_tables_of_the_reference_name_what_exists(page):
+    names = re.findall(r"^\| `(\w+)` \|", (HOME / f"docs/site/{page}.md").read_text(), re.M)
+    exported = lumen.optim.__all__ if page == "optim" else lumen.__all__
+    assert len(names) >= 5
+    assert {*names} <= {*exported}
