@@ -113,7 +113,7 @@ def test_the_commands_of_the_page_on_checks_run_and_its_names_are_those_of_the_c
     commands = [line.split() for line in page.splitlines() if line.startswith("lumen ")]
     assert [main(command[1:]) for command in commands] == [0, 0, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["datamodules", "models"]
-    table = page.split("## What it looks at")[1].split("##")[0]
+    table = page.split("## Findings")[1].split("##")[0]
     named = {name for row in table.splitlines()[4:] for name in re.findall(r"`([\w.]+)`", row.rpartition("| ")[2])}
     code = "".join(path.read_text() for path in (ROOT / "lumen/tools/check").glob("*.py"))
     code = code.replace("{what}", "training") + code.replace("{what}", "validation")

@@ -16,7 +16,7 @@ from tests.helpers import ROOT
 from tests.helpers.pages import snippets
 
 SAID = {
-    "callbacks": ["True True True"],
+    "guides/custom-callback": ["True True True"],
     "migration/from-a-plain-loop": ["True"],
     "migration/from-transformers": ["['eval_accuracy', 'eval_loss', 'loss']"],
     "guides/data-loaders": ["20"],
