@@ -22,11 +22,7 @@ def blocks(language, page):
     return re.findall(rf"```{language}\n(.*?)```", page, re.S)
 
 
-def commands_of(page):
-    return [line.split("#")[0].split() for line in page.splitlines() if line.startswith("lumen ")]
-
-
-def test_the_readme_task_runs_and_goes_on_when_run_again(tmp_path):
+def test_readme_script_trains_and_finds_its_finished_run(tmp_path):
     (script,) = blocks("python", README)
     (tmp_path / "train.py").write_text(script)
     for said in ("finished: ", "nothing to do"):
@@ -34,13 +30,7 @@ def test_the_readme_task_runs_and_goes_on_when_run_again(tmp_path):
             [sys.executable, "-W", "error", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
         )
         assert said in done.stderr
-        assert "val_loss" in done.stdout
-    assert (tmp_path / "runs/regression/metrics.csv").exists()
-
-
-def test_readme_and_commands_page_show_equal_commands():
-    assert commands_of(README) == commands_of(COMMANDS)
-    assert len(commands_of(README)) == 7
+    assert float((tmp_path / "runs/regression/metrics.csv").read_text().split(",")[-1]) < 1
 
 
 DEVICES = {page: (ROOT / f"docs/guides/{page}.md").read_text() for page in ("multi-gpu", "fsdp", "debug-a-hang")}

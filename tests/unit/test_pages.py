@@ -188,7 +188,7 @@ PICTURE = HOME / "benchmarks/results/cost.svg"
 PROMISES = (HOME / "docs/concepts/promises.md").read_text()
 
 
-def test_what_the_readme_promises_in_a_line_is_told_on_the_page_of_promises():
+def test_readme_rows_match_the_page_of_promises():
     rows_of_readme = re.findall(r"^\| \*\*(.+?)\*\* \| .+ \| (.+) \|$", README, re.M)
     assert [name for name, _ in rows_of_readme] == re.findall(r"^## (.+)$", PROMISES, re.M)
     said = {*re.findall(r"[\d.,]*\d(?:e-\d+)?", PROMISES)}
