@@ -1,0 +1,66 @@
+"""The programs and commands of the tutorials do what the tutorials say."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.helpers.documented_commands import run_in_shell
+from tests.helpers.pages import snippets
+
+pytestmark = [pytest.mark.usefixtures("program_directory"), pytest.mark.time_limit(240)]
+
+
+def read_losses(name):
+    with open(f"runs/{name}/metrics.csv") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def run_script(*words):
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_two_processes_and_torchrun_repeat_the_losses():
+    (script,) = snippets("docs/tutorials/several-gpus.md")
+    Path("train.py").write_text(script)
+    assert run_script("train.py") == "steps: 48\n"
+    Path("train.py").write_text(script.replace("devices=1", "devices=2").replace('"one"', '"two"'))
+    assert run_script("train.py").count("steps: 48\n") == 1
+    Path("train.py").write_text(script.replace("    devices=1,\n", "").replace('"one"', '"torchrun"'))
+    assert "steps: 48\n" in run_script("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
+    one = read_losses("one")
+    assert len(one) == 48
+    for name in ("two", "torchrun"):
+        assert read_losses(name) == pytest.approx(one, rel=1e-5)
+
+
+def test_language_model_is_tuned_and_exported():
+    page = "docs/tutorials/language-model.md"
+    base, module, read, adapter = snippets(page)
+    text = (ROOT / page).read_text()
+    for name, content in {
+        "base.py": base,
+        "sums.py": module,
+        "sums.yaml": re.search(r"```yaml\n(.*?)```", text, re.S)[1],
+        "read.py": read,
+        "adapter.py": adapter,
+    }.items():
+        Path(name).write_text(content)
+    run_script("base.py")
+    commands = re.findall(r"^lumen .*", text, re.M)
+    assert [line.split()[1] for line in commands] == ["fit", "fit", "export"]
+    shown = [run_in_shell(line) for line in commands]
+    assert re.search(r"PeftModelForCausalLM +0\.168 M +11 %", shown[0])
+    assert "max_epochs=15 reached" in shown[1]
+    assert "from_pretrained reads the same" in shown[2]
+    assert read_losses("sums")[0] > 3.5
+    assert read_losses("sums")[-1] < 3
+    assert run_script("read.py").startswith("2+3=")
+    run_script("adapter.py")
+    assert Path("adapter/adapter_model.safetensors").exists()
