@@ -144,7 +144,7 @@ def test_packages_to_install_are_those_of_the_project():
     extras = project["optional-dependencies"]
     known = {"lumen"} | {Requirement(each).name for names in extras.values() for each in names}
     for line in select("pip install .*"):
-        for word in shlex.split(line.replace(" -e ", " "))[2:]:
+        for word in shlex.split(re.sub(r" (-e|--constraint \S+)(?= |$)", "", line))[2:]:
             wanted = Requirement(word.replace(".", "lumen", 1) if word.startswith(".") else word)
             assert (wanted.name in known, wanted.extras - extras.keys()) == (True, set()), line
 
