@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 import lumen
+from lumen.checkpoint.format.manifest import FORMAT_VERSION
+from lumen.internals.torch_versions import TRIED
+from lumen.version import __version__
 from tests.helpers import communication
 from tests.helpers.architecture import FLOORS, ROOT, SOURCES
 from tests.helpers.pages import COLLECTIVE, HOME, NAMES, PAGES, rows
@@ -224,3 +227,20 @@ def test_tables_of_the_reference_name_what_exists(page):
     exported = lumen.optim.__all__ if page == "optim" else lumen.__all__
     assert len(names) >= 5
     assert {*names} <= {*exported}
+
+
+def test_installation_lists_every_extra_and_dependency():
+    page = (HOME / "docs/installation.md").read_text()
+    project = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == sorted(project["optional-dependencies"])
+    names = [re.split(r"[\[>]", each)[0] for each in project["dependencies"]]
+    assert [name for name in names if name not in page] == []
+    assert f"Python | {project['requires-python'].removeprefix('>=')} or newer" in page
+
+
+def test_versions_page_names_tested_torch_and_format():
+    page = " ".join((HOME / "docs/versions.md").read_text().split())
+    *others, last = TRIED
+    assert f"torch {', '.join(others)} and {last}" in page
+    assert f"this version reads format {FORMAT_VERSION}." in page
+    assert f"version {__version__}," in page

@@ -11,9 +11,12 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 import lumen
+from lumen import errors
 from lumen.cli import main
+from lumen.errors import LumenError
 from tests.helpers import ROOT
 from tests.helpers.pages import snippets
+from tests.helpers.tasks import Regression, loader
 
 SAID = {
     "guides/custom-callback": ["True True True"],
@@ -101,3 +104,23 @@ def test_the_arguments_of_both_trainers_are_those_that_there_are():
     known = {*dir(Trainer), *inspect.signature(Trainer).parameters, "TrainerCallback", "Trainer"}
     assert called - known == {"num_items_in_batch"}
     assert "num_items_in_batch" in inspect.signature(Trainer.compute_loss).parameters
+
+
+def test_troubleshooting_snippets_and_config_are_accepted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for program in snippets("docs/troubleshooting.md"):
+        exec(program, {"__name__": "page"})
+    (config,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/troubleshooting.md").read_text(), re.S)
+    Path("more.yaml").write_text(config)
+    assert main(["fit", "--config", f"{ROOT}/models/digits.yaml", "--config", "more.yaml", "--print_config"]) == 0
+    assert "startup_timeout_s: 120" in capsys.readouterr().out
+
+
+def test_errors_of_troubleshooting_are_raised(tmp_path):
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    trainer = lumen.Trainer(max_epochs=1, default_root_dir=tmp_path, name="none", resume="last")
+    with pytest.raises(LumenError, match="no valid checkpoint found"):
+        trainer.fit(Regression(), loader())
+    assert "`no valid checkpoint found`" in page
+    for name in re.findall(r"`(\w+)`: the loss", page):
+        assert issubclass(getattr(errors, name), LumenError)
