@@ -139,7 +139,7 @@ def test_targets_of_make_exist():
         run_in_shell(f"make --dry-run --directory {ROOT} {line.removeprefix('make ')}")
 
 
-def test_packages_to_install_are_those_of_the_project():
+def test_packages_to_install_are_in_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     known = {"lumen"} | {Requirement(each).name for names in extras.values() for each in names}

@@ -83,7 +83,7 @@ def test_each_word_has_one_meaning():
     assert all(PATH.search(where) for _, _, where in words)
 
 
-def test_each_promise_names_files_and_tests_and_is_one_of_the_readme():
+def test_each_promise_names_files_tests_and_readme_row():
     of_readme = re.findall(r"^\| \*\*(.+?)\*\* \|", (HOME / "README.md").read_text(), re.M)
     assert [promise for promise, _, _ in rows(NAMES[0], "Promises")] == [name.lower() for name in of_readme]
     assert all(PATH.search(files) and "test_" in tests for _, files, tests in rows(NAMES[0], "Promises"))
@@ -199,15 +199,15 @@ def test_readme_rows_match_the_page_of_promises():
         assert {*re.findall(r"[\d.,]*\d(?:e-\d+)?", figure)} <= said, name
 
 
-def test_the_picture_shows_the_figures_of_the_page_of_promises():
+def test_picture_shows_figures_of_the_promises_page():
     bars = re.findall(r'width="([\d.]+)" height="12" rx="2" fill="#\w+"/><text [^>]*>([\d.]+)<', PICTURE.read_text())
-    (told,) = re.findall(r"Median\s+CPU time against that loop(.*?);", PROMISES, re.S)
-    figures = re.findall(r"\d\.\d\d", told)
+    (measured,) = re.findall(r"Median\s+CPU time against that loop(.*?);", PROMISES, re.S)
+    figures = re.findall(r"\d\.\d\d", measured)
     assert [figure for _, figure in bars] == [*figures[:8], *figures[10:12]]
     assert len({round(float(width) / float(figure)) for width, figure in bars}) == 1
 
 
-def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page():
+def test_readme_is_short_and_leads_to_every_page():
     assert len(README.splitlines()) <= 120
     assert "](docs/pages.md)" in README
     linked = {*re.findall(r"\]\(([\w/-]+\.\w+)(?:#[\w-]+)?\)", (HOME / "docs/pages.md").read_text())}

@@ -49,7 +49,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("page", SAID)
-def test_the_programs_of_a_page_print_what_it_says(page, tmp_path, monkeypatch, capsys):
+def test_programs_of_a_page_print_what_it_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     found = {"__name__": "page"}
     for number, program in enumerate(snippets(f"docs/{page}.md")):
