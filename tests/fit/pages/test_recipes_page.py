@@ -1,4 +1,4 @@
-"""The programs of the page of recipes run, with few epochs."""
+"""The programs of the pages of recipes and of reinforcement learning run, with few epochs."""
 
 import numpy
 import pytest
@@ -20,3 +20,11 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch)
     assert page.std() > 0
     assert len(found["rows"]) == 1000 + 1697
     assert found["right"] == pytest.approx(found["scans"]["right/scans"], abs=1e-6)
+
+
+def test_the_page_of_reinforcement_learning_trains_a_bandit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (program,) = snippets("docs/guides/reinforcement-learning.md")
+    found = {"__name__": "page"}
+    exec(compile(program, "docs/guides/reinforcement-learning.md", "exec"), found)
+    assert found["bandit"].preferences.argmax() == 2
