@@ -57,10 +57,11 @@ def test_language_model_is_tuned_and_exported():
     assert [line.split()[1] for line in commands] == ["fit", "fit", "export"]
     shown = [run_in_shell(line) for line in commands]
     assert re.search(r"PeftModelForCausalLM +0\.168 M +11 %", shown[0])
-    assert "max_epochs=15 reached" in shown[1]
+    assert "max_epochs=9 reached" in shown[1]
     assert "from_pretrained reads the same" in shown[2]
-    assert read_losses("sums")[0] > 3.5
-    assert read_losses("sums")[-1] < 3
+    losses = read_losses("sums")
+    assert losses[0] > 5.5
+    assert sum(losses[-7:]) / 7 < 2.9
     assert run_script("read.py").startswith("2+3=")
     run_script("adapter.py")
     assert Path("adapter/adapter_model.safetensors").exists()
