@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers import ROOT
 from tests.helpers.documented_commands import run_in_shell
@@ -65,3 +66,22 @@ def test_language_model_is_tuned_and_exported():
     assert run_script("read.py").startswith("2+3=")
     run_script("adapter.py")
     assert Path("adapter/adapter_model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks so
+def test_packing_of_the_tutorial_keeps_losses():
+    base, module, *_ = snippets("docs/tutorials/language-model.md")
+    found = {"__name__": "sums"}
+    exec(base, found)
+    exec(module, found)
+    torch.manual_seed(0)
+    task = found["Tuned"]().double().eval()
+    task.log = lambda *_, **__: None
+    for name, parameter in task.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    texts = [("1+2=", "3"), ("9+9=", "18"), ("5+0=", "5")]
+    losses = [task.training_step(found["pack"]([text])) for text in texts]
+    packed, count = task.training_step(found["pack"](texts))
+    assert count == sum(weight for _, weight in losses) == 7
+    assert packed.item() == pytest.approx(sum(loss.item() * weight for loss, weight in losses) / 7, abs=1e-12)
