@@ -320,7 +320,7 @@ class _Explaining(AbstractContextManager[None]):
             raise ConfigError(
                 f"precision: under {self._name} torch cannot run {_culprit(list(_modules(trace)))}: "
                 f"{str(error).splitlines()[0].rstrip('.')}. Use precision: {better}, or run this part in float32 "
-                "(docs/precision.md). A tensor that a step makes has to be given the dtype of those it meets."
+                "(docs/guides/precision.md). A tensor that a step makes has to be given the dtype of those it meets."
             ) from error
 
 

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import error_index
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import lumen
 from lumen import optim
@@ -19,11 +22,11 @@ from lumen.cli import commands
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
+    "CONTRIBUTING.md": "contributing/index.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security-policy.md",
     "benchmarks/README.md": "benchmarks.md",
-    "docs/notebook.ipynb": "notebook.md",
+    "docs/tutorials/notebook.ipynb": "tutorials/notebook.md",
 }
 REFERENCE = {  # a page, and the modules whose public names stand on it; the page of tools has all others
     "trainer": ("Trainer and task", ("lumen.trainer.", "lumen.task.")),
@@ -35,6 +38,8 @@ REFERENCE = {  # a page, and the modules whose public names stand on it; the pag
 PICTURES = (".png", ".svg")
 FIRST = ("Trainer", "TaskModule", "DataModule", "Callback", "Logger", "Strategy", "Precision", "CLI")
 LINK = re.compile(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)")
+PICTURE = re.compile(r'<img [^>]*src="[^"]*pictures/([\w-]+\.svg)"[^>]*>')
+STYLE = re.compile(r"<style>.*?</style>\n", re.S)
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.S | re.M)
 
 
@@ -52,6 +57,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for uri, content in {**shown, **dict(_reference())}.items():
         files.append(File.generated(config, uri, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """Rank pages for contributors, and long lists, below the guides in the search."""
+    if page.file.src_uri.startswith("contributing/") or page.file.src_uri in ("changelog.md", "reference/errors.md"):
+        page.meta.setdefault("search", {"boost": 0.2})
+    return markdown
+
+
+def on_page_content(html: str, *, page: Page, **_: Any) -> str:
+    """Put the pictures of docs/pictures into the page, so that their colours follow the site's switch."""
+
+    def inlined(image: re.Match[str]) -> str:
+        return STYLE.sub("", (ROOT / "docs/pictures" / image[1]).read_text())
+
+    return PICTURE.sub(inlined, html)
 
 
 def _text(path: Path) -> str:
@@ -102,16 +123,19 @@ def _reference() -> Iterator[tuple[str, str]]:
     for page, (title, homes) in REFERENCE.items():
         names = [name for name in left if lumen._HOME[name].startswith(homes)]
         left = [name for name in left if name not in names]
-        first = ROOT / f"docs/site/{page}.md"
-        begin = [first.read_text()] if first.exists() else []
-        yield f"reference/{page}.md", _described(title, [f"lumen.{name}" for name in names], *begin)
-    yield "reference/optim.md", _described("lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
+        yield f"reference/{page}.md", _described(page, title, [f"lumen.{name}" for name in names])
+    yield "reference/optim.md", _described("optim", "lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
+    yield "reference/errors.md", error_index.page((ROOT / "docs/site/errors.md").read_text())
     helps = [_help(command) for command in ("", *commands.known())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
 
 
-def _described(title: str, names: list[str], *begin: str) -> str:
-    return "\n\n".join([f"# {title}", *begin, *(f"::: {name}" for name in names)])
+def _described(page: str, title: str, names: list[str]) -> str:
+    """Return a page of the reference: its hand-written beginning, then each name."""
+    beginning = (ROOT / f"docs/site/{page}.md").read_text().rstrip()
+    for name in names:  # A name in the first column of a table links to its entry.
+        beginning = beginning.replace(f"\n| `{name.split('.')[-1]}` |", f"\n| [`{name.split('.')[-1]}`][{name}] |")
+    return "\n\n".join([f"# {title}", beginning, *(f"::: {name}" for name in names)])
 
 
 def _help(command: str) -> str:

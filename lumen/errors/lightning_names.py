@@ -159,7 +159,7 @@ RENAMED = {
     "WeightAveraging": "lumen.EMA",
 }
 
-_OWN_LOGGER = "Subclass lumen.Logger: docs/loggers.md shows how."
+_OWN_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
 #: Those that have no counterpart, with what serves in their place.
 INSTEAD_OF_CLASSES = {
@@ -168,10 +168,10 @@ INSTEAD_OF_CLASSES = {
     "DeepSpeedStrategy": "Use lumen.FSDP.",
     "LightningEnvironment": "Leave it out: the environment of the processes is found.",
     "MixedPrecision": "Use trainer.precision: bf16 or fp16.",
-    "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/smaller-models.md.",
+    "ModelPruning": "Call torch.nn.utils.prune in the task, in on_train_epoch_end: see docs/guides/smaller-models.md.",
     "NeptuneLogger": _OWN_LOGGER,
     "QuantizationAwareTraining": "Call torchao's quantize_ with a QATConfig in the task's __init__: see "
-    "docs/smaller-models.md.",
+    "docs/guides/smaller-models.md.",
     "SLURMEnvironment": "Leave it out: SLURM is found by its variables; SIGUSR1 saves and exits with 75, to requeue.",
     "TorchSyncBatchNorm": "Use trainer.sync_batchnorm.",
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/guides/third-party-datasets.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
 
 
@@ -19,7 +19,7 @@ def executed(*texts, found=None):
     """What there is after all programs of some sections, one after the other."""
     found = found or {"__name__": "page"}
     for number, program in enumerate(program for text in texts for program in programs(text)):
-        exec(compile(program, f"docs/data.md, program {number}", "exec"), found)
+        exec(compile(program, f"docs/guides/third-party-datasets.md, program {number}", "exec"), found)
     return found
 
 

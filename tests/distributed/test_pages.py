@@ -19,7 +19,7 @@ def said_of(method, table):
 
 
 def test_each_method_has_the_collectives_that_the_page_says(group):
-    table = {name.strip("`"): text for name, _, text in rows("docs/distributed.md", "The methods")}
+    table = {name.strip("`"): text for name, _, text in rows("docs/contributing/collectives.md", "The methods")}
     for counted in group(2).run(count_collectives):
         assert counted == {name: said_of(name, table) for name in counted}
         assert counted.keys() == COLLECTIVE - {"connect", "beside"}

@@ -597,7 +597,7 @@ def test_the_documented_part_of_a_stream_is_read_once():
 
     def rank(ours):
         given = {"torch": torch}
-        exec(snippets()[1], given)
+        exec(snippets()[2], given)
         return read(
             adapt_loader(DataLoader(given["Shards"](files, ours.rank, ours.world), 2), SEED, 3, rank_slice=ours)
         )[0]

@@ -17,9 +17,10 @@ from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.precision import Float16
 from tests.helpers import ROOT
 from tests.helpers.cli_tasks import Spy
+from tests.helpers.pages import snippets
 from tests.helpers.tasks import FEATURES, Regression, loader, network, quiet_trainer, regression_data, weights
 
-DOCS = (ROOT / "docs/precision.md").read_text()
+DOCS = (ROOT / "docs/guides/precision.md").read_text()
 
 
 def fit(tmp_path, task, data=None, **options):
@@ -547,7 +548,8 @@ def test_a_part_without_autocast_computes_what_float32_computes(tmp_path, precis
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_documentation_runs_as_shown(tmp_path, precision):
-    task_block, own_block, attention_block, trainer_block = re.findall(r"```python\n(.*?)```", DOCS, re.S)
+    trainer_block, task_block, own_block = snippets("docs/guides/precision.md")
+    _, attention_block = snippets("docs/guides/compile.md")
     names = {"__name__": "documentation"}
     exec(task_block, names)
     fit(tmp_path, names["Classifier"](), precision=precision)
@@ -564,7 +566,7 @@ def test_the_documentation_runs_as_shown(tmp_path, precision):
 
 def test_the_documented_precision_trains_with_the_bits_of_float32(tmp_path):
     names = {"__name__": "documentation", "lumen": lumen}
-    exec(next(block for block in re.findall(r"```python\n(.*?)```", DOCS, re.S) if "StaticScale" in block), names)
+    exec(snippets("docs/guides/precision.md")[2], names)
     plain, scaled = Regression(), Regression()
     fit(tmp_path, plain, gradient_clip_val=0.5)
     fit(tmp_path, scaled, gradient_clip_val=0.5, precision=names["StaticScale"](64.0))

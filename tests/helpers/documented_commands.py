@@ -27,7 +27,7 @@ IN_SENTENCE = re.compile(
 OPTIONS = re.compile(r"(?:--[\w.+]+ (?!--)\S+ ?)+")
 SOURCES = {
     str(path.relative_to(ROOT)): path
-    for pattern in ("models/*.yaml", "*.md", "docs/*.md", "models/*.py", "datamodules/*.py", "lumen/**/*.py")
+    for pattern in ("models/*.yaml", "*.md", "docs/**/*.md", "models/*.py", "datamodules/*.py", "lumen/**/*.py")
     for path in sorted(ROOT.glob(pattern))
     if path.name != "CHANGELOG.md" and "templates" not in path.parts
 }
@@ -110,7 +110,7 @@ def make_home(home):
             "seed_everything: 7\nmodel: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.05}}\n"
             "data: tests.helpers.cli_tasks.Points\ntrainer: {max_epochs: 4}\n"
         )
-    (home / "my_book.txt").write_text((ROOT / "docs/data.md").read_text())
+    (home / "my_book.txt").write_text((ROOT / "docs/guides/third-party-datasets.md").read_text())
     torch.save({"state_dict": {"model.weight": torch.ones(2)}}, home / "old.ckpt")
 
 

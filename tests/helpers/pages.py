@@ -7,7 +7,12 @@ import textwrap
 from lumen.distributed.processes import Processes
 from tests.helpers import ROOT as HOME
 
-NAMES = ("docs/architecture.md", "docs/checkpoint-format.md", "docs/distributed.md", "CONTRIBUTING.md")
+NAMES = (
+    "docs/contributing/architecture.md",
+    "docs/reference/checkpoint-format.md",
+    "docs/contributing/collectives.md",
+    "CONTRIBUTING.md",
+)
 
 
 PAGES = {name: (HOME / name).read_text() for name in NAMES}
@@ -26,7 +31,7 @@ COLLECTIVE = {
 }  # fmt: skip
 
 
-def snippets(page="docs/loaders.md"):
+def snippets(page="docs/guides/data-loaders.md"):
     """The programs of a page, in their order."""
     text = (HOME / page).read_text()
     return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)```", text, re.S | re.M)]

@@ -116,7 +116,7 @@ def test_the_command_of_a_file_trains_on_two_nodes_whose_engine_sets_its_variabl
 
 def test_a_function_that_submitit_runs_trains_as_the_command(undisturbed, tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIG)
-    (program,) = re.findall(r"```python\n(import submitit.*?)```", (ROOT / "docs/clusters.md").read_text(), re.S)
+    (program,) = re.findall(r"```python\n(import submitit.*?)```", (ROOT / "docs/guides/clusters.md").read_text(), re.S)
     (tmp_path / "program.py").write_text(program.replace('"submitit")', '"submitit", cluster="local")'))
     subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=HERE, check=True)
     found = record_of(tmp_path)

@@ -73,7 +73,7 @@ FILES = {"lumen.fish", "lumen.patch"}
 
 def documented_names():
     """Every `lumen.NAME` in the pages and configs, but for modules that a page imports or runs."""
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("models/*")]
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb"), *ROOT.glob("models/*")]
     text = "\n".join(page.read_text() for page in pages if page.is_file())
     named = re.findall(r"(?<![\w./-])(?<!from )(?<!import )(?<!-m )lumen(?:\.[A-Za-z]\w*)+", text)
     return sorted({*named} - FILES)

@@ -14,7 +14,7 @@ from tests.helpers import ROOT
 from tests.helpers.migrate import command, write
 
 PROJECTS = ROOT / "tests/projects"
-PAGE = ROOT / "docs/migrating.md"
+PAGE = ROOT / "docs/migration/move-a-project.md"
 LIGHTNING = re.compile(r"\b(pytorch_)?lightning\b")
 
 

@@ -378,8 +378,8 @@ def test_a_command_that_a_cell_starts_writes_lines_without_escapes(notebook):
     assert "\x1b" not in written.text
 
 
-def test_the_example_notebook_runs_and_is_stored_without_outputs(tmp_path):
-    example = nbformat.read(ROOT / "docs/notebook.ipynb", as_version=4)
+def test_example_notebook_runs_and_has_no_stored_outputs(tmp_path):
+    example = nbformat.read(ROOT / "docs/tutorials/notebook.ipynb", as_version=4)
     nbformat.validate(example)
     cells = [cell for cell in example.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)

@@ -799,7 +799,7 @@ def test_a_place_that_one_rank_cannot_reach_is_the_same_error_on_all(group, tmp_
 # ---------------------------------------------------------------------- the command line
 
 
-DOCUMENT = (ROOT / "docs/object-stores.md").read_text()
+DOCUMENT = (ROOT / "docs/guides/object-stores.md").read_text()
 
 
 def test_the_documentation_works_as_shown(tmp_path, bucket, monkeypatch, capsys):

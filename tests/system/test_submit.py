@@ -17,7 +17,7 @@ from tests.helpers import ROOT
 from tests.helpers.engine_tasks import CONFIG
 
 FIT = ["--", "fit", "--config", "run.yaml"]
-PAGE = (ROOT / "docs/clusters.md").read_text()
+PAGE = (ROOT / "docs/guides/clusters.md").read_text()
 # What the documentation of each has: a name that is no field of it would be refused, or worse, not be read.
 K8S = {
     "": {"apiVersion", "kind", "metadata", "spec"},

@@ -7,6 +7,6 @@ from tests.helpers.tables import rows_of
 
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert list(programs_run("docs/vision.md"))
+    assert list(programs_run("docs/guides/vision.md"))
     for run, name in (("mixed", "val_acc"), ("found", "map")):
         assert any(row[name] for row in rows_of(tmp_path / "runs" / run / "metrics.csv"))

@@ -64,7 +64,7 @@ ENGINES = {
     }),
     "sky": Engine(".sky.yaml", engines.skypilot, ("sky", "jobs", "launch"), {
         "time": "SkyPilot sets jobs no limit; use --trainer.max_time after --",
-        "partition": _NO_QUEUE, "account": _NO_QUEUE, "volume": "save to a bucket, see docs/object-stores.md",
+        "partition": _NO_QUEUE, "account": _NO_QUEUE, "volume": "save to a bucket, see docs/guides/object-stores.md",
     }),
 }  # fmt: skip
 

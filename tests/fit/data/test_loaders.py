@@ -901,7 +901,7 @@ def torchdatas(data, workers):
 def documented():
     """The stream with a state that the page on loaders shows."""
     given = {"torch": torch}
-    exec(snippets()[0], given)
+    exec(snippets()[1], given)
     return given["Numbers"](24)
 
 
@@ -1195,7 +1195,7 @@ def test_the_documented_stream_goes_on_exactly_from_every_step(tmp_path, statefu
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     given = {"torch": torch}
-    exec(snippets()[0], given)
+    exec(snippets()[1], given)
     kind = StatefulDataLoader if stateful else DataLoader
     fit = fitting(tmp_path, lambda: kind(given["Numbers"](22), 4, num_workers=workers))
     assert sorted(fit(max_epochs=1).samples(0)) == list(range(22))
@@ -1203,7 +1203,7 @@ def test_the_documented_stream_goes_on_exactly_from_every_step(tmp_path, statefu
 
 
 def test_the_snippet_in_the_documentation_runs(tmp_path):
-    snippet = snippets()[2]
+    snippet = snippets("docs/guides/multiple-dataloaders.md")[1]
     given = {"lumen": lumen, "labelled": alphabet(3), "unlabelled": alphabet(7)}
     exec(snippet, given)
     task = type("Snippet", (Structures,), {"train_dataloader": given["train_dataloader"]})()

@@ -42,7 +42,7 @@ class Untouched(Regression):
         pytest.fail("work was done")
 
 
-def test_the_versions_that_were_tried_are_those_of_the_readme_and_the_package():
+def test_readme_and_package_name_the_tested_torch_versions():
     root = ROOT
     minor = [version.rpartition(".")[0] for version in torch_versions.TRIED]
     *others, last = minor

@@ -196,6 +196,6 @@ trainer:
         "CSVLogger has no option flush_logs_every_n_steps. Leave it out",
         "WandbLogger is Lightning's. Write lumen.WandbLogger.",
         "WandbLogger has no option log_model. Leave it out: checkpoints lie in the run directory",
-        "CometLogger is Lightning's. Subclass lumen.Logger: docs/loggers.md shows how.",
+        "CometLogger is Lightning's. Subclass lumen.Logger: docs/guides/loggers.md shows how.",
     ):
         assert part in said

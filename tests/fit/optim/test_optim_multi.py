@@ -346,7 +346,7 @@ def test_a_schedule_of_momentum_that_one_has_by_another_name_is_refused():
 
 
 def test_the_documented_task_trains(tmp_path):
-    document = (ROOT / "docs/coming-from-lightning.md").read_text()
+    document = (ROOT / "docs/migration/lightning-optimizers.md").read_text()
     (shown,) = re.findall(r"```python\n(.*?)```", document, re.S)
     names = {"torch": torch, "Regression": Regression}
     exec(shown, names)

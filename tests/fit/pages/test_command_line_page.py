@@ -1,4 +1,4 @@
-"""docs/command-line.md: its script, its commands and what it says of other formats."""
+"""Programs and commands of docs/guides/custom-command-line.md and export.md."""
 
 import re
 import shlex
@@ -12,10 +12,13 @@ from safetensors.torch import load_file
 from lumen.cli import main
 from tests.helpers import ROOT
 
-PAGE = (ROOT / "docs/command-line.md").read_text()
+PAGE = (ROOT / "docs/guides/custom-command-line.md").read_text()
 CONFIG = {}
 SCRIPT, ALONE = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
-COMMANDS = [shlex.split(line, comments=True) for line in PAGE.splitlines() if line.startswith(("python ", "lumen "))]
+EXPORT = (ROOT / "docs/guides/export.md").read_text()
+COMMANDS = [
+    shlex.split(line, comments=True) for line in (PAGE + EXPORT).splitlines() if line.startswith(("python ", "lumen "))
+]
 
 pytestmark = pytest.mark.usefixtures("config_directory")
 

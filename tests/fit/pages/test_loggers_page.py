@@ -14,13 +14,13 @@ from tests.helpers.services import of_csv, of_wandb
 from tests.helpers.working_directory import LINE as CONFIG  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader")  # SQLAlchemy to MLflow
-PAGE = (ROOT / "docs/loggers.md").read_text()
+PAGE = (ROOT / "docs/guides/loggers.md").read_text()
 
 
 @pytest.mark.slow
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    said = [capsys.readouterr().out.splitlines()[-1] for _ in programs_run("docs/loggers.md")]
+    said = [capsys.readouterr().out.splitlines()[-1] for _ in programs_run("docs/guides/loggers.md")]
     assert said == ["runs/line ['TensorBoardLogger', 'MLFlowLogger']", "True", "4"]
 
 

@@ -1,4 +1,4 @@
-"""What the page on proof shows runs as shown."""
+"""The programs of the page on comparing runs."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from lumen.tools.proof.recorder import KINDS
 from tests.helpers import ROOT
 from tests.helpers.pages import snippets
 
-PAGE = "docs/proof.md"
+PAGE = "docs/guides/compare-runs.md"
 
 
 @pytest.mark.parametrize("program", snippets(PAGE))

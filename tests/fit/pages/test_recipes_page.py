@@ -1,4 +1,4 @@
-"""The programs of the page of recipes run, with few epochs."""
+"""The programs of the pages of recipes and of reinforcement learning run, with few epochs."""
 
 import numpy
 import pytest
@@ -11,9 +11,15 @@ from tests.helpers.pages import programs_run
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ("max_epochs=20,", "max_epochs=1, limit_train_batches=2, limit_val_batches=1,")
-    *_, found = programs_run("docs/recipes.md", few)
+    *_, found = programs_run("docs/guides/recipes.md", few)
     page = numpy.asarray(Image.open("digits.png"))
     assert page.shape == (280, 280)
     assert page.std() > 0
     assert len(found["rows"]) == 1000 + 1697
     assert found["right"] == pytest.approx(found["scans"]["right/scans"], abs=1e-6)
+
+
+def test_the_page_of_reinforcement_learning_trains_a_bandit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (found,) = programs_run("docs/guides/reinforcement-learning.md")
+    assert found["bandit"].preferences.argmax() == 2

@@ -8,7 +8,7 @@ import lumen
 from tests.helpers.pages import programs_run, snippets
 from tests.helpers.quantization import Quantized, quantized
 
-PAGE = "docs/smaller-models.md"
+PAGE = "docs/guides/smaller-models.md"
 
 
 def test_the_programs_of_the_page_print_what_it_is_about(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch,
     optuna = pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    *_, found = programs_run("docs/sweeps.md")
+    *_, found = programs_run("docs/guides/sweeps.md")
     assert found["best"] == 0.03
     assert len(found["scores"]) == 4
     assert sum(bool(row["probe_loss"]) for row in rows_of(tmp_path / "runs/probed/metrics.csv")) == 2

@@ -305,11 +305,11 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_training(tmp_path):
 @pytest.mark.slow
 def test_the_program_and_the_commands_of_the_page_work(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (program,) = snippets("docs/report.md")
-    exec(compile(program, "docs/report.md", "exec"), {"__name__": "page"})
+    (program,) = snippets("docs/guides/report.md")
+    exec(compile(program, "docs/guides/report.md", "exec"), {"__name__": "page"})
     assert capsys.readouterr().out.splitlines()[-1] == "runs/line/report.html"
     assert Path("runs/line/report.html").exists()
-    commands = re.findall(r"^lumen (report .*?) *(?:#.*)?$", (ROOT / "docs/report.md").read_text(), re.M)
+    commands = re.findall(r"^lumen (report .*?) *(?:#.*)?$", (ROOT / "docs/guides/report.md").read_text(), re.M)
     assert len(commands) == 3
     for name in ("gpt", "gpt-2"):
         save(recorded(f"runs/{name}") / "checkpoints/step-00000003")

@@ -24,10 +24,10 @@ from tests.helpers import ROOT
 from tests.helpers.checkpoints import DTYPES, SHAPES, same, small, tensor_of
 from tests.helpers.tasks import FEATURES, Regression, Saving, bare_trainer, loader
 
-PAGE = (ROOT / "docs/checkpoint-format.md").read_text()
+PAGE = (ROOT / "docs/reference/checkpoint-format.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 READER = types.ModuleType("reader")
-exec(compile(CODE, "docs/checkpoint-format.md", "exec"), vars(READER))
+exec(compile(CODE, "docs/reference/checkpoint-format.md", "exec"), vars(READER))
 
 
 def test_the_reader_has_fifty_lines_and_knows_nothing_of_lumen():

@@ -1,0 +1,105 @@
+"""How Lumen is written: words that are avoided, first words of docstrings, lengths of lines, cells and names.
+
+`CONTRIBUTING.md` has the rules. What is in a set `LEFT_...` is not rewritten yet; the sets only shrink.
+"""
+
+import ast
+import re
+
+import pytest
+
+from tests.helpers import ROOT
+
+AVOIDED = re.compile(
+    r"\b(told|hears?|wish(?:es)?|anew|beside|as ever|for nothing|goes on|kin|kept pace|lent|dealt|whose turn|"
+    r"another one|(?-i:there is none|is none)|of one's own|to the letter|those (?:that|of))\b",
+    re.IGNORECASE,
+)
+FIRST_WORDS = re.compile(r"(What|Whether|Which|Those|It|As|See)\b")
+MOST_LINE, MOST_CELL, MOST_SENTENCE, MOST_NAME = 100, 15, 30, 8
+
+LEFT_PAGES = {"docs/contributing/architecture.md", "docs/contributing/collectives.md"}
+LEFT_ROOMS = {
+    "callbacks", "checkpoint", "cli", "console.py", "data", "distributed", "errors", "integrations",
+    "internals", "loggers", "loop", "metrics", "optim", "precision.py", "profilers", "random.py", "run",
+    "strategies", "task", "tools", "trainer",
+}  # fmt: skip
+LEFT_TESTS = {"unit", "fit", "distributed", "system", "promises", "vision"}
+
+DOCS = ROOT / "docs"
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
+}
+ROOMS = sorted({path.relative_to(ROOT / "lumen").parts[0] for path in (ROOT / "lumen").rglob("*.py")})
+
+
+def prose(text):
+    """The text of a page without blocks of code, code spans and the targets of links."""
+    text = re.sub(r"^ *```.*?^ *```", lambda block: "\n" * block[0].count("\n"), text, flags=re.S | re.M)
+    return re.sub(r"`[^`\n]*`", "`CODE`", re.sub(r"\]\([^)]*\)", "]", text))
+
+
+def faults_of_page(text):
+    """Every place of a page that breaks a rule, in words."""
+    found = []
+    for number, (line, raw) in enumerate(zip(prose(text).splitlines(), text.splitlines(), strict=False), 1):
+        found += [f"{number}: {word[0]!r}" for word in AVOIDED.finditer(line)]
+        if line.startswith("|"):
+            cells = [cell for cell in line.strip("| ").split(" | ") if len(cell.split()) > MOST_CELL]
+            found += [f"{number}: a cell of {len(cell.split())} words" for cell in cells]
+        elif line and len(raw) > MOST_LINE and "](" not in raw:
+            found.append(f"{number}: a line of {len(raw)} characters")
+    for paragraph in re.split(r"\n\s*\n|\n\s*(?=[*\d-]+\.? )", prose(text)):
+        if not paragraph.lstrip().startswith(("|", "<", "#")):
+            sentences = re.split(r"(?<=[.!?:])\s+", " ".join(paragraph.split()))
+            found += [f"a sentence of {len(each.split())} words: {each[:60]}" for each in sentences
+                      if len(each.split()) > MOST_SENTENCE]  # fmt: skip
+    return found
+
+
+def faults_of_docstrings(room):
+    """Every docstring of a room that begins with a word to avoid."""
+    place = ROOT / "lumen" / room
+    found = []
+    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        if "templates" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                said = (ast.get_docstring(node) or "").lstrip("`*\"' ")
+                if FIRST_WORDS.match(said):
+                    found.append(f"{path.name}:{node.body[0].lineno}: {said.splitlines()[0][:60]}")
+    return found
+
+
+def faults_of_tests(folder):
+    """Every test of a folder whose name has too many words."""
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [name for name in names if name.startswith("test_") and name.count("_") > MOST_NAME]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_keep_the_rules(page):
+    found = faults_of_page(PAGES[page])
+    assert bool(found) == (page in LEFT_PAGES), "\n".join(found) or f"{page} is rewritten: take it out of LEFT_PAGES"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_begin_with_verb_or_noun(room):
+    found = faults_of_docstrings(room)
+    assert bool(found) == (room in LEFT_ROOMS), "\n".join(found) or f"{room} is rewritten: take it out of LEFT_ROOMS"
+
+
+@pytest.mark.parametrize("folder", ["unit", "fit", "distributed", "system", "promises", "vision"])
+def test_names_of_tests_are_short(folder):
+    found = faults_of_tests(folder)
+    assert bool(found) == (folder in LEFT_TESTS), "\n".join(found) or f"{folder}: take it out of LEFT_TESTS"
+
+
+def test_faults_are_found():
+    assert faults_of_page("It goes on beside.") == ["1: 'goes on'", "1: 'beside'"]
+    assert faults_of_page("```\nbeside\n```\n`anew` [a](anew.md)") == []
+    assert faults_of_page("| a | " + "word " * 16 + "|") == ["1: a cell of 16 words"]
+    assert faults_of_page("word " * 31)[-1].startswith("a sentence of 31 words")
