@@ -31,7 +31,7 @@ class Callback:
 
     The map below lists all calls in order; a test compares it with the calls of real runs. The parentheses after a name
     say who defines the hook. Without parentheses, Lumen calls the callbacks in their order, then the task. `(data)` is
-    the data module, or the task if the run has no data module. The task also has the transfer hooks where the data module
+    the data module, or the task if the run has no data module. Transfer hooks are the task's too where the data module
     lacks them.
 
         fit:
@@ -147,10 +147,11 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Name of this callback's state in checkpoints, by which a resumed run finds its owner in any order of a list.
+        """Name of this callback's state in checkpoints; a resumed run finds the state by this name.
 
-        Several of one class that have a state must each have their own, and a state that means nothing under other
-        settings needs one that names these: `self._generate_state_key(decay=self.decay)`.
+        The order of the callbacks may change between runs. Callbacks of one class that have a state need different
+        keys. If the state is only valid for some settings, include these settings in the key:
+        `self._generate_state_key(decay=self.decay)`.
         """
         return type(self).__qualname__
 

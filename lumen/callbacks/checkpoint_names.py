@@ -32,7 +32,7 @@ def deciding_first(savers: Iterable[Saver]) -> list[Saver]:
 
 
 def moment_of(trainer: UsedTrainer) -> Moment:
-    """What identifies the present moment of a run: not the step alone, which a skipped update leaves as it was."""
+    """Return the counters that identify the present moment of a run; a skipped update leaves the step unchanged."""
     return trainer.global_step, trainer.progress.micro_batches, trainer.current_epoch, trainer.progress.validation_due
 
 
