@@ -71,8 +71,8 @@ class ModelCheckpoint(Callback, LacksLightnings):
             own directory. A URL may be any that fsspec can write to: `s3://` and `gs://` need `pip install
             'lumen[remote]'`.
         asynchronous: True: training waits for the copy only. False: training waits for the commit. Default: True for a
-            URL, and for 16 MiB or more (each tensor counts 16 KiB extra), if the copy takes at most half of the
-            machine's free memory; otherwise False. A process that copies keeps host memory of the size of its share
+            URL, and for 16 MiB or more (each tensor counts 16 KiB extra), but only if the copy takes at most half of
+            the machine's free memory; otherwise False. A process that copies keeps host memory of the size of its share
             until the run ends. The memory is allocated before the first save: at once with `every_n_train_steps`, after
             half the interval with `train_time_interval` alone, else after 10 seconds.
         save_last: Accepted for compatibility with Lightning: the newest checkpoints are always kept; `last_model_path`

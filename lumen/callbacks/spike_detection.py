@@ -20,10 +20,10 @@ from lumen.task.task_module import TaskModule
 class SpikeDetection(Callback):
     """Callback that checks the loss or gradient norm of each step and prevents the update of a spike.
 
-    A value is a spike if it exceeds the mean of the last `window` values by at least `atol`, and by at least `rtol`
-    times the mean. Spikes do not enter the window. The update of a spike is skipped: its batches count as used, the
-    step number does not increase and no schedule moves, as after an overflow in fp16. Values cover the whole step, all
-    micro-batches and processes, so all processes decide alike. The window is saved: a resumed run decides like an
+    A value is a spike if its distance above the mean of the last `window` values is at least `atol`, and at least
+    `rtol` times the mean. Spikes do not enter the window. The update of a spike is skipped: its batches count as used,
+    the step number does not increase and no schedule moves, as after an overflow in fp16. Values cover the whole step,
+    all micro-batches and processes, so all processes decide alike. The window is saved: a resumed run decides like an
     uninterrupted run.
 
     On CUDA, each step waits for its value on the host. With several processes, monitoring the loss costs an all-reduce
