@@ -142,7 +142,7 @@ class Plain(Display):
 
 @final
 class Live(Display):
-    """Display at the bottom of a terminal, below everything that is printed meanwhile.
+    """Display at the bottom of a terminal, below all printed text.
 
     The training loop draws the picture. A separate thread would take time from the loop at any moment, and forked
     loader workers would inherit its locks. The picture disappears when a debugger (`breakpoint()`, pdb, ipdb) asks for

@@ -28,8 +28,8 @@ class BaseFinetuning(Callback, ABC):
     """Base class of callbacks that freeze modules before training and unfreeze them at later epochs.
 
     `freeze_before_training` freezes modules. `finetune_function` unfreezes them, epoch by epoch. In
-    `configure_optimizers`, give the optimizer only the trained parameters: `[p for p in self.parameters() if
-    p.requires_grad]`. Unfrozen modules get new parameter groups.
+    `configure_optimizers`, give the optimizer only the trained parameters:
+    `[p for p in self.parameters() if p.requires_grad]`. Unfrozen modules get new parameter groups.
 
     Schedules with one rate per group (`LambdaLR`, `OneCycleLR`, the schedules of `lumen.optim`) leave the rate of a new
     group unchanged. Others, such as `StepLR`, change it too. A checkpoint contains the groups and the frozen state, so
@@ -163,7 +163,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     Args:
         unfreeze_backbone_at_epoch: The first epoch, from 0, in which the backbone is trained.
-        lambda_func: Function from an epoch after that one to the factor of the backbone's rate; None: 2 in each epoch.
+        lambda_func: Function of the epoch, counted from 1, that returns the factor of the backbone's rate; None: 2.
         backbone_initial_ratio_lr: The backbone's first rate, as a multiple of the rate of the first group.
         backbone_initial_lr: The backbone's first rate as a number, instead of a multiple.
         should_align: Limit the backbone's rate to the rate of the first group.

@@ -33,7 +33,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
     """Callback that saves checkpoints and removes those that no rule keeps.
 
     Each checkpoint is a directory `step-NNNNNNNN`, named by completed optimizer updates. A checkpoint is never written
-    twice. It is never removed before a newer one is committed (complete); the same holds for the checkpoint that the
+    twice. Lumen removes a checkpoint only after a newer one is complete (committed), including the checkpoint that the
     run was resumed from.
 
     When Lumen saves: by default at the end of every epoch and every 10 minutes. If `every_n_train_steps`,
@@ -68,8 +68,8 @@ class ModelCheckpoint(Callback, LacksLightnings):
             -1: all.
         keep_every_n_steps: Keep checkpoints whose step is a multiple of n.
         dirpath: Directory or URL of the checkpoints. Default: `checkpoints` in the run directory. Each run needs its
-            own directory. A URL may be any that fsspec can write to: `s3://` and `gs://` need `pip install
-            'lumen[remote]'`.
+            own directory. A URL may be any that fsspec can write to: `s3://` and `gs://` need
+            `pip install 'lumen[remote]'`.
         asynchronous: True: training waits for the copy only. False: training waits for the commit. Default: True for a
             URL, and for 16 MiB or more (each tensor counts 16 KiB extra), but only if the copy takes at most half of
             the machine's free memory; otherwise False. A process that copies keeps host memory of the size of its share
@@ -125,7 +125,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         self.asynchronous, self.save_last, self.verbose = asynchronous, save_last, verbose
         self.scores: dict[str, float] = {}
         self._score: float | None = None
-        self._is_wanted = False  # True if a rule wants a checkpoint of the present boundary
+        self._is_wanted = False  # True if a rule wants a checkpoint at the end of this step
         self._saves: Saves | None = None
         self._has_twin = False  # True if a second `ModelCheckpoint` has the same monitor and mode
         self._all: list[ModelCheckpoint] = []  # all of the run in progress, including this one
@@ -209,7 +209,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
                 each._prune(trainer, resumed.path)
 
     def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Check if a rule wants a checkpoint of this boundary; if so, all ranks first agree on whether the run ends."""
+        """Check if a rule wants a checkpoint of this step; if so, all ranks first agree on whether the run ends."""
         self._is_wanted = self.dirpath is not None and self._is_due(trainer)
         if self._is_wanted:
             trainer.request_agreement()
@@ -241,7 +241,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
                 saves.reserve(asynchronous=each.asynchronous)
 
     def _note_score(self, trainer: UsedTrainer) -> None:
-        """Note a new value of the monitor, also as the score of this boundary's checkpoint."""
+        """Note a new value of the monitor, also as the score of this step's checkpoint."""
         if (value := self._new_value(trainer)) is not None:
             self._score = value
             if self._is_wanted:
@@ -289,7 +289,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
         self.scores, self._score = state["scores"], state["current_score"]
 
     def save(self, trainer: UsedTrainer, *, at_once: bool = False) -> None:
-        """Save this boundary unless it is saved already, and remove checkpoints that no rule keeps. Collective.
+        """Save this step unless it is saved already, and remove checkpoints that no rule keeps. Collective.
 
         Args:
             trainer: The trainer of a run that has just completed a step.

@@ -125,7 +125,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
 
     Returns:
         First the model itself with the totals; then, in order of definition, its direct parameters and its modules.
-        Metrics without parameters and modules that only hold metrics are omitted.
+        Modules without parameters that are or contain torchmetrics objects are omitted.
     """
     own = [_row(name, "Parameter", [parameter]) for name, parameter in model.named_parameters(recurse=False)]
     modules = [

@@ -28,7 +28,7 @@ class OnExceptionCheckpoint(Callback):
     A stop request is not an exception: the run then saves a checkpoint anyway. The content depends on the place of the
     exception:
 
-    * Between two steps, during loading of the next batch or a validation: the state of the last boundary, or of the
+    * Between two steps, during loading of the next batch or a validation: the state after the last step, or at the
       start of that validation. The checkpoint is exact and is stored with the run's checkpoints, as `step-N`, so
       `resume: auto` can resume from it.
     * Inside a step, but before or after the update: parameters, optimizer and position are the state of the last

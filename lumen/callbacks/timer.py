@@ -27,7 +27,7 @@ class Timer(Callback):
 
     Args:
         duration: Time of training after which it ends: "DD:HH:MM:SS", a timedelta, or its keywords; None: only measure.
-        interval: "step": stop at the next boundary; "epoch": stop at the end of the epoch.
+        interval: "step": stop at the end of the step; "epoch": stop at the end of the epoch.
     """
 
     stops_at_steps = False  # `on_step_end` requests an agreement when it stops.
@@ -40,7 +40,7 @@ class Timer(Callback):
         self._duration_s = None if duration is None else duration_s("Timer: duration", duration)
         self._started_s: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
-        self._trained_s = 0.0  # seconds of training up to the last boundary
+        self._trained_s = 0.0  # seconds of training up to the end of the last step
         self._has_stopped = False
         self._trainer: UsedTrainer | None = None
 
@@ -53,7 +53,7 @@ class Timer(Callback):
         return self._ended_s.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds of a stage: training up to its last boundary, other stages up to now or their end."""
+        """Return the seconds of a stage: training up to its last complete step, other stages up to now or their end."""
         if _known(stage) == "train":
             return self._trained_s
         if stage not in self._started_s:

@@ -90,7 +90,7 @@ class LoaderAdapter(ABC):
 
     @abstractmethod
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
-        """Yield the optimizer steps of an epoch, from a position on. Ends the previous pass.
+        """Yield the optimizer steps of an epoch, from a position on. The call ends the previous pass.
 
         Args:
             epoch: Number of the epoch, from 0: with the seed it decides the order.

@@ -110,7 +110,7 @@ class CopyStream:
         self._device, self._dtype = device, dtype
         self._stream = _copy_stream(device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._begun: deque[torch.cuda.Event] = deque()  # For each pending batch: the device has finished earlier work.
+        self._begun: deque[torch.cuda.Event] = deque()  # one per pending batch, set when the work before it is done
 
     def move(self, batch: Any) -> Any:
         """Copy a batch like `move`; the current stream waits for the copies, the host for the batch `_AHEAD` before."""

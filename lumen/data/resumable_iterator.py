@@ -178,7 +178,7 @@ class ResumableIterator:
         if self.cut and self._loader.persistent_workers:
             end_persistent_workers(self._loader)  # Workers are seeded once, so the epoch would depend on earlier ones.
         if self.cut and self._loader.num_workers and self._rank_slice.rank:
-            own = [self._rank_slice.rank, 3]  # Each process has a different seed, so workers of two ranks never agree.
+            own = [self._rank_slice.rank, 3]  # Workers of different ranks get different seeds.
         seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
         with prepared(self._loader):
             self._iterator = iter(self._loader)

@@ -4,7 +4,7 @@
     ├── ConfigError              a setting, a hook or a task that cannot work, found before training (also a ValueError)
     ├── DataError                a loader, a data set or a download that cannot be used
     ├── CheckpointError          a checkpoint that cannot be written or read
-    │   ├── CheckpointDamaged    a checkpoint with missing or changed bytes, or without a commit
+    │   ├── CheckpointDamaged    an incomplete checkpoint, or one with missing or changed bytes
     │   │   └── CheckpointGone   a checkpoint that does not exist, or was removed during reading
     │   └── CheckpointMismatch   an intact checkpoint of a different model, optimizer or run
     ├── RunDirectoryError        a run directory that cannot be claimed, locked or written
@@ -37,7 +37,7 @@ class CheckpointError(LumenError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """Checkpoint whose bytes are missing or changed, or that was never committed."""
+    """Checkpoint that is incomplete, or whose bytes are missing or changed."""
 
 
 class CheckpointGone(CheckpointDamaged):

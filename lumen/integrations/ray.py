@@ -69,7 +69,7 @@ class RayTrainReportCallback(Callback):
         self._saves = False
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Report the previous boundary, whose checkpoint is saved by now."""
+        """Report the end of the previous step, whose checkpoint is saved by now."""
         epoch, step = self._told
         every, now = self.every_n_train_steps, trainer.global_step
         if trainer.current_epoch != epoch or (every and now != step and now % every == 0):

@@ -40,7 +40,7 @@ class Nothing:
 def told(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Decorate a logging method of users: a wrong call raises an error that shows the right call.
 
-    A call is wrong if it uses the signature of Lightning's method of the same name.
+    Wrong calls typically use the signature of Lightning's method of the same name.
 
     Raises:
         ConfigError: Raised by the decorated method: arguments have wrong names or are missing, or the step is not an
@@ -190,13 +190,13 @@ class Logger(LacksLightnings, ABC):
         return None if self.run_directory is None else str(self.run_directory)
 
     def save(self) -> None:
-        """Write everything recorded to the disk; Lumen calls this before each checkpoint."""
+        """Write the whole record to the disk; Lumen calls this before each checkpoint."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Act on a committed checkpoint.
+        """Act on a complete checkpoint.
 
         Args:
-            checkpoint_callback: The `ModelCheckpoint` that saved it: `last_model_path` is its directory.
+            checkpoint_callback: The `ModelCheckpoint` that saved the checkpoint: `last_model_path` is its directory.
         """
 
     def state_dict(self) -> dict[str, Any]:
