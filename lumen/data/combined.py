@@ -158,8 +158,8 @@ def _skeleton(given: Any, numbers: Iterator[int]) -> Any:
 class CombinedAdapter(LoaderAdapter):
     """Adapter of a `CombinedLoader`, with an order, a position and a state for each loader.
 
-    The number of samples of a micro-batch is that of its first loader. The processes take micro-batches in turn, and
-    each process loads only its own.
+    The number of samples of a micro-batch is that of its first loader that has not ended. The processes take
+    micro-batches in turn, and each process loads only its own.
 
     Args:
         loader: The loaders, and the mode in which they are combined.

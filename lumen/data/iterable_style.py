@@ -27,7 +27,7 @@ class _OfIterables(LoaderAdapter, ABC):
         seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
         rank_slice: Rank of this process, number of processes, and their communication.
-        rewinds: True: every pass begins like the first pass, for evaluations.
+        rewinds: True: every pass restarts where the first pass began, for evaluations.
     """
 
     _reads_part = False  # True if the processes read different batches
@@ -61,7 +61,7 @@ class IterableAdapter(_OfIterables):
         seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
         rank_slice: The part of each step that this process keeps.
-        rewinds: True: every pass begins like the first pass, for evaluations.
+        rewinds: True: every pass restarts where the first pass began, for evaluations.
     """
 
     def measure(self, position: Position = START) -> None:
@@ -135,7 +135,9 @@ def shards_itself(loader: Any, world: int) -> bool:
 
 
 def follows_training(loader: Any) -> bool:
-    """Return True if a loader or its data set says that its batches depend on the trained parameters (as in RL).
+    """Return True if the batches of a loader depend on the trained parameters, as in reinforcement learning.
+
+    An attribute of the loader or of its data set says so.
 
     Raises:
         DataError: Workers read the loader, and each worker has a copy of the model from its start.
@@ -170,7 +172,7 @@ class ShardedIterableAdapter(_OfIterables):
         seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
         rank_slice: Rank of this process, number of processes, and their communication.
-        rewinds: True: every pass begins like the first pass, for evaluations.
+        rewinds: True: every pass restarts where the first pass began, for evaluations.
     """
 
     _reads_part = True

@@ -39,7 +39,7 @@ def adapt_loader(
         seed: The run's seed, which keys everything random.
         accumulate: Micro-batches of an optimizer step, of all processes together.
         global_batch_size: Samples of an optimizer step; replaces `accumulate`.
-        rewinds: True: every pass over iterable data with a state begins like the first pass, for evaluations.
+        rewinds: True: every pass over iterable data with a state restarts where the first pass began, for evaluations.
         rank_slice: The part of each step that this process takes. Passes over several processes are collective: every
             rank must begin them, and read them to the same step.
 

@@ -35,7 +35,7 @@ class ResumableIterator:
     Args:
         loader: The iterable; its `__iter__` restarts an epoch.
         seed: The run's seed, which keys everything random.
-        rewinds: True: every pass begins like the first pass, for evaluations.
+        rewinds: True: every pass restarts where the first pass began, for evaluations.
         rank_slice: Rank and number of the processes, if each reads a different part and draws different random numbers.
             (Not before the first batch: its random numbers may decide how the data is divided into parts.)
 

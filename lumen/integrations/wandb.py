@@ -27,7 +27,7 @@ class WandbLogger(Service):
     Hyperparameters are the config: `lr` of the task is `model.lr`.
 
     The file `wandb.json` in the run directory stores the run's id; a resumed run continues the same W&B run. Its files
-    are in the subdirectory `wandb`, in one folder for each part of the run. Recorded values are not sent again. A
+    are in `wandb` in the run directory, in one folder for each part of the run. Recorded values are not sent again. A
     killed process may lose up to 15 seconds of values, which Lumen restores from the CSV files. Lost images, histograms
     and texts are not restored.
 
