@@ -1,4 +1,4 @@
-"""The one console: messages, progress bar and tables share it, so that none overwrites another."""
+"""Shared console: messages, progress bar and tables use it, so that none overwrites the others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     console: Console
 
-_WIDE = 200  # columns of a table that goes to a file
+_WIDE = 200  # Width of a table that is written to a file.
 
 
 @final
 class _Stream:
-    """stdout or stderr, which stays usable when its pipe or terminal is closed: that must not end a run.
+    """Proxy of stdout or stderr that stays usable after its pipe or terminal is closed, so that the run continues.
 
-    What cannot be written is dropped, and so is all that follows; else Python would try again when it exits, and fail.
+    After a failed write, the stream drops all output. Otherwise Python would retry at exit, and fail.
     """
 
     def __init__(self, name: Literal["stdout", "stderr"]) -> None:
@@ -31,26 +31,26 @@ class _Stream:
 
     @property
     def _now(self) -> IO[str]:
-        """The stream as it is now, since it may be redirected; below the proxy that a live display puts there."""
-        stream = getattr(sys, self._name) or io.StringIO()  # None: the process was started with it closed
+        """Present target of the stream, which may be redirected; not the proxy of a live display."""
+        stream = getattr(sys, self._name) or io.StringIO()  # None if the stream was closed when the process started.
         return cast("IO[str]", getattr(stream, "rich_proxied_file", stream))
 
     def write(self, text: str) -> int:
-        """Write, or drop."""
+        """Write the text, or drop it."""
         try:
             return self._now.write(text)
         except OSError:
             return self._drop()
 
     def flush(self) -> None:
-        """Flush, or drop."""
+        """Flush the stream, or drop its output."""
         try:
             self._now.flush()
         except OSError:
             self._drop()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal; False for a stream that has no `isatty`."""
+        """Return True if the stream is a terminal; False for a stream without `isatty`."""
         return bool(getattr(self._now, "isatty", bool)())
 
     def _drop(self) -> int:
@@ -68,14 +68,14 @@ logger.addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
-    """Create `console` when it is first used: importing rich takes half as long as importing all of Lumen."""
+    """Create `console` on first use, because importing rich takes half as long as importing all of Lumen."""
     if name != "console":
         raise AttributeError(f"module 'lumen.console' has no attribute {name!r}")
     from rich.console import Console
 
-    # What a kernel writes to stdout flows into one output below the cell; printed rich's way each line would be an
-    # output of its own. FORCE_COLOR, which kernels and build servers set, does not make a terminal of what has no
-    # cursor to move.
+    # In a notebook, print to stdout: the kernel joins this text into one output below the cell, while rich would create
+    # one output per line. Kernels and build servers set FORCE_COLOR although they cannot move a cursor, so
+    # `force_terminal` ignores the variable.
     globals()["console"] = made = Console(
         file=stdout if in_notebook else stderr,
         soft_wrap=True,
@@ -87,14 +87,14 @@ def __getattr__(name: str) -> Any:
 
 
 def print_values(*values: Any, sep: str = " ", end: str = "\n") -> None:
-    """Print as `print` does, above a live progress bar."""
+    """Print like `print`, above a live progress bar."""
     from lumen.console import console
 
     console.print(sep.join(map(str, values)), end=end, markup=False, highlight=False)
 
 
 def _is_notebook() -> bool:
-    if not hasattr(builtins, "get_ipython"):  # what rich asks first
+    if not hasattr(builtins, "get_ipython"):  # The first check of rich, done here without importing rich.
         return False
     from rich.console import Console
 
@@ -106,15 +106,15 @@ in_notebook = _is_notebook()
 
 @final
 class ConsoleHandler(logging.Handler):
-    """Prints log records on the shared console, above a live progress bar."""
+    """Logging handler that prints records on the shared console, above a live progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record; warnings and errors carry their level."""
+        """Print one record; warnings and errors begin with their level."""
         level, text = record.levelno, self.format(record)
         style = "bold red" if level >= logging.ERROR else "yellow" if level >= logging.WARNING else None
         text = text if style is None else f"{record.levelname.lower()}: {text}"
         if "console" not in globals() and not in_notebook and not stderr.isatty():
-            print(text, file=stderr, flush=True)  # as rich would, without its import
+            print(text, file=stderr, flush=True)  # the same output as rich, without importing rich
             return
         from lumen.console import console
 
@@ -122,7 +122,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def size(count: int) -> str:
-    """Bytes as people write them: `13.4 MB`."""
+    """Format a number of bytes: `13.4 MB`."""
     value = float(count)
     for unit in ("B", "KB", "MB", "GB"):
         if value < 1000:
@@ -132,7 +132,7 @@ def size(count: int) -> str:
 
 
 def as_text(table: Table) -> str:
-    """Return a table as it is written to files: 200 columns wide, without colours."""
+    """Return a table as text for files: 200 columns wide, without colours."""
     from rich.console import Console
 
     file = io.StringIO()

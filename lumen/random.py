@@ -1,8 +1,8 @@
-"""Randomness is keyed, never state: the same key gives the same draws on any rank, worker or resumed process.
+"""Random numbers by key, without state: equal keys give equal draws on any rank, worker or resumed process.
 
-A key is a 64-bit mix of (seed, domain, words...). The generators get different parts of it: on the CPU torch and numpy
-both are a Mersenne Twister seeded by 32 bits, and would draw the same numbers from the same ones. The mixing function
-is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+A key is a 64-bit hash of (seed, domain, words...). On the CPU, torch and numpy both use a Mersenne Twister seeded with
+32 bits, and equal seeds would give equal numbers. Each therefore gets a different half of the key. The hash function is
+SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MASK, _LOW = (1 << 64) - 1, (1 << 32) - 1
 _HAS_MPS = torch.backends.mps.is_available()
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the functions of `random`
-_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # the one behind the functions of numpy
+_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # the generator behind `np.random`
 _seed_torch, _seed_numpy = torch.default_generator.manual_seed, np.random.seed
-_seed_python = super(random.Random, _python).seed  # of an int: what `random.seed` comes to after looking at its type
+_seed_python = super(random.Random, _python).seed  # `random.seed` for ints, without its type checks
 
 
 class Domain(IntEnum):
-    """What a key is used for: equal numbers in two domains give unrelated keys."""
+    """Purpose of a key: equal numbers in two domains give unrelated keys."""
 
     INIT = 1
     ORDER = 2
@@ -48,7 +48,7 @@ class Domain(IntEnum):
     KEPT = 12
 
 
-#: What an evaluation draws; its stage is also what tells its loaders from those of training.
+#: Domains of the evaluations by stage.
 EVALUATIONS = {
     "validate": Domain.VALIDATE,
     "sanity": Domain.SANITY,
@@ -66,7 +66,7 @@ def _scramble(word: int) -> int:
 
 @lru_cache(maxsize=64)
 def _mixed(seed: int, *words: int) -> int:
-    """The mix of all words of a key but the last; cached, because only the last changes from sample to sample."""
+    """Hash all words of a key but the last; cached, because only the last word changes from sample to sample."""
     if not 0 <= seed <= _MASK:
         raise ConfigError(f"a key is made of a seed from 0 to 2**64 - 1, found {seed!r}.")
     state = _scramble(seed)
@@ -76,7 +76,7 @@ def _mixed(seed: int, *words: int) -> int:
 
 
 def make_key(seed: int, domain: Domain, *words: int) -> int:
-    """Mix a seed (0 to 2**64 - 1), a domain and any number of non-negative integers into a 64-bit key."""
+    """Hash a seed (0 to 2**64 - 1), a domain and any number of non-negative integers to a 64-bit key."""
     state = _mixed(seed, domain, *words[:-1])
     if words:
         state = _scramble(state ^ words[-1])
@@ -84,21 +84,21 @@ def make_key(seed: int, domain: Domain, *words: int) -> int:
 
 
 def derived_key(key: int, word: int) -> int:
-    """A new 64-bit key from a key and a 64-bit word."""
+    """Return a new 64-bit key made of a key and a 64-bit word."""
     return _scramble(_scramble(key) ^ word)
 
 
 def number_of(name: str) -> int:
-    """A 64-bit hash of a name, equal in every process, to be used as a word of a key."""
+    """Return a 64-bit hash of a name, equal in every process, for use as a word of a key."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
 def seed_generators(key: int) -> None:
-    """Set the global generators of torch (CPU and the accelerators in use), numpy and `random` to a 64-bit key.
+    """Seed the global generators of torch (CPU and the accelerators in use), numpy and `random` with a 64-bit key.
 
-    Each draws numbers of its own: torch on the CPU is seeded by one half of the key, numpy by the other, the others,
-    whose algorithms are different ones, by all of it. Costs a few microseconds: `torch.manual_seed` would take up to
-    250, because it also visits devices not in use.
+    Torch on the CPU gets one half of the key and numpy the other half. The other generators use different algorithms
+    and get the whole key. The call takes a few microseconds: `torch.manual_seed` would take up to 250, because it also
+    visits unused devices.
     """
     global _seeded
     _seed_torch(key & _LOW)
@@ -116,12 +116,12 @@ def seed_generators(key: int) -> None:
 
 
 class Seeded(NamedTuple):
-    """The state of the global generators after Lumen has seeded them.
+    """State of the global generators after Lumen has seeded them.
 
     Attributes:
-        torch: What is read of torch's generator on the CPU.
-        numpy: What is read of numpy's.
-        python: What is read of Python's.
+        torch: Memory of torch's generator on the CPU.
+        numpy: Memory of numpy's generator.
+        python: Memory of Python's generator.
         key: Seed of the generators of devices.
     """
 
@@ -131,11 +131,11 @@ class Seeded(NamedTuple):
     key: int
 
     def is_left(self) -> bool:
-        """Return True if since then no global generator has drawn, and nobody has seeded one."""
+        """Return True if no global generator has drawn or been seeded since then."""
         return _seeded is self and _memories[0].raw == self.torch and self.is_left_but_for_torch()
 
     def is_left_but_for_torch(self) -> bool:
-        """Return True if only torch's generator on the CPU may have drawn, or been seeded."""
+        """Return True if no global generator except torch's on the CPU has drawn or been seeded since then."""
         return (
             _memories[1].raw == self.numpy
             and _memories[2].raw == self.python
@@ -145,7 +145,7 @@ class Seeded(NamedTuple):
         )
 
     def _have_devices_moved(self) -> bool:
-        unused = struct.pack("=QQ", self.key, 0)  # the seed, and how far it has drawn
+        unused = struct.pack("=QQ", self.key, 0)  # the seed and the offset, which is 0 before the first draw
         return any(each.get_state().numpy().tobytes() != unused for each in torch.cuda.default_generators)
 
 
@@ -154,41 +154,41 @@ _memories: Any = None
 
 
 def watch_generators(memories: tuple[Any, Any, Any]) -> None:
-    """From the next seed on, look whether global generators draw, by the memory of torch's, numpy's and Python's."""
+    """Detect draws from global generators, from the next seed on, in the memory of torch's, numpy's and Python's."""
     global _memories
     _memories = memories
 
 
 def unused_generators(seed: int, domain: Domain, *words: int) -> Seeded:
-    """Set the global generators to a key, but for those that nobody has used since Lumen seeded them.
+    """Seed the global generators, unless they are unused since Lumen seeded them.
 
     Args:
-        seed: See `make_key`, as for the others.
-        domain: What the key is used for.
+        seed: The seed of the key, as in `make_key`.
+        domain: The purpose of the key.
         words: Any number of non-negative integers.
 
     Returns:
-        Their state, from which nothing was drawn yet.
+        The state of the generators, which have not drawn yet.
     """
     global _seeded
     if not _seeded.is_left_but_for_torch():
         seed_generators(make_key(seed, domain, *words))
-    elif _memories[0].raw != _seeded.torch:  # In most steps torch alone draws.
+    elif _memories[0].raw != _seeded.torch:  # In most steps only torch draws.
         _seed_torch(make_key(seed, domain, *words) & _LOW)
         _seeded = _seeded._replace(torch=_memories[0].raw)
     return _seeded
 
 
-#: The classes of generators that a user's object may keep.
+#: Classes of generators that objects of the user may hold.
 GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
 
 @final
 class GeneratorStates:
-    """The states of all global generators, and of some others, at the moment when it is created.
+    """States of all global generators, and of given others, at the time of creation.
 
     Args:
-        others: More generators, of the classes in `GENERATORS`.
+        others: Further generators, of the classes in `GENERATORS`.
     """
 
     def __init__(self, others: Sequence[Any] = ()) -> None:
@@ -199,7 +199,7 @@ class GeneratorStates:
         self._others = [(generator, state_of(generator)) for generator in others]
 
     def restore(self) -> None:
-        """Set all of them back to the states they had when this was created."""
+        """Restore the states at the time of creation."""
         torch.set_rng_state(self._cpu)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
@@ -212,12 +212,12 @@ class GeneratorStates:
 
 
 def _bits_of(generator: Any) -> Any:
-    """The bit generator of a numpy `Generator`; any other generator as it is."""
+    """Return the bit generator of a numpy `Generator`; any other generator unchanged."""
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a generator of one of the classes in `GENERATORS`."""
+    """Return the state of a generator of the classes in `GENERATORS`."""
     if isinstance(bits := _bits_of(generator), np.random.BitGenerator):
         return bits.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
@@ -234,7 +234,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def seed_generator(generator: Any, key: int) -> None:
-    """Seed a generator of one of the classes in `GENERATORS` by a 64-bit key."""
+    """Seed a generator of the classes in `GENERATORS` with a 64-bit key."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(key)
     elif isinstance(bits := _bits_of(generator), np.random.BitGenerator):
@@ -245,7 +245,7 @@ def seed_generator(generator: Any, key: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """The context after which the global generators are as before, whatever was drawn in it."""
+    """Return a context that restores the global generators when it exits."""
     before = GeneratorStates()
     try:
         yield
@@ -255,35 +255,36 @@ def preserved_generators() -> Iterator[None]:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """The context after which the global generators of torch, its devices, numpy and `random` are as before.
+    """Return a context that restores the global generators of torch, its devices, numpy and `random` when it exits.
 
     Args:
-        include_cuda: Accepted for users of Lightning: those of the devices in use are always put back too.
+        include_cuda: Accepted for compatibility with Lightning: the generators of the devices in use are always
+            restored.
     """
     with preserved_generators():
         yield
 
 
-_chosen: int | None = None  # by `seed_everything`, for the runs of this process
+_chosen: int | None = None  # set by `seed_everything`, for the runs of this process
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Choose the seed of the runs of this process, and seed the global generators for building a model.
+    """Set the seed of the runs of this process, and seed the global generators for building a model.
 
-    A run takes it when it begins, whenever its trainer was built, and two runs take the same; `Trainer(seed=...)` goes
-    before it, and a run that is resumed keeps the seed it had. With several processes each calls this, and rank 0's
-    counts.
+    A run reads this seed when it begins, even if its trainer was created earlier; several runs get the same seed.
+    `Trainer(seed=...)` takes precedence, and a resumed run keeps its seed. With several processes, each process calls
+    this, and rank 0's seed counts.
 
     Args:
-        seed: 0 to 2**63 - 1. None: 0, with a warning.
-        workers: Accepted for users of Lightning; what workers draw is always keyed by the run's seed.
-        verbose: Log the seed when it is set.
+        seed: An integer from 0 to 2**63 - 1. None: 0, with a warning.
+        workers: Accepted for compatibility with Lightning: the draws of workers are always keyed by the run's seed.
+        verbose: Log the seed.
 
     Returns:
-        The seed as an int; 0 if none was given.
+        The seed as an int; 0 if no seed was given.
 
     Raises:
-        ConfigError: `seed` is no integer from 0 to 2**63 - 1.
+        ConfigError: `seed` is not an integer from 0 to 2**63 - 1.
     """
     global _chosen
     if seed is None:
@@ -298,7 +299,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def chosen_seed() -> int | None:
-    """The seed that `seed_everything` was given last in this process."""
+    """Return the seed of the last call of `seed_everything` in this process, or None."""
     return _chosen
 
 
@@ -313,14 +314,14 @@ def seed_for_building(seed: int) -> None:
 
 
 def checked_seed(name: str, seed: Any) -> int:
-    """A run's seed as an `int`.
+    """Return a run's seed as an `int`.
 
     Args:
-        name: The argument or setting it was given as, for the message.
-        seed: An integer of any type, numpy's included.
+        name: Name of the argument or setting, for the message.
+        seed: An integer of any type, including those of numpy.
 
     Raises:
-        ConfigError: `seed` is no integer from 0 to 2**63 - 1.
+        ConfigError: `seed` is not an integer from 0 to 2**63 - 1.
     """
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and 0 <= seed < 2**63:
         return int(seed)

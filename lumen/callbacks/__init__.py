@@ -1,4 +1,4 @@
-"""Callbacks: code that runs beside any task, such as saving checkpoints and showing progress."""
+"""Callbacks: code that runs at fixed places of any task's run, such as saving checkpoints and showing progress."""
 
 from lumen.callbacks.base import Callback as Callback
 from lumen.callbacks.defaults import (

@@ -1,4 +1,4 @@
-"""Callback: code that runs beside any task, at the places drawn below."""
+"""`Callback`: code that a run calls at the places listed in the docstring of the class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @final
 class _OfTask:
-    """A method that a task has and a callback has not."""
+    """Placeholder for a method of the task. Reading it from a callback raises an AttributeError that names the task."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -24,20 +24,21 @@ class _OfTask:
 
 
 class Callback:
-    """Subclass it and define the hooks you need; a hook that nobody defines costs nothing.
+    """Base class of callbacks. Subclass it and define the hooks you need; an undefined hook costs no time.
 
-    Every hook of a callback exists on the task too, without `trainer` and `task`. A hook may leave out the last of its
-    arguments: `on_train_batch_end(self, outputs)` of a task, or `*_` of a callback. The map below is the order of all
-    calls; a test follows it line by line and compares that with what was called. After a name stands whose it is;
-    where nothing stands the callbacks have it, in their order, and then the task. What is `(data)` is the data
-    module's, or the task's if there is none; the three hooks of transfers are the task's too where the data module
+    The task has the same hooks, without the arguments `trainer` and `task`. A hook may omit its last arguments:
+    `on_train_batch_end(self, outputs)` of a task, or `*_` of a callback.
+
+    The map below lists all calls in order; a test compares it with the calls of real runs. The parentheses after a name
+    say who defines the hook. Without parentheses, Lumen calls the callbacks in their order, then the task. `(data)` is
+    the data module, or the task if the run has no data module. Transfer hooks are the task's too where the data module
     lacks them.
 
         fit:
-            configure_callbacks (task)                  # they join the trainer's, and have the hooks below
+            configure_callbacks (task)                  # its callbacks join those of the trainer
             prepare_data (data module, task)            # on one process of each node
             setup (data module, callbacks, task)
-            configure_model (task)                      # once in the life of a task; then its parameters are loaded
+            configure_model (task)                      # once per task object; then the parameters are loaded
             if resumed:
                 on_load_checkpoint (task)
                 load_state_dict (data module)
@@ -45,8 +46,8 @@ class Callback:
             configure_optimizers (task)
             if resumed:
                 load_state_dict (callbacks)
-            train_dataloader (data)                     # again in every reload_dataloaders_every_n_epochs-th epoch,
-            val_dataloader (data)                       #   before its start
+            train_dataloader (data)                     # again before every reload_dataloaders_every_n_epochs-th epoch
+            val_dataloader (data)                       # likewise
             on_fit_start
             if new:
                 on_sanity_check_start
@@ -54,20 +55,20 @@ class Callback:
                 on_sanity_check_end
             on_train_start
             if saving:
-                checkpoint                              # a trial, that writes nothing
+                checkpoint                              # a trial that writes nothing
             for each epoch:
-                if beginning:                           # one that a checkpoint has left in its middle goes on
+                if beginning:                           # not if a checkpoint resumes in the middle of the epoch
                     on_train_epoch_start
                 for each step:
                     for each micro-batch:
                         on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer (data)
                         on_train_batch_start            # -1 ends the epoch here
                         if first:
-                            on_before_zero_grad         # before the forward: till here the last gradients can be read
+                            on_before_zero_grad         # last chance to read the gradients of the previous step
                             if automatic:
                                 optimizer_zero_grad (task)
                         training_step (task)
-                        if manual:                      # what training_step calls: here manual_backward and step, once
+                        if manual:                      # calls of training_step: here one manual_backward and one step
                             on_before_backward
                             backward (task)
                             on_after_backward
@@ -79,35 +80,35 @@ class Callback:
                             if last:
                                 on_before_optimizer_step    # gradients are complete and unscaled, not clipped
                                 configure_gradient_clipping, clip_gradients, optimizer_step (task)
-                                lr_scheduler_step (task)    # of schedules that count steps
+                                lr_scheduler_step (task)    # for schedules with interval "step"
                         on_train_batch_end
                     if validating:
-                        on_validation_model_zero_grad (task)    # if it is overridden; else gradients stay
+                        on_validation_model_zero_grad (task)    # only if overridden; otherwise gradients are kept
                         validation
                     if inside the epoch:
                         boundary
-                on_train_epoch_end                      # also where the run ends inside the epoch, after a boundary
+                on_train_epoch_end                      # also if the run ends inside the epoch, after a boundary
                 if complete:
                     if automatic:
-                        lr_scheduler_step (task)        # of schedules that count epochs
+                        lr_scheduler_step (task)        # for schedules with interval "epoch"
                     boundary
             on_train_end
             on_fit_end
-            teardown (data module, callbacks, task)     # whatever happens; where it fails, on_exception comes before
+            teardown (data module, callbacks, task)     # always; after an exception, on_exception comes first
 
         boundary:
             on_step_end
             on_step_checkpoint (callbacks)
             if saving:
-                checkpoint                              # by ModelCheckpoint, which comes after other callbacks
+                checkpoint                              # by ModelCheckpoint, which runs after the other callbacks
             on_step_checkpoint (task)
 
         checkpoint:
             state_dict (callbacks, data module)
             on_save_checkpoint
 
-        validation:                                     # test and prediction likewise, with their own names
-            on_validation_model_eval (task)             # puts its modules into eval mode
+        validation:                                     # test and prediction are alike, with their own names
+            on_validation_model_eval (task)             # puts the modules into eval mode
             on_validation_start
             on_validation_epoch_start
             for each batch:
@@ -117,9 +118,9 @@ class Callback:
                 on_validation_batch_end
             on_validation_epoch_end
             on_validation_end
-            on_validation_model_train (task)            # if it is overridden; else modes are as they were
+            on_validation_model_train (task)            # only if overridden; otherwise Lumen restores the modes
 
-        validate:                                       # so test and predict
+        validate:                                       # test and predict are alike
             configure_callbacks (task)
             prepare_data (data module, task)
             setup (data module, callbacks, task)
@@ -128,75 +129,77 @@ class Callback:
             validation
             teardown (data module, callbacks, task)
 
-    A **boundary** is the one moment of each step at which nothing is half done: after its update and its validation,
-    and for an epoch's last step after that epoch's end. What acts there does so in `on_step_end`; whether the run ends
-    here is decided then, and checkpoints are made in `on_step_checkpoint`, which is also called where a run is asked to
-    leave in the middle of a step's validation. With manual optimization each micro-batch is a step. An optimizer with
-    a closure repeats what lies between `on_before_backward` and the clipping.
+    A **boundary** is the end of a step: after its update and its validation, and for the last step of an epoch after
+    the end of the epoch. Callbacks act on the complete step in `on_step_end`. Lumen then decides if the run ends here.
+    Callbacks save checkpoints in `on_step_checkpoint`. Lumen also calls `on_step_checkpoint` if the run is asked to
+    stop in the middle of a step's validation. With manual optimization each micro-batch is a step. An optimizer with a
+    closure repeats the calls from `on_before_backward` to the clipping.
     """
 
-    #: Its hooks between the last backward of a step and the step's end (`on_after_backward`,
-    #: `on_before_optimizer_step`, `on_train_batch_end`, `on_step_end`) may set `trainer.should_stop`. Where a callback
-    #: has them, the processes agree at the end of each step, which costs a message; one that never stops says False.
+    #: True if the hooks between the last backward and the end of a step (`on_after_backward`,
+    #: `on_before_optimizer_step`, `on_train_batch_end`, `on_step_end`) may set `trainer.should_stop`. The processes
+    #: then agree at the end of each step, which costs one message. Set False in a callback that never stops a run.
     stops_at_steps: bool = True
-    #: It asks for `trainer.step_loss()`: the parts of each step's loss are then kept for it.
+    #: True if this callback calls `trainer.step_loss()`. Lumen then keeps the parts of each step's loss.
     reads_step_loss: bool = False
 
     log, log_dict = _OfTask(), _OfTask()
 
     @property
     def state_key(self) -> str:
-        """Name of this callback's state in checkpoints, by which a resumed run finds its owner in any order of a list.
+        """Name of this callback's state in checkpoints; a resumed run finds the state by this name.
 
-        Several of one class that have a state must each have their own, and a state that means nothing under other
-        settings needs one that names these: `self._generate_state_key(decay=self.decay)`.
+        The order of the callbacks may change between runs. Callbacks of one class that have a state need different
+        keys. If the state is only valid for some settings, include these settings in the key:
+        `self._generate_state_key(decay=self.decay)`.
         """
         return type(self).__qualname__
 
     def _generate_state_key(self, **settings: Any) -> str:
-        """A `state_key` from the class and some settings."""
+        """Return a `state_key` made of the class name and some settings."""
         return f"{type(self).__qualname__}{settings!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data and tensors to keep in checkpoints."""
+        """Return plain data and tensors to save in checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, under any strategy and with any number of processes.
+        """Restore the result of `state_dict`, under any strategy and with any number of processes.
 
-        Where FSDP cuts up the parameters, a tensor that was cut up when it was saved comes cut up over the processes of
-        now. Of a run that cut up nothing, a tensor does so that says whose it is: it has the shape of a parameter and
-        lies under its name, as in `{name: average for name, average in ...}`. Every other one comes whole, on the host;
-        keep what belongs to parameters in such dictionaries, not in lists.
+        Under FSDP, a tensor that was sharded when it was saved is returned sharded over the present processes. A tensor
+        of an unsharded run is sharded too if it belongs to a parameter: it has the parameter's shape and its name as
+        key, as in `{name: average for name, average in ...}`. All other tensors are returned unsharded, on the CPU.
+        Keep tensors that belong to parameters in such dictionaries, not in lists.
         """
 
     @property
     def evaluated_state(self) -> str | None:
-        """Key of the tensors in `state_dict`, by name, that `around_validation` puts in the place of the parameters.
+        """Key in `state_dict` of the tensors, by parameter name, that `around_validation` swaps in for the parameters.
 
-        A checkpoint is then read with these tensors, by all that ask for weights. None: validations evaluate the
+        Everything that loads weights from a checkpoint then gets these tensors. None: validations evaluate the
         parameters.
         """
         return None
 
     def on_save_checkpoint(self, trainer: AnyTrainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add plain data and tensors to a checkpoint; also called once when training begins, as a trial.
+        """Add plain data and tensors to a checkpoint. Lumen also calls this once when training begins, as a trial.
 
-        The dictionary is this callback's alone. It does not hold what Lightning keeps there (`state_dict`, `epoch`): to
-        ask for that is an error that says where it is.
+        The dictionary belongs to this callback only. It lacks the keys that Lightning stores there (`state_dict`,
+        `epoch`). Reading such a key raises an error that says where its value is.
         """
 
     def on_load_checkpoint(self, trainer: AnyTrainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Get back what `on_save_checkpoint` added: the model is loaded, the optimizers are not built.
+        """Restore what `on_save_checkpoint` added. The model is loaded; the optimizers are not built yet.
 
-        `load_state_dict`, which says how tensors come back under FSDP, follows when they are.
+        Lumen calls `load_state_dict` later, after building the optimizers. Its docstring says how tensors are returned
+        under FSDP.
         """
 
     def around_validation(self, trainer: AnyTrainer, task: TaskModule) -> AbstractContextManager[Any]:
-        """The context of each validation in `fit`, from before `on_validation_start` on.
+        """Return the context of each validation in `fit`, entered before `on_validation_start`.
 
-        It is left however the validation ends, so that a callback may put something in the task's place meanwhile. No
-        gradients are made in it. Every rank enters it; under FSDP each holds its shards.
+        The context is exited however the validation ends, so a callback may replace parameters for its duration. No
+        gradients are computed inside. Every rank enters the context; under FSDP each rank holds its shards.
         """
         return nullcontext()
 
@@ -204,123 +207,123 @@ class Callback:
         """Prepare for a stage: "fit", "validate", "test" or "predict"."""
 
     def on_fit_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """`fit` begins; optimizers exist, a resumed state is loaded."""
+        """Run when `fit` begins; the optimizers exist and a resumed state is loaded."""
 
     def on_sanity_check_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """The sanity check begins."""
+        """Run when the sanity check begins."""
 
     def on_sanity_check_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """The sanity check ends."""
+        """Run when the sanity check ends."""
 
     def on_train_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """Training begins, after the sanity check."""
+        """Run when training begins, after the sanity check."""
 
     def on_train_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """An epoch begins."""
+        """Run when an epoch begins."""
 
     def on_train_batch_start(self, trainer: AnyTrainer, task: TaskModule, batch: Any, batch_idx: int) -> int | None:
-        """Before a micro-batch; -1 ends the epoch here."""
+        """Run before a micro-batch; return -1 to end the epoch here."""
 
     def on_before_zero_grad(self, trainer: AnyTrainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """Before the gradients of the last step are dropped."""
+        """Run before the gradients of the previous step are cleared."""
 
     def on_before_backward(self, trainer: AnyTrainer, task: TaskModule, loss: torch.Tensor) -> None:
-        """Before backward of one micro-batch."""
+        """Run before the backward of one micro-batch."""
 
     def on_after_backward(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """After backward of one micro-batch; gradients are partial sums."""
+        """Run after the backward of one micro-batch; gradients are partial sums."""
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are complete and unscaled, not yet clipped."""
+        """Run before an update; gradients are complete and unscaled, not yet clipped."""
 
     def on_train_batch_end(
         self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a micro-batch, and after the update if it was a step's last; gradients can still be read."""
+        """Run after a micro-batch, and after the update if it was the last of its step; gradients can still be read."""
 
     def on_validation_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """A validation begins."""
+        """Run when a validation begins."""
 
     def on_validation_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """The pass over the validation data begins."""
+        """Run when the pass over the validation data begins."""
 
     def on_validation_batch_start(
         self, trainer: AnyTrainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a validation batch."""
+        """Run before a validation batch."""
 
     def on_validation_batch_end(
         self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a validation batch."""
+        """Run after a validation batch."""
 
     def on_validation_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """The pass over the validation data ends; what is logged here joins its values."""
+        """Run when the pass over the validation data ends; values logged here join the values of the validation."""
 
     def on_validation_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """A validation ends."""
+        """Run when a validation ends."""
 
     def on_train_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """An epoch ends, after its validation."""
+        """Run when an epoch ends, after its validation."""
 
     def on_step_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """A step is complete, and what is changed here is a part of it; the place to set `trainer.should_stop`."""
+        """Run when a step is complete; changes made here are part of the step. Set `trainer.should_stop` here."""
 
     def on_step_checkpoint(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """All have acted on a complete step: `trainer.save_checkpoint` is exact here."""
+        """Run after all callbacks have acted on a complete step: `trainer.save_checkpoint` is exact here."""
 
     def on_train_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """Training ends."""
+        """Run when training ends."""
 
     def on_fit_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """`fit` ends."""
+        """Run when `fit` ends."""
 
     def on_test_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """A test begins."""
+        """Run when a test begins."""
 
     def on_test_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """The pass over the test data begins."""
+        """Run when the pass over the test data begins."""
 
     def on_test_batch_start(
         self, trainer: AnyTrainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a test batch."""
+        """Run before a test batch."""
 
     def on_test_batch_end(
         self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a test batch."""
+        """Run after a test batch."""
 
     def on_test_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """The pass over the test data ends."""
+        """Run when the pass over the test data ends."""
 
     def on_test_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """A test ends."""
+        """Run when a test ends."""
 
     def on_predict_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """A prediction begins."""
+        """Run when a prediction begins."""
 
     def on_predict_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """The pass over the prediction data begins."""
+        """Run when the pass over the prediction data begins."""
 
     def on_predict_batch_start(
         self, trainer: AnyTrainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a prediction batch."""
+        """Run before a prediction batch."""
 
     def on_predict_batch_end(
         self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """After a prediction batch."""
+        """Run after a prediction batch."""
 
     def on_predict_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """The pass over the prediction data ends."""
+        """Run when the pass over the prediction data ends."""
 
     def on_predict_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """A prediction ends."""
+        """Run when a prediction ends."""
 
     def on_exception(self, trainer: AnyTrainer, task: TaskModule, exception: BaseException) -> None:
-        """The run ends with an error or a stop request."""
+        """Run when the run ends with an error or a stop request."""
 
     def teardown(self, trainer: AnyTrainer, task: TaskModule, stage: str) -> None:
         """Clean up after a stage."""

@@ -1,4 +1,4 @@
-"""The path of a step's checkpoint, and which checkpoints are lost."""
+"""Path of a step's checkpoint, and the search for lost checkpoints."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ Saver = TypeVar("Saver")
 
 
 def decides(given: Mapping[str, Any]) -> bool:
-    """Whether a `ModelCheckpoint` with these settings knows which checkpoint is best."""
+    """Return True if a `ModelCheckpoint` with these settings ranks its checkpoints."""
     return given.get("monitor") is not None and given.get("save_top_k") != 0
 
 
 def deciding_first(savers: Iterable[Saver]) -> list[Saver]:
-    """Callbacks that save, in order, but first the one whose monitor says for all which is best (see `decides`)."""
+    """Return the savers in order, but first the one whose ranking counts for the whole run (see `decides`)."""
     return sorted(savers, key=lambda saver: not decides(vars(saver)))
 
 
 def moment_of(trainer: UsedTrainer) -> Moment:
-    """What identifies the present moment of a run: not the step alone, which a skipped update leaves as it was."""
+    """Return the counters that identify the present moment of a run; a skipped update leaves the step unchanged."""
     return trainer.global_step, trainer.progress.micro_batches, trainer.current_epoch, trainer.progress.validation_due
 
 
 def place(trainer: UsedTrainer, folder: PurePath) -> tuple[PurePath, bool]:
-    """The path in a folder at which the present moment is or will be saved, and whether it is saved already.
+    """Return the path in a folder for a checkpoint of the present moment, and True if it is saved already.
 
-    A skipped update leaves the step as it was while samples were consumed: a second moment of a step gets `-1`.
+    A skipped update consumes samples but leaves the step number unchanged. A later moment of the same step gets the
+    suffix `-1`, `-2` and so on.
     """
     saves, moment = trainer.run.saves, moment_of(trainer)
     if saves.path is not None and is_same(saves.path.parent, folder) and saves.moment == moment:
@@ -49,12 +50,12 @@ def place(trainer: UsedTrainer, folder: PurePath) -> tuple[PurePath, bool]:
     if trainer.progress.validation_due:
         path = folder / f"{name}-validating"
         return path, is_committed(path)
-    later = -1  # the numbers of this step's moments never come again, even when a checkpoint of one is removed
+    later = -1  # A number is never used twice for moments of one step, even after its checkpoint is removed.
     for path in find_unread(folder, step=trainer.global_step):
         found = re.fullmatch(f"{name}(?:-([0-9]+))?", path.name)
         if found is None:
             continue
-        with suppress(CheckpointDamaged):  # a save under its name sets it aside
+        with suppress(CheckpointDamaged):  # A new save under the same name moves a damaged checkpoint away.
             info = read_info(path)
             if (info["micro_batches"], info["epoch"]) == moment[1:3]:
                 return path, True
@@ -63,21 +64,21 @@ def place(trainer: UsedTrainer, folder: PurePath) -> tuple[PurePath, bool]:
 
 
 def is_same(folder: PurePath, other: PurePath) -> bool:
-    """Whether two paths, which need not exist, lead to the same place."""
-    places = [(as_local(path), path) for path in (folder, other)]  # A place that is not of this machine has no links.
+    """Return True if two paths, which need not exist, lead to the same place."""
+    places = [(as_local(path), path) for path in (folder, other)]  # Only local paths can contain symbolic links.
     return len({path if local is None else os.path.realpath(local) for local, path in places}) == 1
 
 
 def lost(folder: PurePath, names: Iterable[str], best: Iterable[str], wanted: int) -> set[str]:
-    """Names of checkpoints that have gone or are damaged.
+    """Return the names of checkpoints that are removed or damaged.
 
-    Only the best are checked for damage, since that takes reading a whole manifest.
+    Only the best are checked for damage, because the check reads a whole manifest.
 
     Args:
-        folder: The directory they were saved in.
+        folder: The directory of the checkpoints.
         names: Names of the checkpoints to look for.
-        best: The names among these that are ranked, the best first.
-        wanted: Number of the best that are to be intact; the check ends when they are found.
+        best: The ranked names, best first.
+        wanted: Number of best checkpoints that must be intact; the check ends once they are found.
     """
     gone = set(names) - {path.name for path in find_unread(folder)}
     for name in best:
@@ -91,5 +92,5 @@ def lost(folder: PurePath, names: Iterable[str], best: Iterable[str], wanted: in
 
 
 def as_score(value: float) -> torch.Tensor:
-    """Return a value of a monitor as Lightning has it, a tensor without dimensions."""
+    """Return a value of a monitor as a tensor without dimensions, as in Lightning."""
     return torch.tensor(value, dtype=torch.float64)

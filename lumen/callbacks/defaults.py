@@ -1,4 +1,4 @@
-"""Which callbacks a run has: the user's, and the defaults that they do not replace."""
+"""Choice of a run's callbacks: the user's callbacks, and the defaults that they do not replace."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lumen.internals.entry_points import CALLBACKS, load, registered
 
 
 def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
-    """The callbacks that save checkpoints, first the one that says for all which checkpoint is best."""
+    """Return the callbacks that save checkpoints, first the one whose ranking counts for the whole run."""
     return deciding_first([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
 
 
 def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, checkpointing: bool) -> list[Callback]:
-    """The callbacks of a run, in the order in which they are called.
+    """Return the callbacks of a run, in the order of their calls.
 
     Args:
         given: A callback, a list, a dictionary, or None.
-        defaults: Classes of which each run has one unless the user gives one, and whether that is wanted.
-        checkpointing: Whether the run is to save checkpoints.
+        defaults: Classes of default callbacks, with True for a class to add if the user gives no instance.
+        checkpointing: True if the run saves checkpoints.
 
     Returns:
-        The user's callbacks, those of installed distributions, the defaults that neither replaces, and last those that
-        save checkpoints.
+        The user's callbacks, then the callbacks of installed distributions, then the defaults that neither replaces,
+        and last the callbacks that save checkpoints.
 
     Raises:
-        ConfigError: Something given is no callback, or saves checkpoints in a run that is to save none.
+        ConfigError: An object is not a callback, or saves checkpoints although `checkpointing` is False.
     """
     callbacks = listed("callbacks", given)
     for name in registered(CALLBACKS):
@@ -49,14 +49,14 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
 
 
 def listed(where: str, given: Any) -> list[Callback]:
-    """What was given as callbacks, as a list.
+    """Return the given callbacks as a list.
 
     Args:
-        where: What gave them, for errors.
+        where: The source of the callbacks, for error messages.
         given: A callback, a list, a dictionary, or None.
 
     Raises:
-        ConfigError: Something given is no callback, or is there twice.
+        ConfigError: An object is not a callback, or appears twice.
     """
     several = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else [given]
     callbacks = [callback for callback in several if callback is not None]
@@ -74,10 +74,10 @@ def listed(where: str, given: Any) -> list[Callback]:
 
 
 def joined(present: Sequence[Callback], given: Sequence[Callback]) -> tuple[list[Callback], list[Callback]]:
-    """Callbacks with those that join them: one takes the place of all that are of its class or of a base of it.
+    """Add callbacks to the present ones. A new callback replaces each present callback of its class or of a base class.
 
     Returns:
-        The callbacks, last those that save checkpoints; and those that have lost their place.
+        The callbacks, with those that save checkpoints last; and the replaced callbacks.
     """
 
     def is_replaced(callback: Callback) -> bool:

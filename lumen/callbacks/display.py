@@ -1,4 +1,4 @@
-"""Displays: where progress is shown (terminal, notebook, plain lines), and how its numbers are written."""
+"""Displays of progress (terminal, notebook, plain lines) and formatting of their numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from lumen import console as terminal
 
-if TYPE_CHECKING:  # rich is imported when something is first shown
+if TYPE_CHECKING:  # rich is imported on first use
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live as RichLive
 
@@ -24,21 +24,21 @@ _NARROWEST_BAR = 8
 _WIDE_TERMINAL = 120
 _MOST_DETAIL_LINES = 3
 _DRAWING_SHARE = 0.01
-_NOTEBOOK_INTERVAL_S = 0.5  # the server keeps every picture for a browser that is away
+_NOTEBOOK_INTERVAL_S = 0.5  # The server keeps every picture for a disconnected browser.
 
 
 @final
 @dataclass
 class Line:
-    """What is shown of training or of one evaluation.
+    """Progress line of training or of one evaluation.
 
     Attributes:
-        head: Where it stands, such as "epoch 2/30  step 120/900".
-        fraction: How full the bar is, 0 to 1; None: no bar.
-        tail: Time that has passed and that is left.
+        head: The position, such as "epoch 2/30  step 120/900".
+        fraction: Filled part of the bar, 0 to 1; None: no bar.
+        tail: Time passed and time left.
         values: Logged values by name.
         costs: Speed and memory, formatted.
-        best: Name of the value that is the best so far; said where a line stays.
+        best: Name of a value that is the best so far; shown only in lines that stay on the screen.
     """
 
     head: str
@@ -63,13 +63,13 @@ class Line:
             yield Text(self.head + " ", end="")
             yield Bar(total=1.0, completed=min(self.fraction, 1.0), width=room)
             yield Text(tail)
-        wide = width >= _WIDE_TERMINAL  # decided by the width alone, so that lines do not jump as numbers change
+        wide = width >= _WIDE_TERMINAL  # The layout depends on the width only, so lines do not jump as numbers change.
         for pieces in ([*self._values(), *self.costs],) if wide else (self._values(), self.costs):
             for text in _wrapped(pieces, width):
                 yield Text(text, no_wrap=True, overflow="ellipsis")
 
     def html(self) -> str:
-        """The same as HTML: the line of the bar, and below it values and costs, which are never broken inside."""
+        """Return the line as HTML: the bar, and below it values and costs, without line breaks inside a value."""
         from html import escape
 
         bar = "" if self.fraction is None else f' <progress max="1" value="{self.fraction:.3f}"></progress>'
@@ -85,12 +85,12 @@ class Line:
         return [f"{name} {number(value, 4)}{marks.get(name, '')}" for name, value in self.values.items()]
 
 
-#: The lines of training and of an evaluation within it, by "training" and "evaluation".
+#: Lines of training and of an evaluation within it, with the keys "training" and "evaluation".
 Board = dict[str, Line]
 
 
 class Display(ABC):
-    """A place where a board is shown.
+    """Base class of places that show a board.
 
     Attributes:
         interval_s: Seconds between two updates.
@@ -103,19 +103,19 @@ class Display(ABC):
         """Update a live picture; a display of plain lines prints nothing."""
 
     def show(self, board: Board) -> None:
-        """Update a live picture or print a line: time is up, or something has happened."""
+        """Update a live picture or print a line, at an interval or after an event."""
         self.draw(board)
 
     def keep(self, line: Line) -> None:
-        """Let a line stay above a live picture; where lines are printed, `show` does."""
+        """Print a line that stays above a live picture; plain displays do so in `show`."""
 
     def close(self) -> None:
-        """Leave what is shown as it is, and end."""
+        """End the display and leave its last picture on the screen."""
 
 
 @final
 class NoDisplay(Display):
-    """Shows nothing, in all processes but the first."""
+    """Display that shows nothing, for all processes but the first."""
 
     def draw(self, board: Board) -> None:
         """Do nothing."""
@@ -123,7 +123,7 @@ class NoDisplay(Display):
 
 @final
 class Plain(Display):
-    """Prints one line at a time, for files and pipes.
+    """Display that prints one line at a time, for files and pipes.
 
     Args:
         interval_s: Seconds between two lines, >= 0.
@@ -133,29 +133,29 @@ class Plain(Display):
         self.interval_s = interval_s
 
     def draw(self, board: Board) -> None:
-        """Do nothing: there is no picture."""
+        """Do nothing: a plain display has no picture."""
 
     def show(self, board: Board) -> None:
-        """Print the line of the evaluation, or else of training."""
+        """Print the line of the evaluation, or otherwise of training."""
         _print([*board.values()][-1])
 
 
 @final
 class Live(Display):
-    """Draws at the bottom of a terminal, below everything that is printed meanwhile.
+    """Display at the bottom of a terminal, below all printed text.
 
-    It is drawn by the training loop itself: a thread of its own would take its time from the loop at any moment, and
-    would be copied half alive into forked loader workers. It is taken away when a debugger (`breakpoint()`, pdb, ipdb)
-    asks for a command, and is there again when the loop draws next.
+    The training loop draws the picture. A separate thread would take time from the loop at any moment, and forked
+    loader workers would inherit its locks. The picture disappears when a debugger (`breakpoint()`, pdb, ipdb) asks for
+    a command, and returns at the next drawing.
 
     Args:
-        interval_s: Seconds between two pictures, at least; more where drawing is slow.
+        interval_s: Least seconds between two pictures; more where drawing is slow.
     """
 
     def __init__(self, interval_s: float) -> None:
         self._shortest_interval_s = self.interval_s = interval_s
         self._live: RichLive | None = None
-        self._forget_debuggers: Callable[[], None]  # from the first picture on
+        self._forget_debuggers: Callable[[], None]  # set by the first picture
 
     def draw(self, board: Board) -> None:
         """Draw; the first call starts the live display."""
@@ -168,21 +168,21 @@ class Live(Display):
                 get_renderable=lambda: Group(*board.values()),
                 console=terminal.console,
                 auto_refresh=False,
-                redirect_stdout=terminal.stdout.isatty(),  # what goes to a file or a pipe must go on going there
+                redirect_stdout=terminal.stdout.isatty(),  # Output to a file or a pipe must not be redirected.
                 redirect_stderr=terminal.stderr.isatty(),
             )
-            atexit.register(self._live.stop)  # whatever happens, the cursor comes back
+            atexit.register(self._live.stop)  # restores the cursor, however the process ends
             self._live.start()
             self._give_way()
         self._live.refresh()
         self.interval_s = max(self._shortest_interval_s, (perf_counter() - start) / _DRAWING_SHARE)
 
     def keep(self, line: Line) -> None:
-        """Print a line, above the picture."""
+        """Print a line above the picture."""
         _print(line)
 
     def _give_way(self) -> None:
-        """Take the picture away before a debugger of this process asks for its first command."""
+        """Remove the picture before a debugger of this process asks for its first command."""
         from pdb import Pdb
 
         interact = Pdb.interaction
@@ -191,14 +191,14 @@ class Live(Display):
             if self._live is not None:
                 self._live.transient = True
             self.close()
-            debugger.stdout = getattr(debugger.stdout, "rich_proxied_file", debugger.stdout)  # as it is now
+            debugger.stdout = getattr(debugger.stdout, "rich_proxied_file", debugger.stdout)  # not the proxy of rich
             return interact(debugger, *args)
 
         Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
         self._forget_debuggers = partial(setattr, Pdb, "interaction", interact)
 
     def close(self) -> None:
-        """Leave the last picture where it is and give the terminal back."""
+        """Leave the last picture on the screen and release the terminal."""
         if self._live is not None:
             self._forget_debuggers()
             self._live.stop()
@@ -208,7 +208,7 @@ class Live(Display):
 
 @final
 class Notebook(Display):
-    """Draws in one output below a notebook's cell, each picture in the place of the last.
+    """Display in one output below a notebook's cell; each picture replaces the previous one.
 
     Args:
         interval_s: Seconds between two pictures, at least 0.5.
@@ -231,11 +231,11 @@ class Notebook(Display):
 
 
 def choose_display(interval_s: float, plain_interval_s: float) -> Display:
-    """The best display that this process can have: terminal, notebook, or plain lines.
+    """Return the best display that this process supports: terminal, notebook, or plain lines.
 
     Args:
         interval_s: Seconds between two pictures of a live display.
-        plain_interval_s: Seconds between two lines where none is possible.
+        plain_interval_s: Seconds between two plain lines, if no live display is possible.
     """
     if terminal.in_notebook:
         return Notebook(interval_s)
@@ -248,7 +248,7 @@ def _print(line: Line) -> None:
 
 
 def _wrapped(pieces: list[str], width: int) -> list[str]:
-    """Join pieces to lines of at most `width` characters, broken between pieces only."""
+    """Join pieces to lines of at most `width` characters, breaking between pieces only."""
     from rich.cells import cell_len
 
     lines: list[str] = []
@@ -263,22 +263,22 @@ def _wrapped(pieces: list[str], width: int) -> list[str]:
 
 
 def number(value: float, digits: int) -> str:
-    """A number with `digits` significant digits: 2.731, 0.02731, 12,346, 2.731e-05."""
+    """Format a number with `digits` significant digits: 2.731, 0.02731, 12,346, 2.731e-05."""
     if 10**digits <= abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}".rstrip(".")
 
 
 def speed(per_s: float, unit: str) -> str:
-    """A speed > 0 in words: 43.1 steps/s, or 2.50 s/step."""
+    """Format a speed > 0: 43.1 steps/s, or 2.50 s/step."""
     return f"{number(per_s, 3)} {unit}s/s" if per_s >= 1 else f"{number(1 / per_s, 3)} s/{unit}"
 
 
 def size(mb: float) -> str:
-    """Megabytes in words: 612 MB, 1.9 GB."""
+    """Format megabytes: 612 MB, 1.9 GB."""
     return f"{mb:.0f} MB" if mb < 1000 else f"{mb / 1000:.1f} GB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: 0:01:23."""
+    """Format seconds: 0:01:23."""
     return str(timedelta(seconds=round(seconds)))

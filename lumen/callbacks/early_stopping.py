@@ -1,4 +1,4 @@
-"""Stop when a value has stopped getting better; the best value so far of what a run monitors."""
+"""Early stopping, and the best value so far of a run's monitor."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from lumen.task.task_module import TaskModule
 
 @final
 class EarlyStopping(Callback):
-    """Ends training when the monitor has not improved for `patience` of its values.
+    """Callback that stops training when the monitor has not improved for `patience` values.
 
-    Where `min_epochs` or `min_steps` of the trainer are not reached by then, it waits for them, and a new best value
-    meanwhile takes the stop back.
+    If `min_epochs` or `min_steps` of the trainer is not reached yet, training continues until then. A new best value in
+    the meantime cancels the stop.
 
     Args:
-        monitor: A logged name, such as `val_loss`. It is looked at whenever it has a new value, of an epoch or a
-            validation; a value of a single step is none.
+        monitor: A logged name, such as `val_loss`. The callback checks each new value of an epoch or a validation, but
+            not the values of single steps.
         min_delta: An improvement must be larger than this, >= 0.
         patience: Number of values without improvement to accept before training ends, >= 0.
-        verbose: Say of each value how it compares, in the terminal and `run.log`; else at log_level DEBUG alone.
+        verbose: Log how each value compares, in the terminal and `run.log`; False: only at log_level DEBUG.
         mode: "min": smaller is better; "max": larger is better.
-        strict: A monitor that was never logged by the end of an epoch with validation is an error.
+        strict: True: raise an error if the monitor was never logged by the end of an epoch with validation.
         check_finite: Stop at a NaN or infinite value.
         stopping_threshold: Stop at once when the value is better than this.
         divergence_threshold: Stop at once when the value is worse than this.
-        check_on_train_epoch_end: True: look at the end of an epoch alone, at the newest value, if one is new since the
-            last look. Default: at each new value.
-        log_rank_zero_only: Accepted for users of Lightning: only the first process says anything.
+        check_on_train_epoch_end: True: check only at the end of an epoch, and only if there is a new value. Default:
+            check each new value.
+        log_rank_zero_only: Accepted for compatibility with Lightning: only the first process logs.
 
     Attributes:
         wait_count: Number of values since the best one.
-        stopped_epoch: Epochs completed when it stopped training; 0: it has not.
+        stopped_epoch: Epochs completed when the callback stopped training; 0: not stopped.
         stopping_reason: "not_stopped", "stopping_threshold", "divergence_threshold", "patience_exhausted" or
             "non_finite_metric".
-        stopping_reason_message: Why it stopped training, or None.
+        stopping_reason_message: Reason for the stop as text, or None.
     """
 
-    stops_at_steps = False  # it asks for an agreement where it does
+    stops_at_steps = False  # `on_step_end` requests an agreement when it stops.
 
     @checked
     def __init__(
@@ -78,33 +78,33 @@ class EarlyStopping(Callback):
         self._best = self._sign * math.inf
         self._unseen, self._epoch = False, 0
         self.wait_count = 0
-        self._pending: str | None = None  # why to stop as soon as the minimum of epochs and steps is reached
+        self._pending: str | None = None  # reason to stop once `min_epochs` and `min_steps` are reached
         self.stopped_epoch, self.stopping_reason = 0, "not_stopped"
         self.stopping_reason_message: str | None = None
 
     @property
     def best_score(self) -> torch.Tensor:
-        """The best value of the monitor so far: float64 without dimensions; infinite before the first."""
+        """Best value of the monitor so far: a float64 tensor without dimensions; infinite before the first value."""
         return as_score(self._best)
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
-        """Start anew."""
+        """Reset the callback."""
         if stage == "fit":
             self._forget()
 
     def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Note in which epoch training begins."""
+        """Remember the epoch in which training begins."""
         self._epoch = trainer.current_epoch
 
     def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Look at a new value, if there is one."""
+        """Check the monitor if it has a new value."""
         ends_epoch, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
         self._unseen |= self.monitor in trainer.run.values.updated
         if self._unseen and (ends_epoch or not self.check_on_train_epoch_end):
             self._unseen = False
             value = trainer.run.values.newest[self.monitor]
             judged = self._judge(value)
-            if judged is not None or self.wait_count == 0:  # A new best value takes an earlier decision back.
+            if judged is not None or self.wait_count == 0:  # A new best value cancels an earlier decision.
                 self.stopping_reason, self._pending = judged or ("not_stopped", None)
             level, counted = logging.INFO if self.verbose else logging.DEBUG, (self.wait_count, self.patience)
             _log.log(level, "early stopping: %s %g, best %g, %d of %d values since", self.monitor, value,
@@ -117,17 +117,17 @@ class EarlyStopping(Callback):
             trainer.request_agreement()
 
     def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Raise an error for a monitor that had no value in an epoch; that epoch's checkpoint is saved by now."""
+        """Raise an error if the monitor had no value in the previous epoch, whose checkpoint is saved by now."""
         if self.strict and trainer.current_epoch > 0:
             trainer.run.values.require("EarlyStopping", self.monitor)
 
     def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Raise an error for a monitor that never had a value."""
+        """Raise an error if the monitor never had a value."""
         if self.strict:
             trainer.run.values.require("EarlyStopping", self.monitor)
 
     def _judge(self, value: float) -> tuple[str, str] | None:
-        """The reason to stop at this value, in a word and in words; or None."""
+        """Return the reason to stop at this value, as an identifier and as text, or None."""
         distance = self._sign * value
         if self.check_finite and not math.isfinite(value):
             return "non_finite_metric", f"the value {value} is not finite"
@@ -145,11 +145,11 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with monitor and mode: the best value of another monitor means nothing here."""
+        """Class name with monitor and mode, because the best value of a different monitor is not comparable."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and how many values ago it was."""
+        """Return the best value, the number of values since, and the reason of a stop."""
         return {
             "best_score": self._best,
             "wait_count": self.wait_count,
@@ -161,7 +161,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the count of values since."""
+        """Restore the best value and the number of values since."""
         self._best = state["best_score"]
         self.wait_count = state["wait_count"]
         self._pending = state["pending"]
@@ -172,12 +172,12 @@ class EarlyStopping(Callback):
 
 
 class Monitored(NamedTuple):
-    """A logged name that says how good a run is.
+    """Logged name that says how good a run is.
 
     Attributes:
-        name: Under which it is logged.
+        name: Name of the logged value.
         mode: "min": smaller is better; "max": larger is better.
-        best: Its best value so far; None: it had none.
+        best: Best value so far; None: no value yet.
     """
 
     name: str
@@ -189,7 +189,7 @@ def monitored(trainer: UsedTrainer) -> Monitored | None:
     """Return the monitor of the deciding `ModelCheckpoint`, else of the first `EarlyStopping`, or None.
 
     Args:
-        trainer: One that is in `fit`, with all its callbacks.
+        trainer: A trainer in `fit`, with all its callbacks.
     """
     saver = trainer.checkpoint_callback
     if saver is not None and saver.monitor is not None:
@@ -204,10 +204,10 @@ def monitored(trainer: UsedTrainer) -> Monitored | None:
 
 @final
 class BestSoFar:
-    """Follows the values of what a run monitors.
+    """Tracker of the best value of a run's monitor.
 
     Args:
-        found: What that is, with the best value of the run's earlier parts; None: nothing is monitored.
+        found: The monitor, with the best value of earlier parts of the run; None: no monitor.
 
     Attributes:
         name: The name of the monitor, or None.
@@ -219,7 +219,7 @@ class BestSoFar:
         self._best = None if found is None else found.best
 
     def is_here(self, values: Mapping[str, float]) -> bool:
-        """Return True if new values have the best value of the monitor so far."""
+        """Return True if new values contain the best value of the monitor so far."""
         value = math.nan if self.name is None else values.get(self.name, math.nan)
         if math.isnan(value) or (self._best is not None and self._sign * value >= self._sign * self._best):
             return False

@@ -1,4 +1,4 @@
-"""Freezes parts of a model before training, and trains them from some epoch on."""
+"""Finetuning: parts of a model are frozen before training and trained from a later epoch on."""
 
 from __future__ import annotations
 
@@ -25,55 +25,58 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class BaseFinetuning(Callback, ABC):
-    """Freezes what `freeze_before_training` says, and lets `finetune_function` unfreeze it epoch by epoch.
+    """Base class of callbacks that freeze modules before training and unfreeze them at later epochs.
 
-    The task's `configure_optimizers` gives its optimizer what is trained from the beginning, that is
-    `[p for p in self.parameters() if p.requires_grad]`; what is unfrozen gets a parameter group of its own. Schedules
-    with a rate for each group (`LambdaLR`, `OneCycleLR`, those of `lumen.optim`) leave it as the group was given;
-    others, such as `StepLR`, move it too. A checkpoint holds the groups and what is frozen, so a resumed run goes on
-    exactly, under any strategy.
+    `freeze_before_training` freezes modules. `finetune_function` unfreezes them, epoch by epoch. In
+    `configure_optimizers`, give the optimizer only the trained parameters:
+    `[p for p in self.parameters() if p.requires_grad]`. Unfrozen modules get new parameter groups.
+
+    Schedules with one rate per group (`LambdaLR`, `OneCycleLR`, the schedules of `lumen.optim`) leave the rate of a new
+    group unchanged. Others, such as `StepLR`, change it too. A checkpoint contains the groups and the frozen state, so
+    a resumed run continues exactly, under any strategy.
     """
 
     @abstractmethod
     def freeze_before_training(self, task: TaskModule) -> None:
-        """Freeze modules by `freeze`. Called when `fit` begins, before `configure_model` and `configure_optimizers`."""
+        """Freeze modules with `freeze`, when `fit` begins, before `configure_model` and `configure_optimizers`."""
 
     @abstractmethod
     def finetune_function(self, task: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze modules by `unfreeze_and_add_param_group` where it is time.
+        """Unfreeze modules with `unfreeze_and_add_param_group` at the epochs of your choice.
 
-        Called at the beginning of each epoch for each optimizer.
+        Lumen calls this at the beginning of each epoch for each optimizer.
 
         Args:
             task: The task in training.
             epoch: The epoch that begins, from 0.
-            optimizer: One of those that `configure_optimizers` returned.
+            optimizer: An optimizer returned by `configure_optimizers`.
         """
 
     def setup(self, trainer: AnyTrainer, task: TaskModule, stage: str) -> None:
-        """Freeze before the optimizer is built."""
+        """Freeze modules before the optimizer is built."""
         if stage == "fit":
             self.freeze_before_training(task)
 
     def on_fit_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """Let the statistics of what a checkpoint has unfrozen move again."""
+        """Let BatchNorm layers that a checkpoint has unfrozen update their running statistics again."""
         norms = (each for each in task.modules() if isinstance(each, _NORMS))
         _train(each for each in norms if any(part.requires_grad for part in each.parameters(recurse=False)))
 
     def on_train_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """Unfreeze what is to be trained from this epoch on."""
+        """Unfreeze the modules that are trained from this epoch on."""
         for optimizer in trainer.optimizers:
             self.finetune_function(task, trainer.current_epoch, optimizer)
 
-    # ------------------------------------------------------------------ what a subclass calls
+    # ------------------------------------------------------------------ for subclasses to call
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Do not train the parameters of modules any longer.
+        """Freeze the parameters of modules.
 
         Args:
-            modules: A module, or several, nested as you like.
-            train_bn: Train their BatchNorm layers still; else these keep their statistics too.
+            modules: A module, or several, nested in any way.
+            train_bn: True: keep training the BatchNorm layers; False: freeze their parameters and running statistics
+                too.
         """
         for module in _flat(modules):
             if isinstance(module, _NORMS) and train_bn:
@@ -86,17 +89,17 @@ class BaseFinetuning(Callback, ABC):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Train the parameters of modules, and let statistics of BatchNorm layers move."""
+        """Train the parameters of modules, and update the running statistics of BatchNorm layers."""
         _train(_flat(modules))
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Parameters of modules that are trained (or not), each once.
+        """Yield the trained (or frozen) parameters of modules, each once.
 
         Args:
-            modules: A module, or several, nested as you like.
-            train_bn: Those of BatchNorm layers too.
-            requires_grad: The trained ones; False: the frozen ones.
+            modules: A module, or several, nested in any way.
+            train_bn: Include the parameters of BatchNorm layers.
+            requires_grad: True: yield the trained parameters; False: the frozen parameters.
         """
         seen = set[int]()
         for module in _flat(modules):
@@ -116,20 +119,20 @@ class BaseFinetuning(Callback, ABC):
         train_bn: bool = True,
         name: str | None = None,
     ) -> None:
-        """Train modules from now on, by a parameter group of their own.
+        """Train modules from now on, in a new parameter group.
 
-        Parameters that the optimizer has already stay in their groups.
+        Parameters that the optimizer already has stay in their groups.
 
         Args:
-            modules: A module, or several, nested as you like.
-            optimizer: Gets the group.
-            lr: Learning rate of the group; None: that of the first group, divided by `initial_denom_lr`.
-            initial_denom_lr: Used where `lr` is None, > 0.
+            modules: A module, or several, nested in any way.
+            optimizer: The optimizer that gets the new group.
+            lr: Learning rate of the group; None: the rate of the first group, divided by `initial_denom_lr`.
+            initial_denom_lr: Divisor of the first group's rate, > 0; used without `lr`.
             train_bn: Unfreeze BatchNorm layers too.
-            name: The group's own, as `LearningRateMonitor` shows it.
+            name: Name of the group, shown by `LearningRateMonitor`.
 
         Raises:
-            ConfigError: The optimizer moves all of it already.
+            ConfigError: The optimizer already has all parameters of the modules.
         """
         _train(each for each in _flat(modules) if train_bn or not isinstance(each, _NORMS))
         new = cls._left_out(modules, optimizer, train_bn=train_bn, requires_grad=True)
@@ -140,7 +143,7 @@ class BaseFinetuning(Callback, ABC):
     def _left_out(
         cls, modules: Modules, optimizer: Optimizer, *, train_bn: bool, requires_grad: bool
     ) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer does not move yet; refuse an optimizer that moves all."""
+        """Return the parameters that the optimizer does not have yet; raise if the optimizer has all of them."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [each for each in cls.filter_params(modules, train_bn, requires_grad) if id(each) not in held]
         if not found:
@@ -153,20 +156,20 @@ class BaseFinetuning(Callback, ABC):
 
 @final
 class BackboneFinetuning(BaseFinetuning):
-    """Trains the task's `backbone` from an epoch on, at a rate that rises to that of the rest.
+    """Callback that trains the task's `backbone` from an epoch on, with a rate that rises in each epoch.
 
-    The rate of the backbone is multiplied in each epoch after the one in which it is unfrozen. See `BaseFinetuning` for
-    what `configure_optimizers` has to give.
+    In each epoch after the epoch of unfreezing, the callback multiplies the backbone's rate by a factor.
+    `BaseFinetuning` says which parameters `configure_optimizers` must give to the optimizer.
 
     Args:
         unfreeze_backbone_at_epoch: The first epoch, from 0, in which the backbone is trained.
-        lambda_func: Gives the factor of the backbone's rate for an epoch after that one; None: 2 in each.
-        backbone_initial_ratio_lr: The backbone's first rate, as a multiple of that of the first group.
-        backbone_initial_lr: The backbone's first rate itself.
-        should_align: The backbone's rate rises no further than that of the first group.
-        train_bn: BatchNorm layers of the backbone are trained from the beginning; False: never.
+        lambda_func: Function of the epoch, counted from 1, that returns the factor of the backbone's rate; None: 2.
+        backbone_initial_ratio_lr: The backbone's first rate, as a multiple of the rate of the first group.
+        backbone_initial_lr: The backbone's first rate as a number, instead of a multiple.
+        should_align: Limit the backbone's rate to the rate of the first group.
+        train_bn: True: train BatchNorm layers of the backbone from the beginning; False: never train them.
         verbose: Log the rates of each epoch.
-        rounding: Digits of the rates that are logged.
+        rounding: Digits of the logged rates.
 
     Raises:
         ConfigError: The task has no module `backbone`, or several optimizers.
@@ -194,14 +197,14 @@ class BackboneFinetuning(BaseFinetuning):
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
         self.should_align, self.train_bn = should_align, train_bn
         self.verbose, self.rounding = verbose, rounding
-        self._rate: float | None = None  # of the backbone, before schedules moved it
+        self._rate: float | None = None  # the backbone's rate, before schedules changed it
 
     def state_dict(self) -> dict[str, Any]:
-        """The rate that the next one is a multiple of."""
+        """Return the backbone's rate, from which the next rate is computed."""
         return {"rate": self._rate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the rate of a checkpoint."""
+        """Restore the backbone's rate."""
         self._rate = state["rate"]
 
     def freeze_before_training(self, task: TaskModule) -> None:
@@ -215,7 +218,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(backbone, self.train_bn)
 
     def on_train_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """Refuse optimizers that cannot take the backbone later: several, and those that move it already."""
+        """Raise if there are several optimizers, or if the optimizer already has the backbone."""
         optimizer, *others = trainer.optimizers
         if others or isinstance(optimizer, MultiOptimizer):
             raise ConfigError(
@@ -251,7 +254,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _flat(modules: Modules) -> Iterator[nn.Module]:
-    """Modules and all that are in them."""
+    """Yield modules and all their submodules."""
     if isinstance(modules, nn.Module):
         yield from modules.modules()
         return

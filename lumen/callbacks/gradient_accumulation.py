@@ -1,4 +1,4 @@
-"""Steps that grow, or shrink, from epoch to epoch."""
+"""Number of micro-batches per step that changes from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NAME = "GradientAccumulationScheduler: scheduling"
 
 @final
 class GradientAccumulationScheduler(Callback):
-    """Says of how many micro-batches the optimizer steps of each epoch are: `Trainer(accumulate_grad_batches=...)`.
+    """Callback that sets `accumulate_grad_batches` of the trainer by epoch.
 
     Args:
-        scheduling: Micro-batches of a step in each process, by the epoch from which on there are so many, counted from
-            0: `{0: 1, 4: 8}`. Before the first epoch that is named it is one.
+        scheduling: Micro-batches per step in each process, by the first epoch (from 0) in which the number applies:
+            `{0: 1, 4: 8}`. The number is 1 before the first listed epoch.
 
     Raises:
-        ConfigError: An epoch is negative, a number less than 1, or there is none.
+        ConfigError: An epoch is negative, a number is less than 1, or the dictionary is empty.
     """
 
     @checked
@@ -33,15 +33,15 @@ class GradientAccumulationScheduler(Callback):
 
 
 def scheduled(plan: Plan, callbacks: Iterable[Callback], replaced: Iterable[Callback] = ()) -> Plan:
-    """The plan with the steps that a callback asks for.
+    """Return the plan with the accumulation of a `GradientAccumulationScheduler`, if there is one.
 
     Args:
-        plan: What the run does when, by the trainer's arguments.
-        callbacks: All that take part.
-        replaced: Those in whose place others have come, whose steps the plan may have.
+        plan: The run's plan according to the trainer's arguments.
+        callbacks: All callbacks of the run.
+        replaced: Replaced callbacks, whose accumulation the plan may contain.
 
     Raises:
-        ConfigError: Two say how large a step is: the trainer's arguments and a callback, or two callbacks.
+        ConfigError: Two sources set the size of a step: the trainer's arguments and a callback, or two callbacks.
     """
     given = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
     if not given:

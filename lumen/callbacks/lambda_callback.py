@@ -1,4 +1,4 @@
-"""A callback made of functions."""
+"""Callback made of functions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lumen.task.hooks import HOOKS
 
 @final
 class LambdaCallback(Callback):
-    """Calls functions at the places that `Callback` draws.
+    """Callback that calls the given functions as hooks of `Callback`.
 
         LambdaCallback(on_train_epoch_end=lambda trainer, task: print(trainer.current_epoch))
 
     Args:
-        hooks: Functions by the name of their hook, with its arguments: `(trainer, task, ...)`.
+        hooks: Functions by hook name, with the arguments of the hook: `(trainer, task, ...)`.
 
     Raises:
-        ConfigError: There is no such hook, or what is given for it cannot be called.
+        ConfigError: A name is not a hook, or its value is not callable.
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:

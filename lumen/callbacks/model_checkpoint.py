@@ -1,4 +1,4 @@
-"""Checkpoints: when one is made, which are kept, and where they lie are three separate questions."""
+"""Saving of checkpoints: rules for when to save, which checkpoints to keep, and where to store them."""
 
 from __future__ import annotations
 
@@ -30,49 +30,54 @@ _SHORT_RUN_S = 10.0
 
 @final
 class ModelCheckpoint(Callback, LacksLightnings):
-    """Saves checkpoints and removes those that no rule keeps.
+    """Callback that saves checkpoints and removes those that no rule keeps.
 
-    Each is a directory `step-NNNNNNNN`, named by completed optimizer updates. One is never written twice, and none is
-    removed before a newer one is committed, nor the one the run was resumed from before that.
+    Each checkpoint is a directory `step-NNNNNNNN`, named by completed optimizer updates. A checkpoint is never written
+    twice. Lumen removes a checkpoint only after a newer one is complete (committed), including the checkpoint that the
+    run was resumed from.
 
-    When: without any of `every_n_train_steps`, `every_n_epochs` and `train_time_interval`, at the end of every epoch
-    and every 10 minutes; otherwise as they say. Beside them at every new best value, and at the end.
+    When Lumen saves: by default at the end of every epoch and every 10 minutes. If `every_n_train_steps`,
+    `every_n_epochs` or `train_time_interval` is given, only at the given times. In both cases also at every new best
+    value, and at the end.
 
-    Which: what one of the rules keeps.
+    Which checkpoints are kept: all that at least one rule keeps (`keep_last`, `save_top_k`, `keep_every_n_steps`).
 
-    Several in a run: each has its own rules and its own best ones. In each directory the first of those that save there
-    and have a monitor (and a `save_top_k` other than 0) decides which checkpoint is best for others, such as
-    `--which best` of `lumen export` and the star of `lumen runs`; of a run the first of all with a monitor does: for
-    `ckpt_path="best"`, `resume="best"` and `trainer.checkpoint_callback`. A run goes on from the newest checkpoint of
-    all its directories.
+    Several in a run: each callback has its own rules and its own best checkpoints. Only a callback with a monitor (and
+    a `save_top_k` other than 0) ranks checkpoints. The first such callback of a directory decides for that directory,
+    such as for `--which best` of `lumen export` and the star of `lumen runs`. The first such callback of the run
+    decides for the run: for `ckpt_path="best"`, `resume="best"` and `trainer.checkpoint_callback`. A run resumes from
+    the newest checkpoint of all its directories.
 
-    How: every process writes its part. A save copies it and lets training go on while threads write, sync, commit, and
-    then remove what no rule keeps. One save is under way at most; the next one waits for it, and so does the end of the
-    run, whose own checkpoint is written at once. If one cannot be written, the run ends with that error at a later step
-    (with several processes within half a second or so). The attributes below count a checkpoint from its commit on.
+    How Lumen saves: every process copies its part to host memory, and training continues. Threads then write, sync,
+    commit, and remove checkpoints that no rule keeps. At most one save is in progress. The next save waits for it, and
+    so does the end of the run, whose own checkpoint is written at once. If a checkpoint cannot be written, the run ends
+    with that error at a later step (with several processes within about half a second). The attributes below include a
+    checkpoint once it is committed.
 
     Args:
-        monitor: A logged name, such as `val_loss`, whose values of epochs or validations say which checkpoints are
-            best.
+        monitor: A logged name, such as `val_loss`. Its values of epochs or validations rank the checkpoints.
         mode: "min": smaller is better; "max": larger is better.
-        every_n_train_steps: When: after every n-th optimizer step; 0: never.
-        every_n_epochs: When: at the end of every n-th epoch; 0: never.
-        train_time_interval: When: that long after the last one: "DD:HH:MM:SS", a timedelta, or its keywords. Outside
-            exact repetition, as any clock.
-        on_best: When: at every new best value of the monitor.
-        at_end: When: at the end of training, and when the run is asked to leave.
-        keep_last: Which: the newest n; 0: none but the very last; -1: all.
-        save_top_k: Which: the k best by the monitor; 0: none for being best, and none is known as best; -1: all.
-        keep_every_n_steps: Which: those whose step is a multiple of n.
-        dirpath: Where: default `checkpoints` in the run directory. Each run needs one of its own. A URL is whatever
-            fsspec writes to: `s3://` and `gs://` need `pip install 'lumen[remote]'`.
-        asynchronous: How: True: training waits for the copy only; False: for the commit. Default: for the copy where
-            that pays: for 16 MiB and more, of which each tensor counts 16 KiB beside its own, or where `dirpath` is a
-            URL, if the copy takes at most half of the memory that the machine has left. Each process then keeps host
-            memory of the size of its share until the run ends, taken before the first save: at once with
-            `every_n_train_steps`, else after 10 seconds.
-        save_last: Accepted for users of Lightning: the newest are always kept, `last_model_path` is the last of them.
-        verbose: Say every save in the terminal and `run.log`; else at log_level DEBUG alone.
+        every_n_train_steps: Save after every n-th optimizer step; 0: never.
+        every_n_epochs: Save at the end of every n-th epoch; 0: never.
+        train_time_interval: Save this long after the previous save: "DD:HH:MM:SS", a timedelta, or its keywords. A
+            repeated run saves at other steps, because the interval depends on the clock.
+        on_best: Save at every new best value of the monitor.
+        at_end: Save at the end of training, and when the run is asked to stop.
+        keep_last: Number of newest checkpoints to keep; 0: only the very last one; -1: all.
+        save_top_k: Number of best checkpoints to keep by the monitor; 0: none, and no checkpoint is known as the best;
+            -1: all.
+        keep_every_n_steps: Keep checkpoints whose step is a multiple of n.
+        dirpath: Directory or URL of the checkpoints. Default: `checkpoints` in the run directory. Each run needs its
+            own directory. A URL may be any that fsspec can write to: `s3://` and `gs://` need
+            `pip install 'lumen[remote]'`.
+        asynchronous: True: training waits for the copy only. False: training waits for the commit. Default: True for a
+            URL, and for 16 MiB or more (each tensor counts 16 KiB extra), but only if the copy takes at most half of
+            the machine's free memory; otherwise False. A process that copies keeps host memory of the size of its share
+            until the run ends. The memory is allocated before the first save: at once with `every_n_train_steps`, after
+            half the interval with `train_time_interval` alone, else after 10 seconds.
+        save_last: Accepted for compatibility with Lightning: the newest checkpoints are always kept; `last_model_path`
+            is the newest.
+        verbose: Log every save in the terminal and `run.log`; False: only at log_level DEBUG.
     """
 
     stops_at_steps = False
@@ -120,52 +125,52 @@ class ModelCheckpoint(Callback, LacksLightnings):
         self.asynchronous, self.save_last, self.verbose = asynchronous, save_last, verbose
         self.scores: dict[str, float] = {}
         self._score: float | None = None
-        self._is_wanted = False  # at the boundary in progress
+        self._is_wanted = False  # True if a rule wants a checkpoint at the end of this step
         self._saves: Saves | None = None
-        self._has_twin = False  # another one has its monitor
-        self._all: list[ModelCheckpoint] = []  # of the run in progress, itself too
+        self._has_twin = False  # True if a second `ModelCheckpoint` has the same monitor and mode
+        self._all: list[ModelCheckpoint] = []  # all of the run in progress, including this one
 
     @property
     def best_model_path(self) -> str:
-        """Directory of the best checkpoint, without a monitor of the newest one; "" before there is one."""
+        """Directory of the best checkpoint, or of the newest one without a monitor; "" without a checkpoint."""
         if self.monitor is None:
             return self.last_model_path if self.save_top_k else ""
         return self._path(next(iter(self._committed()), None))
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
-        """The monitor's value at the best checkpoint: float64 without dimensions."""
+        """Value of the monitor at the best checkpoint: a float64 tensor without dimensions."""
         scores = [*self._committed().values()]
         return as_score(scores[0]) if scores else None
 
     @property
     def current_score(self) -> torch.Tensor | None:
-        """The newest value of the monitor, likewise."""
+        """Newest value of the monitor: a float64 tensor without dimensions."""
         return None if self._score is None else as_score(self._score)
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
-        """The monitor's values at the `save_top_k` best checkpoints, by directory, the best one first."""
+        """Values of the monitor at the `save_top_k` best checkpoints, by directory, best first."""
         return {self._path(name): as_score(score) for name, score in self._top(self._committed()).items()}
 
     @property
     def kth_value(self) -> torch.Tensor | None:
-        """The monitor's value at the worst of them."""
+        """Value of the monitor at the worst of the `save_top_k` best checkpoints."""
         return next(reversed(self.best_k_models.values()), None)
 
     @property
     def kth_best_model_path(self) -> str:
-        """Directory of the worst of the `save_top_k` best checkpoints; "" before there is one."""
+        """Directory of the worst of the `save_top_k` best checkpoints; "" without a checkpoint."""
         return self._path(next(reversed(self._top(self._committed())), None))
 
     @property
     def last_model_path(self) -> str:
-        """Directory of the newest checkpoint; "" before there is one."""
+        """Directory of the newest checkpoint; "" without a checkpoint."""
         newest = None if self.dirpath is None else newest_committed(self.dirpath)
         return "" if newest is None else str(newest)
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
-        """Start anew, and find out where checkpoints go."""
+        """Reset the callback and find the directory for checkpoints."""
         if stage != "fit":
             return
         self.scores, self._score = {}, None
@@ -175,9 +180,9 @@ class ModelCheckpoint(Callback, LacksLightnings):
             self.dirpath = trainer.run_directory / "checkpoints"
 
     def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Start the clock, and finish what a kill after a commit left undone."""
+        """Start the clock, and finish work that a killed process left undone after its commit."""
         self._saves = trainer.run.saves
-        self._seen: set[PurePath] = set()  # what was there when this one last looked; of rank 0
+        self._seen: set[PurePath] = set()  # on rank 0: the checkpoints found by the last search
         savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
         self._all = [each for each in savers if each.dirpath is not None]
         self._saved_at_s, self._epoch = trainer.run.ending.vote.now_s, trainer.current_epoch
@@ -189,28 +194,28 @@ class ModelCheckpoint(Callback, LacksLightnings):
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'
             )
-        if self.given_dirpath is not None:  # else the holder of the run's lock has done it
+        if self.given_dirpath is not None:  # The run directory was cleaned when the run locked it.
             trainer.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         is_over = resumed is not None and trainer.run.ending.limit_reached is not None
-        if is_over and self.at_end and self.dirpath is not None:  # this one is saved below
+        if is_over and self.at_end and self.dirpath is not None:  # The checkpoint of this moment is saved below.
             gone -= {self._place(trainer)[0].name}
         self.scores = {name: score for name, score in self.scores.items() if name not in gone}
         if resumed is None or self._all[-1:] != [self]:
             return
-        for each in self._all:  # which all know their scores by now
-            if is_over and each.at_end:  # a kill may have left this directory without the last checkpoint
+        for each in self._all:  # All of them know their scores by now.
+            if is_over and each.at_end:  # The last checkpoint may be missing here if the process was killed.
                 each.save(trainer, at_once=True)
             elif resumed.path.parent == each.dirpath:
                 each._prune(trainer, resumed.path)
 
     def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Say whether one of the rules wants this boundary saved: then all ranks agree before on whether they end."""
+        """Check if a rule wants a checkpoint of this step; if so, all ranks first agree on whether the run ends."""
         self._is_wanted = self.dirpath is not None and self._is_due(trainer)
         if self._is_wanted:
             trainer.request_agreement()
 
     def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Save if one of the rules says so."""
+        """Save if a rule wants a checkpoint."""
         if self.dirpath is None:
             return
         if self is self._all[0]:
@@ -220,7 +225,7 @@ class ModelCheckpoint(Callback, LacksLightnings):
             trainer.run.values.require("ModelCheckpoint", self.monitor)
 
     def _save_what_is_due(self, trainer: UsedTrainer) -> None:
-        """Let every `ModelCheckpoint` save that wants to, after all have noted their scores: each save holds all."""
+        """Note all scores, then save with every `ModelCheckpoint` that is due: each save stores all scores."""
         run, saves, ending = trainer.run, trainer.run.saves, trainer.run.ending.is_here
         if saves.has_ended or ending:
             saves.settle()
@@ -236,14 +241,14 @@ class ModelCheckpoint(Callback, LacksLightnings):
                 saves.reserve(asynchronous=each.asynchronous)
 
     def _note_score(self, trainer: UsedTrainer) -> None:
-        """Note the monitor's value, if it has a new one, as that of this boundary's checkpoint too."""
+        """Note a new value of the monitor, also as the score of this step's checkpoint."""
         if (value := self._new_value(trainer)) is not None:
             self._score = value
             if self._is_wanted:
                 self.scores[self._place(trainer)[0].name] = value
 
     def _is_due(self, trainer: UsedTrainer) -> bool:
-        """Whether one of the rules wants this boundary, be it the last one or not; alike on all ranks."""
+        """Return True if a rule wants a checkpoint here, even if training continues. All ranks get the same result."""
         progress, value = trainer.progress, self._new_value(trainer)
         return (
             (self.every_n_train_steps > 0 and progress.step % self.every_n_train_steps == 0)
@@ -253,15 +258,15 @@ class ModelCheckpoint(Callback, LacksLightnings):
         )
 
     def _new_value(self, trainer: UsedTrainer) -> float | None:
-        """The monitor's value, if it has a new one."""
+        """Return the value of the monitor if it is new, else None."""
         fresh = self.monitor is not None and self.monitor in trainer.run.values.updated
         return trainer.run.values.newest[str(self.monitor)] if fresh else None
 
     def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Wait for a save under way, and complain of a monitor that never had a value, now that all is saved."""
+        """Wait for a save in progress, then raise an error if the monitor never had a value."""
         saves = trainer.run.saves
         saves.settle()
-        trainer.processes.on_rank_zero(saves.wait)  # what is being removed shall be gone
+        trainer.processes.on_rank_zero(saves.wait)  # waits for removals too
         if self.monitor is not None:
             trainer.run.values.require("ModelCheckpoint", self.monitor)
 
@@ -271,12 +276,12 @@ class ModelCheckpoint(Callback, LacksLightnings):
 
     @property
     def state_key(self) -> str:
-        """The class with monitor and mode, and `dirpath` where several have the same monitor."""
+        """Class name with monitor and mode, and with `dirpath` if several callbacks have the same monitor."""
         told_apart = {"dirpath": str(self.given_dirpath)} if self._has_twin and self.given_dirpath is not None else {}
         return self._generate_state_key(monitor=self.monitor, mode=self.mode, **told_apart)
 
     def state_dict(self) -> dict[str, Any]:
-        """The score of each checkpoint, if there is a monitor."""
+        """Return the scores of the checkpoints, if there is a monitor."""
         return {} if self.monitor is None else {"scores": self.scores, "current_score": self._score}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -284,10 +289,10 @@ class ModelCheckpoint(Callback, LacksLightnings):
         self.scores, self._score = state["scores"], state["current_score"]
 
     def save(self, trainer: UsedTrainer, *, at_once: bool = False) -> None:
-        """Save this boundary, unless that is done, and remove what no rule keeps any more. Collective.
+        """Save this step unless it is saved already, and remove checkpoints that no rule keeps. Collective.
 
         Args:
-            trainer: The trainer of a run in which a step has just been completed.
+            trainer: The trainer of a run that has just completed a step.
             at_once: Write the checkpoint before returning, even if `asynchronous`.
         """
         run, saves, moment = trainer.run, trainer.run.saves, moment_of(trainer)
@@ -313,7 +318,10 @@ class ModelCheckpoint(Callback, LacksLightnings):
         return trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
 
     def _reserves_after_s(self, trainer: UsedTrainer) -> float:
-        """When to take the memory for copies: well before the first save, but not in a run that ends before it."""
+        """Return the seconds until host memory is allocated for copies.
+
+        The allocation comes well before the first save, but not in a run that ends before that time.
+        """
         if self.every_n_train_steps:
             return 0.0
         by_epochs = self.every_n_epochs > 0 and trainer.max_epochs != trainer.current_epoch + 1
@@ -322,32 +330,32 @@ class ModelCheckpoint(Callback, LacksLightnings):
         return self.train_time_interval_s / 2
 
     def _look_around(self) -> tuple[PurePath | None, set[str]]:
-        """The newest checkpoint where this one saves, and which of those with a score are no more."""
+        """Return the newest checkpoint in `dirpath`, and the names with a score that are removed or damaged."""
         if self.dirpath is None:
             return None, set(self.scores)
         gone = lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
         return newest_committed(self.dirpath), gone
 
     def _prune(self, trainer: UsedTrainer, newest: PurePath) -> None:
-        """Remove what no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
+        """Remove checkpoints that no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
         trainer.processes.on_rank_zero(partial(remove_checkpoints, self._account(trainer, newest, committed=True)))
 
     def _end_save(self, trainer: UsedTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
-        """Account for a checkpoint, and notify every logger if it is complete. Returns what is to be removed."""
+        """Update the scores after a save, notify loggers if it is complete, and return the checkpoints to remove."""
         doomed = self._account(trainer, newest, committed=committed)
         for logger in trainer.run.records.loggers if committed else ():
             logger.after_save_checkpoint(self)
         return doomed
 
     def _account(self, trainer: UsedTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
-        """What is to be removed, now that the newest is committed; it has no score any more. Collective."""
+        """Return the checkpoints to remove now that the newest is committed, and drop their scores. Collective."""
         sharing = self._sharing(newest.parent)
 
         def find() -> list[PurePath]:
-            trainer.run.saves.wait_for_removals()  # what is being removed shall not be found once more
+            trainer.run.saves.wait_for_removals()  # A checkpoint in removal must not be found again.
             found = find_unread(newest.parent, known=self._seen)
             self._seen = {*found}
-            found = found[: found.index(newest) + 1] if newest in found else []  # What comes after it is damaged.
+            found = found[: found.index(newest) + 1] if newest in found else []  # Checkpoints after it are damaged.
             complete = [path for path in found if path == newest or not path.name.endswith("-validating")]
             kept = {newest}.union(*(saver._kept(complete) for saver in sharing))
             return [path for path in found if path not in kept]
@@ -359,11 +367,11 @@ class ModelCheckpoint(Callback, LacksLightnings):
         return doomed
 
     def _sharing(self, folder: PurePath) -> list[ModelCheckpoint]:
-        """Return those that save in a folder."""
+        """Return the `ModelCheckpoint` callbacks that save in a folder."""
         return [saver for saver in self._all if saver.dirpath is not None and is_same(saver.dirpath, folder)]
 
     def _kept(self, found: list[PurePath]) -> set[PurePath]:
-        """Return the checkpoints that the rules keep, of all paths, oldest first."""
+        """Return the checkpoints that the rules keep, out of all paths, oldest first."""
         if -1 in (self.keep_last, self.save_top_k):
             return set(found)
         best, every = self._top(self._ranked()), self.keep_every_n_steps
@@ -371,18 +379,18 @@ class ModelCheckpoint(Callback, LacksLightnings):
         return kept | {path for path in found if every and int(path.name.split("-")[1]) % every == 0}
 
     def _ranked(self) -> dict[str, float]:
-        """Scores of checkpoints by name, best first, without NaN; of equal ones the earlier first."""
+        """Return the scores of checkpoints by name, best first, without NaN; equal scores keep the order of steps."""
         sign = 1.0 if self.mode == "min" else -1.0
         scored = [each for each in self.scores.items() if decides(vars(self)) and not math.isnan(each[1])]
         return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
 
     def _committed(self) -> dict[str, float]:
-        """`_ranked` without the checkpoint whose save is under way."""
+        """Return `_ranked` without the checkpoint whose save is in progress."""
         under_way = None if self._saves is None else self._saves.path
         return {name: score for name, score in self._ranked().items() if self._path(name) != str(under_way)}
 
     def _top(self, ranked: dict[str, float]) -> dict[str, float]:
-        """The first `save_top_k` of ranked scores."""
+        """Return the first `save_top_k` of ranked scores."""
         return ranked if self.save_top_k < 0 else dict(islice(ranked.items(), self.save_top_k))
 
     def _path(self, name: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Prints a table of a model's modules and parameters."""
+"""Table of a model's modules and parameters."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """A module of a model, everything below it included; a tied parameter is counted once in each row.
+    """Numbers of one module, including its submodules; a tied parameter counts once in each row.
 
     Attributes:
         name: Dotted path; "" is the model itself.
-        type: Name of its class; "Parameter" for one that the model holds directly.
+        type: Name of the class; "Parameter" for a parameter that the model holds directly.
         trainable: Number of elements of the parameters that require gradients.
         frozen: Number of elements of the other parameters.
     """
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 @final
 class Summary(list[Row]):
-    """The rows of a model, the model itself first: its totals. As a text it is the table that `ModelSummary` prints."""
+    """Rows of a model; the first row is the model itself, with the totals. `str()` gives the printed table."""
 
     def __init__(self, model: nn.Module, rows: Iterable[Row]) -> None:
         super().__init__(rows)
@@ -61,7 +61,7 @@ class Summary(list[Row]):
 
     @property
     def trainable_parameters(self) -> int:
-        """Of those that require gradients."""
+        """Number of elements of the parameters that require gradients."""
         return self[0].trainable
 
     @property
@@ -71,28 +71,28 @@ class Summary(list[Row]):
 
     @property
     def layer_names(self) -> list[str]:
-        """Names of the modules that are listed."""
+        """Names of the listed modules."""
         return [row.name for row in self[1:]]
 
     @property
     def layer_types(self) -> list[str]:
-        """Names of their classes."""
+        """Class names of the listed modules."""
         return [row.type for row in self[1:]]
 
     @property
     def param_nums(self) -> list[int]:
-        """Numbers of their parameters' elements."""
+        """Numbers of parameter elements of the listed modules."""
         return [row.parameters for row in self[1:]]
 
     def __str__(self) -> str:
-        """The table, and a line of totals."""
+        """Return the table and a line of totals."""
         table = terminal.as_text(_table(self[1:], plain=True)) if self[1:] else ""
         return table + _totals(self._model, self[0])
 
 
 @final
 class ModelSummary(Callback):
-    """Prints a table of the model when `fit` begins; its totals go to `run.log` too.
+    """Callback that prints a table of the model when `fit` begins, and logs the totals to `run.log`.
 
     Args:
         max_depth: Levels of modules to list; 0: the totals only; -1: all.
@@ -124,8 +124,8 @@ def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
         max_depth: Levels of modules below it to list; -1: all.
 
     Returns:
-        First the model itself, whose numbers are the totals; then, in the order of their definition, the parameters
-        it holds directly and its modules, but for metrics without parameters and what holds them.
+        First the model itself with the totals; then, in order of definition, its direct parameters and its modules.
+        Modules without parameters that are or contain torchmetrics objects are omitted.
     """
     own = [_row(name, "Parameter", [parameter]) for name, parameter in model.named_parameters(recurse=False)]
     modules = [
@@ -138,7 +138,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """Whether a module has no parameters but holds torchmetrics objects."""
+    """Return True if a module has no parameters but contains torchmetrics objects."""
     return not any(True for _ in module.parameters()) and bool(metrics_of(module))
 
 
@@ -166,7 +166,7 @@ def _table(rows: list[Row], *, plain: bool) -> Table:
 
 
 def _totals(model: nn.Module, total: Row) -> str:
-    """One line: how many parameters, how large they and the buffers are."""
+    """Return one line with the number of parameters and the sizes of parameters and buffers."""
     every = sum(_elements(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     tied = f", {_humane(every - total.parameters)} more tied to these" if every > total.parameters else ""
     buffers = list(model.buffers())
@@ -178,7 +178,7 @@ def _totals(model: nn.Module, total: Row) -> str:
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> str:
-    """Megabytes (10^6 bytes) and dtypes, the largest share first."""
+    """Format megabytes (10^6 bytes) and dtypes, the largest share first."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         sizes[str(tensor.dtype).removeprefix("torch.")] += _elements(tensor) * tensor.dtype.itemsize
@@ -188,12 +188,12 @@ def _size(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    """Number of elements; 0 for a parameter of a lazy module that has not seen its first batch."""
+    """Return the number of elements; 0 for a parameter of a lazy module before its first batch."""
     return 0 if is_lazy(tensor) else tensor.numel()
 
 
 def _humane(count: int) -> str:
-    """A count in few digits: 954, 12.3 k, 0.81 M, 7.24 B."""
+    """Format a count in few digits: 954, 12.3 k, 0.81 M, 7.24 B."""
     if count < 1000:
         return str(count)
     if count < 100_000:

@@ -1,4 +1,4 @@
-"""Monitors: learning rates, speed, use of the hardware and memory; how fast a device can be at most."""
+"""Monitors of learning rates, speed, memory and hardware use; peak speeds of devices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lumen.errors.arguments import at_least, checked, optional
 from lumen.internals.compiler import is_compiled
 from lumen.task.task_module import TaskModule
 
-# Dense peaks in TFLOP/s (10^12 FLOP per second), without the factor 2 for structured sparsity; matrix products of 16
-# bits with float32 sums, as PyTorch makes them. None: the device has no such unit, or it is no faster than float32.
-# Sources, all NVIDIA's: the data sheets of V100 (2020), T4 (2019), A100 (2021), L4, L40S and H100 (2023), H200 (2024)
+# Dense peaks in TFLOP/s (10^12 FLOP per second), without the factor 2 for structured sparsity. 16-bit matrix products
+# accumulate in float32, as in PyTorch. None: the device has no such unit, or it is no faster than float32.
+# Sources, all by NVIDIA: the data sheets of V100 (2020), T4 (2019), A100 (2021), L4, L40S and H100 (2023), H200 (2024)
 # and HGX B200 (2025); the architecture papers of GA102 (RTX 3090, table 2) and Ada (RTX 4090, table 2).
 _PEAKS_TFLOP_PER_S: tuple[tuple[str, float, float | None, float | None, float], ...] = (
-    # device, as torch.cuda.get_device_name has it   float32  TF32   bfloat16  float16
+    # device name (torch.cuda.get_device_name)       float32  TF32   bfloat16  float16
     (r"Tesla V100-SXM2-\d+GB", 15.7, None, None, 125.0),
     (r"Tesla V100-PCIE-\d+GB", 14.0, None, None, 112.0),
     (r"Tesla T4", 8.1, None, None, 65.0),
@@ -44,15 +44,15 @@ _PEAKS_TFLOP_PER_S: tuple[tuple[str, float, float | None, float | None, float], 
 
 
 def peak_flop_per_s(device_name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Peak floating-point operations per second of a device, for dense matrix products.
+    """Return the peak floating-point operations per second of a device, for dense matrix products.
 
     Args:
         device_name: A name such as "NVIDIA H100 80GB HBM3", from `torch.cuda.get_device_name`.
         dtype: The dtype of the matrix products: float32, bfloat16 or float16.
-        tf32: Products of float32 are computed in TF32.
+        tf32: True if float32 products are computed in TF32.
 
     Returns:
-        None if the peak is not known: of another device, of a part of one (MIG), or in another dtype.
+        The peak, or None if it is unknown: for other devices, for a part of a device (MIG), and for other dtypes.
     """
     for name, float32, of_tf32, bfloat16, float16 in _PEAKS_TFLOP_PER_S:
         if re.fullmatch(name, device_name) and "MIG" not in device_name:
@@ -66,19 +66,19 @@ _COUNTED = "Samples are those the loader drew, units the weights that the task r
 
 
 class _SystemMonitor(Callback, ABC):
-    """A callback that gives every logger values of each `log_every_n_steps`-th step, for `system.csv`."""
+    """Base class of callbacks that give loggers values for `system.csv` at each `log_every_n_steps`-th step."""
 
     stops_at_steps = False
 
     def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Begin to measure."""
-        # A step that was saved while its validation was due has no record yet.
+        # A checkpoint saved while a validation is due contains a step that has no record yet.
         self._recorded_step = trainer.global_step - trainer.progress.validation_due
         self._begin(trainer, task)
 
     def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
         """Write a record if one is due."""
-        step, is_new = trainer.global_step, trainer.global_step != self._recorded_step  # A skipped update is no step.
+        step, is_new = trainer.global_step, trainer.global_step != self._recorded_step  # False after a skipped update.
         if is_new and step % trainer.plan.log_every_n_steps == 0:
             self._recorded_step = step
             if values := self._values(trainer):
@@ -90,30 +90,30 @@ class _SystemMonitor(Callback, ABC):
 
     @abstractmethod
     def _values(self, trainer: UsedTrainer) -> dict[str, float]:
-        """Return the values by name, or none."""
+        """Return the values by name; an empty dictionary if there are none."""
 
 
 @final
 class ThroughputMonitor(_SystemMonitor):
-    """Gives every logger, at each `log_every_n_steps`-th step, timings and memory, for `system.csv`.
+    """Callback that gives every logger timings and memory at each `log_every_n_steps`-th step, for `system.csv`.
 
     | column | |
     |---|---|
     | `time_s` | seconds of training over all resumed parts |
-    | `steps_per_s`, `batches_per_s`, `samples_per_s` | updates, micro-batches, samples; evaluations left out |
-    | `units_per_s` | weights of the updates, where the task returns some or defines `batch_weight`: tokens, boxes |
-    | `data_wait_share` | part of the time spent waiting for the loader, 0 to 1 |
-    | `flop_per_step`, `flop_per_s` | floating-point operations of forward and backward, if asked for |
-    | `mfu` | their share of the device's dense peak in the precision of the run, 0 to 1, where it is known |
-    | `memory_mb` | 10^6 bytes: on CUDA the peak of what tensors took, elsewhere what the process holds in RAM |
+    | `steps_per_s`, `batches_per_s`, `samples_per_s` | updates, micro-batches, samples; evaluations excluded |
+    | `units_per_s` | weights of the updates, if the task returns weights or defines `batch_weight`: tokens, boxes |
+    | `data_wait_share` | share of the time spent waiting for the loader, 0 to 1 |
+    | `flop_per_step`, `flop_per_s` | floating-point operations of forward and backward, with `measure_flops` |
+    | `mfu` | share of the device's dense peak in the precision of the run, 0 to 1, if the peak is known |
+    | `memory_mb` | 10^6 bytes: on CUDA the peak of allocated tensors, otherwise the RAM of the process |
 
-    Counts are those of all processes; `data_wait_share` and `memory_mb` are those of the first.
+    Counts are sums over all processes; `data_wait_share` and `memory_mb` are measured in the first process.
 
-    Operations are counted once, while the first micro-batch is trained as it would be anyway: matrix products,
-    convolutions and attention, recomputed ones too. From then on each sample is taken to cost the same.
+    Operations are counted once, during the normal training of the first micro-batch: matrix products, convolutions and
+    attention, including recomputed operations. Afterwards each sample is assumed to cost the same.
 
     Args:
-        measure_flops: Count operations. The first micro-batch takes longer; its results are the same bit for bit.
+        measure_flops: Count operations. The first micro-batch takes longer; its results are bitwise identical.
         window_s: Seconds to average over, >= 0; 0: since the last record.
     """
 
@@ -130,7 +130,7 @@ class ThroughputMonitor(_SystemMonitor):
         self.measure_flops = measure_flops
         self._throughput = Throughput(window_s)
         self._counter: Any = None  # a FlopCounterMode
-        if measure_flops:  # hooks of this object alone: without them a step pays nothing
+        if measure_flops:  # Only this object gets the hooks, so other monitors cost no time per step.
             vars(self).update(
                 on_before_zero_grad=self._begin_to_count,
                 on_after_backward=self._take_count,
@@ -155,7 +155,7 @@ class ThroughputMonitor(_SystemMonitor):
         self._throughput.resume()
 
     def _begin_to_count(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
-        """Count operations from here on: the forward of a step's first micro-batch follows."""
+        """Begin to count operations: the forward of a step's first micro-batch follows."""
         if self._is_asked and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
@@ -164,7 +164,7 @@ class ThroughputMonitor(_SystemMonitor):
             self._counter.__enter__()
 
     def _take_count(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Take the count: the backward is done."""
+        """Read the count after the backward."""
         if self._counter is not None:
             operations = self._counter.get_total_flops()
             self._stop_counting()
@@ -174,7 +174,7 @@ class ThroughputMonitor(_SystemMonitor):
             _log.info("%.4g FLOP per sample, forward and backward", self._flop_per_sample)
 
     def _stop_counting(self, *_: Any) -> None:
-        """Stop counting, also where the micro-batch was skipped or failed; then the next one is counted."""
+        """Stop counting. If the micro-batch was skipped or failed, the next micro-batch is counted."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
@@ -192,7 +192,7 @@ class ThroughputMonitor(_SystemMonitor):
 
 
 def _peak_flop_per_s(trainer: UsedTrainer) -> float | None:
-    """The device's peak in the dtype of the run's matrix products; None, and logged once, where it is not known."""
+    """Return the device's peak in the dtype of the run's matrix products; if it is unknown, log so and return None."""
     device = trainer.strategy.device
     with trainer.run.precision.forward():
         autocast = torch.is_autocast_enabled(device.type)
@@ -206,13 +206,13 @@ def _peak_flop_per_s(trainer: UsedTrainer) -> float | None:
 
 @final
 class LearningRateMonitor(Callback):
-    """Logs the learning rate that each update uses, as `lr`, or with several parameter groups as `lr/group_N`.
+    """Callback that logs the learning rate of each update, as `lr`, or as `lr/group_N` with several parameter groups.
 
-    A group's own "name" is used instead of `group_N`, as those of `decay_groups` have one: `lr/no decay`.
+    A group with a "name", such as the groups of `decay_groups`, uses its name instead of `group_N`: `lr/no decay`.
 
     Args:
         logging_interval: "step": at every step whose metrics are logged; "epoch": at the first step of every epoch.
-        log_momentum: Log `momentum` too; of an optimizer without one the first of its `betas`.
+        log_momentum: Log `momentum` too; if the optimizer has no momentum, log the first of its `betas`.
         log_weight_decay: Log `weight_decay` too.
     """
 
@@ -229,7 +229,7 @@ class LearningRateMonitor(Callback):
         self._wanted = ["lr", *["momentum"] * log_momentum, *["weight_decay"] * log_weight_decay]
 
     def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Refuse to log what the optimizer does not have."""
+        """Raise if the optimizer lacks a value to log."""
         for optimizer in trainer.optimizers:
             missing = [name for name in self._wanted for group in optimizer.param_groups if _value(group, name) is None]
             if missing:
@@ -250,7 +250,7 @@ class LearningRateMonitor(Callback):
 
 
 def _names(groups: list[dict[str, Any]]) -> list[str]:
-    """The groups' names; a group that has none, or shares one, is named by its number."""
+    """Return the names of the groups; a group without a unique name gets its number."""
     names = [str(group.get("name", f"group_{number}")) for number, group in enumerate(groups)]
     return [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names)]
 
@@ -274,21 +274,21 @@ _CUDA = {
 
 @final
 class DeviceStatsMonitor(_SystemMonitor):
-    """Gives every logger, at each `log_every_n_steps`-th step, memory and load of the first process, for `system.csv`.
+    """Callback that logs memory and load of the first process, at each `log_every_n_steps`-th step, for `system.csv`.
 
     | column | |
     |---|---|
-    | `cuda_allocated_mb`, `cuda_reserved_mb` | what tensors take, and what the allocator of torch holds; 10^6 bytes |
-    | `cuda_allocated_peak_mb`, `cuda_reserved_peak_mb` | the most that it was since the run began |
-    | `cuda_inactive_split_mb` | held in pieces that nobody uses: what fragmentation costs |
-    | `cuda_alloc_retries`, `cuda_ooms` | how often memory was short: given back to be found, and not found |
-    | `mps_allocated_mb`, `mps_driver_mb` | what tensors take on MPS, and what its driver has allocated |
-    | `cpu_percent`, `cpu_vm_percent`, `cpu_swap_percent` | load of all cores since the last record; RAM, swap in use |
+    | `cuda_allocated_mb`, `cuda_reserved_mb` | 10^6 bytes allocated by tensors, and reserved by torch's allocator |
+    | `cuda_allocated_peak_mb`, `cuda_reserved_peak_mb` | peaks of these since the run began |
+    | `cuda_inactive_split_mb` | unused pieces of reserved memory: the cost of fragmentation |
+    | `cuda_alloc_retries`, `cuda_ooms` | number of retried allocations, and of out-of-memory errors |
+    | `mps_allocated_mb`, `mps_driver_mb` | 10^6 bytes allocated by tensors on MPS, and by its driver |
+    | `cpu_percent`, `cpu_vm_percent`, `cpu_swap_percent` | load of all cores since the last record; used RAM and swap |
 
-    They are what counters of the host say: nothing waits for the device, no process asks another.
+    The values come from counters on the host: reading them needs no device synchronization and no communication.
 
     Args:
-        cpu_stats: Those of the CPU, which `psutil` reads. None: where the run is on the CPU.
+        cpu_stats: Log the values of the CPU, which `psutil` reads. None: only if the run is on the CPU.
 
     Raises:
         ConfigError: `psutil` is needed and not installed.
@@ -299,7 +299,7 @@ class DeviceStatsMonitor(_SystemMonitor):
         self.cpu_stats = cpu_stats
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
-        """Find what can be read."""
+        """Choose the counters to read."""
         device = trainer.strategy.device
         self._sources: list[Callable[[], dict[str, float]]] = []
         if device.type == "cpu" if self.cpu_stats is None else self.cpu_stats:
@@ -311,7 +311,7 @@ class DeviceStatsMonitor(_SystemMonitor):
             self._sources.append(_of_mps)
 
     def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        self._values(trainer)  # The load is measured from one reading to the next.
+        self._values(trainer)  # psutil measures the load between two readings.
 
     def _values(self, trainer: UsedTrainer) -> dict[str, float]:
         sources = self._sources if trainer.is_global_zero else []

@@ -1,4 +1,4 @@
-"""Saves a checkpoint when training fails, with what was learned since the last one."""
+"""Checkpoint on exception: saves the progress since the last checkpoint when training fails."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from lumen.task.task_module import TaskModule
 
 @final
 class OnExceptionCheckpoint(Callback):
-    """Saves a checkpoint when training fails with an exception; a run that is asked to stop saves one anyway.
+    """Callback that saves a checkpoint when training fails with an exception.
 
-    What is saved depends on where the exception strikes:
+    A stop request is not an exception: the run then saves a checkpoint anyway. The content depends on the place of the
+    exception:
 
-    * Between two steps, while the next batch is loaded or in a validation: the state of the last boundary, or of the
-      start of that validation. It is exact and goes where the run's checkpoints are, as `step-N`, for
-      `resume: auto` to go on from.
-    * Inside a step, but before or after the update: parameters, optimizer and position are those of the last update,
-      but buffers, metrics and what your code counts may be a part of a step ahead. It is named `exception-step-N`,
-      which `auto` never takes: give its path to `resume` or to `load_from_checkpoint`.
-    * Inside `optimizer.step`: nothing, because the parameters may be half updated. Nor after a loss that is not
-      finite, nor with several processes, because the others are somewhere else.
+    * Between two steps, during loading of the next batch or a validation: the state after the last step, or at the
+      start of that validation. The checkpoint is exact and is stored with the run's checkpoints, as `step-N`, so
+      `resume: auto` can resume from it.
+    * Inside a step, but before or after the update: parameters, optimizer and position are the state of the last
+      update. Buffers, metrics and counters of your code may be ahead by a part of a step. The checkpoint is named
+      `exception-step-N`. `auto` never uses it: give its path to `resume` or to `load_from_checkpoint`.
+    * Inside `optimizer.step`: no checkpoint, because the parameters may be half updated. A loss that is not finite
+      saves no checkpoint either, nor does a run with several processes, because the others are at a different place.
 
     Args:
-        dirpath: Directory for all of them, as `exception-step-N`. Default: where the run's checkpoints are.
+        dirpath: Directory for all these checkpoints, as `exception-step-N`. Default: the directory of the run's
+            checkpoints.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {"filename": "It is named by its step: step-N, or exception-step-N."}
@@ -51,11 +53,11 @@ class OnExceptionCheckpoint(Callback):
         self._watches: list[Any] = []
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
-        """Start anew."""
+        """Reset the callback."""
         self._boundary, self._is_updating = None, False
 
     def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Note from now on where the run stands."""
+        """Record the progress, and every optimizer step from now on."""
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._is_updating = True
@@ -64,12 +66,12 @@ class OnExceptionCheckpoint(Callback):
         self._boundary = replace(trainer.progress)
 
     def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Note where a complete step has left the run."""
+        """Record the progress after a complete step."""
         self._boundary = replace(trainer.progress)
         self._is_updating = False
 
     def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
-        """Save what can be saved."""
+        """Save the state that is safe to save."""
         if self._boundary is None or not isinstance(exception, Exception) or not trainer.is_global_zero:
             return
         now = replace(trainer.progress)
@@ -87,7 +89,7 @@ class OnExceptionCheckpoint(Callback):
             _log.warning("no checkpoint is saved on this exception: %s", reason)
             return
         if not counted:
-            trainer.progress.become(self._boundary)  # what a step has begun is to be done again
+            trainer.progress.become(self._boundary)  # A resumed run repeats the interrupted step.
         validates = now.validation_due and not trainer.run.log.in_train_step
         untouched = validates or _moment(now) == _moment(self._boundary)
         try:
@@ -121,5 +123,5 @@ class OnExceptionCheckpoint(Callback):
 
 
 def _moment(progress: Progress) -> tuple[Any, ...]:
-    """Counters of which one moves as soon as anything of an epoch, a step or a validation has begun."""
+    """Return counters, at least one of which changes once an epoch, a step or a validation has begun."""
     return progress.epoch, progress.in_epoch, progress.micro_batches, progress.validation_due

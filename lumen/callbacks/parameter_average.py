@@ -1,4 +1,4 @@
-"""Averages of the parameters that callbacks keep, EMA and SWA: evaluated, saved and left in the task in their place."""
+"""Averages of parameters, EMA and SWA: Lumen evaluates and saves them, and leaves them in the task after `fit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lumen.task.teacher import Averages, Place, places_of
 
 
 class ParameterAverage(Callback, ABC):
-    """What averages of parameters have in common; a subclass says when the average begins and moves.
+    """Base class of callbacks that average parameters; a subclass says when the average begins and moves.
 
     Args:
         use_buffers: Average running statistics too, the floating-point buffers named `running_*`; copy other buffers.
@@ -33,21 +33,21 @@ class ParameterAverage(Callback, ABC):
 
     def __init__(self, *, use_buffers: bool) -> None:
         self.use_buffers = use_buffers
-        self._average: dict[str, torch.Tensor] = {}  # empty until it begins
-        self._updates = 0  # how often it has moved
-        self._places: dict[str, Place] = {}  # of the parameters and buffers that the average follows
+        self._average: dict[str, torch.Tensor] = {}  # empty until the average begins
+        self._updates = 0  # number of updates of the average
+        self._places: dict[str, Place] = {}  # places of the averaged parameters and buffers
         self._averages = Averages({}, {})
-        self._parameters: dict[str, torch.Tensor] = {}  # while the average is in their place, if it is of another dtype
-        self._is_swapped = False  # a validation holds the average in the place of the parameters
+        self._parameters: dict[str, torch.Tensor] = {}  # swapped-out parameters whose average has a different dtype
+        self._is_swapped = False  # True during a validation, while the average replaces the parameters
 
     @property
     def average(self) -> Mapping[str, torch.Tensor]:
-        """The averages, by name of parameter and buffer; under FSDP in shards. Empty until there are any."""
+        """Averages by name of parameter and buffer, sharded under FSDP. Empty before the average begins."""
         return self._average
 
     @property
     def evaluated_state(self) -> str | None:
-        """The averages, once there are any."""
+        """Key of the averages in `state_dict`, or None before the average begins."""
         return "average" if self._average else None
 
     def _average_to_save(self) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ class ParameterAverage(Callback, ABC):
         return self._average
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
-        """Forget the average of an earlier fit."""
+        """Remove the average of an earlier `fit`."""
         if stage != "fit":
             return
         kept = [type(each).__name__ for each in trainer.callbacks if isinstance(each, ParameterAverage)]
@@ -71,32 +71,36 @@ class ParameterAverage(Callback, ABC):
         self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
 
     def on_fit_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Begin, or find the averages of the checkpoint on the devices of what they are of."""
+        """Begin the average, or move the averages of the checkpoint to the devices of their parameters."""
         if self._average:
             self._find(task)
         else:
             self._begin(trainer, task)
 
     def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Find the parameters and buffers again, since hooks may have replaced some."""
+        """Find the parameters and buffers again, because hooks may have replaced some."""
         if self._average:
             self._find(task)
 
     def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """A run begins anew."""
+        """Prepare for a new run."""
 
     @abstractmethod
     def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Move the average if it is due: before it is evaluated, and before the parameters change but by training."""
+        """Update the average if it is due.
+
+        Lumen calls this before the average is evaluated, and before something other than training changes the
+        parameters.
+        """
 
     def _copy(self, task: TaskModule) -> None:
-        """Begin with the parameters as they are."""
+        """Begin the average with the present parameters."""
         found = places_of(task, buffers=self.use_buffers, persistent=True)
         self._average = {name: held[key].detach().clone() for name, (held, key) in found.items()}
         self._find(task)
 
     def _find(self, task: TaskModule) -> None:
-        """Find the places of all parameters, and of buffers that are saved."""
+        """Find the places of all parameters and of persistent buffers."""
         self._places = places_of(task, buffers=self.use_buffers, persistent=True)
         if differing := self._places.keys() ^ self._average.keys():
             raise ConfigError(
@@ -106,16 +110,16 @@ class ParameterAverage(Callback, ABC):
             )
         for name, tensor in self._tensors():
             exact = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
-            self._average[name] = self._average[name].to(tensor.device, exact)  # 16 bits round small moves away
+            self._average[name] = self._average[name].to(tensor.device, exact)  # 16-bit averages would lose small moves
         self._averages = Averages({name: (self._average, name) for name in self._average}, self._places)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters and buffers that the average follows, by name."""
+        """Yield the averaged parameters and buffers by name."""
         return ((name, held[key]) for name, (held, key) in self._places.items())
 
     @contextmanager
     def around_validation(self, trainer: UsedTrainer, task: TaskModule) -> Iterator[None]:
-        """Put the average in the place of the parameters."""
+        """Replace the parameters by the average during a validation."""
         self.update(trainer, task)
         if self._average:
             self._find(task)
@@ -123,7 +127,7 @@ class ParameterAverage(Callback, ABC):
         self._is_swapped = True
         try:
             if self._average:
-                sync_buffers(trainer.strategy, task)  # each rank has averaged its own
+                sync_buffers(trainer.strategy, task)  # Each rank has averaged its own buffers.
             yield
         finally:
             self._swap()
@@ -131,18 +135,18 @@ class ParameterAverage(Callback, ABC):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange the averages, if there are any, with what they are of."""
+        """Exchange the averages, if there are any, with the parameters and buffers."""
         for name, tensor in self._tensors() if self._average else ():
             average, before = self._average[name], tensor.detach().clone()
             fill(tensor, self._parameters.pop(name, average))
             if average.dtype == before.dtype:
                 average.copy_(before)
             elif not self._is_swapped:
-                self._parameters[name] = before  # the average has digits that the tensor cannot hold
+                self._parameters[name] = before  # The tensor cannot hold all digits of the average, so keep both.
 
     @torch.no_grad()
     def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Leave the average in the task, if there is one."""
+        """Copy the average into the task, if there is one."""
         if not self._updates:
             _log.warning(
                 "%s: the run ended before its average began, so the task keeps its parameters", type(self).__name__
@@ -157,26 +161,28 @@ class ParameterAverage(Callback, ABC):
 
 @final
 class EMA(ParameterAverage):
-    """Keeps an exponential moving average of the parameters, and evaluates it.
+    """Callback that keeps and evaluates an exponential moving average (EMA) of the parameters.
 
-    After an update `average = decay * average + (1 - decay) * parameter` (Polyak and Juditsky, Acceleration of
-    Stochastic Approximation by Averaging, 1992, with exponential weights). It begins as the parameters are when
-    training does. An update that fp16 or a callback has left out does not move it. Validations in `fit` are of the
-    average, so monitors, the best checkpoint and early stopping are too; training continues with the parameters. When
-    `fit` is over, the task holds the average.
+    After an update, `average = decay * average + (1 - decay) * parameter` (Polyak and Juditsky, Acceleration of
+    Stochastic Approximation by Averaging, 1992, with exponential weights). The average begins as a copy of the
+    parameters when training begins. An update that is skipped by fp16 or by a callback does not move the average.
+    Validations in `fit` evaluate the average, so monitors, the best checkpoint and early stopping use its values;
+    training continues with the parameters. After `fit`, the task holds the average.
 
-    Checkpoints hold both: a run resumes exactly, under any strategy. Whatever asks for weights (`ckpt_path`,
-    `load_from_checkpoint`, `init_from`, `lumen export`) gets the average, with `average="parameters"` the parameters.
-    Under FSDP each process keeps the average of its shards.
+    Checkpoints contain both: a run resumes exactly, under any strategy. Everything that loads weights (`ckpt_path`,
+    `load_from_checkpoint`, `init_from`, `lumen export`) gets the average; with `average="parameters"` it gets the
+    parameters. Under FSDP each process keeps the average of its shards.
 
     Args:
         decay: Share of the average that is kept, in [0, 1).
         update_every_n_steps: Steps between two updates of the average, at least 1.
-        update_starting_at_step: Until this step is done the average follows the parameters; None: from the first on.
-        update_starting_at_epoch: The same, counted in epochs; None: from the first on.
-        warmup: The first decays are smaller: `(1 + n) / (10 + n)` in the n-th update of the average, if that is less.
-        use_buffers: Average running statistics too, the floating-point buffers named `running_*`, such as BatchNorm's;
-            copy other buffers. False: the average has the buffers of the model.
+        update_starting_at_step: The average copies the parameters until this step is done; None: moves from the first
+            step on.
+        update_starting_at_epoch: The average copies the parameters until this many epochs are done; None: moves from
+            the first epoch on.
+        warmup: Use smaller first decays: `(1 + n) / (10 + n)` in the n-th update of the average, if that is less.
+        use_buffers: Average running statistics too, the floating-point buffers named `running_*`, such as those of
+            BatchNorm; copy other buffers. False: the average uses the buffers of the model.
 
     Raises:
         ConfigError: A value is out of range.
@@ -210,7 +216,7 @@ class EMA(ParameterAverage):
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, and how often they have moved."""
+        """Return the averages and the number of their updates."""
         return {"average": self._average_to_save(), "seen": self._seen, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -219,14 +225,14 @@ class EMA(ParameterAverage):
 
     def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
         self._copy(task)
-        self._seen = trainer.global_step  # the newest step that was looked at
+        self._seen = trainer.global_step  # the newest step that `update` has handled
 
     def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Move the average after an update, unless a validation of this step has."""
+        """Move the average after an update, unless a validation of this step has moved it."""
         self.update(trainer, task)
 
     def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Move the average if there was an update since it was looked at, and it is due."""
+        """Move the average if it is due and the parameters were updated since the last call."""
         if trainer.global_step == self._seen:
             return
         self._seen = step = trainer.global_step
@@ -241,29 +247,30 @@ class EMA(ParameterAverage):
 
 @final
 class SWA(ParameterAverage):
-    """Stochastic weight averaging: the mean of what the parameters are at the ends of the last epochs.
+    """Callback for stochastic weight averaging (SWA): the mean of the parameters at the ends of the last epochs.
 
-    From `swa_epoch_start` on, each epoch is trained at one learning rate, which goes from what it was to `swa_lrs`
-    in `annealing_epochs` epochs, whatever schedules say; at its end the parameters enter the mean (Izmailov et al.,
-    Averaging Weights Leads to Wider Optima and Better Generalization, 2018). Running statistics, such as those of
-    BatchNorm, are averaged too, so no pass over the data is needed for them. Once there is a mean, validations in
-    `fit` are of it; training continues with the parameters. When `fit` is over, the task holds the mean.
+    From `swa_epoch_start` on, each epoch is trained at one learning rate. The rate moves from its previous value to
+    `swa_lrs` within `annealing_epochs` epochs, whatever schedules set. At the end of each epoch the parameters enter
+    the mean (Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018). Running
+    statistics, such as those of BatchNorm, are averaged too, so they need no extra pass over the data. Once there is a
+    mean, validations in `fit` evaluate it; training continues with the parameters. After `fit`, the task holds the
+    mean.
 
-    Checkpoints hold both: a run resumes exactly, under any strategy. Whatever asks for weights (`ckpt_path`,
-    `load_from_checkpoint`, `init_from`, `lumen export`) gets the mean, with `average="parameters"` the parameters. The
-    epoch in whose middle a run ends is not in the mean.
+    Checkpoints contain both: a run resumes exactly, under any strategy. Everything that loads weights (`ckpt_path`,
+    `load_from_checkpoint`, `init_from`, `lumen export`) gets the mean; with `average="parameters"` it gets the
+    parameters. If a run ends in the middle of an epoch, this epoch does not enter the mean.
 
     Args:
-        swa_lrs: The learning rate in the end, > 0: of all parameter groups, or of each.
+        swa_lrs: The final learning rate, > 0: one for all parameter groups, or a list with one for each.
         swa_epoch_start: The first epoch, from 0, whose end counts; below 1.0 a share of `max_epochs`.
-        annealing_epochs: Epochs from the rate before to `swa_lrs`; 0: at once.
-        annealing_strategy: How the rate goes there: "cos", or "linear".
+        annealing_epochs: Epochs from the previous rate to `swa_lrs`; 0: at once.
+        annealing_strategy: Shape of the annealing: "cos" or "linear".
         use_buffers: Average running statistics too, the floating-point buffers named `running_*`; copy other buffers.
-            False: the mean has the buffers of the model.
+            False: the mean uses the buffers of the model.
 
     Raises:
-        ConfigError: A value is out of range; a share is given, and the run has no `max_epochs`; the optimizer has
-            another number of parameter groups.
+        ConfigError: A value is out of range; a share is given, but the run has no `max_epochs`; or the number of rates
+            differs from the number of parameter groups.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
@@ -290,10 +297,10 @@ class SWA(ParameterAverage):
             raise ConfigError(f"SWA: swa_lrs must be above 0, found {swa_lrs}.")
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
-        self._rates: list[float] = []  # of the groups, before they are annealed
+        self._rates: list[float] = []  # rates of the groups before annealing
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean, of how many epochs it is, and where the rates came from."""
+        """Return the mean, the number of its epochs, and the rates before annealing."""
         return {"average": self._average_to_save(), "updates": self._updates, "rates": self._rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -301,7 +308,7 @@ class SWA(ParameterAverage):
         self._average, self._updates, self._rates = state["average"], state["updates"], state["rates"]
 
     def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Find the first epoch, and a rate for each group."""
+        """Compute the first averaged epoch, and check the number of rates."""
         start = self.swa_epoch_start
         if isinstance(start, float) and start < 1:
             if trainer.max_epochs is None or trainer.max_epochs < 0:
@@ -310,7 +317,7 @@ class SWA(ParameterAverage):
                     "epoch."
                 )
             start = trainer.max_epochs * start
-        self._first = int(start)  # epoch that is averaged
+        self._first = int(start)  # the first averaged epoch
         self._ends(len(_groups(trainer)))
 
     def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
@@ -318,25 +325,25 @@ class SWA(ParameterAverage):
         if (passed := trainer.current_epoch - self._first) < 0:
             return
         groups = _groups(trainer)
-        self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]  # hooks may add some
+        self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]  # Hooks may add groups.
         done = min(1.0, passed / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1.0 - math.cos(math.pi * done)) / 2.0 if self.annealing_strategy == "cos" else done
         for group, before, after in zip(groups, self._rates, self._ends(len(groups)), strict=True):
             group["lr"] = after * share + before * (1.0 - share)
 
     def _ends(self, groups: int) -> list[float]:
-        """The rates in the end, of each group."""
+        """Return the final rate of each group."""
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * groups
         if len(rates) != groups:
             raise ConfigError(f"SWA: swa_lrs has {len(rates)} rates, and there are {groups} parameter groups.")
         return rates
 
     def on_train_epoch_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Take the parameters into the mean, unless the validation at the end of the epoch has."""
+        """Add the parameters to the mean, unless the validation at the end of the epoch has added them."""
         self.update(trainer, task)
 
     def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Take the parameters into the mean, once, when all batches of an epoch are done."""
+        """Add the parameters to the mean, once per epoch, when all batches of the epoch are done."""
         if not trainer.is_epoch_end or trainer.current_epoch - self._first < self._updates:
             return
         if self._average:

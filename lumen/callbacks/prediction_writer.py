@@ -1,4 +1,4 @@
-"""Writes predictions to files, those of each process by itself."""
+"""Writers of predictions to files, one or more files per process."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from lumen.task.running_trainer import AnyTrainer
     from lumen.task.task_module import TaskModule
 
-_ROWS, _BYTES = 1 << 14, 1 << 23  # of a group of rows, which readers take at once
+_ROWS, _BYTES = 1 << 14, 1 << 23  # Size of a row group, which Parquet readers load at once.
 
 
 @final
 class ParquetFile:
-    """Collects rows, and writes them in groups of 16,384, or 8 MiB where that is less.
+    """Parquet file that is written in row groups of 16,384 rows, or of 8 MiB if that is less.
 
-    A column of a tensor with more dimensions than that of the samples has lists, nested as the dimensions are, so that
-    their lengths may differ from batch to batch. Numbers keep their dtypes; bfloat16, which Parquet lacks, is float32.
+    A tensor with dimensions besides the samples becomes a column of lists, nested like the dimensions. The lengths of
+    the lists may differ from batch to batch. Numbers keep their dtypes; bfloat16, which Parquet lacks, becomes float32.
 
     Args:
-        path: The file to write. Until it is whole it lies beside it under a name that begins with a dot.
+        path: The file to write. Until the file is complete, it has a name that begins with a dot, in the same
+            directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,11 +46,11 @@ class ParquetFile:
         """Add rows.
 
         Args:
-            columns: Tensors on the CPU, of which dimension 0 are the rows.
-            indices: Of each row, for the column `index`; None: nobody knows them.
+            columns: Tensors on the CPU, with the rows in dimension 0.
+            indices: Values of the column `index`, one per row; None: unknown.
 
         Raises:
-            DataError: The columns are not those that the file has.
+            DataError: The columns differ from those of the file.
         """
         arrow, rows = self._arrow, len(next(iter(columns.values())))
         named = {"index": arrow.array([None] * rows if indices is None else indices, arrow.int64())}
@@ -74,7 +75,7 @@ class ParquetFile:
         return column
 
     def _write(self) -> None:
-        """Write what waits; an empty table that tells the columns stays."""
+        """Write the waiting rows; an empty table with the schema remains."""
         if self._writer is None:
             parquet = optional("pyarrow.parquet", "PredictionWriter(format='parquet')", "parquet")
             self._writer = parquet.ParquetWriter(self._beside, self._waiting[0].schema)
@@ -82,7 +83,7 @@ class ParquetFile:
         self._waiting = [self._waiting[0].slice(0, 0)]
 
     def close(self) -> None:
-        """Write the rest. The file is there then."""
+        """Write the remaining rows and give the file its final name."""
         self._write()
         self._writer.close()
         self._beside.rename(self._path)
@@ -93,10 +94,10 @@ def _in_words(schema: Any) -> str:
 
 
 class BasePredictionWriter(Callback):
-    """Subclass it to write what `predict_step` returns, on each process that of its own batches.
+    """Base class for writing the results of `predict_step`. Each process writes the results of its batches.
 
     Args:
-        write_interval: "batch": `write_on_batch_end` is called; "epoch": `write_on_epoch_end`, with all of them;
+        write_interval: "batch": Lumen calls `write_on_batch_end`; "epoch": `write_on_epoch_end`, with all predictions;
             "batch_and_epoch": both.
     """
 
@@ -120,9 +121,9 @@ class BasePredictionWriter(Callback):
             trainer: The trainer that predicts.
             task: The task whose `predict_step` was called.
             prediction: The output of `predict_step` for the batch, on the device.
-            batch_indices: Indices in the data set of the batch's samples; None where nobody knows them (streams).
+            batch_indices: Indices in the data set of the batch's samples; None if they are unknown (streams).
             batch: The batch, on the device.
-            batch_idx: Number of the batch, as one process would count.
+            batch_idx: Number of the batch, counted as in a run with one process.
             dataloader_idx: Number of its loader.
         """
 
@@ -134,20 +135,20 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: The trainer that predicts.
             task: The task whose `predict_step` was called.
-            predictions: Those of this process's batches, in their order, on the CPU; of several loaders a list of such
-                lists.
-            batch_indices: Of each loader, also of one alone, a list of what `write_on_batch_end` gets.
+            predictions: Predictions of this process's batches, in order, on the CPU; with several loaders a list of
+                such lists.
+            batch_indices: A list for each loader (even if there is only one) with the `batch_indices` of each batch.
         """
 
     def on_predict_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """Begin anew."""
+        """Reset the kept predictions."""
         self._predictions: list[list[Any]] = [[] for _ in trainer.num_predict_batches]
         self._indices: list[list[list[int] | None]] = [[] for _ in trainer.num_predict_batches]
 
     def on_predict_batch_end(
         self, trainer: AnyTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write, or keep, what the step returned."""
+        """Write or keep the result of the step."""
         indices = trainer.run.values.batch_indices
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
@@ -156,7 +157,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """Write what was kept."""
+        """Write the kept predictions."""
         if self.interval != "batch":
             alone = self._predictions[0] if len(self._predictions) == 1 else self._predictions
             self.write_on_epoch_end(trainer, task, alone, self._indices)
@@ -165,22 +166,23 @@ class BasePredictionWriter(Callback):
 
 @final
 class PredictionWriter(BasePredictionWriter):
-    """Writes each batch of predictions as it comes; nothing is gathered, and no process holds more than a batch.
+    """Callback that writes each batch of predictions at once. No process gathers predictions.
 
-    With `trainer.predict(..., return_predictions=False)` that is all that is kept of them. The files of all processes
-    together hold each sample once; the index of a sample in its data set says where it belongs.
+    Each process holds at most one batch of predictions. With `trainer.predict(..., return_predictions=False)`, the
+    files are the only copy of the predictions. The files of all processes together contain each sample once; the index
+    of a sample in its data set says where it belongs.
 
     Args:
-        directory: Where the files are written; it is made if it is not there, and must hold no predictions yet.
-        format: "safetensors": `predictions-LOADER-BATCH.safetensors` for each batch, with the tensors that the step
-            returned (a tensor is named `prediction`, those of a dictionary by its keys, of a list by their numbers) and
-            `index`; "jsonl": `predictions-rank-N.jsonl` for each process, a line for each sample, with `index`,
-            `dataloader` and the values of its sample; "parquet": `predictions-LOADER-rank-N.parquet`, a row for each
-            sample, with `index` and a column for each tensor, for which up to 8 MiB wait in memory and which is there
-            once the predictions are complete. That needs `pip install 'lumen[parquet]'`.
+        directory: Directory of the files; Lumen creates it if necessary. It must not contain predictions yet.
+        format: "safetensors": `predictions-LOADER-BATCH.safetensors` for each batch, with `index` and the tensors that
+            the step returned. A single tensor is named `prediction`, the tensors of a dictionary by their keys, those
+            of a list by their numbers. "jsonl": `predictions-rank-N.jsonl` for each process, a line for each sample,
+            with `index`, `dataloader` and the values of its sample. "parquet": `predictions-LOADER-rank-N.parquet`, a
+            row for each sample, with `index` and a column for each tensor. Up to 8 MiB of Parquet rows wait in memory,
+            and the file appears once the predictions are complete. Parquet needs `pip install 'lumen[parquet]'`.
 
     Raises:
-        ConfigError: There is no such format, or what it needs is not installed.
+        ConfigError: The format is unknown, or a library that it needs is not installed.
     """
 
     @checked
@@ -193,7 +195,7 @@ class PredictionWriter(BasePredictionWriter):
             optional("pyarrow", "PredictionWriter(format='parquet')", "parquet")
 
     def on_predict_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
-        """Refuse a directory that has predictions of another run. Collective: every rank must call this."""
+        """Raise if the directory contains predictions of an earlier run. Collective: every rank must call this."""
         self._tables: dict[int, ParquetFile] = {}
         self.directory.mkdir(parents=True, exist_ok=True)
         found = sorted(self.directory.glob("predictions-*"))
@@ -254,7 +256,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _named(prediction: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a prediction by name."""
+    """Return the tensors of a prediction by name."""
     if isinstance(prediction, torch.Tensor):
         return {"prediction": prediction}
     items = dict(enumerate(prediction)) if isinstance(prediction, (list, tuple)) else prediction
@@ -278,7 +280,7 @@ def _check_rows(format: str, named: Mapping[str, torch.Tensor], indices: list[in
 
 
 def _lines(named: Mapping[str, torch.Tensor], indices: list[int] | None, loader: int) -> list[str]:
-    """A line of JSON for each sample."""
+    """Return a line of JSON for each sample."""
     names = "index", "dataloader", *named
     rows = zip(indices or repeat(None), repeat(loader), *(each.tolist() for each in named.values()), strict=False)
     return [json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows]

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a live bar in a terminal or a notebook, plain lines elsewhere."""
+"""Progress bar: a live bar in a terminal or a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from lumen.metrics.step_values import HostCopy, for_the_bar
 from lumen.task.task_module import TaskModule
 
 _SPEED_WINDOW_S = 10.0
-_NAMES = {"sanity": "sanity check", "validate": "validation"}  # of evaluations; others are called as the stage
-_UNASKED_VALUES = 3  # of an evaluation that logs nothing with prog_bar=True
+_NAMES = {"sanity": "sanity check", "validate": "validation"}  # Displayed names of stages; others have their own name.
+_UNASKED_VALUES = 3  # Number of values shown for an evaluation that logs no value with prog_bar=True.
 
 
 @final
 class ProgressBar(Callback):
-    """Shows the step, what was logged with `prog_bar=True` (else the loss), speed, memory and the time left.
+    """Callback that shows the step, values logged with `prog_bar=True` (else the loss), speed, memory and time left.
 
-    Epochs are counted from 1: `epoch 2/30` is in progress, or complete if its bar is full. The bar is that of the
-    epoch, or of the run if that has no more than one. Speeds are those of the last 10 seconds, evaluations left out;
-    `data` is the share of time spent waiting for the loader; memory is on CUDA the peak of what tensors took, elsewhere
-    what the process holds in RAM. Between two looks a step costs one reading of the clock, and a CUDA device is never
-    waited for.
+    Epochs are counted from 1: `epoch 2/30` is in progress, or complete if its bar is full. The bar covers the epoch, or
+    the run if the run has at most one epoch. Speeds are means over the last 10 seconds, without evaluations. `data` is
+    the share of time spent waiting for the loader. Memory is the peak of allocated tensors on CUDA, otherwise the RAM
+    of the process. Between two refreshes a step costs one reading of the clock; the bar never synchronizes with a CUDA
+    device.
 
-    Each validation leaves a line above a bar in a terminal, in which the value that a `ModelCheckpoint` or else an
-    `EarlyStopping` monitors is marked where it is the best so far.
+    In a terminal, each validation leaves a line above the bar. The line marks the value that a `ModelCheckpoint` (or
+    else an `EarlyStopping`) monitors if it is the best so far.
 
     Args:
-        refresh_per_second: Looks per second in a terminal, > 0; fewer where drawing would take more than 1 % of the
-            time. In a notebook, where they are drawn in the place of one output, 2 at most.
-        plain_every_s: Without either: seconds between two lines, >= 0. There is one more after a validation, unless
-            another validation had its line less than these seconds before, and one at the end.
+        refresh_per_second: Refreshes per second in a terminal, > 0; fewer if drawing would take more than 1 % of the
+            time. In a notebook, at most 2, each replacing the previous picture.
+        plain_every_s: Without a terminal or notebook: seconds between two lines, >= 0. There is an extra line at the
+            end and after a validation, except if an earlier validation got its line less than this time before.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
@@ -70,10 +70,10 @@ class ProgressBar(Callback):
         self._throughput = Throughput(_SPEED_WINDOW_S)
         self._training = False
         self._time_left = TimeLeft()
-        self._best_step: int | None = None  # whose validation, the newest one, gave the best value so far
+        self._best_step: int | None = None  # step of the newest validation, if it gave the best value so far
         self._look: tuple[Line, HostCopy[str]] | None = None
         self._step_values: dict[str, float] = {}
-        self._epoch_names: dict[str, None] = {}  # a set that keeps its order
+        self._epoch_names: dict[str, None] = {}  # an ordered set
         self._evaluation = _Pass("", None)
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
@@ -85,7 +85,7 @@ class ProgressBar(Callback):
     # ------------------------------------------------------------------ training
 
     def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Find out how long the run is."""
+        """Compute the length of the run and show the first line."""
         self._count_steps(trainer, 0, 0)
         self._training = True
         self._began_at_s = perf_counter()
@@ -97,7 +97,7 @@ class ProgressBar(Callback):
         self._due_at_s = self._began_at_s + self._display.interval_s
 
     def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Count the run's steps anew: the data may have grown."""
+        """Count the run's steps again, because the size of the data may have changed."""
         self._count_steps(trainer, trainer.global_step, trainer.current_epoch)
 
     def _count_steps(self, trainer: UsedTrainer, done: int, epochs: int) -> None:
@@ -111,18 +111,18 @@ class ProgressBar(Callback):
         self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
 
     def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Show the step if it is time to."""
-        if perf_counter() < self._due_at_s or trainer.run.ending.is_here:  # the end has a line of its own
+        """Show the step if a refresh is due."""
+        if perf_counter() < self._due_at_s or trainer.run.ending.is_here:  # `on_train_end` shows the last line.
             return
         if self._look is None:
             self._take_look(trainer)
         if self._take_in_look():
             self._show()
         else:
-            self._due_at_s = 0.0  # the values are on their way: look again after the next step
+            self._due_at_s = 0.0  # The values are still being copied: try again after the next step.
 
     def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """Show where the run ended."""
+        """Show the step at which the run ended."""
         self._look_now(trainer, wait=True)
         line = self._board["training"]
         line.fraction, line.tail = None, f"took {duration(perf_counter() - self._began_at_s)}"
@@ -134,12 +134,12 @@ class ProgressBar(Callback):
         self._take_in_look(wait=wait)
 
     def _take_look(self, trainer: UsedTrainer) -> None:
-        """Note where the run stands and begin to copy its values to the host."""
+        """Record the progress of the run and begin to copy its values to the host."""
         self._epoch_names |= dict.fromkeys(trainer.run.log.train.epoch_names(for_the_bar))
         self._look = self._position(trainer), HostCopy(trainer.progress_bar_metrics)
 
     def _take_in_look(self, *, wait: bool = False) -> bool:
-        """Put what was noted last on the board, if its values have arrived."""
+        """Put the recorded progress on the board if its values have arrived."""
         if self._look is None or not (wait or self._look[1].is_here()):
             return False
         line, host_copy = self._look
@@ -172,7 +172,7 @@ class ProgressBar(Callback):
         )
 
     def _fraction(self, trainer: UsedTrainer) -> float | None:
-        """The part of the epoch, or else of the run, that is done, 0 to 1; None if the length is not known."""
+        """Return the completed fraction of the epoch, or else of the run, 0 to 1; None if the length is unknown."""
         progress, plan = trainer.progress, trainer.plan
         if self._bar_is_epoch:
             complete = progress.epoch > 0 and not progress.in_epoch
@@ -199,7 +199,7 @@ class ProgressBar(Callback):
         self, trainer: UsedTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count a batch."""
-        together = trainer.strategy.data_world_size  # the other processes had theirs at the same time
+        together = trainer.strategy.data_world_size  # The other processes complete their batches at the same time.
         done = self._evaluation.done + together
         self._evaluation.done = done if self._evaluation.total is None else min(done, self._evaluation.total)
         if perf_counter() >= self._due_at_s:
@@ -237,7 +237,7 @@ class ProgressBar(Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def _values_of_validation(self, trainer: UsedTrainer, names: list[str]) -> dict[str, float]:
-        """Those of the names, and the monitor's if it has one; notes whether that is the best so far."""
+        """Return the named values and a new value of the monitor; record if the latter is the best so far."""
         newest, monitor = trainer.run.values.newest, self._best.name
         if monitor is not None and monitor in trainer.run.values.updated and monitor not in names:
             names = [*names, monitor]
@@ -248,7 +248,7 @@ class ProgressBar(Callback):
     # ------------------------------------------------------------------ the end
 
     def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
-        """Show where a run that was asked to leave ended; leave the terminal as it was."""
+        """Show the step at which a stopped run ended, and restore the terminal."""
         if self._training and trainer.run.ending.vote.requested and not trainer.run.log.in_train_step:
             if self._board.pop("evaluation", None) is not None:
                 self._throughput.resume()
@@ -258,7 +258,7 @@ class ProgressBar(Callback):
         self._close()
 
     def teardown(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._close()
 
     def _close(self) -> None:
@@ -277,7 +277,7 @@ def _evaluation_names(trainer: UsedTrainer) -> list[str]:
 
 @final
 class _Pass:
-    """One evaluation in progress."""
+    """Evaluation in progress."""
 
     def __init__(self, name: str, total: int | None) -> None:
         self.name = name
@@ -286,7 +286,7 @@ class _Pass:
         self.began_at_s = perf_counter()
 
     def line(self, values: dict[str, float] | None = None, *, over: bool = False) -> Line:
-        """The line that shows it."""
+        """Return the line that shows the evaluation."""
         seconds = perf_counter() - self.began_at_s
         fraction, tail = None, f"took {duration(seconds)}" if over else ""
         if self.total and not over:

@@ -1,4 +1,4 @@
-"""Leaves out updates whose loss or gradient is far above those before, goes back behind them, or ends the run there."""
+"""Detection of spikes in loss or gradient norm: skips the update, rolls back to a checkpoint, or ends the run."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ from lumen.task.task_module import TaskModule
 
 @final
 class SpikeDetection(Callback):
-    """Looks at the loss or the gradient norm of each step, and does not let a spike move the parameters.
+    """Callback that checks the loss or gradient norm of each step and prevents the update of a spike.
 
-    A value is a spike if it is above the mean of the last `window` values by at least `atol`, and by at least `rtol`
-    times that mean. Spikes do not enter the window. The update of a spike is left out: its batches count as used, no
-    step is counted and no schedule moves, as for an overflow of fp16. Values are those of the whole step: of all
-    micro-batches and processes, so every process decides alike. The window is saved: a resumed run decides as one
-    that was never interrupted.
+    A value is a spike if its distance above the mean of the last `window` values is at least `atol`, and at least
+    `rtol` times the mean. Spikes do not enter the window. The update of a spike is skipped: its batches count as used,
+    the step number does not increase and no schedule moves, as after an overflow in fp16. Values cover the whole step,
+    all micro-batches and processes, so all processes decide alike. The window is saved: a resumed run decides like an
+    uninterrupted run.
 
-    Each step costs a wait of the host for its value on CUDA, and with several processes, for the loss, an all-reduce
-    of one number. A loss that is not finite is no spike but an error of the run, and left to the scaler in fp16.
+    On CUDA, each step waits for its value on the host. With several processes, monitoring the loss costs an all-reduce
+    of one number. A loss that is not finite is not a spike: it raises an error, or is handled by the gradient scaler in
+    fp16.
 
     Args:
         monitor: "loss": the step's mean loss; "grad_norm": the norm of its gradient before clipping.
-        window: Values whose mean is compared with, at least 1.
+        window: Number of values in the mean, at least 1.
         warmup: Values to see before the first decision, at least 1.
         atol: Least distance from the mean, >= 0; None: any.
         rtol: Least distance as a multiple of the mean, >= 0: 2.0 means a value three times as large; None: any.
-        action: "skip": training goes on with the next batches; "rollback": it goes back to a checkpoint, and goes on
-            from there without the steps around the spike; "stop": it ends there, before the update.
-        max_in_a_row: Spikes in a row that are skipped; one more is an error: then it is no spike any longer.
-        before: Steps before a spike that a roll back leaves out with it, >= 0: it goes back to the newest checkpoint
-            from before them. See `Trainer.roll_back`.
-        after: Steps after it that a roll back leaves out too, >= 0.
-        max_rollbacks: How often a run goes back; one more time is an error.
+        action: "skip": training continues with the next batches; "rollback": training resumes from a checkpoint,
+            without the steps around the spike; "stop": training ends before the update.
+        max_in_a_row: Number of consecutive spikes that are skipped. A longer series raises an error.
+        before: Steps before a spike that a rollback leaves out with it, >= 0. The run resumes from the newest
+            checkpoint before these steps, see `Trainer.roll_back`.
+        after: Steps after the spike that a rollback leaves out too, >= 0.
+        max_rollbacks: Number of rollbacks of a run; a further one raises an error.
 
     Attributes:
-        spikes: How many there were; of those before a roll back only what the checkpoint knows of.
+        spikes: Number of spikes; spikes before a rollback count only if the checkpoint includes them.
 
     Raises:
         ConfigError: A value is out of range, or neither `atol` nor `rtol` is given.
-        TrainingError: In `fit`, at one spike too many.
+        TrainingError: The spikes in `fit` exceed `max_in_a_row` or `max_rollbacks`.
     """
 
-    stops_at_steps = False  # it asks for an agreement where it does
+    stops_at_steps = False  # `on_step_end` requests an agreement when it stops.
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "mode": "Leave it out: a loss spikes upwards.",
@@ -92,7 +93,7 @@ class SpikeDetection(Callback):
         self._looks = self._stops = False
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
-        """Start anew."""
+        """Reset the callback."""
         if stage == "fit":
             self._forget()
             if not task.automatic_optimization:
@@ -107,12 +108,12 @@ class SpikeDetection(Callback):
                 )
 
     def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._looks = True
 
     def on_before_optimizer_step(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
-        """Decide about the update, the same on every rank."""
-        if not self._looks:  # an optimizer evaluates the same step once more
+        """Decide about the update, equally on every rank."""
+        if not self._looks:  # An optimizer with a closure evaluates the same step again.
             return
         self._looks = False
         value = float(trainer.step_loss() if self.monitor == "loss" else trainer.gradient_norm())
@@ -158,7 +159,7 @@ class SpikeDetection(Callback):
         trainer.roll_back(self.before, self.after)
 
     def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """End the run if a spike is to."""
+        """End the run after a spike if `action` is "stop"."""
         if self._stops:
             self._stops = False
             trainer.should_stop = True
@@ -166,11 +167,11 @@ class SpikeDetection(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with its monitor: values of another mean nothing here."""
+        """Class name with the monitor, because values of a different monitor are not comparable."""
         return self._generate_state_key(monitor=self.monitor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The window, and the counts."""
+        """Return the window and the counts."""
         return {"values": self._values, "seen": self._seen, "in_a_row": self._in_a_row, "spikes": self.spikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

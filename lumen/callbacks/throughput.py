@@ -1,4 +1,4 @@
-"""Measures the speed of a run by its counters, and its memory."""
+"""Measurement of a run's speed and memory, and the estimate of its remaining time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lumen.callbacks.used_trainer import UsedTrainer
 
 
 class Rates(NamedTuple):
-    """Speed of training over some time, evaluations left out.
+    """Speed of training over some time, evaluations excluded.
 
     Attributes:
         steps_per_s: Optimizer updates per second.
         batches_per_s: Micro-batches per second, of all processes.
         samples_per_s: Training samples per second, of all processes.
-        units_per_s: Sums of the updates' weights per second: tokens, boxes; samples where the task gives no weights.
+        units_per_s: Sums of the updates' weights per second: tokens, boxes; samples if the task gives no weights.
         data_wait_share: Fraction of the time spent waiting for the loader, 0 to 1.
     """
 
@@ -34,7 +34,7 @@ class Rates(NamedTuple):
 
 @final
 class Throughput:
-    """Measures the speed of a run between two readings of its counters.
+    """Meter of a run's speed between two readings of its counters.
 
     Args:
         window_s: Seconds to average over; 0: since the last reading.
@@ -45,19 +45,19 @@ class Throughput:
         self._paused_s = 0.0
 
     def start(self, trainer: UsedTrainer) -> None:
-        """Begin anew."""
+        """Start the measurement."""
         self._marks = deque([self._mark(trainer)])
 
     def pause(self) -> None:
-        """Stop the clock: an evaluation begins."""
+        """Stop the clock when an evaluation begins."""
         self._paused_at_s = perf_counter()
 
     def resume(self) -> None:
-        """Start the clock again: the evaluation is over."""
+        """Start the clock again after an evaluation."""
         self._paused_s += perf_counter() - self._paused_at_s
 
     def measure(self, trainer: UsedTrainer) -> Rates:
-        """The speed up to now; after `start` and not during a pause."""
+        """Return the speed up to now; call after `start` and not during a pause."""
         marks, now = self._marks, self._mark(trainer)
         marks.append(now)
         while len(marks) > 2 and marks[1][0] <= now[0] - self._window_s:
@@ -67,63 +67,63 @@ class Throughput:
         return rates._replace(data_wait_share=min(rates.data_wait_share, 1.0))
 
     def _mark(self, trainer: UsedTrainer) -> tuple[float, ...]:
-        """Return the time without pauses, and the counters of the rates, in their order."""
+        """Return the time without pauses, and the counters in the order of `Rates`."""
         progress, counters = trainer.progress, trainer.run.step.counters
         counted = progress.step, progress.micro_batches, counters.samples, progress.units, counters.waited_s
         return perf_counter() - self._paused_s, *counted
 
 
 def memory_mb(device: torch.device) -> float:
-    """Megabytes (10^6 bytes): on CUDA the peak of allocated tensors in this run, else the RAM of this process."""
+    """Return megabytes (10^6 bytes): on CUDA the peak of allocated tensors in this run, else the process's RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-    except FileNotFoundError:  # no Linux: the highest value so far
+    except FileNotFoundError:  # Outside Linux, return the highest value so far.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 1e6 if sys.platform == "darwin" else peak / 1e3
 
 
 @final
 class TimeLeft:
-    """Estimates how long a run takes yet: its steps by their mean time so far, its validations by the newest one.
+    """Estimator of a run's remaining time, from the mean time of its steps and the time of its newest validation.
 
-    The time of validations is kept apart: after one, a mean over all time would let the steps pay for it once more.
+    Validations are timed separately: otherwise the mean time of a step would include the last validation.
 
     Args:
-        step: The run begins to train now, at this step.
+        step: The step at which training begins.
     """
 
     def __init__(self, step: int = 0) -> None:
         self._began = perf_counter(), step
         self._is_rated = False
-        self._evaluated_s = 0.0  # since it began
-        self._newest_s = 0.0  # what the newest validation took
+        self._evaluated_s = 0.0  # seconds of validations since the start
+        self._newest_s = 0.0  # seconds of the newest validation
         self._paused_at_s: float | None = None
 
     def pause(self) -> None:
-        """A validation begins."""
+        """Note that a validation begins."""
         self._paused_at_s = perf_counter()
 
     def resume(self) -> None:
-        """The validation is over."""
+        """Note that a validation ends."""
         if self._paused_at_s is not None:
             self._newest_s = perf_counter() - self._paused_at_s
             self._evaluated_s += self._newest_s
             self._paused_at_s = None
 
     def estimate(self, trainer: UsedTrainer, total_steps: int | None) -> float | None:
-        """Seconds left; None if the length is not known.
+        """Return the seconds left, or None if the length of the run is unknown.
 
         Args:
-            trainer: The one that counts the steps and knows the validations that are planned.
-            total_steps: How many the run makes, those that are done included; None: unknown.
+            trainer: The trainer, with its step and its planned validations.
+            total_steps: Number of steps of the run, including the completed ones; None: unknown.
         """
         now, step = perf_counter() if self._paused_at_s is None else self._paused_at_s, trainer.global_step
         began_at_s, began_step = self._began
         trained_s = now - began_at_s - self._evaluated_s
-        if step > began_step and not self._is_rated:  # the first step compiled, started workers: rate from its end
+        if step > began_step and not self._is_rated:  # Leave out the first step: it compiles and starts workers.
             self._began, self._is_rated, self._evaluated_s = (now, step), True, 0.0
         estimates = []
         if total_steps is not None and step > began_step:
@@ -136,13 +136,13 @@ class TimeLeft:
 
 
 def _validations(trainer: UsedTrainer, steps_s: float, step: int, total_steps: int) -> int:
-    """How many validations are due after this step.
+    """Return the number of validations due after this step.
 
     Args:
-        trainer: The one that knows the validations that are planned.
-        steps_s: Seconds that the steps take yet.
-        step: Steps that are done.
-        total_steps: How many the run makes.
+        trainer: The trainer with the planned validations.
+        steps_s: Seconds left for the steps.
+        step: Number of completed steps.
+        total_steps: Number of steps of the run.
     """
     plan, per_epoch = trainer.plan, trainer.steps_per_epoch
     if plan.val_every_s is not None:

@@ -1,4 +1,4 @@
-"""Measures how long the stages of a run take, and ends training when its time is used up."""
+"""Timer of a run's stages, with an optional time limit for training."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _STAGES = ("train", "validate", "test", "predict")
 
 @final
 class Timer(Callback):
-    """Tells the time of each stage: "train", "validate", "test" and "predict".
+    """Callback that measures the time of each stage: "train", "validate", "test" and "predict".
 
-    Training is timed over all resumed parts of a run, the validations in it included; of the other stages the last
-    one counts. `Trainer(max_time=...)` ends a run after a time too; this one may wait for the end of the epoch, and
-    the minimum of steps and epochs comes before it.
+    The time of training covers all resumed parts of a run, including validations. For the other stages, the most recent
+    evaluation counts. `Trainer(max_time=...)` also ends a run after a time. This callback may wait for the end of the
+    epoch, and respects `min_steps` and `min_epochs`.
 
     Args:
         duration: Time of training after which it ends: "DD:HH:MM:SS", a timedelta, or its keywords; None: only measure.
-        interval: "step" ends it at the next boundary, "epoch" at the end of the epoch.
+        interval: "step": stop at the end of the step; "epoch": stop at the end of the epoch.
     """
 
-    stops_at_steps = False  # it asks for an agreement where it does
+    stops_at_steps = False  # `on_step_end` requests an agreement when it stops.
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"verbose": (True, False)}  # that it stops is always said
+    NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"verbose": (True, False)}  # A stop is always logged.
 
     @checked
     def __init__(self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step") -> None:
@@ -40,20 +40,20 @@ class Timer(Callback):
         self._duration_s = None if duration is None else duration_s("Timer: duration", duration)
         self._started_s: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
-        self._trained_s = 0.0  # up to the last boundary
+        self._trained_s = 0.0  # seconds of training up to the end of the last step
         self._has_stopped = False
         self._trainer: UsedTrainer | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When a stage began, in seconds of `time.monotonic`; None before."""
+        """Return the start of a stage in seconds of `time.monotonic`; None before it."""
         return self._started_s.get(_known(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When a stage ended, in seconds of `time.monotonic`; None before, and while it goes on."""
+        """Return the end of a stage in seconds of `time.monotonic`; None before and during the stage."""
         return self._ended_s.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds that a stage has taken: training up to its last boundary, the others up to now or their end."""
+        """Return the seconds of a stage: training up to its last complete step, other stages up to now or their end."""
         if _known(stage) == "train":
             return self._trained_s
         if stage not in self._started_s:
@@ -61,11 +61,11 @@ class Timer(Callback):
         return self._ended_s.get(stage, time.monotonic()) - self._started_s[stage]
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds that a stage has left of the duration, negative if it took longer; None without one."""
+        """Return the seconds left of `duration` for a stage, negative if it took longer; None without `duration`."""
         return None if self._duration_s is None else self._duration_s - self.time_elapsed(stage)
 
     def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
-        """Start anew."""
+        """Reset the callback."""
         if stage == "fit":
             self._trained_s, self._has_stopped, self._trainer = 0.0, False, trainer
 
@@ -75,7 +75,7 @@ class Timer(Callback):
         self._look(trainer)
 
     def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        """End training if it is time to; the clock is that of all ranks."""
+        """End training if the time is used up; all ranks use the same clock."""
         if self._look(trainer):
             trainer.request_agreement()
 
@@ -100,11 +100,11 @@ class Timer(Callback):
             self._ended_s.setdefault(stage, time.monotonic())
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether this callback ended the run; its time is part of every checkpoint."""
+        """Return a flag that says if this callback has stopped the run; checkpoints contain the elapsed time anyway."""
         return {"has_stopped": self._has_stopped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let a run that was ended here go on if it has been given more time."""
+        """Let a run that this callback has stopped continue if the time limit is longer now."""
         assert self._trainer is not None
         self._trained_s = self._trainer.progress.elapsed_s
         self._has_stopped = state["has_stopped"] and self._is_used_up()
@@ -112,7 +112,7 @@ class Timer(Callback):
             self._trainer.should_stop = False
 
     def _look(self, trainer: UsedTrainer) -> bool:
-        """Wish to stop where it is time to. Returns whether that is new."""
+        """Set `trainer.should_stop` if the time is used up. Return True if this call has set it."""
         progress = trainer.progress
         self._trained_s = progress.elapsed_s
         asked = self.interval == "step" or not progress.in_epoch

@@ -1,4 +1,4 @@
-"""The trainer as Lumen's own callbacks see it: a type, so that they need no import of `lumen.trainer`."""
+"""Type of the trainer in Lumen's own callbacks, which avoids an import of `lumen.trainer`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class UsedTrainer(RunningTrainer, Protocol):
-    """The members of a trainer that Lumen's callbacks use, besides those of `RunningTrainer`.
+    """Members of a trainer that Lumen's callbacks use, besides those of `RunningTrainer`.
 
     Attributes:
-        plan: How long the run is and what happens when.
-        strategy: On which devices tasks are, and how a step is computed there.
+        plan: Length of the run and schedule of its validations, logs and saves.
+        strategy: The strategy, which places tasks on devices and computes steps.
         callbacks: The callbacks of the run, in the order of their calls.
         run_directory: The directory that the run writes to, or None.
         fast_dev_run: The number of batches of a trial run; 0 in other runs.
-        enable_checkpointing: The run saves checkpoints.
+        enable_checkpointing: True if the run saves checkpoints.
     """
 
     plan: Plan
@@ -39,27 +39,27 @@ class UsedTrainer(RunningTrainer, Protocol):
 
     @property
     def run(self) -> Run:
-        """The parts of the run in progress."""
+        """Parts of the run in progress."""
 
     @property
     def progress(self) -> Progress:
-        """How far the run is; to be read only."""
+        """Progress of the run; read only."""
 
     @property
     def processes(self) -> Processes:
-        """The processes of the run."""
+        """Processes of the run."""
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The callback that says which checkpoint is best."""
+        """`ModelCheckpoint` that decides which checkpoint is best."""
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of the epoch in progress."""
+        """Number of optimizer steps in the present epoch."""
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches of each prediction loader."""
+        """Number of batches of each prediction loader."""
 
     @property
     def is_epoch_end(self) -> bool:
@@ -67,7 +67,7 @@ class UsedTrainer(RunningTrainer, Protocol):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float | torch.Tensor]:
-        """The newest values for the bar."""
+        """Newest values for the progress bar."""
 
     def step_loss(self) -> torch.Tensor:
         """Return the mean loss of the step over all processes. Collective."""
@@ -76,13 +76,13 @@ class UsedTrainer(RunningTrainer, Protocol):
         """Return the norm of the step's gradient. Collective."""
 
     def request_agreement(self) -> None:
-        """Have all processes agree, after `on_step_end`, whether the run ends here."""
+        """Have all processes agree, after `on_step_end`, on whether the run ends here."""
 
     def skip_update(self) -> None:
-        """Make no update of the step in progress."""
+        """Skip the update of the step in progress."""
 
     def roll_back(self, before: int = 0, after: int = 0) -> None:
-        """Undo the step in progress, and continue from a checkpoint without it."""
+        """Undo the step in progress, and continue from a checkpoint without the step."""
 
     def save_checkpoint(self, filepath: str | PurePath) -> None:
         """Write a checkpoint of the run. Collective."""

@@ -1,1 +1,1 @@
-"""Which sample when: orders, loaders, and the micro-batches of one optimizer step."""
+"""Data: orders of samples, loaders, and the micro-batches of one optimizer step."""

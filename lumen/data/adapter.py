@@ -1,4 +1,4 @@
-"""The base of the loader adapters, which give the loop one optimizer step after another, from any position on."""
+"""Base class of loader adapters, which yield one optimizer step after the other, from any position of an epoch on."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _FETCHED = attrgetter("batch", "loader")
 
 
 class Position(NamedTuple):
-    """How much of an epoch has been consumed, by all processes together.
+    """Consumed part of an epoch, by all processes together.
 
     Attributes:
         samples: Samples consumed in this epoch.
         batches: Micro-batches consumed in this epoch.
-        state: `state` of the window consumed last, in this epoch or the one before; None before the first one.
-        cycle: How often a shorter loader of several has begun again within the epoch.
-        first_step: Number of the first step where processes take whole steps in turn, else None.
+        state: The adapter's state after the last consumed window, in this epoch or the previous one; None before the
+            first.
+        cycle: Number of times that a shorter loader of several has restarted within the epoch.
+        first_step: Number of the first step if processes take whole steps in turn, else None.
     """
 
     samples: int = 0
@@ -36,10 +37,10 @@ class Position(NamedTuple):
     first_step: int | None = None
 
     def state_of(self, kind: str) -> dict[str, Any]:
-        """The state, if an adapter of this kind has saved it; else an empty one.
+        """Return the state if an adapter of this kind has saved it; else an empty dictionary.
 
         Raises:
-            DataError: An adapter of another kind has saved it in the middle of this epoch.
+            DataError: An adapter of a different kind has saved the state in the middle of this epoch.
         """
         state: dict[str, Any] = self.state or {}
         if state.get("kind", kind) == kind:
@@ -52,22 +53,22 @@ class Position(NamedTuple):
         return {}
 
     def key(self, epoch: int) -> int:
-        """The key of the random order: the epoch, in the low 32 bits, and `cycle`, so that each cycle has its own."""
+        """Return the key of the random order: the epoch in the low 32 bits, `cycle` above, so each cycle differs."""
         return epoch + (self.cycle << 32)
 
 
-#: The position before the first sample of an epoch.
+#: Position before the first sample of an epoch.
 START = Position()
 
 
 class LoaderAdapter(ABC):
-    """Reads one loader for the loop, one pass over it at a time.
+    """Base class of adapters, each of which reads one loader for the training or evaluation loop, one pass at a time.
 
     Attributes:
-        length: Micro-batches of an epoch as a single process would count them; None if the loader has no length.
+        length: Micro-batches of an epoch, counted as in a run with one process; None if the loader has no length.
         per_step: Micro-batches of an optimizer step, of all processes together.
-        name: Name that the user gave an evaluation loader; "" if none.
-        in_turn: It reads several loaders, one after the other.
+        name: Name that the user gave an evaluation loader; "" without a name.
+        in_turn: True if the adapter reads several loaders, one after the other.
     """
 
     length: int | None
@@ -77,44 +78,44 @@ class LoaderAdapter(ABC):
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
-        """Update `length` for the epoch that `position` is in: a data set may grow from epoch to epoch."""
+        """Update `length` for the epoch of `position`: a data set may grow from epoch to epoch."""
 
     @abstractmethod
     def identity(self) -> list[str | None]:
-        """A fingerprint of the data set of each loader; None for iterable data, which has none."""
+        """Return a fingerprint of the data set of each loader; None for iterable data, which has no fingerprint."""
 
     @abstractmethod
     def cut(self) -> dict[str, int | None]:
-        """The settings that cut the data into batches and steps, such as `batch_size`, by name."""
+        """Return the settings that divide the data into batches and steps, such as `batch_size`, by name."""
 
     @abstractmethod
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
-        """The optimizer steps of an epoch, from a position on. Ends the pass before this one.
+        """Yield the optimizer steps of an epoch, from a position on. The call ends the previous pass.
 
         Args:
             epoch: Number of the epoch, from 0: with the seed it decides the order.
-            position: What has been consumed of the epoch already.
-            limit: The most micro-batches of the epoch to use, those consumed already included; None: all.
+            position: The consumed part of the epoch.
+            limit: The most micro-batches of the epoch to use, including the consumed ones; None: all.
         """
 
     @abstractmethod
     def nothing(self) -> str:
-        """The reason why there is no batch, for an error: what is empty, or smaller than a batch."""
+        """Return the reason for a pass without batches, for an error: no samples, or fewer than a batch."""
 
     def call(self, name: str) -> None:
-        """Give the loader the name that messages and logged values have."""
+        """Set the loader's name in messages and logged values."""
         self.name = name
 
     def regroup(self, per_step: int) -> None:
-        """From the next pass on, make an optimizer step of so many micro-batches, of all processes together."""
+        """Set the number of micro-batches per optimizer step, of all processes together, from the next pass on."""
         self.per_step = per_step
 
     def steps(self, limit: int | None, per_step: int | None = None) -> int | None:
-        """Optimizer steps of an epoch; None if nothing says how many batches it has.
+        """Return the number of optimizer steps of an epoch; None if the number of batches is unknown.
 
         Args:
             limit: The most micro-batches to use; None: all.
-            per_step: Micro-batches of a step; None: as many as now.
+            per_step: Micro-batches of a step; None: the present value.
         """
         known = [batches for batches in (self.length, limit) if batches is not None]
         return -(-min(known) // (per_step or self.per_step)) if known else None
@@ -125,13 +126,13 @@ class LoaderAdapter(ABC):
 
 @final
 class LoadedStep(NamedTuple):
-    """The batches of one optimizer step, which have been read.
+    """Batches of one optimizer step, read from the loader.
 
     Attributes:
-        items: Batches of this process, dummies included.
+        items: Batches of this process, including dummy batches.
         sizes: Number of samples of each micro-batch, of all processes.
         assigned: Numbers of the micro-batches that this process takes.
-        state: Where the adapter stands after the step: plain data and tensors, for a checkpoint.
+        state: State of the adapter after the step: plain data and tensors, for a checkpoint.
     """
 
     items: list[LoadedBatch]
@@ -142,7 +143,7 @@ class LoadedStep(NamedTuple):
     def window(
         self, index: int, state: dict[str, Any], waited_s: float, rank_slice: RankSlice, *, last: bool
     ) -> AccumulationWindow:
-        """The step for the loop; dummies stand behind all other items."""
+        """Return the step as a window for the loop; dummy batches come last."""
         return AccumulationWindow(
             map(_FETCHED, self.items).__next__, self.sizes, index, state, waited_s, rank_slice, self.assigned, last=last
         )  # fmt: skip
@@ -154,15 +155,15 @@ def read_ahead(
     rank_slice: RankSlice,
     at_end: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
 ) -> Iterator[AccumulationWindow]:
-    """The windows of steps whose sizes are known only once they have been read.
+    """Yield the windows of steps whose sizes are only known after reading.
 
-    One step is read ahead of the one that is yielded, to know which is the last.
+    One step is read ahead of the yielded step, to detect the last step.
 
     Args:
-        steps: Reads the optimizer steps, one at a time.
+        steps: Iterator that reads the optimizer steps, one at a time.
         index: Number of the first micro-batch in the epoch, from 0.
         rank_slice: The part of each step that this process takes.
-        at_end: Converts the state after the last step into one that records the end of the epoch.
+        at_end: Function that converts the state after the last step into one that records the end of the epoch.
     """
     ahead = next(steps, None)
     while ahead is not None:
@@ -181,17 +182,17 @@ def one_by_one(
     at_end: Callable[[dict[str, Any]], dict[str, Any]],
     length: int | None,
 ) -> Iterator[AccumulationWindow]:
-    """The windows of steps, each of which is read when the one before is done: what it holds follows from training.
+    """Yield the windows of steps without reading ahead, because the data depends on the trained parameters.
 
     Args:
-        steps: Reads the optimizer steps, one at a time.
+        steps: Iterator that reads the optimizer steps, one at a time.
         index: Number of the first micro-batch in the epoch, from 0.
         rank_slice: The part of each step that this process takes.
-        at_end: Converts the state after the last step into one that records the end of the epoch.
-        length: Micro-batches of the epoch, since the last step has to be known as such; None: it never ends.
+        at_end: Function that converts the state after the last step into one that records the end of the epoch.
+        length: Micro-batches of the epoch, which identify the last step; None: the epoch never ends.
 
     Raises:
-        DataError: The epoch ends elsewhere.
+        DataError: The number of batches differs from `length`.
     """
     start = perf_counter()
     for step in steps:
@@ -213,10 +214,10 @@ def one_by_one(
 
 @final
 class SampleCounter:
-    """Counts the samples of batches that are not drawn by Lumen, and logs once per class of batch how it counts.
+    """Counter of samples in batches that Lumen does not draw; logs once per class of batch how it counts.
 
     Args:
-        loader: The loader of these batches; its class is named in the warning.
+        loader: The loader of these batches; the warning names its class.
     """
 
     def __init__(self, loader: Any) -> None:

@@ -1,4 +1,4 @@
-"""Several training loaders read as one."""
+"""Combination of several training loaders."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ _MODES = ("max_size_cycle", "max_size", "min_size", "sequential")
 
 @final
 class CombinedLoader:
-    """Several loaders read together: a batch holds one of each.
+    """Combination of several loaders; a batch contains one batch of each.
 
-    A list or dictionary of loaders returned by `train_dataloader` is one with the mode "max_size_cycle".
+    If `train_dataloader` returns a list or dictionary of loaders, Lumen combines them with the mode "max_size_cycle".
 
-    Iterated by hand it gives `(batch, batch_idx, dataloader_idx)`, each loader in its own order; a run reads it in the
-    order of its seed. `len` is the number of these, a TypeError if it takes a loader that has no length.
+    Iteration in user code gives `(batch, batch_idx, dataloader_idx)`, each loader in its own order; a run reads in the
+    order of its seed. `len` is the number of these tuples, or raises TypeError if the number depends on a loader
+    without a length.
 
     Args:
-        iterables: Loaders by name, or in a list, which may hold further lists and dictionaries of them: batches have
-            the same structure. The mode is that of them all.
-        mode: "max_size_cycle": until each has ended once, the shorter ones begin again, in another order; "min_size":
-            until the first ends; "max_size": until all have ended, with None for those that have; "sequential": one
-            after the other, a batch is one loader's and `dataloader_idx` says whose.
+        iterables: Loaders by name, or in a list, possibly with nested lists and dictionaries of loaders: batches have
+            the same structure. The mode applies to all of them.
+        mode: "max_size_cycle": until each loader has ended once, shorter loaders restart, in a new order; "min_size":
+            until the first ends; "max_size": until all have ended, with None for loaders that have ended; "sequential":
+            one loader after the other, each batch is from one loader, `dataloader_idx`.
 
     Raises:
-        ConfigError: There is no such mode, or no loader.
+        ConfigError: The mode is unknown, or there is no loader.
     """
 
     def __init__(self, iterables: Mapping[str, Any] | Sequence[Any], mode: Mode = "min_size") -> None:
@@ -53,15 +54,15 @@ class CombinedLoader:
 
     @property
     def flattened(self) -> list[Any]:
-        """Every loader, in their order."""
+        """All loaders, in order."""
         return [part for _, part in _leaves(self.iterables)]
 
     @property
     def limits(self) -> list[int | None] | None:
-        """Batches of each loader at most, where it is iterated by hand; one number counts for each. None: all.
+        """Largest number of batches per loader when iterated in user code; one number applies to all. None: all.
 
         Raises:
-            ConfigError: There is another number of them than loaders.
+            ConfigError: The number of limits differs from the number of loaders.
         """
         return self._limits
 
@@ -95,7 +96,7 @@ class CombinedLoader:
             yield convert(skeleton, batches.__getitem__), index, 0
 
     def __len__(self) -> int:
-        """Batches of a pass."""
+        """Return the number of batches of a pass."""
         lengths: list[int] = []
         for part, limit in zip(self.flattened, self._limits or repeat(None), strict=False):
             if not hasattr(part, "__len__"):
@@ -104,7 +105,7 @@ class CombinedLoader:
         return sum(lengths) if self.mode == "sequential" else min(lengths) if self.mode == "min_size" else max(lengths)
 
     def reset(self) -> None:
-        """End the workers that its loaders keep between two passes."""
+        """End the persistent workers of the loaders."""
         for part in self.flattened:
             if isinstance(part, CombinedLoader):
                 part.reset()
@@ -116,12 +117,12 @@ _ENDED = object()
 
 
 def _taken(part: Any, limit: int | None) -> Iterator[Any]:
-    """The first batches of one of several loaders, which may be several itself."""
+    """Return the first batches of a loader, which may be a combination."""
     return islice((batch for batch, _, _ in part) if isinstance(part, CombinedLoader) else part, limit)
 
 
 def holds_loaders(given: Any) -> bool:
-    """Whether this is several loaders, and not one: a list of batches is a loader."""
+    """Return True for a collection of loaders; False for one loader, which may be a list of batches."""
     return isinstance(given, Mapping) or (isinstance(given, (list, tuple)) and _has_loader(given))
 
 
@@ -132,7 +133,7 @@ def _has_loader(given: Any) -> bool:
 
 
 def loaders_in(given: Any, name: str = "") -> list[tuple[str, Any]]:
-    """Return the loaders in lists, dictionaries and combinations of such, each with its name there; "" of one alone."""
+    """Return the loaders in nested lists, dictionaries and combinations, with their names; "" for a single loader."""
     given = given.iterables if isinstance(given, CombinedLoader) else given
     if holds_loaders(given):
         parts = given.items() if isinstance(given, Mapping) else enumerate(given)
@@ -147,7 +148,7 @@ def _leaves(given: Mapping[Any, Any] | Sequence[Any], above: tuple[Any, ...] = (
 
 
 def _skeleton(given: Any, numbers: Iterator[int]) -> Any:
-    """The same lists and dictionaries, with each loader replaced by its index."""
+    """Return the same lists and dictionaries, with each loader replaced by its index."""
     if isinstance(given, Mapping):
         return {key: _skeleton(part, numbers) if holds_loaders(part) else next(numbers) for key, part in given.items()}
     return [_skeleton(part, numbers) if holds_loaders(part) else next(numbers) for part in given]
@@ -155,14 +156,14 @@ def _skeleton(given: Any, numbers: Iterator[int]) -> Any:
 
 @final
 class CombinedAdapter(LoaderAdapter):
-    """Reads the loaders of a `CombinedLoader`, each with its own order, position and state.
+    """Adapter of a `CombinedLoader`, with an order, a position and a state for each loader.
 
-    A micro-batch counts as many samples as the part of its first loader has. The processes take micro-batches in turn,
-    and each loads only the parts of its own.
+    The number of samples of a micro-batch is that of its first loader that has not ended. The processes take
+    micro-batches in turn, and each process loads only its own.
 
     Args:
         loader: The loaders, and the mode in which they are combined.
-        adapt: Makes the adapter of one loader, given its index, which tells its randomness from the others'.
+        adapt: Function that creates the adapter of one loader, given its index, which separates its random numbers.
         accumulate: Micro-batches of an optimizer step, of all processes together.
         rank_slice: The part of each step that this process takes.
     """
@@ -181,18 +182,18 @@ class CombinedAdapter(LoaderAdapter):
         self.length = self._length()
 
     def measure(self, position: Position = START) -> None:
-        """See `LoaderAdapter.measure`."""
+        """Update the lengths of all loaders, and `length`."""
         saved = position.state_of("combination").get("parts") if position.batches else None
         for adapter, part in zip(self._adapters, saved or [None] * len(self._adapters), strict=False):
             adapter.measure(Position() if part is None else Position(part["samples"], part["batches"], part["loader"]))
         self.length = self._length()
 
     def identity(self) -> list[str | None]:
-        """See `LoaderAdapter.identity`."""
+        """Return the fingerprints of all loaders' data sets."""
         return [line for adapter in self._adapters for line in adapter.identity()]
 
     def cut(self) -> dict[str, int | None]:
-        """See `LoaderAdapter.cut`."""
+        """Return the batches of a step, and the `batch_size` of each loader."""
         sizes = {f"batch_size of {name}": adapter.cut().get("batch_size") for name, adapter in self._named()}
         return {"batches of a step": self.per_step} | sizes
 
@@ -209,7 +210,7 @@ class CombinedAdapter(LoaderAdapter):
         return sum(known) if self._mode == "sequential" else max(known)
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
-        """See `LoaderAdapter.windows`."""
+        """Yield the optimizer steps of an epoch, from a position on."""
         saved, like_this = position.state_of("combination"), {"mode": self._mode, "loaders": self._described()}
         if saved and like_this != {key: saved[key] for key in like_this}:
             if position.batches:
@@ -244,7 +245,7 @@ class CombinedAdapter(LoaderAdapter):
             own = [step[number] for number in assigned if number is not None]
             newest = own[-1] if own else newest
             read += len(step)
-            if rank_slice.needs_dummies and len(step) % rank_slice.world:  # only in the last round of the last step
+            if rank_slice.needs_dummies and len(step) % rank_slice.world:  # True only in the epoch's last step.
                 newest = lend(rank_slice, 0, newest) if read < rank_slice.world else newest
                 assert newest is not None
                 own += [newest] * assigned.count(None)
@@ -261,7 +262,7 @@ class CombinedAdapter(LoaderAdapter):
         for step in count(first):
             items = [part.next(step) for part in parts]
             if all(part.ended for part in parts) or (self._mode == "min_size" and None in items):
-                for part in parts:  # what the others gave belongs to the next epoch
+                for part in parts:  # Unused batches of the other loaders belong to the next epoch.
                     part.step_back()
                 return
             if self._mode == "max_size_cycle":
@@ -271,12 +272,12 @@ class CombinedAdapter(LoaderAdapter):
             yield LoadedBatch(convert(self._skeleton, batches.__getitem__), samples)
 
     def nothing(self) -> str:
-        """See `LoaderAdapter.nothing`."""
+        """Return the reason for a pass without batches."""
         found = [f"{name}: {adapter.nothing()}" for name, adapter in self._named() if not adapter.length]
         return "; ".join(found) or f"none of the {len(self._adapters)} loaders gave a batch"
 
     def close(self) -> None:
-        """See `LoaderAdapter.close`."""
+        """End the workers of all loaders."""
         for adapter in self._adapters:
             adapter.close()
 
@@ -295,7 +296,7 @@ class _Part:
         self._windows: Iterator[AccumulationWindow] | None = None
 
     def next(self, step: int) -> LoadedBatch | None:
-        """The loader's next batch; without the batch itself if it is another process's turn; None at the end."""
+        """Return the loader's next batch; without data if a different process takes the batch; None at the end."""
         if self._windows is None:
             self._position = self._position._replace(cycle=self._outer_cycle + self._cycle, first_step=step)
             self._windows = self._adapter.windows(self._epoch, self._position, None)
@@ -309,7 +310,7 @@ class _Part:
         return next((LoadedBatch(micro.batch, micro.samples) for micro in window), LoadedBatch(None, window.samples))
 
     def step_back(self) -> None:
-        """Give back the newest batch, which was not used: the next epoch begins before it."""
+        """Return the newest batch unused: the next epoch begins with it."""
         self._position = self._before
 
     def begin_again(self, step: int) -> LoadedBatch:

@@ -1,4 +1,4 @@
-"""Digests of the collections that a loader's data set keeps, made without reading a sample: ranks compare them."""
+"""Digests of collections in a loader's data set, computed without reading a sample; ranks compare them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lumen.data.windows import RankSlice
 from lumen.errors import DataError
 from lumen.random import GENERATORS
 
-#: A digest reads at most so many items of a collection, spread evenly; fewer nested ones, and fewer from a disk.
+#: Limits: items of a collection that a digest reads (evenly spaced), nested items, items on a disk, collections.
 _ITEMS, _NESTED, _FEWER, _COLLECTIONS = 16_384, 1024, 64, 1024
-#: An item counts by so many of its parts, each dimension of an array by so many values, a text by so many characters.
+#: Limits: parts of an item, values per dimension of an array, characters of a text, nesting depth.
 _FEW, _VALUES, _LONG, _DEPTH = 64, 4, 256, 4
 _DEVICE = re.compile(r"(cuda|cpu|mps|xpu)(:\d+)?")
 _ARRAYS = (torch.Tensor, np.ndarray)
@@ -49,14 +49,15 @@ _LEAVES = (
 
 
 class Collection(NamedTuple):
-    """The digest of a collection.
+    """Digest of a collection.
 
     Attributes:
         items: Number of items.
-        ordered: Digest of the items in their order; in any order of a dictionary's pairs, a set, a deque and devices.
-        unordered: Digest of the items in any order, of a label map its keys and values in any pairs; None for other
-            dictionaries.
-        is_table: It is a dictionary, which may be a cache or a configuration: small differences mean nothing.
+        ordered: Digest of the items in order; independent of the order for pairs of dictionaries, sets, deques and
+            devices.
+        unordered: Digest of the items in any order. For a label map: digest of keys and values in any pairing; None for
+            other dictionaries.
+        is_table: True for a dictionary, which may be a cache or a configuration, so small differences are harmless.
     """
 
     items: int
@@ -66,14 +67,14 @@ class Collection(NamedTuple):
 
 
 def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
-    """Refuse data sets that differ between the ranks of a run. Collective: every rank must call this.
+    """Raise if data sets differ between the ranks of a run. Collective: every rank must call this.
 
     Args:
-        rank_slice: The rank of this process, the number of processes, and how they communicate.
-        sources: The loaders that were given for a purpose, such as "training"; None: there are none.
+        rank_slice: The rank of this process, the number of processes, and their communication.
+        sources: The loaders by purpose, such as "training"; None: no loaders.
 
     Raises:
-        DataError: A rank holds other samples than rank 0, or the same in another order. It is raised on every rank.
+        DataError: A rank has different samples than rank 0, or a different order. The error is raised on every rank.
     """
     here, lengths = dict[str, Collection](), set[int]()
     for purpose, source in sources.items():
@@ -101,16 +102,17 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
 
 
 def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
-    """Return a digest of each collection that a loader's data set, samplers and collate function keep.
+    """Return a digest of each collection in a loader's data set, samplers and collate function.
 
-    Lists, tuples, dictionaries, sets, arrays, tensors, tables of pandas and Hugging Face's data sets are read, of large
-    ones up to 16,384 items. Paths count without the folder that they share, since ranks may keep copies of the data.
+    The digests cover lists, tuples, dictionaries, sets, arrays, tensors, tables of pandas and data sets of Hugging
+    Face; of large collections up to 16,384 items. Paths count without their common folder, since ranks may have copies
+    of the data in different places.
 
     Args:
         loader: A `DataLoader`, or any iterable of batches.
 
     Returns:
-        The digests by the place of the collection, such as `dataset.indices`; and the lengths of all data sets met.
+        The digests by the place of the collection, such as `dataset.indices`; and the lengths of all data sets found.
     """
     names = ("dataset", "sampler", "batch_sampler", "collate_fn")
     roots = {name: part for name in names if (part := getattr(loader, name, None)) is not None} or {"loader": loader}
@@ -119,7 +121,7 @@ def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
         if place in ("dataset", "sampler", "loader") or isinstance(part, Dataset):
             with suppress(Exception):
                 lengths.add(len(part))
-        with suppress(Exception):  # What its own code refuses to read is not compared.
+        with suppress(Exception):  # Collections that raise when read are not compared.
             if (digest := _digest(part)) is not None:
                 found[place] = digest
         if len(found) == _COLLECTIONS:
@@ -128,19 +130,19 @@ def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
 
 
 def _is_end(part: Any) -> bool:
-    """Return True for what is digested as a whole, and for what holds no data or refuses to be read."""
+    """Return True for a collection that is digested as a whole, a module, a generator, or an unreadable object."""
     try:
         return isinstance(part, (nn.Module, *GENERATORS)) or _is_collection(part)
-    except Exception:  # whatever a class of the user does where it is iterated
+    except Exception:  # A class of the user may raise any error when iterated.
         return True
 
 
 def _is_collection(part: Any) -> bool:
-    """Return True for what is digested as a whole."""
+    """Return True for a collection that is digested as a whole."""
     if isinstance(part, (dict, *_SEQUENCES)):
         first = _first(part)
         is_few_arrays = isinstance(first, _ARRAYS) and len(part) <= _FEW and not isinstance(part, dict)
-        return _is_data(first) and not is_few_arrays  # such as the tensors of a TensorDataset
+        return _is_data(first) and not is_few_arrays  # A few arrays are, for example, the tensors of a TensorDataset.
     return isinstance(part, (*_ARRAYS, *_SETS)) or _is_table(part)
 
 
@@ -149,7 +151,7 @@ def _first(part: Any) -> Any:
 
 
 def _is_data(item: Any, depth: int = _DEPTH) -> bool:
-    """Return True for scalars, arrays, records, and nested collections of them, as far as first items show."""
+    """Return True for scalars, arrays, records, and nested collections of them, judged by first items."""
     if depth and isinstance(item, (dict, *_SEQUENCES)):
         return _is_data(_first(item), depth - 1)
     return isinstance(item, (*_SCALARS, *_ARRAYS)) or is_dataclass(item)
@@ -162,7 +164,7 @@ def _is_table(part: Any) -> bool:
 
 
 def _digest(part: Any) -> Collection | None:
-    """Return the digest of a collection; None if it is none, has fewer than two items, or is a cache with gaps."""
+    """Return the digest of a collection; None for other objects, for fewer than two items, and for caches with gaps."""
     if not _is_collection(part) or not (items := _items(part)) or len(part) < 2 or any(each is None for each in items):
         return None
     folder = _folder(items)
@@ -176,7 +178,7 @@ def _digest(part: Any) -> Collection | None:
 
 
 def _items(part: Any) -> list[Any]:
-    """Return items of a collection, spread evenly; none where they cannot be read cheaply."""
+    """Return evenly spaced items of a collection; an empty list if they cannot be read cheaply."""
     if isinstance(part, _ARRAYS):
         return _rows(part, _FEWER if isinstance(part, np.memmap) else _ITEMS)
     if isinstance(part, (dict, *_SETS, deque)):
@@ -199,10 +201,10 @@ def _stride(length: int, most: int) -> int:
 
 
 def _rows(part: torch.Tensor | np.ndarray[Any, Any], most: int) -> list[Any]:
-    """Return rows of an array or a tensor, with some values of each; none of what has no plain storage."""
+    """Return rows of an array or a tensor, with some values of each; an empty list without plain storage."""
     if isinstance(part, torch.Tensor):
         has_values = part.layout is torch.strided and not (part.is_meta or part.is_nested or part.is_quantized)
-        if not has_values or hasattr(part, "placements"):  # A DTensor differs between ranks on purpose.
+        if not has_values or hasattr(part, "placements"):  # The shards of a DTensor always differ between ranks.
             return []
         part = part.detach()
     if part.ndim == 0 or 0 in part.shape:
@@ -217,7 +219,7 @@ def _rows(part: torch.Tensor | np.ndarray[Any, Any], most: int) -> list[Any]:
 
 
 def _folder(items: list[Any]) -> str:
-    """Return the folder that all paths among the items share, with its slash; "" if there is none."""
+    """Return the common folder of all paths among the items, with its slash; "" without a common folder."""
     strings = [each for item in items for each in (item if isinstance(item, tuple) else (item,))]
     paths = [os.fspath(each) for each in strings if isinstance(each, (str, os.PathLike)) and os.sep in str(each)]
     with suppress(ValueError):  # Some are absolute and some relative.

@@ -1,4 +1,4 @@
-"""What happens in a DataLoader's workers: signals, threads, and how they end."""
+"""Set-up of a DataLoader's workers: signals, threads, and their end."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _INHERITS_LOCKS = sys.version_info < (3, 12)  # https://github.com/python/cpytho
 
 
 def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id: int) -> None:
-    """Prepare a DataLoader's worker. The user's own `worker_init_fn` runs last, and may change any of this.
+    """Prepare a DataLoader's worker. The user's own `worker_init_fn` runs last, and may change all of it.
 
     Args:
-        dataset: The user's data set, which `get_worker_info().dataset` is to show instead of Lumen's wrapper.
+        dataset: The user's data set, which replaces Lumen's wrapper in `get_worker_info().dataset`.
         user_init: The user's `worker_init_fn`, or None.
         worker_id: Index of the worker, from 0, as torch passes it.
     """
-    # a stop request reaches every process of the group; the main one decides, and still needs its data for this step
+    # A stop request reaches every process of the group. The main process decides, and still needs data for this step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE_S))
     for number in (signal.SIGHUP, signal.SIGUSR1):
-        if is_obeyed(number, signal.getsignal(number)):  # a worker that was not forked
+        if is_obeyed(number, signal.getsignal(number)):  # True in a worker that was not forked
             signal.signal(number, signal.SIG_IGN)
     _limit_threads()
     collect_in_worker()
@@ -47,24 +47,24 @@ def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id
 
 
 def _limit_threads() -> None:
-    """Let libraries use one thread in this worker, as torch does: all cores in every worker would be slower."""
+    """Limit libraries to one thread in this worker, as torch does: using all cores in every worker would be slower."""
     from threadpoolctl import threadpool_limits
 
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))  # Libraries that the data import later read these.
-    threadpool_limits(1)  # Loaded libraries have read them already, and threadpoolctl does not know OpenCV's pool.
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))  # for libraries that the data set imports later
+    threadpool_limits(1)  # for libraries that are loaded already, except OpenCV
     if (opencv := sys.modules.get("cv2")) is not None:
         opencv.setNumThreads(0)
 
 
 @contextmanager
 def begun(workers: int) -> Iterator[None]:
-    """The context in which a loader forks its workers.
+    """Return a context in which a loader forks its workers.
 
-    Python 3.11 may hand a worker a lock that a thread of torch holds at that moment, for ever: a thread that is done
-    with a collective takes it to free a tensor of Python's. They are given the time to do so first.
+    In Python 3.11 a forked worker may inherit a lock that a thread of torch holds at that moment, and hang. Such a
+    thread takes the lock after a collective, to free a Python tensor. The context waits for these threads first.
 
     Args:
-        workers: How many are forked; 0: none.
+        workers: Number of workers to fork; 0: none.
     """
     if workers and _INHERITS_LOCKS and dist.is_available() and dist.is_initialized():
         wait_for_gloo()
@@ -74,9 +74,9 @@ def begun(workers: int) -> Iterator[None]:
 
 @contextmanager
 def prepared(loader: Any) -> Iterator[None]:
-    """The context in which a DataLoader that Lumen does not replace is to begin a pass.
+    """Return a context in which a DataLoader that Lumen does not replace begins a pass.
 
-    Its workers are prepared by `init_worker`, and a StopIteration in its collate function becomes a clear error.
+    `init_worker` prepares its workers, and a StopIteration in its collate function becomes a clear error.
     """
     if not isinstance(loader, DataLoader):
         yield

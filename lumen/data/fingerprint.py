@@ -1,4 +1,4 @@
-"""A fingerprint of a map-style data set, made without reading a sample: a resumed run then notices another data set."""
+"""Fingerprint of a map-style data set, computed without reading a sample; shows a resumed run that its data changed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def known_length(thing: Any) -> int | None:
 
 
 def reads_once(thing: Any, iterator: Any) -> bool:
-    """Whether an iterable can be read only once, as far as can be told from `iterator = iter(thing)`.
+    """Return True if an iterable can be read only once, judged by `iterator = iter(thing)`.
 
-    It can if it is its own iterator, as a generator is, and its `__iter__` does nothing but return it.
+    The iterable can be read once if it is its own iterator, like a generator, and its `__iter__` only returns it.
     """
     if iterator is not thing:
         return False
@@ -34,10 +34,10 @@ def reads_once(thing: Any, iterator: Any) -> bool:
 
 
 def describe(dataset: Any) -> str:
-    """One line that is hardly ever equal for two different data sets: classes, lengths, a digest of subsets' indices.
+    """Return one line that almost always differs for two data sets: classes, lengths, a digest of subsets' indices.
 
     Returns:
-        For example `Subset(80, indices 1f3a77c2, TensorDataset(100))`. For a user's own class it also has its
+        For example `Subset(80, indices 1f3a77c2, TensorDataset(100))`. For a user's class, the line also includes its
         attribute `indices`, and the subsets among its attributes.
     """
     return _describe(dataset, set())
@@ -52,7 +52,7 @@ def _describe(dataset: Any, met: set[int]) -> str:
     if (indices := getattr(dataset, "indices", None)) is not None and hasattr(indices, "__len__"):
         said += f"{_WITH_INDICES}{_digest(indices):08x}"
     parts = [_describe(part, met) for part in _parts(dataset)]
-    if not isinstance(dataset, (Subset, ConcatDataset, StackDataset)):  # its other attributes may come with reading
+    if not isinstance(dataset, (Subset, ConcatDataset, StackDataset)):  # Other attributes may be created by reading.
         parts = [part for part in parts if _WITH_INDICES in part]
     if len(parts) > _SHOWN:
         parts = [*parts[:_SHOWN], f"and {len(parts) - _SHOWN} more {digest(parts):08x}"]
@@ -60,7 +60,7 @@ def _describe(dataset: Any, met: set[int]) -> str:
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
-    """The data sets among an object's attributes, also in lists and dictionaries whose first item is one."""
+    """Yield the data sets among an object's attributes, and in lists and dictionaries that begin with a data set."""
     for value in list(getattr(dataset, "__dict__", {}).values()):
         several = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
         if isinstance(value, Dataset):
@@ -72,6 +72,6 @@ def _parts(dataset: Any) -> Iterator[Any]:
 def _digest(indices: Any) -> int:
     try:
         numbers = np.asarray(indices, np.int64)
-    except (TypeError, ValueError, OverflowError):  # a data set may be asked for anything
+    except (TypeError, ValueError, OverflowError):  # Indices of a data set may be of any type.
         return digest(indices)
     return digest([numbers])

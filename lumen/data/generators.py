@@ -1,4 +1,4 @@
-"""Generators that a user's objects keep: found wherever they are kept, and keyed like the global ones."""
+"""Random generators inside the user's objects: found by search, and seeded by key like the global generators."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from lumen.random import (
     state_of,
 )
 
-#: At most so many objects are looked at, functions among them, and items of a list that may be data.
+#: Limits of the search: objects, functions, items of a collection, items of a collection that may be data.
 _OBJECTS, _FUNCTIONS, _ITEMS, _FEW = 8192, 256, 1024, 64
 _LEAVES = (
     type(None), str, bytes, bytearray, int, float, complex, range, type, ModuleType, BuiltinFunctionType, CodeType,
     torch.Tensor, torch.device, torch.dtype, np.ndarray, np.generic, np.dtype,
 )  # fmt: skip
 _GLOBAL = (torch.default_generator, random.seed.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
-#: Of these, objects hold nothing that a sample is made of.
+#: Modules whose objects never contribute to a sample.
 _MACHINERY = {"lumen", "threading", "_thread", "multiprocessing", "queue", "logging", "weakref", "asyncio"}
-#: Their code reads no generator of the user's.
+#: Modules whose code reads no generator of the user.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "lumen"}
 _WRAPPERS = (staticmethod, classmethod, MethodType)
 _CODE = (type, FunctionType, BuiltinFunctionType, type(np.random.get_state.__func__))  # type: ignore[attr-defined]
-#: Code that uses one of these may make numbers of a global generator's state, and leave the state as it was.
+#: Code with one of these names may draw from a global generator and restore the generator's state afterwards.
 _READERS = {
     "get_rng_state", "get_rng_state_all", "get_state", "getstate", "clone_state", "graphsafe_get_state", "initial_seed",
     "fork_rng", "isolate_rng", "default_generator", "get_bit_generator", "mtrand", "fork", "Process", "Pool",
@@ -53,39 +53,39 @@ _READERS = {
 
 @final
 class OwnGenerators:
-    """The generators that objects keep, each with keys of its own: by its place in them.
+    """Random generators found in given objects; each gets its own keys, depending on its place.
 
-    They are found by a walk through attributes, slots, collections, what functions are bound to, and the global
-    variables that they read. One that is of no use, because nothing can seed it, is warned of.
+    The search follows attributes, slots, collections, variables bound to functions, and global variables that functions
+    read. A generator that cannot be seeded causes a warning.
 
     Args:
         roots: The objects, by name.
-        by_seed: The seed that the user gave a generator counts too, where it keeps one below 2**64: torch's do, and
-            numpy's `Generator`.
+        by_seed: True: keys also depend on the user's seed of a generator, if it has one below 2**64 (torch's generators
+            and numpy's `Generator`).
 
     Attributes:
-        may_restore: The data set has code that may draw from the global generators and put their states back.
+        may_restore: True if the data set has code that may draw from the global generators and restore their states.
     """
 
     def __init__(self, roots: dict[str, Any], *, by_seed: bool = False) -> None:
         self._roots, self._by_seed = roots, by_seed
-        self._words: dict[str, int] = {}  # by place, of when one was first seen there
+        self._words: dict[str, int] = {}  # by place: the key of the first generator found there
         self._found: list[tuple[int, Any]] = []
-        self._before: list[tuple[Any, Any]] = []  # the states that they had when they were found
+        self._before: list[tuple[Any, Any]] = []  # generators with their states when they were found
         self._seeded = self.may_restore = False
         self.look()
 
     def __getstate__(self) -> dict[str, Any]:
-        """How it travels to a worker, which looks for its own: generators and states need not come along twice."""
+        """Return the attributes without generators and states: a worker repeats the search."""
         return self.__dict__ | {"_found": [], "_before": [], "_seeded": False}
 
     @property
     def generators(self) -> list[Any]:
-        """Those that were found."""
+        """Generators found by the last search."""
         return [generator for _, generator in self._found]
 
     def look(self) -> bool:
-        """Find those that are kept now. Return True if there are others than before, or `may_restore` has changed."""
+        """Search again. Return True if there are new generators, or if `may_restore` has changed."""
         known = {id(generator) for generator, _ in self._before}
         could_restore, met = self.may_restore, dict[int, Any]()
         self._found = []
@@ -109,7 +109,7 @@ class OwnGenerators:
             state = state_of(generator)
             seed_generator(generator, 0)
             set_state(generator, state)
-        except Exception as error:  # whatever it is made of
+        except Exception as error:  # A subclass of the user may raise any error.
             if warn:
                 _log.warning(
                     "%s is a %s, which cannot be seeded (%s): what it draws is another thing in every run, and not "
@@ -120,14 +120,14 @@ class OwnGenerators:
         return True
 
     def seed(self, key: int) -> None:
-        """Set each to a key of its own that is made of this one."""
+        """Seed each generator with its own key, derived from this key."""
         self._seeded = True
         for word, generator in self._found:
             seed_generator(generator, derived_key(key, word))
 
     @property
     def seed_all(self) -> Callable[[int], None]:
-        """What sets these and the global ones; where there are none, nothing but `seed_generators`."""
+        """Function that seeds these and the global generators; only `seed_generators` if no generator was found."""
         return self._seed_all if self._found else seed_generators
 
     def _seed_all(self, key: int) -> None:
@@ -135,31 +135,31 @@ class OwnGenerators:
         self.seed(key)
 
     def put_back(self) -> None:
-        """Bring those that were seeded here back to where they were."""
+        """Restore the original states of generators that were seeded here."""
         for generator, state in self._before if self._seeded else ():
             set_state(generator, state)
         self._seeded = False
 
 
 def _seed_of(generator: Any) -> int:
-    """The seed that a generator was made with; 0 where it does not tell, or was made without."""
+    """Return the seed that a generator was created with; 0 if it is unknown or was not given."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
     seed = getattr(getattr(generator, "bit_generator", None), "seed_seq", None)
     entropy = getattr(seed, "entropy", None)
-    return entropy if isinstance(entropy, int) and entropy < 1 << 64 else 0  # numpy's own choice has 128 bits
+    return entropy if isinstance(entropy, int) and entropy < 1 << 64 else 0  # A seed chosen by numpy has 128 bits.
 
 
 def walk(roots: dict[str, Any], is_end: Callable[[Any], bool], leaves: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     """Yield each object that the roots hold and its place: those in the smallest collections first, nearest first.
 
-    The walk follows attributes, slots, collections, the variables that functions are bound to, and the global
-    variables that functions of the user read. It ends after 8,192 objects. Objects for which the product of the
-    lengths of the collections around them is small come first, so that many records cannot hide a transform.
+    The walk follows attributes, slots, collections, the variables that functions are bound to, and the global variables
+    that functions of the user read. It ends after 8,192 objects. Objects come earlier if the product of the lengths of
+    the collections around them is small, so that many records cannot hide a transform.
 
     Args:
         roots: The objects where the walk begins, by name.
-        is_end: Returns True for an object that the walk yields and does not enter.
+        is_end: Function that returns True for an object that the walk yields and does not enter.
         leaves: Types of which the walk yields no object.
     """
     order = count()
@@ -172,7 +172,7 @@ def walk(roots: dict[str, Any], is_end: Callable[[Any], bool], leaves: tuple[typ
             if (above and issubclass(type(part), leaves)) or id(part) in met:
                 continue
             if len(met) >= _OBJECTS:
-                if width <= _FEW:  # What is left otherwise is in long collections, which hold data.
+                if width <= _FEW:  # Otherwise the remaining objects are in long collections, which hold data.
                     _warn_of_end(", ".join(f"{root} ({type(each).__name__})" for root, each in roots.items()))
                 return
             met[id(part)] = part
@@ -202,7 +202,7 @@ def _warn_of_end(names: str) -> None:
 
 
 def _is_leaf(part: Any) -> bool:
-    """Whether there is nothing in it. Its type tells: what an object says of itself may be code of the user's."""
+    """Return True for an object without contents, judged by its type, because its own methods may be user code."""
     return issubclass(type(part), _LEAVES)
 
 
@@ -211,13 +211,13 @@ def _is_of(thing: Any, modules: Iterable[str]) -> bool:
 
 
 def _is_at_work(part: Any) -> bool:
-    """Whether it is an iterator of a `DataLoader`, with its workers and queues."""
+    """Return True for an iterator of a `DataLoader`, with its workers and queues."""
     kind = type(part)
     return issubclass(kind, Iterator) and kind.__module__.startswith(("torch.utils.data.", "torchdata."))
 
 
 def _held_by(part: Any) -> Iterator[tuple[Any, Any]]:
-    """What an object keeps: its items if it is a collection, its attributes, and what is in slots."""
+    """Yield the contents of an object: items of a collection, attributes, and slots."""
     for collection in (list, tuple, deque):
         if issubclass(type(part), collection):
             yield from _items(collection.__iter__(part))
@@ -226,7 +226,7 @@ def _held_by(part: Any) -> Iterator[tuple[Any, Any]]:
     with suppress(AttributeError):
         yield from list(object.__getattribute__(part, "__dict__").items())
     for slot in _slots_of(type(part)):  # type: ignore[arg-type]
-        with suppress(AttributeError):  # nothing was put there
+        with suppress(AttributeError):  # The slot is empty.
             yield slot.__name__, slot.__get__(part)
 
 
@@ -242,7 +242,7 @@ def _slots_of(kind: type) -> list[MemberDescriptorType]:
 
 
 def _items(values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """Those of a collection, but for a long one that begins as data do."""
+    """Yield the numbered items of a collection; no items of a long one whose first item looks like data."""
     items = list(islice(values, _ITEMS))
     if len(items) <= _FEW or not _is_leaf(items[0]):
         yield from enumerate(items)
@@ -255,12 +255,12 @@ def _held_by_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _held_by_function(function: FunctionType) -> Iterator[tuple[Any, Any]]:
-    """What a function is bound to, and the global variables that it reads."""
+    """Yield the variables bound to a function, and the global variables that it reads."""
     yield from enumerate(function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
     yield from vars(function).items()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it is empty yet
+        with suppress(ValueError):  # The cell is still empty.
             yield name, cell.cell_contents
     for name in sorted(_globals_of(function.__code__, function.__globals__)):
         yield name, function.__globals__[name]
@@ -268,18 +268,18 @@ def _held_by_function(function: FunctionType) -> Iterator[tuple[Any, Any]]:
 
 def _globals_of(code: CodeType, values: dict[str, Any]) -> set[str]:
     names = {name for name in code.co_names if name in values and not _is_leaf(values[name])}
-    if names:  # some are those of attributes
+    if names:  # Some names are names of attributes.
         names &= {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return names.union(*(_globals_of(each, values) for each in inner))
 
 
 def _may_restore(function: FunctionType, met: dict[int, Any]) -> bool:
-    """Return True if a function uses one of `_READERS`, or a function or class of the user that it names does.
+    """Return True if a function uses one of `_READERS`, also indirectly through functions or classes of the user.
 
     Args:
-        function: The function to look at.
-        met: What was looked at before, by id.
+        function: The function to inspect.
+        met: Objects inspected before, by id.
     """
     waiting: list[Any] = [function]
     while waiting:
@@ -289,7 +289,7 @@ def _may_restore(function: FunctionType, met: dict[int, Any]) -> bool:
             continue
         met[id(part)] = part
         is_users = not _is_installed(part.__module__ or "")
-        if part.__name__ in _READERS:  # The code may call it by another name.
+        if part.__name__ in _READERS:  # The code may use an alias of the function.
             return True
         if isinstance(part, type) and is_users:
             waiting += vars(part).values()

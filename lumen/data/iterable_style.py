@@ -1,4 +1,4 @@
-"""Reads iterables of batches: the same one in every process of a run, or in each process a part of its own."""
+"""Adapters for iterables of batches, which give every process all batches or give each process its own part."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lumen.errors import DataError
 
 
 class _OfIterables(LoaderAdapter, ABC):
-    """What the two ways to read an iterable have in common.
+    """Base class of the two adapters for iterables.
 
     Args:
         loader: The iterable, whose `__iter__` begins an epoch.
         seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
-        rank_slice: Rank of this process, number of processes, and how they communicate.
-        rewinds: Every pass begins where the first pass did, as evaluations do.
+        rank_slice: Rank of this process, number of processes, and their communication.
+        rewinds: True: every pass restarts where the first pass began, for evaluations.
     """
 
-    _reads_part = False  # The processes read different batches.
+    _reads_part = False  # True if the processes read different batches
 
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         self._name = type(getattr(loader, "dataset", loader)).__name__
@@ -40,40 +40,36 @@ class _OfIterables(LoaderAdapter, ABC):
         self.measure()
 
     def identity(self) -> list[str | None]:
-        """See `LoaderAdapter.identity`."""
         return [None]
 
     def cut(self) -> dict[str, int | None]:
-        """See `LoaderAdapter.cut`."""
         return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self.per_step}
 
     def nothing(self) -> str:
-        """See `LoaderAdapter.nothing`."""
         return self._iterator.nothing()
 
     def close(self) -> None:
-        """See `LoaderAdapter.close`."""
         self._iterator.close()
 
 
 @final
 class IterableAdapter(_OfIterables):
-    """Reads an iterable that gives every process all batches; each process keeps its part of them.
+    """Adapter of an iterable that gives every process all batches; each process keeps its part.
 
     Args:
-        loader: Its `__iter__` begins an epoch anew, with the same batches in every process.
+        loader: The iterable; its `__iter__` restarts an epoch, with the same batches in every process.
         seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
         rank_slice: The part of each step that this process keeps.
-        rewinds: Every pass begins where the first one did, as evaluations do.
+        rewinds: True: every pass restarts where the first pass began, for evaluations.
     """
 
     def measure(self, position: Position = START) -> None:
-        """See `LoaderAdapter.measure`."""
+        """Update `length` from the loader's `__len__`."""
         self.length = known_length(self._loader)
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
-        """See `LoaderAdapter.windows`."""
+        """Yield the optimizer steps of an epoch, from a position on."""
         begins = self._rewinds and not position.batches
         state = self._iterator.beginning if begins else position.state_of("stream")
         if position.batches and state.get("ended"):
@@ -90,7 +86,7 @@ class IterableAdapter(_OfIterables):
         yield from read(steps, position.batches, self._rank_slice, lambda state: self._iterator.last_state())
 
     def _agreed(self, items: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
-        """Yield the same batches, after a check that all processes begin with the same. Collective."""
+        """Yield the same batches, after a check that all processes begin with the same batch. Collective."""
         first = list(islice(items, 1))
         found = {"batches": self.length, "digest of the first": [digest(item.batch) for item in first]}
         check_same(
@@ -106,7 +102,7 @@ class IterableAdapter(_OfIterables):
             assigned, own, sizes = assign(self.per_step), [], []
             for number, item in enumerate(islice(items, self.per_step)):
                 sizes.append(item.samples)
-                if number in assigned:  # the others' are let go at once
+                if number in assigned:  # Batches of other processes are dropped at once.
                     own.append(item)
             if not sizes:
                 return
@@ -120,29 +116,31 @@ class IterableAdapter(_OfIterables):
 def declares(loader: Any, capability: Literal["shards_itself", "follows_training"]) -> bool:
     """Return True if a loader, or the data set of a `DataLoader`, sets an attribute of this name to True.
 
-    Loaders and data sets are the user's and inherit nothing from Lumen, so only this function reads the attributes.
+    Loaders and data sets of the user do not inherit from Lumen, so only this function reads the attributes.
 
     Args:
         loader: The user's loader.
-        capability: `shards_itself`: each process gets a part of its own. `follows_training`: batches depend on the
-            parameters, so that each step's are read when the step before is done.
+        capability: The name of the attribute. `shards_itself`: each process gets a different part. `follows_training`:
+            batches depend on the parameters, so each step is read after the previous step is done.
     """
     parts = (loader, loader.dataset) if isinstance(loader, DataLoader) else (loader,)
     return any(getattr(part, capability, False) for part in parts)
 
 
 def shards_itself(loader: Any, world: int) -> bool:
-    """Whether a loader gives each of `world` processes a part of its own: it or its data set says so."""
+    """Return True if a loader or its data set says that it gives each of `world` processes a different part."""
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
-    split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # by Hugging Face's datasets
+    split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # set by Hugging Face's datasets
     return split == world or declares(loader, "shards_itself")
 
 
 def follows_training(loader: Any) -> bool:
-    """Whether what a loader gives follows from what is trained, as what a policy meets does: it, or its data, says so.
+    """Return True if the batches of a loader depend on the trained parameters, as in reinforcement learning.
+
+    An attribute of the loader or of its data set says so.
 
     Raises:
-        DataError: It is read by workers, who have the model that there was when they were started.
+        DataError: Workers read the loader, and each worker has a copy of the model from its start.
     """
     said = declares(loader, "follows_training")
     if said and isinstance(loader, DataLoader) and loader.num_workers:
@@ -154,27 +152,27 @@ def follows_training(loader: Any) -> bool:
 
 
 def _reader(loader: Any, length: int | None, limit: int | None, *, rewinds: bool) -> Callable[..., Any]:
-    """How the steps of a loader are read: one ahead, or each when the one before is done."""
+    """Return the function that reads the steps of a loader: one step ahead, or each after the previous one is done."""
     known = [number for number in (length, limit) if number is not None]
-    if not follows_training(loader) or (rewinds and not known):  # in an evaluation nothing is trained
+    if not follows_training(loader) or (rewinds and not known):  # An evaluation does not change parameters.
         return read_ahead
     return partial(one_by_one, length=min(known, default=None))
 
 
 @final
 class ShardedIterableAdapter(_OfIterables):
-    """Reads an iterable that gives each process batches of its own. They may end at different times.
+    """Adapter of an iterable that gives each process its own batches, possibly of different number.
 
-    A step takes batches from the processes in turn, and more from the others once some have ended: so every step but
-    the last of the epoch is full. Before each step the processes tell each other how many samples they have read for
-    it, and the state of their iterators after it.
+    A step takes batches from the processes in turn. Once some processes have no batches left, it takes more from the
+    others, so only the last step of an epoch can be smaller. Before each step the processes exchange the numbers of
+    samples they have read, and the states of their iterators.
 
     Args:
-        loader: Its `__iter__` begins an epoch anew, with this process's batches.
+        loader: The iterable; its `__iter__` restarts an epoch, with this process's batches.
         seed: The run's seed, which keys everything random.
         accumulate: Batches of an optimizer step, of all processes together.
-        rank_slice: Rank of this process, number of processes, and how they communicate.
-        rewinds: Every pass begins where the first one did, as evaluations do.
+        rank_slice: Rank of this process, number of processes, and their communication.
+        rewinds: True: every pass restarts where the first pass began, for evaluations.
     """
 
     _reads_part = True
@@ -182,16 +180,16 @@ class ShardedIterableAdapter(_OfIterables):
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         super().__init__(loader, seed, accumulate, rank_slice, rewinds=rewinds)
         self._compared = False
-        self._read: LoadedBatch | None = None  # the newest that this process has read
-        self._have_read: set[int] = set()  # processes that have such a one
+        self._read: LoadedBatch | None = None  # the newest batch that this process has read
+        self._have_read: set[int] = set()  # processes that have read a batch
         lengths = rank_slice.gather(known_length(loader))
         self.length = None if None in lengths else sum(lengths)
 
     def measure(self, position: Position = START) -> None:
-        """Do nothing: the length was agreed by all processes at the start, and one alone cannot tell a new one."""
+        """Do nothing: all processes agreed on the length at the start, and one process cannot change it alone."""
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
-        """See `LoaderAdapter.windows`."""
+        """Yield the optimizer steps of an epoch, from a position on."""
         states, rank = self._states_at(position), self._rank_slice.rank
         over = bool(position.batches) and position.state_of("stream in parts").get("ended", False)
         alive = [each for each, state in enumerate(states) if not (position.batches and (over or state["exhausted"]))]
@@ -205,7 +203,7 @@ class ShardedIterableAdapter(_OfIterables):
         yield from read(steps, position.batches, self._rank_slice, lambda state: self._last_state())
 
     def _states_at(self, position: Position) -> list[dict[str, Any]]:
-        """The saved state of every process's iterator, in rank order."""
+        """Return the saved state of every process's iterator, in rank order."""
         world = self._rank_slice.world
         state = position.state_of("stream in parts")
         if (self._rewinds and not position.batches) or not state:
@@ -233,7 +231,7 @@ class ShardedIterableAdapter(_OfIterables):
                 first = digest(read[0].batch) if read and not self._compared else None
                 told = self._rank_slice.gather(([item.samples for item in read], first, self._iterator.state()))
                 self._compare([code for _, code, _ in told])
-                self._states = [state for _, _, state in told]  # of all processes
+                self._states = [state for _, _, state in told]  # one per process
                 alive = [each for each in alive if len(told[each][0]) == turns.count(each)]
                 waiting = [iter(counts) for counts, _, _ in told]
                 for each in turns:
@@ -252,7 +250,7 @@ class ShardedIterableAdapter(_OfIterables):
             yield LoadedStep(own, sizes, [*numbers[rank], *[None] * without], state)
 
     def _compare(self, first: list[int | None]) -> None:
-        """Warn once if several processes have read the same first batch: then their parts may not be parts."""
+        """Warn once if several processes have read the same first batch, a sign that they read the same data."""
         suspicious = not self._compared and len(first) > 1 and first[0] is not None and len(set(first)) == 1
         self._compared = True
         if suspicious:
@@ -263,7 +261,10 @@ class ShardedIterableAdapter(_OfIterables):
             )  # fmt: skip
 
     def _dummy(self, own: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
-        """A real batch to run as a dummy in the rounds for which this process has none. Collective at times."""
+        """Return a real batch to run as a dummy batch, in rounds without a batch for this process.
+
+        Collective in the rounds in which a process without any batch needs one from a different process.
+        """
         if own:
             self._read = own[-1]
         self._have_read |= {rank for rank, its in enumerate(numbers) if its}

@@ -1,4 +1,4 @@
-"""Chooses the adapter for what a user returned as a loader."""
+"""Choice of the adapter for a user's loader."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ def adapt_loader(
     rewinds: bool = False,
     rank_slice: RankSlice = ALONE,
 ) -> LoaderAdapter:
-    """Take over a standard `DataLoader` over map-style data; read anything else as it is.
+    """Return the adapter of a loader. Lumen controls the order of a standard `DataLoader` over map-style data.
+
+    All other loaders are read in their own order.
 
     Args:
         loader: A `DataLoader`, any iterable of batches, a `CombinedLoader`, or a list or dictionary of loaders.
         seed: The run's seed, which keys everything random.
         accumulate: Micro-batches of an optimizer step, of all processes together.
         global_batch_size: Samples of an optimizer step; replaces `accumulate`.
-        rewinds: Every pass over iterable data with a state begins where the first one did, as evaluations do.
-        rank_slice: The part of each step that this process takes. Passes over several processes are collective:
-            every rank must begin them, and read them to the same step.
+        rewinds: True: every pass over iterable data with a state restarts where the first pass began, for evaluations.
+        rank_slice: The part of each step that this process takes. Passes over several processes are collective: every
+            rank must begin them, and read them to the same step.
 
     Raises:
         ConfigError: The batch size does not fit `global_batch_size`.
-        DataError: `loader` cannot be iterated; or, as one of several, gives each process a part of its own.
+        DataError: `loader` cannot be iterated; or is one of several and gives each process a different part.
     """
     if holds_loaders(loader):
         loader = CombinedLoader(loader, "max_size_cycle")
@@ -56,8 +58,8 @@ def adapt_loader(
 
         def adapt(part: Any, number: int) -> LoaderAdapter:
             _refuse_parts(part, rank_slice)
-            alone = rank_slice._replace(needs_dummies=False, splits=False)  # dummies are batches of them all
-            own = make_key(seed, Domain.LOADER, number)  # two loaders of the same data come in different orders
+            alone = rank_slice._replace(needs_dummies=False, splits=False)  # Dummy batches combine all loaders.
+            own = make_key(seed, Domain.LOADER, number)  # Two loaders over the same data get different orders.
             return adapt_loader(part, own, rewinds=rewinds, rank_slice=alone)
 
         return CombinedAdapter(loader, adapt, accumulate, rank_slice)
@@ -93,10 +95,10 @@ def _refuse_parts(loader: Any, rank_slice: RankSlice) -> None:
 
 
 def _is_standard(loader: Any) -> bool:
-    """Whether a loader asks a map-style data set for the samples that a sampler names, and does nothing more."""
+    """Return True if a loader only reads the samples that a sampler names from a map-style data set."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    return iterates_as_ever(type(loader)) or _is_torchdatas(type(loader))  # whose state Lumen's position replaces
+    return iterates_as_ever(type(loader)) or _is_torchdatas(type(loader))  # Lumen's position replaces its state.
 
 
 def _is_torchdatas(kind: type) -> bool:
@@ -106,7 +108,7 @@ def _is_torchdatas(kind: type) -> bool:
 def _order(
     loader: DataLoader[Any], seed: int, accumulate: int, global_batch_size: int | None, rank_slice: RankSlice
 ) -> Order:
-    """The order in which the loader's sampler or batch sampler asks for samples."""
+    """Return the order of samples that the loader's sampler or batch sampler defines."""
     sampler: Any = loader.sampler
     world = rank_slice.world
     batch_size, drop_last = loader.batch_size, loader.drop_last
@@ -130,7 +132,7 @@ def _order(
         _warn_of_idle_ranks(global_batch_size, -(-step_size // batch_size), world)
     cut = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
     samples = known_length(loader.dataset)
-    if _only_distributes(sampler):  # which Lumen does itself
+    if _only_distributes(sampler):  # Lumen distributes the samples itself.
         return PlainOrder(sampler.dataset, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
     if samples is None and type(sampler) is SequentialSampler:
         raise DataError(
@@ -146,14 +148,14 @@ def _order(
 
 
 def _only_distributes(sampler: Any) -> bool:
-    """Whether a sampler is a `DistributedSampler`, and no subclass of the user's with an order of its own."""
+    """Return True for a `DistributedSampler`, but False for a user's subclass with its own order."""
     kind = type(sampler)
     as_torch_does = kind.__iter__ is DistributedSampler.__iter__ or _is_torchdatas(kind)
     return isinstance(sampler, DistributedSampler) and as_torch_does
 
 
 def _takes_each_sample_once(sampler: Any, samples: int | None) -> bool:
-    """Whether a sampler gives the data set's own order or a plain shuffle of it."""
+    """Return True if a sampler gives the data set's own order or a plain shuffle of it."""
     kind = type(sampler)
     shuffles = kind is RandomSampler or (_is_torchdatas(kind) and kind.__name__ == "RandomSampler")
     if not (shuffles or kind is SequentialSampler) or getattr(sampler, "replacement", False):
@@ -162,7 +164,7 @@ def _takes_each_sample_once(sampler: Any, samples: int | None) -> bool:
 
 
 def _batches_of_step(loader: Any, accumulate: int, global_batch_size: int | None, world: int) -> int:
-    """Batches of an optimizer step, for loaders whose batches cannot be cut further."""
+    """Return the batches of an optimizer step, for loaders whose batches cannot be divided."""
     if global_batch_size is None:
         return accumulate
     batch_size = getattr(loader, "batch_size", None)

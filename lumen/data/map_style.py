@@ -1,4 +1,4 @@
-"""Takes over a standard DataLoader over map-style data: which sample comes when is known before any is loaded."""
+"""Adapter of a standard DataLoader over map-style data, whose order is known before any sample is loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AssignedSteps = Iterator[tuple[list[BatchRequest], Assigned, dict[str, Any]]]
 
 @final
 class _RequestSampler:
-    """The sampler of the DataLoader that replaces the user's: yields what this process loads in the epoch."""
+    """Sampler of the DataLoader that replaces the user's; yields the requests of this process."""
 
     def __init__(self, rank_slice: RankSlice) -> None:
         self.plan: AssignedSteps = iter(())
@@ -41,11 +41,12 @@ class _RequestSampler:
 
 @final
 class MapStyleAdapter(LoaderAdapter):
-    """Reads a DataLoader of which Lumen decides the order of the samples, and the user how they are loaded.
+    """Adapter of a DataLoader: Lumen decides the order of samples, and the user's code loads them.
 
     Args:
-        loader: The user's; its data set, collate function, workers, pinning, prefetching and `worker_init_fn` stay.
-        order: Decides which samples make which micro-batch.
+        loader: The user's loader; Lumen keeps its data set, collate function, workers, pinning, prefetching and
+            `worker_init_fn`.
+        order: The order, which assigns samples to micro-batches.
         seed: The run's seed, which keys everything random.
         rank_slice: The part of each step that this process loads.
     """
@@ -61,7 +62,7 @@ class MapStyleAdapter(LoaderAdapter):
         pins = loader.pin_memory and torch.accelerator.is_available() and not torch.backends.mps.is_available()
         self._pin = pinning() if pins else None
         self._sampler = _RequestSampler(rank_slice)
-        self._generator = torch.Generator()  # a DataLoader draws its workers' seed even from no shuffling at all
+        self._generator = torch.Generator()  # A DataLoader draws its workers' seed from it even without shuffling.
         self._iterator: Iterator[Any] | None = None
         self._agreed_samples: int | None = None
         self._known_to_workers = ""
@@ -69,21 +70,21 @@ class MapStyleAdapter(LoaderAdapter):
         self.measure()
 
     def measure(self, position: Position = START) -> None:
-        """See `LoaderAdapter.measure`."""
+        """Update `length` from the order."""
         self._order.measure(position)
         self.length = self._order.length
 
     def regroup(self, per_step: int) -> None:
-        """See `LoaderAdapter.regroup`."""
+        """Set the number of micro-batches per optimizer step, from the next pass on."""
         self._order.regroup(per_step)
         self.per_step = per_step
 
     def identity(self) -> list[str | None]:
-        """See `LoaderAdapter.identity`."""
+        """Return the fingerprint of the data set."""
         return [describe(self._batches.dataset)]
 
     def cut(self) -> dict[str, int | None]:
-        """See `LoaderAdapter.cut`."""
+        """Return the batch size and the samples of a step."""
         return self._order.cut()
 
     def _with_workers(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -106,18 +107,18 @@ class MapStyleAdapter(LoaderAdapter):
         )
 
     def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
-        """See `LoaderAdapter.windows`. The position is exact: no sample is loaded that was consumed before."""
+        """Yield the optimizer steps of an epoch, from a position on, without loading any consumed sample."""
         requests = self._order.steps(epoch, position, limit)
         samples = known_length(self._batches.dataset)
         if self._rank_slice.processes > 1 and not (self._order.is_known and self._agreed_samples == samples):
             requests, self._agreed_samples = self._agreed(requests), samples
         plan = _assigned(requests, self._rank_slice.assigner(position.first_step), self._parts)
         self._batches.looks = self._batches.keys_collate
-        self._batches.is_seeded |= self._batches.have_drawn.value  # before workers are started
+        self._batches.is_seeded |= self._batches.have_drawn.value  # must be set before workers start
         if self._loader is not None:
-            # one copy for the DataLoader, which runs ahead of the steps; one to know each step's sizes and the last one
+            # The DataLoader consumes one copy ahead of the steps. The other copy gives the sizes and the last step.
             self._sampler.plan, plan = tee(plan)
-            own = 1 + (self._rank_slice.rank << 32)  # seeds of workers, for generators that nobody else seeds
+            own = 1 + (self._rank_slice.rank << 32)  # seeds workers' generators that Lumen does not find
             self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
             self._renew_workers(self._loader)
             with begun(self._loader.num_workers):
@@ -131,14 +132,14 @@ class MapStyleAdapter(LoaderAdapter):
         self._iterator = None  # ends workers that are not persistent
 
     def _renew_workers(self, loader: DataLoader[Any]) -> None:
-        """End persistent workers that hold the data set as it was before it changed."""
+        """End persistent workers that hold an old state of the data set."""
         if loader.persistent_workers:
             known, self._known_to_workers = self._known_to_workers, describe(self._batches.dataset)
             if known != self._known_to_workers:
                 end_persistent_workers(loader)
 
     def _agreed(self, steps: Iterator[StepRequests]) -> Iterator[StepRequests]:
-        """Yield the same steps, after a check that all processes begin with the same. Collective."""
+        """Yield the same steps, after a check that all processes begin with the same step. Collective."""
         first = next(steps, None)
         requests, state = first or ([], {})
         indices = [request.indices for request in requests]
@@ -156,9 +157,9 @@ class MapStyleAdapter(LoaderAdapter):
         return steps if first is None else chain([first], steps)
 
     def _load(self) -> Load:
-        """A function that returns the batches of a pass, one after the other."""
+        """Return a function that loads the batches of a pass, one after the other."""
         if (iterator := self._iterator) is not None:
-            return lambda request: next(iterator)  # the workers were given the same requests
+            return lambda request: next(iterator)  # The workers have received the same requests.
         load, pin = self._batches.__getitems__, self._pin
         return load if pin is None else lambda request: pin(load(request))
 
@@ -168,7 +169,7 @@ class MapStyleAdapter(LoaderAdapter):
             (requests, assigned, state), ahead = ahead, next(plan, None)
             sizes = [len(request.indices) for request in requests]
             own = rank_slice.take(requests, assigned)
-            fetch = map(partial(_loaded, load), own).__next__  # zip would keep the batch
+            fetch = map(partial(_loaded, load), own).__next__  # `zip` would keep a reference to the batch.
             window = AccumulationWindow(
                 fetch, sizes, index, state, 0.0, rank_slice, assigned, last=ahead is None, whole=self._parts > 1
             )
@@ -177,7 +178,7 @@ class MapStyleAdapter(LoaderAdapter):
             index += window.batches
 
     def _read(self, plan: AssignedSteps, load: Load) -> Iterator[LoadedStep]:
-        """Read a loader that makes no batches, where only a loaded one tells how many samples it holds."""
+        """Yield the steps of a loader without a batch size, whose numbers of samples are only known after loading."""
         rank_slice = self._rank_slice
         for requests, assigned, state in plan:
             batches = [load(request) for request in rank_slice.take(requests, assigned)]
@@ -187,15 +188,15 @@ class MapStyleAdapter(LoaderAdapter):
             yield LoadedStep(items, [sizes[number] for number in range(len(requests))], assigned, state)
 
     def nothing(self) -> str:
-        """See `LoaderAdapter.nothing`."""
+        """Return the reason for a pass without batches."""
         return self._order.nothing()
 
     def close(self) -> None:
-        """See `LoaderAdapter.close`."""
+        """End the workers, and restore the user's random generators."""
         self._batches.own.put_back()
         end_workers(self._iterator)
         self._iterator = None
-        if self._loader is not None:  # its workers are persistent
+        if self._loader is not None:  # Its workers may be persistent.
             end_persistent_workers(self._loader)
 
 
@@ -204,7 +205,7 @@ def _loaded(load: Load, request: BatchRequest) -> tuple[Any, int]:
 
 
 def _as_it_is(batch: Any) -> Any:
-    """The collate function of a loader whose workers return whole batches already."""
+    """Return the batch unchanged: collate function of a loader whose workers return whole batches."""
     return batch
 
 

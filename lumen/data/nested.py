@@ -1,4 +1,4 @@
-"""Nested batches: walk them, move them to a device, count their samples."""
+"""Nested batches: traversal, moves to a device, and conversions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lumen.internals.tensors import copy_all
 
 _NUMBERS = (torch.Tensor, Real)
 _AHEAD = 2
-_SMALL_BYTES = 1 << 16  # the host does not wait for so small a copy from memory that is not pinned, either
+_SMALL_BYTES = 1 << 16  # For copies this small, the host does not wait even without pinned memory.
 
 
 def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Copy every tensor of a nested batch to a device, keeping the structure.
 
-    Mappings, lists, tuples, named tuples and dataclasses are walked; anything else with a `to` method (a
-    `PackedSequence`) is asked to move, and not cast; the rest (None, strings, numbers) is returned as it is. Copies are
-    asynchronous only from pinned memory to CUDA: elsewhere a tensor might be read before its copy has ended.
+    The function traverses mappings, lists, tuples, named tuples and dataclasses. It calls `to` of other objects that
+    have it (such as a `PackedSequence`), without a dtype, and returns the rest (None, strings, numbers) unchanged.
+    Copies are asynchronous only from pinned memory to CUDA: elsewhere a tensor might be read before its copy has ended.
 
     Args:
-        batch: A tensor, or nested collections of tensors and anything else.
+        batch: A tensor, or nested collections of tensors and other objects.
         device: The device to copy to.
-        dtype: The dtype of all floating-point tensors; None: each keeps its own.
+        dtype: The dtype of all floating-point tensors; None: keep the dtypes.
     """
     beside = device.type == "cuda"
 
@@ -49,20 +49,20 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
     """Copy every tensor of a nested batch to a device, keeping the structure.
 
     Args:
-        batch: A tensor, or mappings, lists, tuples, dataclasses and whatever has a `to` method, in each other.
+        batch: A tensor, or nested mappings, lists, tuples, dataclasses and objects with a `to` method.
         device: A device, its name, or the number of an accelerator.
 
     Raises:
-        ConfigError: There is no such device.
+        ConfigError: The device does not exist.
     """
     return move(batch, device_of("move_data_to_device", device) or torch.device("cpu"))
 
 
 def device_of(who: str, device: Any) -> torch.device | None:
-    """The device that somebody means; None stays None.
+    """Return an argument as a `torch.device`; None stays None.
 
     Raises:
-        ConfigError: torch knows no device of this name or number.
+        ConfigError: torch does not know a device of this name or number.
     """
     try:
         return None if device is None else torch.device(device)
@@ -72,20 +72,20 @@ def device_of(who: str, device: Any) -> torch.device | None:
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values`, of the same shape, into a tensor in place; elements that `expand` made share the first's value."""
+    """Copy `values` into a tensor of equal shape in place; elements repeated by `expand` get the value of the first."""
     tensor, values = _apart(tensor, values)
     tensor.copy_(values)
 
 
 def fill_all(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
-    """`fill` for several tensors on one device at once."""
+    """Call `fill` for several tensors on one device at once."""
     pairs = [_apart(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
     if pairs:
         copy_all([tensor for tensor, _ in pairs], [value for _, value in pairs])
 
 
 def _apart(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tensors without the repeated elements of the first: along expanded dimensions only index 0 is kept."""
+    """Return both tensors without the repeated elements of the first: index 0 of expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -94,25 +94,26 @@ def _apart(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, to
 
 @final
 class CopyStream:
-    """Copies batches to a CUDA device on a stream of its own, while kernels run that the host has queued already.
+    """Copier of batches to a CUDA device, on a separate stream, in parallel with queued kernels.
 
-    Only copies from pinned memory overlap with computing. Anything but dense CPU tensors moves on the current stream,
-    and so does a batch of less than `_SMALL_BYTES`: changing streams costs the host more than the copy takes.
-    The host runs ahead by `_AHEAD` batches at most: the memory of each is free only once the device has used it.
+    Only copies from pinned memory overlap with computation. Objects other than dense CPU tensors, and batches of less
+    than `_SMALL_BYTES`, are copied on the current stream: changing streams costs the host more than a small copy. The
+    host runs ahead by at most `_AHEAD` batches, because the memory of a batch is free only after the device has used
+    it.
 
     Args:
         device: The CUDA device to copy to.
-        dtype: The dtype of all floating-point tensors; None: each keeps its own.
+        dtype: The dtype of all floating-point tensors; None: keep the dtypes.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
         self._stream = _copy_stream(device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._begun: deque[torch.cuda.Event] = deque()  # of each batch under way: all before it is done
+        self._begun: deque[torch.cuda.Event] = deque()  # one per pending batch, set when the work before it is done
 
     def move(self, batch: Any) -> Any:
-        """See `move`; the current stream waits for the copies, the host for the batch `_AHEAD` before this one."""
+        """Copy a batch like `move`; the current stream waits for the copies, the host for the batch `_AHEAD` before."""
         if sum(part.nbytes for part in tensors(batch) if _is_copied_apart(part)) < _SMALL_BYTES:
             return move(batch, self._device, self._dtype)
         current = torch.cuda.current_stream(self._device)
@@ -128,7 +129,7 @@ class CopyStream:
             if not (isinstance(part, torch.Tensor) and _is_copied_apart(part)):
                 return part
             moved = part.to(self._device, non_blocking=True)
-            moved.record_stream(current)  # else its memory could be given to the next copy while it is read
+            moved.record_stream(current)  # Otherwise the next copy could reuse the memory while it is read.
             return moved
 
         with torch.cuda.stream(self._stream):
@@ -144,15 +145,15 @@ def _is_copied_apart(tensor: torch.Tensor) -> bool:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one copy stream of a device, for all runs: memory is cached per stream, and another would need its own."""
+    """Return the copy stream of a device, shared by all runs, because torch caches memory per stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply a function to every leaf of nested data, keeping the structure.
 
-    Mappings, lists, tuples, named tuples without a `to` method and dataclasses are walked, except where `is_leaf` says
-    that one is a leaf.
+    The function traverses mappings, lists, tuples, named tuples without a `to` method, and dataclasses, except those
+    for which `is_leaf` returns True.
     """
     if isinstance(data, torch.Tensor) or (is_leaf is not None and is_leaf(data)):
         return function(data)
@@ -161,7 +162,7 @@ def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], 
         if type(data) is dict:
             return converted
         if isinstance(data, MutableMapping):
-            kept = copy(data)  # with whatever makes it more than its items
+            kept = copy(data)  # keeps attributes of subclasses
             kept.update(converted)
             return kept
         return type(data)(converted)  # type: ignore[call-arg]
@@ -174,7 +175,7 @@ def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], 
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         names = [field.name for field in dataclasses.fields(data)]
         fields = {name: convert(getattr(data, name), function, is_leaf) for name in names}
-        made = object.__new__(type(data))  # not replace(): init=False and InitVar fields must survive
+        made = object.__new__(type(data))  # `replace()` would fail for init=False and InitVar fields.
         for name, value in fields.items():
             object.__setattr__(made, name, value)
         return made
@@ -182,17 +183,17 @@ def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], 
 
 
 def detached(data: Any) -> Any:
-    """The same nested data with `detach` called on every tensor."""
+    """Return the nested data with `detach` called on every tensor."""
     return convert(data, lambda part: part.detach() if isinstance(part, torch.Tensor) else part)
 
 
 def as_tensors(data: Any, device: torch.device) -> Any:
-    """The same nested data with numbers made tensors, and all tensors moved to a device."""
+    """Return the nested data with numbers converted to tensors, and all tensors moved to a device."""
     return convert(data, lambda part: torch.as_tensor(part, device=device) if isinstance(part, _NUMBERS) else part)
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nested batch, depth first."""
+    """Yield the tensors of a nested batch, depth first."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -207,7 +208,7 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of plain data, each with its path: `trainer.max_steps`. A list without mappings is one."""
+    """Yield the leaves of plain data, each with its path: `trainer.max_steps`. A list without mappings is a leaf."""
     if isinstance(tree, Mapping) and tree:
         for name, value in tree.items():
             yield from flat(value, f"{path}.{name}" if path else str(name))

@@ -1,8 +1,8 @@
-"""Orders: which samples make which micro-batch of an epoch, from a position on, without loading any.
+"""Orders: assignment of samples to the micro-batches of an epoch, from a position on, without loading any sample.
 
-There are two kinds: each sample of the data set once, in its order or shuffled; a user's sampler, cut into batches, or
-batch sampler. A user's sampler is iterated with every generator seeded from (seed, epoch), so every process
-draws the same list, and a resumed run skips what was consumed.
+There are two kinds. `PlainOrder` takes each sample of the data set once, in order or shuffled. `SampledOrder` follows a
+user's sampler, divided into batches, or batch sampler. A user's sampler is iterated with every generator seeded from
+(seed, epoch). Every process therefore draws the same list, and a resumed run skips the consumed part.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lumen.data.seeded_dataset import BatchRequest
 from lumen.errors import DataError
 from lumen.random import Domain, GeneratorStates, make_key, seed_generators
 
-#: The micro-batches of one optimizer step, of all processes, and the state of the order after it.
+#: Micro-batches of one optimizer step, of all processes, and the state of the order after the step.
 StepRequests = tuple[list[BatchRequest], dict[str, Any]]
 
 
 class Order(ABC):
-    """Which samples make which micro-batch.
+    """Assignment of samples to micro-batches.
 
     Attributes:
         length: Micro-batches of an epoch, of all processes; None if it is known only at the epoch's end.
         per_step: Micro-batches of an optimizer step, of all processes.
-        is_known: The steps depend on (seed, epoch) alone, so they may be asked for long before they are run.
-        is_cut_here: Batches are as large as Lumen makes them, not as a user's batch sampler does.
+        is_known: True if the steps depend only on (seed, epoch), so they may be computed long before they run.
+        is_cut_here: True if Lumen forms the batches; False if a user's batch sampler does.
     """
 
     length: int | None
@@ -51,26 +51,26 @@ class Order(ABC):
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
-        """Update `length` for the epoch that `position` is in."""
+        """Update `length` for the epoch of `position`."""
 
     @abstractmethod
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
-        """The requests of each optimizer step from a position on, and the order's state after the step.
+        """Yield the requests of each optimizer step from a position on, and the order's state after the step.
 
         Raises:
-            DataError: The position was saved by another order, or over other data.
+            DataError: The position was saved by a different order, or for different data.
         """
 
     @abstractmethod
     def nothing(self) -> str:
-        """See `LoaderAdapter.nothing`."""
+        """Return the reason for a pass without batches, for an error."""
 
     def cut(self) -> dict[str, int | None]:
-        """See `LoaderAdapter.cut`."""
+        """Return the batch size and the samples of a step."""
         return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
 
     def regroup(self, per_step: int) -> None:
-        """See `LoaderAdapter.regroup`."""
+        """Set the number of micro-batches per optimizer step."""
         self.per_step, self._step_size = per_step, per_step * self._batch_size
 
     def _batches(self, samples: int) -> int:
@@ -97,17 +97,17 @@ class Order(ABC):
 
 @final
 class PlainOrder(Order):
-    """Each sample once: in the data set's order, or shuffled by (seed, epoch).
+    """Order with each sample once: in the data set's order, or shuffled by (seed, epoch).
 
-    An epoch has the samples that the data set has when it begins, also for a run that is resumed in its middle.
+    An epoch contains the samples that the data set has at its start, also if a run resumes in the middle.
 
     Args:
         dataset: A data set with a length, which may change between epochs.
-        seed: Seed of the shuffling: the run's, or that of the loader's own generator.
-        shuffle: Shuffle the samples anew in every epoch.
+        seed: Seed of the shuffling: the run's seed, or the seed of the loader's own generator.
+        shuffle: Shuffle the samples differently in every epoch.
         batch_size: Number of samples in a micro-batch.
         step_size: Number of samples in an optimizer step, of all processes together.
-        drop_last: Leave out the epoch's last micro-batch if it is not full.
+        drop_last: Omit the epoch's last micro-batch if it is not full.
     """
 
     is_known = True
@@ -120,7 +120,7 @@ class PlainOrder(Order):
         self.measure()
 
     def measure(self, position: Position = START) -> None:
-        """See `Order.measure`."""
+        """Update `length` from the data set, or from the saved number of samples in the middle of an epoch."""
         here = len(self._dataset)
         self._samples = position.state_of("data set").get("samples", here) if position.samples else here
         if here < self._samples:
@@ -131,11 +131,11 @@ class PlainOrder(Order):
         self.length = self._batches(self._samples)
 
     def nothing(self) -> str:
-        """See `Order.nothing`."""
+        """Return the reason for a pass without batches."""
         return self._too_few(self._dataset, self._samples)
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
-        """See `Order.steps`."""
+        """Yield the requests of each optimizer step, and the order's state."""
         self.measure(position)
         how = "in order" if not self._shuffle else "in pieces" if self._samples > LARGE else "at once"
         state = {"kind": "data set", "samples": self._samples, "shuffled": how, "seed": self._seed}
@@ -146,7 +146,7 @@ class PlainOrder(Order):
             )
         key, end = position.key(epoch), self._samples
         order = epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
-        rows = order.numpy() if isinstance(order, torch.Tensor) else order  # cut faster
+        rows = order.numpy() if isinstance(order, torch.Tensor) else order  # Slicing numpy arrays is faster.
         if limit is not None:
             end = min(end, self._items(limit))
         size = self._batch_size
@@ -164,14 +164,14 @@ class PlainOrder(Order):
 
 @final
 class SampledOrder(Order):
-    """The order of a user's sampler or batch sampler, which may leave samples out, repeat them, or never end.
+    """Order of a user's sampler or batch sampler, which may omit samples, repeat them, or never end.
 
     Args:
         sampler: An iterable of indices, such as a `WeightedRandomSampler`, or of lists of indices.
         seed: The run's seed, which keys everything random.
         batch_size: Number of samples in a micro-batch; None: each list of the sampler is a micro-batch.
         step_size: Number of items of the sampler in an optimizer step, of all processes together.
-        drop_last: Leave out the epoch's last micro-batch if it is not full.
+        drop_last: Omit the epoch's last micro-batch if it is not full.
         single: Without a batch size: the sampler gives single indices instead of lists.
     """
 
@@ -185,20 +185,20 @@ class SampledOrder(Order):
         self.measure()
 
     def measure(self, position: Position = START) -> None:
-        """See `Order.measure`."""
+        """Update `length` from the sampler's `__len__`."""
         items = known_length(self._sampler)
         self.length = None if items is None else self._batches(items)
 
     def nothing(self) -> str:
-        """See `Order.nothing`."""
+        """Return the reason for a pass without batches."""
         if not self.is_cut_here:
             return f"the {type(self._sampler).__name__} of the loader gives nothing"
         return self._too_few(self._sampler, known_length(self._sampler))
 
     def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
-        """See `Order.steps`."""
+        """Yield the requests of each optimizer step, and the order's state."""
         again, self._begun = self._begun or epoch > 0, True
-        # Many items are drawn at once, because changing generators costs more than drawing.
+        # Draw many items at once, because changing generators costs more than drawing.
         taken, ahead = (position.samples, 1024) if self.is_cut_here else (position.batches, 64)
         begin = self._seed, epoch, position
         stream = _SeededIterator(self._sampler, self._own, begin, ahead, self._converted, again=again)
@@ -215,7 +215,7 @@ class SampledOrder(Order):
             yield requests, stream.state()
 
     def cut(self) -> dict[str, int | None]:
-        """See `Order.cut`."""
+        """Return the sizes of batches and steps, or only the batches of a step for a batch sampler."""
         return super().cut() if self.is_cut_here else {"batches of a step": self.per_step}
 
     def _converted(self, given: Any) -> Any:
@@ -229,7 +229,7 @@ class SampledOrder(Order):
 
 
 def loader_objects(loader: Any) -> Iterator[Any]:
-    """The loader, its samplers and its data set, and the samplers that these hold: all that may have `set_epoch`."""
+    """Yield all objects that may have `set_epoch`: the loader, its samplers and data set, and samplers inside these."""
     waiting, met = [loader], set[int]()
     while waiting:
         part = waiting.pop(0)
@@ -242,7 +242,7 @@ def loader_objects(loader: Any) -> Iterator[Any]:
 
 
 def _held_by(part: Any) -> Iterator[Any]:
-    """The values of an object's attributes, and of lists and dictionaries among them that are too short to be data."""
+    """Yield the values of an object's attributes, and of lists and dictionaries among them with at most 64 items."""
     for value in list(getattr(part, "__dict__", {}).values()):
         yield value
         if isinstance(value, (list, tuple, dict)) and len(value) <= 64:
@@ -250,7 +250,7 @@ def _held_by(part: Any) -> Iterator[Any]:
 
 
 def begin_epoch(loader: Any, own: OwnGenerators, seed: int, epoch: int, position: Position) -> None:
-    """Call `set_epoch` wherever a loader or sampler has it, and seed every generator that it keeps for the epoch."""
+    """Call `set_epoch` of the loader and its samplers, and seed every generator that they hold."""
     own.look()
     own.seed(make_key(seed, Domain.ORDER, position.key(epoch)))
     for part in loader_objects(loader):
@@ -263,7 +263,7 @@ _END = object()
 
 @final
 class _SeededIterator:
-    """Iterates over a sampler with the generators in a state of its own, and keeps a digest of what was drawn."""
+    """Iterator over a sampler with a separate state of the generators, and with a digest of the drawn items."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class _SeededIterator:
 
     @contextmanager
     def _as_if_alone(self) -> Iterator[None]:
-        """Within it every generator is where the sampler left it; afterwards where it was before."""
+        """Return a context with the generators in the sampler's state; on exit the outer state is restored."""
         outside = GeneratorStates(self._own.generators)
         if self._generators is not None:
             self._generators.restore()
@@ -328,13 +328,13 @@ class _SeededIterator:
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The items that are left of an iterator whose own `__iter__` may begin anew."""
+    """Yield the remaining items of an iterator whose own `__iter__` may restart it."""
     while (given := next(iterator, _END)) is not _END:
         yield given
 
 
 def _word(given: Any) -> str:
-    """A text that is equal for equal indices, be they ints, tensors, arrays, or lists of them."""
+    """Return a text that is equal for equal indices, whether ints, tensors, arrays, or lists of them."""
     if isinstance(given, (list, tuple)):
         words = map(str if set(map(type, given)) == {int} else _word, given)
         return ",".join([*words, ""])

@@ -1,4 +1,4 @@
-"""Cuts a batch into parts along its samples, and joins what a step returned for them."""
+"""Division of a batch into parts along its samples, and concatenation of the step outputs of the parts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def spans(begin: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
-    """The parts of some samples, none larger than `largest`: halves, and halves of those that are too large.
+    """Yield the parts of a range of samples, none larger than `largest`, by repeated halving.
 
     Yields:
-        The first sample of a part, and the one after its last.
+        The first sample of a part, and the sample after its last.
     """
     if end - begin <= largest:
         yield begin, end
@@ -29,19 +29,19 @@ def spans(begin: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
 
 
 def cut(batch: Any, samples: int, begin: int, end: int) -> Any:
-    """A part of a batch; its tensors are views.
+    """Return a part of a batch; its tensors are views.
 
-    Tensors are cut along dimension 0, and lists and tuples without tensors that have an item for each sample. What has
-    no dimension is in each part.
+    Tensors are sliced along dimension 0. Lists and tuples without tensors are sliced if they have one item per sample.
+    Scalars are included in each part.
 
     Args:
         batch: Tensors and lists, in mappings, lists, tuples or dataclasses.
-        samples: How many the whole batch has.
+        samples: Number of samples in the whole batch.
         begin: First sample of the part.
-        end: The sample after its last one.
+        end: The sample after the last sample of the part.
 
     Raises:
-        DataError: A tensor has another size in dimension 0; or it is not known where the samples are.
+        DataError: A tensor has a different size in dimension 0, or the place of the samples is unknown.
     """
 
     def part(leaf: Any) -> Any:
@@ -54,7 +54,7 @@ def cut(batch: Any, samples: int, begin: int, end: int) -> Any:
 
 
 def _is_row(data: Any, size: int) -> bool:
-    """Whether a list has an item for each sample, and no tensors."""
+    """Return True if a list has one item per sample, and no tensors."""
     return type(data) in (list, tuple) and len(data) == size and next(tensors(data), None) is None
 
 
@@ -76,15 +76,15 @@ def _part(leaf: Any, samples: int, where: slice) -> Any:
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool) -> Any:
-    """What steps returned for the parts of a batch, as one step would have for all of it.
+    """Concatenate step outputs for the parts of a batch to the output for the whole batch.
 
     Args:
-        outputs: Of each part; tensors, or mappings, lists and tuples of tensors.
-        sizes: Samples of each part.
-        averages: A tensor without dimensions, or a float, is a mean over samples; else it is an error.
+        outputs: Output of each part; tensors, or mappings, lists and tuples of tensors.
+        sizes: Number of samples of each part.
+        averages: True: a tensor without dimensions, or a float, is a mean over samples; False: it is an error.
 
     Raises:
-        ConfigError: Something is no tensor with the samples of its part along dimension 0.
+        ConfigError: An output is not a tensor with the samples of its part along dimension 0.
     """
     first, kind = outputs[0], type(outputs[0])
     parts = list(zip(outputs, sizes, strict=True))

@@ -1,7 +1,7 @@
-"""The order of samples, as a pure function of (seed, epoch): the same on any hardware.
+"""Order of samples as a pure function of (seed, epoch), independent of the hardware.
 
-The global batch of step s is `order[s*G : (s+1)*G]`; its micro-batches are consecutive slices of at most B samples.
-So the position of a run inside an epoch is one integer: samples consumed.
+The global batch of step s is `order[s*G : (s+1)*G]`; its micro-batches are consecutive slices of at most B samples. The
+position of a run inside an epoch is therefore one integer: samples consumed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 from lumen.random import Domain, make_key
 
-#: The length above which a shuffled order is computed piece by piece: `randperm` needs 8 bytes a sample and seconds.
+#: Length above which a shuffled order is computed piece by piece: `randperm` needs 8 bytes per sample, and seconds.
 LARGE = 2**24
 
 
 def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range | torch.Tensor | Permutation:
-    """The sample indices of an epoch, in their order.
+    """Return the sample indices of an epoch in order.
 
     Returns:
-        int64 of shape (length,); above `LARGE` samples a range or `Permutation`, which give indices by slices.
+        An int64 tensor of shape (length,); above `LARGE` samples a range or `Permutation`, which return slices.
     """
     if not shuffle:
         return range(length) if length > LARGE else torch.arange(length, device="cpu")
@@ -34,11 +34,11 @@ def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range |
 
 @final
 class Permutation:
-    """A permutation of range(length) that is never held in memory: slices of it are computed when asked for.
+    """Permutation of range(length) that is never held in memory: slices are computed on demand.
 
-    A Feistel network over the next power of four, walked along its cycles until it is back in the range (Black &
-    Rogaway, Ciphers with Arbitrary Finite Domains, 2002). The round function is the finaliser of MurmurHash3, whose
-    output is well mixed but not secret. Independent of torch's version.
+    The algorithm is a Feistel network over the next power of four, with cycle walking until the result is in the range.
+    Source: Black & Rogaway, Ciphers with Arbitrary Finite Domains, 2002. The round function is the finaliser of
+    MurmurHash3, whose output is well mixed but not secret. The result does not depend on the version of torch.
 
     Args:
         length: Number of elements, 1 to 2**62.
@@ -46,7 +46,7 @@ class Permutation:
     """
 
     _ROUNDS = 6
-    _BLOCK = 4096  # indices computed at once: below, numpy's calls would cost more than its work
+    _BLOCK = 4096  # Indices computed at once. For fewer, calling numpy costs more than the computation.
 
     def __init__(self, length: int, key: int) -> None:
         self.length = length
@@ -57,7 +57,7 @@ class Permutation:
         self._block = np.empty(0, np.int64)
 
     def __getitem__(self, part: slice) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The indices at positions `part.start` to `part.stop`: int64 of shape (stop - start,)."""
+        """Return the indices at positions `part.start` to `part.stop`: int64 of shape (stop - start,)."""
         start, stop, _ = part.indices(self.length)
         pieces = []
         while start < stop:
@@ -87,13 +87,13 @@ class Permutation:
 def cut_steps(
     take: Callable[[int], list[Any]], batch_size: int, step_size: int, *, drop_last: bool, limit: int | None = None
 ) -> Iterator[list[list[Any]]]:
-    """Cut a stream of indices into the micro-batches of optimizer steps.
+    """Divide a stream of indices into the micro-batches of optimizer steps.
 
     Args:
-        take: Called with n, returns the next n indices, or fewer at the end.
+        take: Function of n that returns the next n indices, or fewer at the end.
         batch_size: Number of samples in a micro-batch.
         step_size: Number of samples in an optimizer step, of all processes together.
-        drop_last: Leave out the last micro-batch if the data ended before it was full.
+        drop_last: Omit the last micro-batch if the data ended before it was full.
         limit: The most samples to use; None: all.
 
     Yields:

@@ -1,4 +1,4 @@
-"""Checks that the processes of a run were given the same data, before they train on it."""
+"""Checks that all processes of a run have the same data, before they train on it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_same(rank_slice: RankSlice, what: str, found: Any, advice: str) -> None:
-    """Refuse data that is not the same in all processes. Collective: every rank must call this.
+    """Raise if data differs between processes. Collective: every rank must call this.
 
     Args:
-        rank_slice: Rank of this process, number of processes, and how they communicate.
-        what: What is compared, in words for the message: "data set or order".
-        found: What this process has: plain data, compared by `==`.
-        advice: A sentence for the message: what the user should do.
+        rank_slice: Rank of this process, number of processes, and their communication.
+        what: Description of the compared data for the message: "data set or order".
+        found: The data of this process: plain data, compared by `==`.
+        advice: A sentence for the message: the user's remedy.
 
     Raises:
-        DataError: A rank has found something else than rank 0; raised on every rank.
+        DataError: The data of a rank differs from that of rank 0; raised on every rank.
     """
     told = rank_slice.gather_all(found)
     for rank, other in enumerate(told):
@@ -35,19 +35,19 @@ def check_same(rank_slice: RankSlice, what: str, found: Any, advice: str) -> Non
 
 
 def lend(rank_slice: RankSlice, source: int, item: LoadedBatch | None) -> LoadedBatch:
-    """This process's own batch, or that of rank `source` if it has none. Collective: every rank must call this."""
+    """Return this process's own batch, or that of rank `source` without one. Collective: every rank must call this."""
     given = rank_slice.gather(item if rank_slice.rank == source else None)[source]
     assert given is not None
     return given if item is None else item
 
 
 def digest(batch: Any, code: int = 0, most: int | None = None) -> int:
-    """A checksum of a batch's values; parts that are neither plain data nor tensors count by their class alone.
+    """Return a checksum of a batch's values; objects other than plain data and tensors count by their class alone.
 
     Args:
-        batch: Nested data, as a loader has given it.
-        code: The checksum of what comes before.
-        most: About how many numbers of each tensor and array count. Default: all.
+        batch: Nested data, as given by a loader.
+        code: The checksum of the preceding data.
+        most: Approximate number of values of each tensor and array to include. Default: all.
     """
     for piece in pieces(batch, most):
         code = crc32(piece, code)
@@ -55,7 +55,7 @@ def digest(batch: Any, code: int = 0, most: int | None = None) -> int:
 
 
 def pieces(part: Any, most: int | None = None) -> Iterator[Any]:
-    """The bytes of nested data, in their order; of what is neither plain data nor a tensor, the name of its class."""
+    """Yield the bytes of nested data in order; for objects other than plain data and tensors, the class name."""
     if most is not None and isinstance(part, torch.Tensor | np.ndarray):
         yield repr((part.dtype, *part.shape)).encode()
         if (numbers := _on_host(part)) is not None:
@@ -89,7 +89,7 @@ def pieces(part: Any, most: int | None = None) -> Iterator[Any]:
 
 
 def _on_host(part: torch.Tensor | np.ndarray) -> np.ndarray[Any, Any] | None:
-    """Return the memory of an array or tensor; None for tensors that only a copy or a wait for a device would read."""
+    """Return the memory of an array or tensor; None for tensors that need a copy or a wait for a device."""
     if isinstance(part, np.ndarray):
         return None if part.dtype == object else part
     if part.device.type != "cpu" or part.layout is not torch.strided or part.is_nested or part.is_complex():

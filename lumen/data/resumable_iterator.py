@@ -1,4 +1,4 @@
-"""An iterable of batches that can be resumed in the middle of an epoch."""
+"""Iterator over batches that can resume in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from lumen.random import Domain, make_key, seed_generators
 
 @final
 class ResumableIterator:
-    """Reads an iterable of batches in one process, and goes on in the middle of an epoch after a resume.
+    """Iterator over batches in one process that can resume in the middle of an epoch.
 
-    Where the loader has `state_dict` and `load_state_dict` (or its data set has, and is loaded in this process), that
-    state is saved and restored. Otherwise a resumed run reads the epoch's first batches once more and drops them, which
-    works only if batch size and workers are what they were. The global generators are seeded before every batch, so
-    the main process draws the same random numbers after a resume; those of workers repeat only where batches are read
-    once more.
+    If the loader has `state_dict` and `load_state_dict`, its state is saved and restored. The same holds for its data
+    set if it is loaded in this process. Otherwise a resumed run reads the first batches of the epoch again and drops
+    them, which requires equal batch size and workers. The global generators are seeded before every batch, so the main
+    process draws the same random numbers after a resume. Random numbers of workers repeat only if batches are read
+    again.
 
     Args:
-        loader: Its `__iter__` begins an epoch anew.
+        loader: The iterable; its `__iter__` restarts an epoch.
         seed: The run's seed, which keys everything random.
-        rewinds: Every pass begins where the first one did, as evaluations do.
-        rank_slice: Rank and number of the processes, where each reads a part of its own and draws other random numbers.
-            (Not before the first batch: what is drawn there may decide how the data is divided into parts.)
+        rewinds: True: every pass restarts where the first pass began, for evaluations.
+        rank_slice: Rank and number of the processes, if each reads a different part and draws different random numbers.
+            (Not before the first batch: its random numbers may decide how the data is divided into parts.)
 
     Attributes:
-        beginning: The state with which every pass begins, if it rewinds.
-        cut: The loader's `batch_size`, `num_workers` and `drop_last`; empty if it is no `DataLoader`.
+        beginning: The state at the beginning of every pass, with `rewinds`.
+        cut: The loader's `batch_size`, `num_workers` and `drop_last`; empty for other classes than `DataLoader`.
     """
 
     def __init__(self, loader: Any, seed: int, *, rewinds: bool, rank_slice: RankSlice = ALONE) -> None:
@@ -55,26 +55,26 @@ class ResumableIterator:
         self._iterator: Iterator[Any] = iter(())
         self._opened = self._exhausted = self._was_read = False
         self._read = self._samples = self._digest = 0
-        self._firsts: set[int] = set()  # Digests of the batches that passes began with, if they repeat.
+        self._firsts: set[int] = set()  # digests of the first batches of repeated passes
         self.cut = {name: getattr(loader, name) for name in _CUTTING} if isinstance(loader, DataLoader) else {}
-        self._stands_at: dict[str, Any] | None = None  # the state that the loader itself is in, if it is in one
+        self._stands_at: dict[str, Any] | None = None  # the loader's present state, if known
         part_of_loader = self._stateful is not None and self._stateful is not loader
         self.beginning = self.state() if rewinds and part_of_loader else {"kind": "stream"}
 
     def items(self, epoch: int, position: Position, state: dict[str, Any], number: int) -> Iterator[LoadedBatch]:
-        """The batches of an epoch that are left. The loader's state is restored at once, not at the first `next`.
+        """Return the remaining batches of an epoch. The loader's state is restored at once, not at the first `next`.
 
         Args:
-            epoch: Number of the epoch, from 0: with the seed it keys what is drawn.
-            position: What has been consumed of the epoch, by all processes together.
-            state: What `state` returned at that position.
-            number: Batches that this process had read of the epoch by then.
+            epoch: Number of the epoch, from 0: with the seed it keys the random numbers.
+            position: The consumed part of the epoch, by all processes together.
+            state: The result of `state` at that position.
+            number: Number of batches that this process had read of the epoch at that position.
         """
         may_end_at_once = number or "loader" not in state or (state is self._stands_at and state["exhausted"])
         if not number:
             self.go_to(state)
         begin_epoch(self._loader, self._own, self._seed, epoch, position)
-        found = not number or self.go_to(state)  # only now: its generators are not those of the epoch's beginning
+        found = not number or self.go_to(state)  # after `begin_epoch`, which would reset the restored generators
         self._begin(epoch, position)
         self._read, self._samples, self._digest = number, state["samples"] if number else 0, 0
         if not found:
@@ -82,10 +82,10 @@ class ResumableIterator:
         return self._rest(epoch, position, may_end_at_once=bool(may_end_at_once))
 
     def _read_again(self, key: int, number: int, state: dict[str, Any]) -> None:
-        """Read the first `number` batches of the epoch once more, for a loader without a state.
+        """Read the first `number` batches of the epoch again, for a loader without a state.
 
         Raises:
-            DataError: They are cut otherwise now, or hold another number of samples.
+            DataError: The batches have a different size now, or a different number of samples.
         """
         name, remedy = self._stateless()
         changed = [f"{what} was {old}, is {self.cut.get(what)}" for what, old in state["cut"].items()
@@ -114,7 +114,7 @@ class ResumableIterator:
             )  # fmt: skip
 
     def _note(self, batch: Any, number: int) -> None:
-        """Add a batch to the digest that shows whether an epoch is read again as it was.
+        """Add a batch to the digest that shows if an epoch gives the same batches again.
 
         The digest covers the first 16 batches and every 16th later one, because a digest costs as much as a small step.
         """
@@ -132,7 +132,7 @@ class ResumableIterator:
         )
 
     def _stateless(self) -> tuple[str, str]:
-        """Return the class that lacks a state, and what to do: torchdata's loader needs a stream with a state too."""
+        """Return the class that lacks a state, and the remedy: torchdata's loader needs a stream with a state too."""
         is_stream = bool(self.cut) and isinstance(self._source, IterableDataset)
         owner = self._source if is_stream and not hasattr(self._source, "load_state_dict") else self._loader
         name, steps = type(owner).__name__, list[str]()
@@ -149,10 +149,10 @@ class ResumableIterator:
         key = position.key(epoch)
         batch = self._next(key, self._read)
         if batch is _END and not may_end_at_once:
-            self._begin(epoch, position)  # it was cut exactly where the data ends, or its end was loaded just now
+            self._begin(epoch, position)  # The saved position was at the end of the data, so restart.
             batch = self._next(key, self._read)
         if batch is _END and self._was_read and self._iterator is self._loader:
-            raise self._read_before()  # its __iter__ does not begin anew
+            raise self._read_before()  # Its `__iter__` does not restart.
         if self._rewinds and not self._read and batch is not _END:
             self._compare(batch)
         while batch is not _END:
@@ -164,7 +164,7 @@ class ResumableIterator:
             batch = self._next(key, self._read)
 
     def _compare(self, batch: Any) -> None:
-        """Warn once if a pass that repeats the pass before begins with a different batch."""
+        """Warn once if a pass that should repeat the previous pass begins with a different batch."""
         known = len(self._firsts)
         self._firsts.add(digest(batch, most=64))
         if known == 1 < len(self._firsts):
@@ -176,9 +176,9 @@ class ResumableIterator:
     def _begin(self, epoch: int, position: Position) -> None:
         own: list[int] = []
         if self.cut and self._loader.persistent_workers:
-            end_persistent_workers(self._loader)  # they are seeded once: an epoch would depend on the ones before
+            end_persistent_workers(self._loader)  # Workers are seeded once, so the epoch would depend on earlier ones.
         if self.cut and self._loader.num_workers and self._rank_slice.rank:
-            own = [self._rank_slice.rank, 3]  # Each process has a seed of its own: its workers cannot agree by it.
+            own = [self._rank_slice.rank, 3]  # Workers of different ranks get different seeds.
         seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
         with prepared(self._loader):
             self._iterator = iter(self._loader)
@@ -198,7 +198,7 @@ class ResumableIterator:
         seed_generators(make_key(self._seed, Domain.SAMPLE, key, of_all))
         try:
             batch = next(self._iterator, _END)
-        except RuntimeError as error:  # what a generator makes of a StopIteration inside it
+        except RuntimeError as error:  # A generator converts a StopIteration inside it to this error.
             if "generator raised StopIteration" not in str(error):
                 raise
             raise early_end(self._source, f"after {number} batches of the epoch") from error
@@ -206,44 +206,44 @@ class ResumableIterator:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """What `items` needs to go on from here: plain data and tensors."""
+        """Return the state that `items` needs to continue from here: plain data and tensors."""
         state: dict[str, Any] = {"kind": "stream", "read": self._read, "exhausted": self._exhausted}
         state |= {"samples": self._samples, "cut": self.cut}
         if self._stateful is None:
             state["sparse_digest"] = self._digest
-        else:  # a copy: it may be made of what the next batch changes
+        else:  # A copy is needed because the next batch may change the state in place.
             state["loader"] = deepcopy(self._stateful.state_dict())
         return state
 
     def last_state(self) -> dict[str, Any]:
-        """The state at the end of a pass, from which the next one begins."""
+        """Return the state at the end of a pass, from which the next pass begins."""
         state = self.state() | {"ended": True}
-        if self._exhausted or self._stateful is not self._loader:  # a loader forgets its place when it begins anew
+        if self._exhausted or self._stateful is not self._loader:  # A loader resets its position when it restarts.
             self._stands_at = state
         return state
 
     def go_to(self, state: dict[str, Any]) -> bool:
-        """Restore the loader to a state. Returns whether it has `load_state_dict` and the state is one of its own."""
+        """Restore a state of the loader. Return True if the loader has `load_state_dict` and its state was saved."""
         if "exhausted" in state:
             self._read, self._samples, self._exhausted = state["read"], state["samples"], state["exhausted"]
         if self._stateful is None or "loader" not in state:
             return False
         if state is not self._stands_at:
             self._stateful.load_state_dict(deepcopy(state["loader"]))
-            if self._exhausted:  # torchdata's loader draws a seed for the end too: now, before the epoch's are keyed
+            if self._exhausted:  # At its end torchdata's loader draws a seed; let it draw before the epoch is seeded.
                 self._stateful.state_dict()
         self._stands_at = None
         return True
 
     def nothing(self) -> str:
-        """The reason why there is no batch, for an error."""
+        """Return the reason for a pass without batches, for an error."""
         name, size = type(self._source).__name__, self.cut.get("batch_size")
         if size and self.cut["drop_last"]:
             return f"{name} gave no samples, or fewer than the batch_size {size}, which drop_last=True leaves out"
         return f"{name} gave nothing"
 
     def close(self) -> None:
-        """End the workers, and put the loader's own generators back, so that the user can iterate it again."""
+        """End the workers, and restore the loader's own generators, so the user can iterate it again."""
         self._own.put_back()
         end_workers(self._iterator)
         self._iterator = iter(())
@@ -256,10 +256,10 @@ _CUTTING = ("batch_size", "num_workers", "drop_last")
 
 
 def _stateful_part(loader: Any) -> Any:
-    """Return the loader or its data set, if that has `load_state_dict`; else None.
+    """Return the loader or its data set, if it has `load_state_dict`; else None.
 
-    The state of torchdata's loader counts only where its stream has one: without, it can be restored only once. That
-    of Hugging Face's streams lacks the samples in the buffer that they shuffle, so it does not count.
+    The state of torchdata's loader counts only if its stream has a state: otherwise it can be restored only once. The
+    state of Hugging Face's streams does not count with a shuffle buffer, because it lacks the samples in the buffer.
     """
     stream = loader.dataset if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) else None
     is_torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
@@ -270,7 +270,7 @@ def _stateful_part(loader: Any) -> Any:
 
 
 def _has_buffer(stream: Any) -> bool:
-    """Return True for a stream of Hugging Face's that shuffles samples in a buffer."""
+    """Return True for a Hugging Face stream that shuffles samples in a buffer."""
     part = getattr(stream, "_ex_iterable", None)
     while part is not None and "BufferShuffled" not in type(part).__name__:
         part = getattr(part, "ex_iterable", None)

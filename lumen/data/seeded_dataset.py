@@ -1,4 +1,4 @@
-"""A user's data set whose randomness depends on (seed, epoch, sample) alone: samples are seeded once one draws."""
+"""Data set whose random numbers depend only on (seed, epoch, sample); samples are seeded once one of them draws."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ watch_generators(MEMORIES)
 
 
 class BatchRequest(NamedTuple):
-    """One micro-batch, as a worker is asked for it: all that its samples and their randomness depend on.
+    """Request for one micro-batch, with everything that its samples and their random numbers depend on.
 
     Attributes:
         epoch: Key of the epoch, see `Position.key`.
         start: Position of the first sample in the epoch's order, from 0.
-        indices: Indices into the data set: an int64 array of shape (samples,), or a list of any keys it takes.
-        by_place: An index may come twice in an epoch, so randomness is keyed by position instead of by index.
+        indices: Indices into the data set: an int64 array of shape (samples,), or a list of any keys that it accepts.
+        by_place: True if an index may occur twice in an epoch, so position instead of index keys the random numbers.
     """
 
     epoch: int
@@ -37,13 +37,13 @@ class BatchRequest(NamedTuple):
     by_place: bool
 
     def split(self, parts: int) -> list[BatchRequest]:
-        """The same samples in at most so many parts, all but the last of one size."""
+        """Return the same samples in at most `parts` parts of equal size; the last part may be smaller."""
         size = -(-len(self.indices) // parts)
         places = range(0, len(self.indices), size)
         return [self._replace(start=self.start + at, indices=self.indices[at : at + size]) for at in places]
 
     def __reduce__(self) -> tuple[Callable[..., BatchRequest], tuple[Any, ...]]:
-        """Pickle the indices as bytes on the way to a worker: numpy's own way takes three times as long."""
+        """Pickle the indices as bytes for a worker, which is three times as fast as numpy's pickling."""
         epoch, start, indices, by_place = self
         if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.ndim == 1:
             return _arrived, (epoch, start, indices.tobytes(), by_place)
@@ -51,12 +51,12 @@ class BatchRequest(NamedTuple):
 
 
 def _arrived(epoch: int, start: int, indices: bytes, by_place: bool) -> BatchRequest:
-    writable = np.frombuffer(indices, np.int64).copy()  # as torch wants it
+    writable = np.frombuffer(indices, np.int64).copy()  # Torch needs writable memory.
     return BatchRequest(epoch, start, writable, by_place)
 
 
 def can_draw(dataset: Any) -> bool:
-    """Return False for tensors, which use no random numbers."""
+    """Return False for a data set of tensors, which uses no random numbers."""
     dataset = _under_subsets(dataset)
     if type(dataset) is ConcatDataset:
         return any(can_draw(part) for part in dataset.datasets)
@@ -71,25 +71,26 @@ def _under_subsets(dataset: Any) -> Any:
 
 @final
 class SeededDataset(Dataset[Any]):
-    """Makes whole micro-batches, with the generators seeded for each sample and then for the collate function.
+    """Data set of whole micro-batches, with the generators seeded for each sample and then for the collate function.
 
-    Seeding takes longer than reading most samples, and most data sets draw nothing. So a batch is made without seeds
-    first, from a state of the generators that nobody has drawn from. If the state is left as it was, seeds would have
-    changed nothing. The first batch that draws is made again, seeded, and so are all that follow.
+    Seeding takes longer than reading most samples, and most data sets draw no random numbers. A batch is therefore
+    first loaded without seeds, from an unused state of the generators. If the state is unchanged afterwards, seeds
+    would not have changed the batch. The first batch that draws is loaded again with seeds, and all later batches are
+    seeded.
 
-    Rows of a `TensorDataset` are taken at once, with the bits that stacking single ones gives.
+    Rows of a `TensorDataset` are indexed at once; the result is bitwise identical to stacking single rows.
 
     Args:
         dataset: The user's map-style data set.
         collate: The loader's collate function; with `single` it converts one sample.
         seed: The run's seed, which keys everything random.
-        single: The loader has `batch_size=None`, so every item is one sample.
+        single: True if the loader has `batch_size=None`, so every item is one sample.
 
     Attributes:
-        looks: The next batch is the first of a pass, before which generators are looked for again.
-        own: The random generators that the data set and the collate function keep.
-        is_seeded: Samples are seeded, or a batch is.
-        have_drawn: Holds True once samples have drawn; shared with the workers.
+        looks: True if the next batch is the first of a pass, before which the search for generators is repeated.
+        own: The random generators inside the data set and the collate function.
+        is_seeded: True if samples are seeded, or a whole batch is.
+        have_drawn: Shared flag, True once samples have drawn in this process or a worker.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, single: bool) -> None:
@@ -101,23 +102,23 @@ class SeededDataset(Dataset[Any]):
         self.keys_collate = self.draws or not self.stacks
         roots = {"dataset": dataset} if self.draws else {}
         self.own = OwnGenerators(roots | ({} if collate is default_collate else {"collate_fn": collate}))
-        # torch asks for single items one by one; `__getitems__` of a `Subset` counts if the data set below it has one.
+        # Torch reads single items one by one. `__getitems__` of a `Subset` counts if its data set has this method.
         takes_one = single or (self.draws and not hasattr(_under_subsets(dataset), "__getitems__"))
         self.fetch_many = None if takes_one else getattr(dataset, "__getitems__", None)
         self.has_rows = self.stacks and type(_under_subsets(dataset)) is TensorDataset
-        self.is_seeded = not self.draws or self.fetch_many is not None  # A seed for each batch costs little.
+        self.is_seeded = not self.draws or self.fetch_many is not None  # One seed per batch costs little.
         self.have_drawn = c_bool(False)
         self.looks, self._is_first = self.keys_collate, False
 
     def __getitem__(self, request: BatchRequest) -> Any:
-        """The single sample that is asked for, where the loader has `batch_size=None`."""
+        """Return the requested single sample, if the loader has `batch_size=None`."""
         return self.__getitems__(request)
 
     def __getitems__(self, request: BatchRequest) -> Any:
-        """The micro-batch that is asked for.
+        """Return the requested micro-batch.
 
         Raises:
-            DataError: The data set has become shorter, the sampler asks for what it never had, or fetching raised
+            DataError: The data set has become shorter, the sampler gives an index out of range, or fetching raised
                 StopIteration.
         """
         try:
@@ -131,7 +132,7 @@ class SeededDataset(Dataset[Any]):
             raise
 
     def _first(self, request: BatchRequest) -> Any:
-        """Make the first batch of a pass; once more, seeded, if loading it created generators."""
+        """Load the first batch of a pass; load it again with seeds if loading created generators."""
         self.looks, self._is_first = False, True
         self._look()
         made = self._make(request)
@@ -139,7 +140,7 @@ class SeededDataset(Dataset[Any]):
         return self._make(request) if self._look() else made
 
     def _look(self) -> bool:
-        """Look for generators, and for code that may draw unseen. Return True if there is more than before."""
+        """Search for generators, and for code that may draw unseen. Return True if there is more than before."""
         has_more = self.own.look()
         self.is_seeded |= bool(self.own.generators) or self.own.may_restore
         return has_more
@@ -208,7 +209,7 @@ class SeededDataset(Dataset[Any]):
 
 
 def early_end(data: Any, where: str) -> DataError:
-    """The error for a StopIteration raised by user code, which Python would take for the end of the data.
+    """Return the error for a StopIteration in user code, which Python would treat as the end of the data.
 
     Args:
         data: The data set that raised it, or whose collate function did.
@@ -226,9 +227,9 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def stack(samples: list[Any]) -> list[torch.Tensor] | None:
-    """`default_collate` for tuples of tensors and ints, in two thirds of its time; None for anything else."""
+    """Collate tuples of tensors and ints like `default_collate`, in two thirds of its time; None for other samples."""
     first = samples[0]
-    if type(first) is not tuple or get_worker_info() is not None:  # workers stack into memory that is shared
+    if type(first) is not tuple or get_worker_info() is not None:  # Workers must stack into shared memory.
         return None
     for part in first:
         if type(part) is not int and not _is_plain(part):
@@ -246,15 +247,15 @@ def stack(samples: list[Any]) -> list[torch.Tensor] | None:
 
 
 def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
-    """`default_collate` for a `TensorDataset` or a `Subset` of one, by one indexing operation a tensor.
+    """Collate rows of a `TensorDataset` or a `Subset` of it like `default_collate`, with one indexing call per tensor.
 
     Returns:
-        One tensor of shape (samples, ...) for each of the data set's; None where the result might differ.
+        One tensor of shape (samples, ...) for each tensor of the data set; None if the result might differ.
     """
     try:
         while type(dataset) is Subset:
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
-        in_range = type(indices) is np.ndarray  # an order's own; a data set may count from the end
+        in_range = type(indices) is np.ndarray  # True for indices of Lumen's orders; others may be negative.
         rows = torch.from_numpy(indices) if in_range else torch.tensor([operator.index(index) for index in indices])
     except TypeError:
         return None
@@ -266,5 +267,5 @@ def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
         return None
     try:
         return [tensor.index_select(0, rows) if in_range else tensor[rows] for tensor in tensors]
-    except NotImplementedError:  # of this dtype
+    except NotImplementedError:  # for this dtype
         return None

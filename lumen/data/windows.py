@@ -1,4 +1,4 @@
-"""The micro-batches of one optimizer step, divided among the processes of a run and fetched one by one."""
+"""Micro-batches of one optimizer step, divided among the processes of a run and fetched one by one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, final
 
 T = TypeVar("T")
-#: For each round of a step the number of the micro-batch that this process takes; None: others still have one, it not.
+#: Number of this process's micro-batch in each round of a step; None: only other processes have one in this round.
 Assigned = list[int | None]
 
 
 class LoadedBatch(NamedTuple):
-    """A batch that a loader has returned.
+    """Batch returned by a loader.
 
     Attributes:
-        batch: The batch, as the loader returned it.
+        batch: The batch, as returned by the loader.
         samples: Number of samples in the batch.
-        loader: Index of the loader it came from, where several take turns.
+        loader: Index of its loader, if several loaders take turns.
     """
 
     batch: Any
@@ -28,17 +28,18 @@ class LoadedBatch(NamedTuple):
 
 
 class RankSlice(NamedTuple):
-    """The part of every optimizer step that one process takes: micro-batches whose number is `rank` modulo `world`.
+    """Part of every optimizer step that one process takes: micro-batches whose number is `rank` modulo `world`.
 
     Attributes:
         rank: Data rank of this process, from 0.
         world: Number of data ranks.
-        needs_dummies: In a round for which no micro-batch is left, this process runs a dummy: a batch of another
-            process, whose loss counts nothing. FSDP needs it, because all ranks communicate in every forward.
-        gather: Returns the plain data of each data rank, in their order. Collective: every rank must call this.
-        splits: A step is one batch to the task, of which each process takes a part (manual optimization).
+        needs_dummies: True: in a round without a micro-batch, this process runs a dummy batch: a batch of a different
+            process, with weight 0. FSDP needs dummy batches, because all ranks communicate in every forward.
+        gather: Function that returns the plain data of each data rank, in order. Collective: every rank must call this.
+        splits: True: the task gets a step as one batch, of which each process takes a part (manual optimization).
         processes: Number of processes; several may share a data rank.
-        gather_all: Returns the plain data of each process, in rank order. Collective: every rank must call this.
+        gather_all: Function that returns the plain data of each process, in rank order. Collective: every rank must
+            call this.
     """
 
     rank: int = 0
@@ -50,24 +51,24 @@ class RankSlice(NamedTuple):
     gather_all: Callable[[Any], list[Any]] = lambda value: [value]
 
     def assign(self, size: int) -> Assigned:
-        """Numbers of the micro-batches of this process in a step of `size`; the list is equally long on all ranks."""
+        """Return the numbers of this process's micro-batches in a step of `size`; all ranks get equally long lists."""
         rounds = range(self.rank, -(-size // self.world) * self.world, self.world)
         return [number if number < size else None for number in rounds]
 
     def assigner(self, first_step: int | None) -> Callable[[int], Assigned]:
-        """A function that is given the size of each step in turn and returns this process's part of it.
+        """Return a function that maps the size of each step, in turn, to this process's part of the step.
 
         Args:
-            first_step: None: every step is divided as `assign` says. An int: every step is a single micro-batch, the
-                processes take the steps in turn, and this is the number of the first; the others get an empty list.
+            first_step: Number of the first step, if every step is a single micro-batch and the processes take steps in
+                turn; processes without the step get an empty list. None: `assign` divides every step.
         """
         if first_step is None:
-            return lru_cache(maxsize=8)(self.assign)  # steps are of one size, but for an epoch's last
+            return lru_cache(maxsize=8)(self.assign)  # All steps but an epoch's last have the same size.
         steps = count(first_step)
         return lambda size: [0] if next(steps) % self.world == self.rank else []
 
     def take(self, step: Sequence[T], assigned: Assigned) -> list[T]:
-        """The elements of `step` that this process fetches; for a dummy, the last one of the step."""
+        """Return the elements of `step` that this process fetches; for a dummy batch, the last element of the step."""
         return [
             step[-1 if number is None else number] for number in assigned if number is not None or self.needs_dummies
         ]
@@ -77,7 +78,7 @@ ALONE = RankSlice()
 
 
 def in_blocks(items: Iterator[T], size: int = 16) -> Iterator[T]:
-    """Yield the same items, but take `size` of them from the iterator at a time: that runs several times as fast."""
+    """Yield the same items, but take `size` of them from the iterator at a time, which is several times as fast."""
     while block := list(islice(items, size)):
         yield from block
 
@@ -87,15 +88,15 @@ class MicroBatch:
     """One forward and backward.
 
     Attributes:
-        batch: What the loader returned; None before it is fetched.
-        index: Number of the micro-batch in the epoch, from 0, as a single process would count.
-        number: Number of the micro-batch in its optimizer step, from 0, as a single process would count.
+        batch: The batch returned by the loader; None before it is fetched.
+        index: Number of the micro-batch in the epoch, from 0, counted as in a run with one process.
+        number: Number of the micro-batch in its optimizer step, from 0, counted as in a run with one process.
         samples: Number of samples in the batch.
         weight: Weight of the loss in the step: `samples`, unless the task defines `batch_weight`.
-        loader: Index of the loader it came from, where several take turns.
-        first: It is the first micro-batch of the step in this process.
-        last: It is the last micro-batch of the step in this process.
-        is_dummy: No micro-batch is left for this process in this round: `batch` is None or a dummy, and counts nothing.
+        loader: Index of its loader, if several loaders take turns.
+        first: True for the first micro-batch of the step in this process.
+        last: True for the last micro-batch of the step in this process.
+        is_dummy: True in a round without a micro-batch for this process: the weight is 0, and `batch` a dummy or None.
     """
 
     __slots__ = ("batch", "first", "index", "is_dummy", "last", "loader", "number", "samples", "weight")
@@ -108,21 +109,21 @@ class MicroBatch:
         self.first = self.last = self.is_dummy = False
 
     def weigh(self, weight: float) -> None:
-        """Give the loss another weight in the step."""
+        """Set the weight of the loss in the step."""
         self.weight = weight
 
     def leave_out(self) -> None:
-        """Let the batch count nothing, like a dummy."""
+        """Treat the batch as a dummy batch."""
         self.is_dummy = True
 
     def part(self, samples: int, weight: float) -> MicroBatch:
-        """A part of it, without the batch and not the last of the step."""
+        """Return a part of the micro-batch, without the batch and not marked as last of the step."""
         part = MicroBatch(self.index, self.number, samples)
         part.first, part.weight, part.loader = self.first, weight, self.loader
         return part
 
     def end(self) -> MicroBatch:
-        """A dummy that ends its step."""
+        """Return a dummy micro-batch that ends the step."""
         end = MicroBatch(self.index, self.number, 0)
         end.last = end.is_dummy = True
         return end
@@ -136,29 +137,30 @@ def _dummy(index: int, number: int, samples: int) -> MicroBatch:
 
 @final
 class AccumulationWindow:
-    """The micro-batches of one optimizer step. Iterating it, once, fetches and yields those of this process.
+    """Micro-batches of one optimizer step. Iterating the window, once, fetches and yields those of this process.
 
     Args:
-        fetch: Returns the batch of the next micro-batch of this process (dummies included) and its loader's index.
+        fetch: Function that returns the batch of this process's next micro-batch (including dummy batches) and its
+            loader's index.
         sizes: Number of samples of each micro-batch, of all processes.
-        requests: What this process asks a map-style data set for, a request for each fetch; None: it is no such set.
+        requests: Requests of this process to a map-style data set, one for each fetch; None for other data.
         first_index: Number of the step's first micro-batch in the epoch, from 0.
-        state: Where the adapter stands after this step: plain data and tensors, for a checkpoint.
+        state: State of the adapter after this step: plain data and tensors, for a checkpoint.
         waited_s: Seconds already spent waiting for the loader.
         rank_slice: The part of each step that this process takes.
-        assigned: Numbers of the micro-batches of this process; None: those that `rank_slice.assign` gives.
-        last: It is the last step of the epoch.
-        whole: A single process would take them as one batch.
+        assigned: Numbers of this process's micro-batches; None: the result of `rank_slice.assign`.
+        last: True for the last step of the epoch.
+        whole: True if a single process would take all micro-batches as one batch.
 
     Attributes:
-        fetch: Returns the batch of the next micro-batch of this process and its loader's index.
+        fetch: Function that returns the batch of this process's next micro-batch and its loader's index.
         first_index: Number of the step's first micro-batch in the epoch, from 0.
-        whole: A single process would take them as one batch.
-        batches: Micro-batches of the step, as a single process would count.
+        whole: True if a single process would take all micro-batches as one batch.
+        batches: Micro-batches of the step, counted as in a run with one process.
         sizes: Number of samples of each micro-batch, of all processes.
         samples: Number of samples of the whole step, of all processes.
-        last: It is the last step of the epoch.
-        state: Where the adapter stands after this step: plain data and tensors, for a checkpoint.
+        last: True for the last step of the epoch.
+        state: State of the adapter after this step: plain data and tensors, for a checkpoint.
         waited_s: Seconds spent waiting for the loader so far.
     """
 
@@ -199,13 +201,13 @@ class AccumulationWindow:
             self._micro_batches[0].first = self._micro_batches[-1].last = True
 
     def wrap_fetch(self, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
-        """Let a function wrap how micro-batches are fetched, to measure it."""
+        """Replace the fetch function by a wrapped one, to measure it."""
         self.fetch = wrap(self.fetch)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         micro_batches, self._micro_batches = self._micro_batches[::-1], []
         while micro_batches:
-            micro = micro_batches.pop()  # its batch must not outlive its use
+            micro = micro_batches.pop()  # Popping releases the batch after its use.
             if not micro.is_dummy or self._needs_dummies:
                 start = perf_counter()
                 micro.batch, micro.loader = self.fetch()

@@ -1,68 +1,68 @@
-"""Every error that Lumen raises on purpose.
+"""All errors that Lumen raises on purpose.
 
     LumenError
     ├── ConfigError              a setting, a hook or a task that cannot work, found before training (also a ValueError)
     ├── DataError                a loader, a data set or a download that cannot be used
-    ├── CheckpointError          a checkpoint cannot be written or read
-    │   ├── CheckpointDamaged    bytes are missing or changed, or the commit never happened
-    │   │   └── CheckpointGone   nothing is there, or it was removed while it was read
-    │   └── CheckpointMismatch   it is intact, but belongs to another model, optimizer or run
-    ├── RunDirectoryError        a run directory cannot be claimed, locked or written
-    └── TrainingError            training cannot go on
+    ├── CheckpointError          a checkpoint that cannot be written or read
+    │   ├── CheckpointDamaged    an incomplete checkpoint, or one with missing or changed bytes
+    │   │   └── CheckpointGone   a checkpoint that does not exist, or was removed during reading
+    │   └── CheckpointMismatch   an intact checkpoint of a different model, optimizer or run
+    ├── RunDirectoryError        a run directory that cannot be claimed, locked or written
+    └── TrainingError            training cannot continue
         ├── NonFiniteLoss        a loss, a gradient or a parameter is NaN or infinite
-        ├── ProcessStuck         a process waited in vain for another one, which does something else
-        └── ProcessLost          another process of the run has ended; its own error says why
+        ├── ProcessStuck         a process timed out waiting for a process that executes different code
+        └── ProcessLost          a different process of the run has ended; the error of that process says why
 
 A message says what is wrong, what was found, and what to do.
 """
 
-#: Exit code of a process of a job that hung, and was ended for that.
+#: Exit code of a process that Lumen ends because its job hangs.
 HUNG = 70
 
 
 class LumenError(Exception):
-    """Base of all errors raised by Lumen on purpose."""
+    """Base class of all errors that Lumen raises on purpose."""
 
 
 class ConfigError(LumenError, ValueError):
-    """A setting, a combination of settings or a user class that cannot work."""
+    """Setting, combination of settings or user class that cannot work."""
 
 
 class DataError(LumenError):
-    """A loader, a data set or a download that cannot be used."""
+    """Loader, data set or download that cannot be used."""
 
 
 class CheckpointError(LumenError):
-    """A checkpoint cannot be written or read."""
+    """Checkpoint that cannot be written or read."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint whose bytes are missing or changed, or that was never committed."""
+    """Checkpoint that is incomplete, or whose bytes are missing or changed."""
 
 
 class CheckpointGone(CheckpointDamaged):
-    """A checkpoint that is not there, perhaps because its run removed it while it was read."""
+    """Checkpoint that does not exist, perhaps because its run removed it during reading."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """An intact checkpoint that belongs to another model, optimizer or run."""
+    """Intact checkpoint that belongs to a different model, optimizer or run."""
 
 
 class RunDirectoryError(LumenError):
-    """A run directory that cannot be claimed, locked or written."""
+    """Run directory that cannot be claimed, locked or written."""
 
 
 class TrainingError(LumenError):
-    """Training cannot go on."""
+    """Error after which training cannot continue."""
 
 
 class NonFiniteLoss(TrainingError):
-    """A loss, a gradient or a parameter is NaN or infinite."""
+    """Loss, gradient or parameter that is NaN or infinite."""
 
 
 class ProcessStuck(TrainingError):
-    """A process waited in vain for another one, which does something else."""
+    """Timeout of a process that waits for a process that executes different code."""
 
 
 class ProcessLost(TrainingError):
-    """Another process of the run has ended; its own error says why."""
+    """End of a different process of the run; the error of that process says why."""

@@ -1,1 +1,1 @@
-"""Loggers and callbacks for other packages; nothing of the core imports one."""
+"""Loggers and callbacks for other packages; no module of the core imports them."""

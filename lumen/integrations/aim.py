@@ -1,4 +1,4 @@
-"""The logger of Aim."""
+"""Logger for Aim."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lumen.loggers.base import Array, as_array, as_bytes, told
 
 @final
 class AimLogger(Service):
-    """Records a run in Aim: `aim up --repo runs` shows it.
+    """Logger for Aim: `aim up --repo runs` shows the run.
 
-    Metrics are over the step; what no two runs share has names that begin with `system/`. Hyperparameters are the run's
-    parameters, nested as they are: `lr` of the task is `run["model"]["lr"]`. Images, histograms and texts are
-    sequences. How the run ended is `run["status"]`.
+    Metrics are plotted over the step; timings and memory have names that begin with `system/`. Hyperparameters are the
+    run's parameters, nested: `lr` of the task is `run["model"]["lr"]`. Images, histograms and texts are sequences.
+    `run["status"]` says how the run ended.
 
-    The hash of the run is in `aim.json` in the run directory; a resumed run continues it; see `Service`. Aim keeps the
-    newest value of a step.
+    The file `aim.json` in the run directory stores the run's hash; a resumed run continues the same Aim run, see
+    `Service`. Aim keeps the newest value of a step.
 
-    `experiment` is the `aim.Run`, `name` the experiment's, `version` the hash of the run.
+    `experiment` is the `aim.Run`, `name` the name of the experiment, `version` the hash of the run.
 
     Args:
-        repo: Where Aim keeps records: a directory, in which it makes `.aim`, or a server, `aim://host:port`. Default:
-            the directory that the run directory lies in.
-        experiment: The experiment that the run belongs to. Default: Aim's, `default`.
-        run_name: Name of the run. Default: that of the run directory.
-        run_hash: A run to go on in, whatever the run directory says.
-        tags: Tags of the run there.
-        prefix: What the names of all values begin with, before a "-".
+        repo: Repository of Aim: a directory, in which Aim creates `.aim`, or a server, `aim://host:port`. Default: the
+            parent of the run directory.
+        experiment: The experiment of the run. Default: Aim's `default`.
+        run_name: Name of the run. Default: the name of the run directory.
+        run_hash: Hash of an Aim run to continue, instead of the one in the run directory.
+        tags: Tags of the Aim run.
+        prefix: Prefix of all value names, before a "-".
 
     Raises:
         ConfigError: Aim is not installed.
@@ -62,13 +62,13 @@ class AimLogger(Service):
     ) -> None:
         super().__init__(prefix)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of SQLAlchemy, to Aim
+            warnings.simplefilter("ignore")  # SQLAlchemy warns about Aim's code.
             self._aim = optional("aim", "AimLogger", "aim")
         self._repo, self._tags = repo, tags
         self._experiment, self._run_name, self._run_hash = experiment, run_name, run_hash
 
     def connect(self, directory: Path, kept: str | None) -> str:
-        """See `Service.connect`."""
+        """Begin or resume an Aim run."""
         run_hash = self._run_hash or kept
         self._writer = self._open(directory, run_hash)
         if run_hash is None:
@@ -79,41 +79,41 @@ class AimLogger(Service):
         return str(self._writer.hash)
 
     def abandon(self, kept: str) -> None:
-        """See `Service.abandon`."""
+        """Archive the previous Aim run as interrupted."""
         assert self.run_directory is not None
         run = self._open(self.run_directory, kept)
         run["status"], run.archived = "interrupted", True
         run.close()
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
-        """See `Service.recorded`."""
+        """Yield name, step and value of all metrics of the Aim run."""
         for metric in self._writer.metrics():
             steps, (values, *_) = metric.data.numpy()
             yield from ((metric.name, *each) for each in zip(steps.tolist(), values.tolist(), strict=True))
 
     def send(self, values: Mapping[str, float], step: int) -> None:
-        """See `Service.send`."""
+        """Track values."""
         for name, value in values.items():
             self._writer.track(value, name=name, step=step)
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `Service.send_hyperparams`."""
+        """Set hyperparameters as parameters of the Aim run."""
         for name, value in params.items():
             self._writer[name] = _plain(value)
 
     @told
     def log_image(self, name: str, image: Array, step: int) -> None:
-        """See `Logger.log_image`."""
+        """Track an image."""
         self.record(self._track, self._aim.Image, as_bytes(name, image), name, step)
 
     @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
-        """See `Logger.log_histogram`."""
+        """Track a distribution."""
         self.record(self._track, self._aim.Distribution, as_array(values).ravel(), name, step)
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
-        """See `Logger.log_text`."""
+        """Track a text."""
         self.record(self._track, self._aim.Text, text, name, step)
 
     def _track(self, kind: Any, value: Any, name: str, step: int) -> None:
@@ -121,11 +121,11 @@ class AimLogger(Service):
 
     @property
     def name(self) -> str | None:
-        """The experiment's name; None: Aim's default one."""
+        """Name of the experiment; None: Aim's default experiment."""
         return self._experiment
 
     def disconnect(self, status: str) -> None:
-        """See `Service.disconnect`."""
+        """Set the status of the Aim run and close it."""
         self._writer["status"] = status
         self._writer.close()
 
@@ -141,7 +141,7 @@ class AimLogger(Service):
 
 
 def _plain(value: Any) -> Any:
-    """What Aim stores: numbers, texts, lists and dictionaries of them; of all else its text."""
+    """Convert a value to numbers, texts, lists and dictionaries, which Aim can store; other objects become text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The logger of MLflow."""
+"""Logger for MLflow."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from lumen.integrations.service import UPLOADING, Service
 from lumen.loggers.base import Array, as_bytes, entries, told
 
 _NOT_IN_A_NAME = re.compile(r"[^\w/. -]")
-_LONGEST_NAME, _LONGEST_VALUE, _MOST_AT_ONCE = 250, 6000, 100  # of parameters, by MLflow's rules
+_LONGEST_NAME, _LONGEST_VALUE, _MOST_AT_ONCE = 250, 6000, 100  # MLflow's limits for parameters
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 @final
 class MLFlowLogger(Service):
-    """Records a run in MLflow: `mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` shows it.
+    """Logger for MLflow: `mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` shows the run.
 
-    Metrics are over the step; what no two runs share has names that begin with `system/`. A character that MLflow does
-    not allow in a name becomes "_"; two names that become one are an error. Hyperparameters are parameters: `lr` of the
-    task is `model/lr`. MLflow never changes one; those that have changed when a run is resumed are tags,
-    `changed/model/lr`. Images and texts are artifacts; histograms have no place.
+    Metrics are plotted over the step; timings and memory have names that begin with `system/`. A character that MLflow
+    does not allow in a name becomes "_"; two names that become equal raise an error. Hyperparameters are parameters:
+    `lr` of the task is `model/lr`. MLflow never changes a parameter. If a resumed run has changed hyperparameters, they
+    become tags, `changed/model/lr`. Images and texts are artifacts; histograms are ignored.
 
-    The id of the run is in `mlflow.json` in the run directory; a resumed run continues it; see `Service`.
+    The file `mlflow.json` in the run directory stores the run's id; a resumed run continues the same MLflow run, see
+    `Service`.
 
-    `experiment` is an `mlflow.tracking.MlflowClient`, `name` the id of the experiment, `version` that of the run.
+    `experiment` is an `mlflow.tracking.MlflowClient`, `name` the id of the experiment, `version` the id of the run.
 
     Args:
-        experiment_name: The experiment that the run belongs to; it is made if there is none.
-        run_name: Name of the run. Default: that of the run directory.
-        tracking_uri: Where MLflow keeps records: `sqlite:///PATH`, a directory (`file:PATH`) or a server. Default: what
-            the variable MLFLOW_TRACKING_URI says, else the file `mlflow.db` in `save_dir`.
-        tags: Tags of the run there, by name.
-        save_dir: Where `mlflow.db` and `mlartifacts` lie, without a `tracking_uri`. Default: beside the run directory.
-        prefix: What the names of all values begin with, before a "-".
-        artifact_location: Where the artifacts of a new experiment lie. Default: MLflow's, without a `tracking_uri`
-            `mlartifacts` beside `mlflow.db`.
-        run_id: A run to go on in, whatever the run directory says.
-        synchronous: False: values are sent by a thread, which each checkpoint waits for.
+        experiment_name: The experiment of the run; it is created if it does not exist.
+        run_name: Name of the run. Default: the name of the run directory.
+        tracking_uri: Storage of MLflow: `sqlite:///PATH`, a directory (`file:PATH`) or a server. Default: the variable
+            MLFLOW_TRACKING_URI, else the file `mlflow.db` in `save_dir`.
+        tags: Tags of the MLflow run, by name.
+        save_dir: Directory of `mlflow.db` and `mlartifacts`, without a `tracking_uri`. Default: the parent of the run
+            directory.
+        prefix: Prefix of all value names, before a "-".
+        artifact_location: Location of the artifacts of a new experiment. Default: MLflow's default; without a
+            `tracking_uri` the directory `mlartifacts` next to `mlflow.db`.
+        run_id: Id of an MLflow run to continue, instead of the one in the run directory.
+        synchronous: False: a thread sends values; each checkpoint waits for the thread.
 
     Raises:
         ConfigError: MLflow is not installed.
@@ -78,13 +80,13 @@ class MLFlowLogger(Service):
         self._sending: list[Any] = []
 
     def connect(self, directory: Path, kept: str | None) -> str:
-        """See `Service.connect`."""
+        """Begin or resume an MLflow run."""
         place = directory.parent.absolute() if self._place is None else self._place.absolute()
         uri, artifacts = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), self._artifact_location
         if uri is None:
             place.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{place / 'mlflow.db'}", artifacts or (place / "mlartifacts").as_uri()
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # tells of every table that it makes
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # It logs every table that it creates.
         self._writer, self._sending = self._make_client(tracking_uri=uri), []
         run_id = self._run_id or kept
         if run_id is not None:
@@ -99,7 +101,7 @@ class MLFlowLogger(Service):
         return str(run.info.run_id)
 
     def abandon(self, kept: str) -> None:
-        """See `Service.abandon`."""
+        """Mark the previous MLflow run as killed."""
         self._writer.set_terminated(kept, "KILLED")
 
     def clean(self, name: str) -> str:
@@ -107,13 +109,13 @@ class MLFlowLogger(Service):
         return _name(name)
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
-        """See `Service.recorded`."""
+        """Yield name, step and value of all metrics of the MLflow run."""
         for name in self._writer.get_run(self.version).data.metrics:
             for metric in self._writer.get_metric_history(self.version, name):
                 yield name, metric.step, metric.value
 
     def send(self, values: Mapping[str, float], step: int) -> None:
-        """See `Service.send`."""
+        """Log values in batches."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -125,14 +127,14 @@ class MLFlowLogger(Service):
                 self._sending.append(sending)
 
     def confirm(self) -> None:
-        """See `Service.confirm`."""
+        """Wait until all sent values are recorded."""
         sending, self._sending = self._sending, []
-        with ExitStack() as stack:  # All are waited for before an error is raised: a row on its way would come twice.
+        with ExitStack() as stack:  # Wait for all before raising an error: otherwise a pending row would be sent twice.
             for each in sending:
                 stack.callback(each.wait)
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `Service.send_hyperparams`."""
+        """Log new hyperparameters as parameters, and changed ones as tags."""
         from mlflow.entities import Param
 
         given = {_name(name)[:_LONGEST_NAME]: str(value)[:_LONGEST_VALUE] for name, value in entries(params, "/")}
@@ -146,12 +148,12 @@ class MLFlowLogger(Service):
 
     @told
     def log_image(self, name: str, image: Array, step: int) -> None:
-        """See `Logger.log_image`."""
+        """Log an image as an artifact."""
         self.record(self._log_artifact, "log_image", as_bytes(name, image), f"{name}/{step:08d}.png")
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
-        """See `Logger.log_text`."""
+        """Log a text as an artifact."""
         self.record(self._log_artifact, "log_text", text, f"{name}/{step:08d}.md")
 
     def _log_artifact(self, method: str, content: Any, path: str) -> None:
@@ -159,11 +161,11 @@ class MLFlowLogger(Service):
 
     @property
     def name(self) -> str | None:
-        """The id of the experiment there; None before `fit`, and in all processes but the first."""
+        """Id of the experiment; None before `fit`, and in all processes but the first."""
         return self._experiment_id
 
     def disconnect(self, status: str) -> None:
-        """See `Service.disconnect`."""
+        """Set the final status of the MLflow run."""
         self._writer.set_terminated(self.version, _STATUS.get(status, "FINISHED"))
 
 

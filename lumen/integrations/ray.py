@@ -1,4 +1,4 @@
-"""Ray Train: metrics and checkpoints are reported to it while a run trains."""
+"""Ray Train: reports metrics and checkpoints during a run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lumen.trainer.trainer import Trainer
 
 @final
 class RayTrainReportCallback(Callback):
-    """Reports metrics and checkpoints to Ray Train, in a run that is one of its workers.
+    """Callback that reports metrics and checkpoints to Ray Train, in a run that is one of its workers.
 
-    A report has all values of `trainer.newest_values`, `epoch` (completed ones) and `step`, and the newest
-    checkpoint that the run has on a disk, if there is one since the report before. Ray copies that from the first
-    worker to its own storage; the run's own stays where it is, and is the one from which the run goes on. A report
-    waits for the save under way.
+    A report contains all values of `trainer.newest_values`, `epoch` (completed epochs) and `step`. If there is a new
+    checkpoint on a disk since the last report, the report includes it. Ray copies the checkpoint from the first worker
+    to its own storage. The run's own checkpoint is kept, and the run resumes from it. A report waits for a save in
+    progress.
 
-    Where Ray knows that a node is about to be taken away, the run saves at once, and goes on training until then.
+    If Ray announces the preemption of a node, the run saves at once and continues training until then.
 
     Args:
         every_n_train_steps: Report after every n-th optimizer step too, >= 0; 0: only after each epoch and at the end.
-        preemption_every_n_steps: Ask after every n-th step whether a node is about to leave, >= 0, which waits for all
-            workers; 0: never.
+        preemption_every_n_steps: Check for announced preemptions after every n-th step, >= 0; 0: never. Each check
+            waits for all workers.
 
     Raises:
-        ConfigError: Ray cannot be imported, or this process is no worker of Ray Train.
+        ConfigError: Ray cannot be imported, or this process is not a worker of Ray Train.
     """
 
     stops_at_steps = False
@@ -43,7 +43,7 @@ class RayTrainReportCallback(Callback):
         self.every_n_train_steps, self.preemption_every_n_steps = every_n_train_steps, preemption_every_n_steps
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Find the worker of Ray that this process is."""
+        """Check that this process is a worker of Ray Train."""
         if stage != "fit":
             return
         self._train = optional("ray.train", "RayTrainReportCallback", "ray")
@@ -61,22 +61,22 @@ class RayTrainReportCallback(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """What is there has been reported."""
+        """Reset the counters of the last report; the resumed checkpoint counts as reported."""
         resumed = trainer.run.checkpoint
-        self._told = (trainer.current_epoch, trainer.global_step)  # at the newest report
-        self._checkpoint = "" if resumed is None else str(resumed.path)  # of it; of rank 0
-        self._leaving: Any = None  # what Ray has said of a node that leaves
+        self._told = (trainer.current_epoch, trainer.global_step)  # epoch and step of the last report
+        self._checkpoint = "" if resumed is None else str(resumed.path)  # on rank 0: the last reported checkpoint
+        self._leaving: Any = None  # the last preemption that Ray has announced
         self._saves = False
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Report on the boundary before, of which everything is saved now."""
+        """Report the end of the previous step, whose checkpoint is saved by now."""
         epoch, step = self._told
         every, now = self.every_n_train_steps, trainer.global_step
         if trainer.current_epoch != epoch or (every and now != step and now % every == 0):
             self._report(trainer)
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Ask Ray whether a node is about to leave."""
+        """Check if Ray has announced the preemption of a node."""
         every = self.preemption_every_n_steps
         if every and trainer.global_step % every == 0:
             leaving = self._train.get_preemption_info()
@@ -86,8 +86,8 @@ class RayTrainReportCallback(Callback):
             trainer.request_agreement()
 
     def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
-        """Save before it does."""
-        if self._saves and not trainer.run.values.updated:  # at those, savers compare first
+        """Save before an announced preemption."""
+        if self._saves and not trainer.run.values.updated:  # With new values, `ModelCheckpoint` notes scores first.
             self._saves = False
             for saver in _savers(trainer):
                 saver.save(trainer, at_once=True)
@@ -98,7 +98,7 @@ class RayTrainReportCallback(Callback):
             self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Report. Collective: every rank must call this."""
+        """Report metrics and the newest checkpoint. Collective: every rank must call this."""
         trainer.run.saves.settle()
         self._told = trainer.current_epoch, trainer.global_step
         newest, checkpoint = "", None

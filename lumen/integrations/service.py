@@ -1,4 +1,4 @@
-"""Service: the base of loggers whose record lies with a service, such as Weights & Biases or MLflow."""
+"""`Service`: base class of loggers that send the record to a service, such as Weights & Biases or MLflow."""
 
 from __future__ import annotations
 
@@ -22,58 +22,59 @@ UPLOADING = (
     "give the trainer a Logger of yours beside this one, whose after_save_checkpoint(self, saver) uploads "
     "saver.last_model_path."
 )
-_LARGEST = 1.7e308  # MLflow keeps infinity as the largest number, and a NaN equals nothing
+_LARGEST = 1.7e308  # MLflow stores infinity as the largest float; a NaN never compares equal.
 
 
 class Service(Logger):
-    """A logger of a service: one run there over all parts of a run here, and a service that fails ends none.
+    """Base class of loggers of a service. A failing service never ends a run.
 
-    The id that the service gives is kept in the run directory. No service can be cut back to a checkpoint. A resumed
-    run compares the record there with `metrics.csv` and `system.csv`, by name, step and value, and sends the rows that
-    are missing. A step that the run makes again is sent again only if its values differ: then the newest value of a
-    step is the run's, which one warning says, and the hyperparameter `lumen/recorded_again_from_step` there. A service
-    that does not answer is asked again at checkpoints and at the end, and gets what it missed.
+    All resumed parts of a Lumen run share one run of the service. The run directory stores the id of that run. Services
+    cannot cut a record back to a checkpoint. Instead, a resumed run compares the service's record with `metrics.csv`
+    and `system.csv`, by name, step and value, and sends missing rows. Repeated steps are sent again only if their
+    values differ. The newest value of such a step is then the valid one; a warning and the service's hyperparameter
+    `lumen/recorded_again_from_step` say so. If the service does not answer, Lumen retries at checkpoints and at the end
+    of the run, and sends missing rows.
 
     Args:
-        prefix: What the names of all values begin with, before a "-".
+        prefix: Prefix of all value names, before a "-".
 
     Attributes:
-        is_open: There is a record: in `fit`, in the first process.
+        is_open: True while there is a record: in `fit`, in the first process.
     """
 
-    #: Its name in texts, and that of the file in the run directory with the id.
+    #: Name of the service in texts, and name of the file in the run directory that stores the run's id.
     title: ClassVar[str]
     file: ClassVar[str]
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = f"{prefix}-" if prefix else ""
-        self._directory: Path | None = None  # in fit, in the first process
+        self._directory: Path | None = None  # set in `fit`, in the first process
         self._id: str | None = None
-        self._writer: Any = None  # the object of the library; `connect` sets it
+        self._writer: Any = None  # the library's object, set by `connect`
         self._step = 0
         self._is_resumed = False
-        self._names: dict[str, str] = {}  # the name here of each name there
-        self._later: dict[tuple[str, int], set[float | None]] = {}  # values there that metrics.csv does not have
+        self._names: dict[str, str] = {}  # Lumen's name for each name of the service
+        self._later: dict[tuple[str, int], set[float | None]] = {}  # values of the service that metrics.csv lacks
         self._checkpoints_behind = 0
         self.is_open = self._is_behind = self._is_marked = self._has_failed = self._has_warned = False
         self._before_fit: dict[str, Any] = {}
 
     @abstractmethod
     def connect(self, directory: Path, kept: str | None) -> str:
-        """Begin a run, or go on in one.
+        """Begin a run of the service, or resume one.
 
         Args:
             directory: The run directory.
-            kept: The id of the run to go on in; None: begin one.
+            kept: The id of the service's run to resume; None: begin a new one.
 
         Returns:
-            The id of the run there.
+            The id of the service's run.
         """
 
     @abstractmethod
     def recorded(self, directory: Path) -> Iterable[tuple[str, int, Any]]:
-        """Name, step and value of everything that the service has, of all parts of the run."""
+        """Return name, step and value of everything that the service has recorded, for all parts of the run."""
 
     @abstractmethod
     def send(self, values: Mapping[str, float], step: int) -> None:
@@ -85,20 +86,20 @@ class Service(Logger):
 
     @abstractmethod
     def disconnect(self, status: str) -> None:
-        """The run has ended; see `Logger.finalize`."""
+        """End the service's run; `Logger.finalize` describes `status`."""
 
     def abandon(self, kept: str) -> None:
-        """The run directory is begun anew, and the run there that was its record is not gone on in."""
+        """Close the service's previous run, because the run directory was started over."""
 
     def clean(self, name: str) -> str:
-        """The name without characters that the service does not allow."""
+        """Return the name without characters that the service does not allow."""
         return name
 
     def key(self, name: str) -> str:
-        """The name that a value has there.
+        """Return the service's name for a value.
 
         Raises:
-            ConfigError: A value of a different name here has that name there.
+            ConfigError: Two names of Lumen become the same name of the service.
         """
         key = self.clean(f"{self._prefix}{name}")
         if (other := self._names.setdefault(key, name)) != name:
@@ -106,13 +107,13 @@ class Service(Logger):
         return key
 
     def confirm(self) -> None:
-        """Wait until what was sent is recorded."""
+        """Wait until all sent values are recorded."""
 
     def open(self, directory: Path, *, resumed: bool) -> None:
-        """See `Logger.open`.
+        """Connect to the service.
 
         Raises:
-            ConfigError: A run that is new cannot begin its record.
+            ConfigError: The service cannot begin the record of a new run.
         """
         self._directory, self._is_resumed = directory, resumed
         self._step, self._names, self._later, self._checkpoints_behind = 0, {}, {}, 0
@@ -128,12 +129,12 @@ class Service(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """The id of the run there; None before `fit`, and in all processes but the first."""
+        """Id of the service's run; None before `fit`, and in all processes but the first."""
         return self._id
 
     @property
     def experiment(self) -> Any:
-        """The object of the library; outside of `fit`, and in all processes but the first, calls on it do nothing."""
+        """Object of the library. Outside of `fit`, and in all processes but the first, calls on it do nothing."""
         if self.is_open:
             return self._writer
         if self.run_directory is None and not self._has_warned:
@@ -146,16 +147,16 @@ class Service(Logger):
 
     @told
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Logger.log_metrics`."""
+        """Send values."""
         self._log("", metrics, step)
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
-        """See `Logger.log_system`; their names begin with `system/`."""
+        """Send timings and memory, with names that begin with `system/`."""
         self._log("system/", values, step)
 
     @told
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `Logger.log_hyperparams`; what is given before `fit` is recorded once that begins."""
+        """Send hyperparameters; values given before `fit` are sent once `fit` begins."""
         given = masked(params if isinstance(params, Mapping) else vars(params))
         if self.is_open:
             self.attempt(self.send_hyperparams, given)
@@ -168,11 +169,11 @@ class Service(Logger):
             self.attempt(call, *args)
 
     def attempt(self, call: Callable[..., None], *args: Any) -> bool:
-        """Call the service; the first time that it fails is a warning. Returns whether it has answered."""
+        """Call the service, and warn at the first failure. Return True if the service has answered."""
         try:
             call(*args)
         except ConfigError:
-            raise  # what is given is no image, say
+            raise  # an error of the user, such as a wrong image
         except Exception as error:
             if not self._has_failed:
                 _log.warning(
@@ -184,27 +185,27 @@ class Service(Logger):
         return True
 
     def save(self) -> None:
-        """Record everything that was logged, and ask a service again that has not answered.
+        """Send everything that was logged, and retry if the service has not answered.
 
-        One that could not be connected makes training wait for a time-out: it is asked at the checkpoints 1, 2, 4, 8,
-        and so on after that.
+        If the service cannot be connected, each attempt makes training wait for a time-out. After a failed connection,
+        Lumen therefore retries only at the checkpoints 1, 2, 4, 8 and so on.
         """
         self._checkpoints_behind += not self.is_open
         if not self._checkpoints_behind & (self._checkpoints_behind - 1):
             self._save()
 
     def state_dict(self) -> dict[str, Any]:
-        """Up to which step values were given."""
+        """Return the last logged step."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Send what the record lacks of the values up to the checkpoint, to which the CSV files are cut back."""
+        """Send rows of the CSV files that the service lacks; the files are cut back to the checkpoint already."""
         self._step = state["step"]
         if self.is_open:
             self._is_behind = not self.attempt(self._catch_up)
 
     def finalize(self, status: str) -> None:
-        """See `Logger.finalize`."""
+        """Send the remaining values and end the service's run."""
         self._save()
         if self.is_open:
             if status == "success" and any(step > self._step for _, step in self._later):
@@ -245,7 +246,7 @@ class Service(Logger):
         return {self.key(f"{above}{name}"): float(value) for name, value in values.items()}
 
     def _send_new(self, row: Mapping[str, float], step: int, above: str) -> None:
-        """Send the values of a row that are not there; what is measured is there if any value of its step is."""
+        """Send the values of a row that the service lacks; timings of a step are sent only once."""
         there = {name for name in row if (name, step) in self._later}
         again = {name for name in there if not above and _finite(row[name]) not in self._later[name, step]}
         if again:
@@ -254,7 +255,7 @@ class Service(Logger):
             self.send(new, step)
 
     def _mark(self, step: int) -> None:
-        """Say that values from a step on are of a part of the run that was given up."""
+        """Warn that the service's values from a step on belong to a discarded part of the run."""
         if not self._is_marked:
             self._is_marked = True
             _log.warning(
@@ -264,7 +265,7 @@ class Service(Logger):
             self.send_hyperparams({"lumen": {"recorded_again_from_step": step}})
 
     def _catch_up(self) -> None:
-        """Send what the run's own record has and the service does not."""
+        """Send rows of the CSV files that the service lacks."""
         assert self._directory is not None
         self._later = {}
         for name, step, value in self.recorded(self._directory):

@@ -1,4 +1,4 @@
-"""The TensorBoard logger."""
+"""Logger for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
 from lumen.internals.masking import masked
 from lumen.loggers.base import Array, Logger, Nothing, as_array, as_pixels, entries, told
 
-_FIRST_BEYOND_BINS = 1e20  # of TensorBoard's histograms
+_FIRST_BEYOND_BINS = 1e20  # The bins of TensorBoard's histograms end here.
 
 
 @final
 class TensorBoardLogger(Logger):
-    """Writes event files into `tensorboard` in the run directory: `tensorboard --logdir runs` shows them.
+    """Logger that writes event files into `tensorboard` in the run directory: `tensorboard --logdir runs` shows them.
 
-    Metrics are float32 scalars over the step; what no two runs share has names that begin with `system/`. A resumed
-    run cuts the files back to its checkpoint and goes on in a new file, which TensorBoard joins with the others; a
-    server started before with `--load_fast=false` forgets what was cut only when it is started anew.
+    Metrics are float32 scalars over the step; timings and memory have names that begin with `system/`. A resumed run
+    cuts the files back to its checkpoint and continues in a new file, which TensorBoard merges with the others. A
+    server started earlier with `--load_fast=false` shows the removed values until it is restarted.
 
     `experiment` is a `torch.utils.tensorboard.SummaryWriter`.
 
@@ -49,10 +49,10 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
 
     def open(self, directory: Path, *, resumed: bool) -> None:
-        """See `Logger.open`."""
+        """Choose the number of the next event file; remove old files unless the run is resumed."""
         self._directory = directory / "tensorboard"
         self._step, self._hyperparameters = 0, None
-        # above all that are there, also those about to be removed: names never go back, whatever the clock does
+        # The number is above those of all existing files, including removed ones, so file names always increase.
         self._part = max(
             (int(path.name.split(".")[3]) + 1 for path in self._files("events.out.tfevents.*.lumen")), default=0
         )
@@ -62,7 +62,7 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The `SummaryWriter`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
+        """`SummaryWriter`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
         if self._directory is None:
             return Nothing()
         if self._writer is None:
@@ -72,22 +72,22 @@ class TensorBoardLogger(Logger):
 
     @told
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """See `Logger.log_metrics`."""
+        """Write scalars."""
         self._step = step
         for name, value in metrics.items():
             self.experiment.add_scalar(name, value, step)
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
-        """See `Logger.log_system`."""
+        """Write scalars with names that begin with `system/`."""
         for name, value in values.items():
             self.experiment.add_scalar(f"system/{name}", value, step)
 
     @told
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `Logger.log_hyperparams`; `lr` of the task is `model.lr`. What is no number is recorded as text.
+        """Write hyperparameters; `lr` of the task is `model.lr`. Values other than numbers are written as text.
 
-        The dashboard of hyperparameters knows one value of each in a run: those that have changed when a run is
-        resumed are recorded as a text, "hyperparameters".
+        TensorBoard's dashboard shows one value per hyperparameter and run. If a resumed run has changed
+        hyperparameters, they are written as a text named "hyperparameters".
         """
         flat = entries(params, ".")
         plain = {name: value if type(value) in (int, float) else str(masked(value, name)) for name, value in flat}
@@ -103,12 +103,12 @@ class TensorBoardLogger(Logger):
 
     @told
     def log_image(self, name: str, image: Array, step: int) -> None:
-        """See `Logger.log_image`."""
+        """Write an image."""
         self.experiment.add_image(name, as_pixels(name, image), step)
 
     @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
-        """See `Logger.log_histogram`."""
+        """Write a histogram."""
         numbers = as_array(values).astype(np.float64)
         numbers = numbers[np.abs(numbers) < _FIRST_BEYOND_BINS]
         if numbers.size:
@@ -116,21 +116,21 @@ class TensorBoardLogger(Logger):
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
-        """See `Logger.log_text`."""
+        """Write a text."""
         self.experiment.add_text(name, text, step)
 
     def save(self) -> None:
-        """See `Logger.save`."""
+        """Write buffered events to the disk."""
         if self._writer is not None:
             self._writer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Bytes of each event file, the step they have come to, and the hyperparameters of the run."""
+        """Return the sizes of the event files in bytes, the last logged step, and the hyperparameters."""
         files = {self._key(path): path.stat().st_size for path in self._files()}
         return {"files": files, "step": self._step, "hyperparameters": self._hyperparameters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Cut every file back to its length, remove files that came later, and go on in a new one."""
+        """Cut every file back to its saved size, remove newer files, and continue in a new file."""
         self._close_writer()
         self._step, self._hyperparameters = state["step"], state["hyperparameters"]
         for path in self._files():
@@ -141,7 +141,7 @@ class TensorBoardLogger(Logger):
                 os.truncate(path, size)
 
     def finalize(self, status: str) -> None:
-        """See `Logger.finalize`."""
+        """Close the event file."""
         self._close_writer()
         self._directory = None
 
@@ -151,7 +151,7 @@ class TensorBoardLogger(Logger):
             self._writer = None
 
     def _files(self, pattern: str = "*tfevents*") -> list[Path]:
-        """The event files; in directories below are those that the writer's `add_scalars` and `add_hparams` made."""
+        """Return the event files, including those in subdirectories, which `add_scalars` and `add_hparams` create."""
         return [] if self._directory is None else sorted(self._directory.rglob(pattern))
 
     def _key(self, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""A TensorBoard writer whose file has a known name and length; imported only where TensorBoard is used."""
+"""TensorBoard writer whose file has a known name and length; imported only if TensorBoard is used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils.tensorboard.summary import hparams
 
 @final
 class _EventFile:
-    """An event file to which every event is written at once, by the thread that logs it.
+    """Event file that writes every event at once, in the thread that logs it.
 
-    TensorBoard's own class names its file after the clock, and TensorBoard reads files in the order of their names; it
-    writes from a thread that a full disk ends without a word.
+    TensorBoard's own class names files by the clock, and TensorBoard reads files in order of their names. That class
+    writes from a thread, which ends silently when the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class _FileWriter(FileWriter):
 
 @final
 class EventWriter(SummaryWriter):
-    """A `SummaryWriter` that writes into one file.
+    """`SummaryWriter` that writes into one file.
 
     Args:
         path: The event file; TensorBoard finds it by "tfevents" in its name.
@@ -65,13 +65,13 @@ class EventWriter(SummaryWriter):
         super().__init__(str(path.parent))
 
     def add_hyperparameters(self, values: Mapping[str, int | float | str]) -> None:
-        """Record them for this run; `add_hparams` would make a second run beside it."""
+        """Write hyperparameters of this run; `add_hparams` would create a second run instead."""
         experiment, start, _ = hparams(dict(values), {})  # type: ignore[no-untyped-call]
-        for summary in (experiment, start):  # without the third, the end of the session: it only begins
+        for summary in (experiment, start):  # The third summary would mark the end of the run.
             self._get_file_writer().add_summary(summary)
 
     def _get_file_writer(self) -> Any:
-        if self.file_writer is None:  # also after `close`
+        if self.file_writer is None:  # `close` sets it to None.
             self.file_writer = _FileWriter(self._path)
             self.all_writers = {str(self._path.parent): self.file_writer}
         return self.file_writer

@@ -1,4 +1,4 @@
-"""The logger of Weights & Biases."""
+"""Logger for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ _STEP = "trainer/global_step"
 
 @final
 class WandbLogger(Service):
-    """Records a run in Weights & Biases, online or into files that `wandb sync` uploads.
+    """Logger for Weights & Biases, online or into files that `wandb sync` uploads.
 
-    Every value is over `trainer/global_step`; what no two runs share has names that begin with `system/`.
+    All values are plotted over `trainer/global_step`; timings and memory have names that begin with `system/`.
     Hyperparameters are the config: `lr` of the task is `model.lr`.
 
-    The id of the run is in `wandb.json` in the run directory; a resumed run goes on in it. Its files are in `wandb`
-    there, a folder for each part of the run. What they have is not recorded again; values that a killed process took
-    with it, up to those of 15 seconds, come from the run's own record. Images, histograms and texts do not.
+    The file `wandb.json` in the run directory stores the run's id; a resumed run continues the same W&B run. Its files
+    are in `wandb` in the run directory, in one folder for each part of the run. Recorded values are not sent again. A
+    killed process may lose up to 15 seconds of values, which Lumen restores from the CSV files. Lost images, histograms
+    and texts are not restored.
 
-    `experiment` is a `wandb.Run`, `version` its id. A run that the program has begun by `wandb.init` is used, and left
-    open.
+    `experiment` is a `wandb.Run`, `version` its id. If the program has called `wandb.init`, the logger uses that run
+    and leaves it open.
 
     Args:
-        name: Name of the run. Default: that of the run directory.
-        save_dir: Where its folder `wandb` lies. Default: in the run directory.
-        version: The id of a run to go on in, whatever the run directory says; the same as `id`.
+        name: Name of the run. Default: the name of the run directory.
+        save_dir: Parent directory of the folder `wandb`. Default: the run directory.
+        version: Id of a W&B run to continue, instead of the one in the run directory; the same as `id`.
         offline: Write files only. The variable WANDB_MODE=offline does the same.
-        id: See `version`.
-        project: That the run belongs to. Default: what the variable WANDB_PROJECT says, else "lumen".
+        id: Alias of `version`.
+        project: The project of the run. Default: the variable WANDB_PROJECT, else "lumen".
         experiment: A `wandb.Run` to use, which is left open.
-        prefix: What the names of all values begin with, before a "-".
-        entity: The user or team there that the project belongs to.
-        group: Which runs it is shown with.
-        tags: Words that it is found by.
-        notes: A text that the run is shown with.
-        kwargs: More arguments of `wandb.init`, such as `config` and `settings`; in YAML under `dict_kwargs`.
+        prefix: Prefix of all value names, before a "-".
+        entity: The user or team that owns the project.
+        group: Name of a group of runs that W&B shows together.
+        tags: Tags of the run.
+        notes: Description of the run.
+        kwargs: Further arguments of `wandb.init`, such as `config` and `settings`; in YAML under `dict_kwargs`.
 
     Raises:
-        ConfigError: Its library is not installed.
+        ConfigError: The package `wandb` is not installed.
     """
 
     title = "Weights & Biases"
@@ -93,8 +94,8 @@ class WandbLogger(Service):
         self._watched: list[tuple[Any, dict[str, Any]]] = []
 
     def connect(self, directory: Path, kept: str | None) -> str:
-        """See `Service.connect`."""
-        place = (directory if self._place is None else self._place).absolute()  # its service has a place of its own
+        """Begin or resume a W&B run."""
+        place = (directory if self._place is None else self._place).absolute()  # W&B's service has its own directory.
         place.mkdir(parents=True, exist_ok=True)
         self._first_row: int | None = None
         running = self._given_run or self._library.run
@@ -114,13 +115,13 @@ class WandbLogger(Service):
         return str(running.id)
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
-        """See `Service.recorded`."""
+        """Yield name, step and value of everything that the run's files contain."""
         for _, row in self._earlier():
             if isinstance(step := row.pop(_STEP, None), int):
                 yield from ((name, step, value) for name, value in row.items() if not name.startswith("_"))
 
     def _earlier(self) -> list[tuple[int, dict[str, Any]]]:
-        """The rows of the run that its files have; of earlier parts of one that is online, those that have arrived."""
+        """Return the rows in the run's files; for earlier parts of an online run only the uploaded rows."""
         from lumen.integrations.wandb_files import history
 
         own = Path(self._writer.settings.sync_file).absolute()
@@ -129,23 +130,23 @@ class WandbLogger(Service):
         return [row for path in files for row in history(path) if path == own or row[0] < arrived]
 
     def send(self, values: Mapping[str, Any], step: int) -> None:
-        """See `Service.send`."""
+        """Log values."""
         self._writer.log({**values, _STEP: step}, step=self._first_row, commit=True)
-        self._first_row = None  # the library counts on from there
+        self._first_row = None  # The library counts further rows.
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `Service.send_hyperparams`."""
+        """Update the config."""
         self._writer.config.update(_plain(params), allow_val_change=True)
 
     @told
     def log_image(self, name: str, image: Array, step: int) -> None:
-        """See `Logger.log_image`."""
+        """Log an image."""
         pixels = as_bytes(name, image)
         self.record(self._send_new_object, name, step, lambda: self._library.Image(pixels))
 
     @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
-        """See `Logger.log_histogram`."""
+        """Log a histogram of the finite values."""
         numbers = as_array(values).astype(np.float64)
         numbers = numbers[np.isfinite(numbers)]
         if numbers.size:
@@ -153,7 +154,7 @@ class WandbLogger(Service):
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
-        """See `Logger.log_text`; it is a table of one cell, as W&B shows texts."""
+        """Log a text as a table of one cell, which is how W&B shows texts."""
         self.record(self._send_new_object, name, step, lambda: self._library.Table(["text"], [[text]]))
 
     def _send_new_object(self, name: str, step: int, make: Callable[[], Any]) -> None:
@@ -161,13 +162,13 @@ class WandbLogger(Service):
             self.send({key: make()}, step)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Record the histograms of a module's gradients or parameters; may be called before `fit`.
+        """Record histograms of a module's gradients or parameters; may be called before `fit`.
 
         Args:
             model: The module, such as the task.
             log: "gradients", "parameters", "all", or None for neither.
-            log_freq: In how many calls of the module.
-            log_graph: Record its graph too.
+            log_freq: Number of calls of the module between two records.
+            log_graph: Record the module's graph too.
         """
         options = {"log": log, "log_freq": log_freq, "log_graph": log_graph}
         self._watched.append((model, options))
@@ -176,11 +177,11 @@ class WandbLogger(Service):
 
     @property
     def name(self) -> str | None:
-        """Name of the run there; None before `fit`."""
+        """Name of the W&B run; None before `fit`."""
         return self._name or (None if self.run_directory is None else self.run_directory.name)
 
     def disconnect(self, status: str) -> None:
-        """See `Service.disconnect`."""
+        """End the W&B run, unless it belongs to the user."""
         for module, _ in self._watched:
             self._writer.unwatch(module)
         if not self._is_ours:
@@ -191,11 +192,11 @@ class WandbLogger(Service):
         if self._writer.offline:
             from lumen.integrations.wandb_files import wait_for_end
 
-            wait_for_end(Path(self._writer.settings.sync_file))  # a run that goes on at once shall find all of it
+            wait_for_end(Path(self._writer.settings.sync_file))  # A run that resumes at once must find all records.
 
 
 def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries in which all that JSON has no value for is text."""
+    """Return nested dictionaries in which values that JSON lacks are text."""
     plain: dict[str, Any] = {}
     for path, value in entries(params, "\0"):
         *above, name = path.split("\0")

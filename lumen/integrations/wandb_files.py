@@ -1,4 +1,4 @@
-"""What the files of Weights & Biases hold of a run; imported only where its library is."""
+"""Reader of the files of Weights & Biases; imported only if its library is used."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 from wandb.proto.wandb_internal_pb2 import Record
 
 _BLOCK, _HEADER, _BEGINNING = 32768, struct.Struct("<IHB"), 7  # sizes in bytes
-_PATIENCE_S = 60.0  # a machine may be busy
-_FIRST, _LAST = (1, 2), (1, 4)  # kinds of pieces: 1 is a whole record, 2 begins one, 3 goes on, 4 ends it
+_PATIENCE_S = 60.0  # The machine may be busy.
+_FIRST, _LAST = (1, 2), (1, 4)  # kinds of pieces: 1 is a whole record, 2 its beginning, 3 its middle, 4 its end
 
 
 def history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a file `run-ID.wandb`: the number that the library gave to each, and its values by name.
+    """Yield the rows of a file `run-ID.wandb`: the library's number of each row, and its values by name.
 
-    Of what is no number, such as an image, the value is a dictionary.
+    Values other than numbers, such as images, are dictionaries.
 
-    The file is a log of LevelDB, of records that protobuf describes; the end of one whose process was killed may be
-    missing. Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    The file is a LevelDB log of protobuf records. If its process was killed, the end of the file may be missing.
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
     """
     for content in _records(path.read_bytes()):
         record = Record.FromString(content)
@@ -40,7 +40,7 @@ def history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def wait_for_end(path: Path) -> None:
-    """Wait until the library's service has written how a run ended, the last of all records; it takes a moment."""
+    """Wait until the library's service has written the last record, which says how the run ended."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while not _has_ended(path) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -54,11 +54,11 @@ def _has_ended(path: Path) -> bool:
 
 
 def _records(content: bytes, place: int = _BEGINNING) -> Iterator[bytes]:
-    """The records in whole blocks of a file, of which the first may begin in the midst of a record."""
+    """Yield the records in whole blocks of a file; the first block may begin in the middle of a record."""
     record: bytes | None = None
     while place + _HEADER.size <= len(content):
         rest = _BLOCK - place % _BLOCK
-        if rest < _HEADER.size:  # the end of a block has no room for a header
+        if rest < _HEADER.size:  # The rest of a block may be too small for a header.
             place += rest
             continue
         checksum, size, kind = _HEADER.unpack_from(content, place)

@@ -1,4 +1,4 @@
-"""Loggers: where a run's record goes."""
+"""Loggers: records of a run's metrics, hyperparameters, images and text."""
 
 from lumen.loggers.base import Logger as Logger
 from lumen.loggers.csv import CSVLogger as CSVLogger

@@ -1,4 +1,4 @@
-"""Logger: the base of what records a run's metrics, hyperparameters, images and text, and the forms of these."""
+"""`Logger`, the base class of loggers, and conversions of values for them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
 @final
 class Nothing:
-    """An object whose every attribute and call does nothing; it stands for a writer where no record is written."""
+    """Object whose every attribute and call does nothing; replaces a writer where no record is written."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of copying, pickling and the like
+        if name.startswith("__"):  # Copying and pickling look for special methods.
             raise AttributeError(name)
         return self
 
@@ -38,10 +38,13 @@ class Nothing:
 
 
 def told(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Let a method that users call say how it is called, when it is called as one of that name in Lightning.
+    """Decorate a logging method of users: a wrong call raises an error that shows the right call.
+
+    Wrong calls typically use the signature of Lightning's method of the same name.
 
     Raises:
-        ConfigError: By the method: its arguments have other names, some are missing, or the step is no whole number.
+        ConfigError: Raised by the decorated method: arguments have wrong names or are missing, or the step is not an
+            integer.
     """
     signature, name = inspect.signature(method), method.__name__
     needed = [each.name for each in signature.parameters.values() if each.default is each.empty][1:]
@@ -63,35 +66,35 @@ def told(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P
 
 
 class Logger(LacksLightnings, ABC):
-    """A record of a run. Only the first process of a run writes it, and only `fit` has one.
+    """Base class of loggers. Only the first process of a run writes a record, and only in `fit`.
 
-    One method must be written, `log_metrics`; what else a record can hold is up to it. `log_metrics` and `log_system`
-    are called for you; images, histograms and text are yours to give, to every logger of the run:
+    A subclass must define `log_metrics`; all other methods are optional. Lumen calls `log_metrics` and `log_system`.
+    Your code logs images, histograms and text, to every logger of the run:
 
         for logger in self.trainer.loggers:
             logger.log_image("reconstruction", image, self.global_step)
 
-    A logger whose record cannot hold one of them ignores it, and so does every logger outside of `fit` and in the other
-    processes.
+    A logger that does not support a kind of value ignores it. Outside of `fit`, and in all other processes, every
+    logger ignores all values.
     """
 
     ATTRIBUTES: ClassVar[Mapping[str, str]] = {
         "log_graph": "With a TensorBoardLogger in fit, write logger.experiment.add_graph(task, batch).",
     }
 
-    #: Where the newest run of `fit` writes, in every process; its trainer sets it.
+    #: Run directory of the newest `fit`, in every process; the trainer sets it.
     run_directory: Path | None = None
 
     @property
     def state_key(self) -> str:
-        """Name of this logger's state in checkpoints; loggers of one class that have a state need one each."""
+        """Name of this logger's state in checkpoints; loggers of one class that have a state need different keys."""
         return type(self).__qualname__
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record values that repeat exactly in a repeated run.
 
-        A third parameter, `epoch`, is given the epochs completed so far to those that have it.
+        A logger may have a third parameter, `epoch`: the number of completed epochs.
 
         Args:
             metrics: Values by name.
@@ -103,19 +106,20 @@ class Logger(LacksLightnings, ABC):
 
         Args:
             directory: The run directory; it exists.
-            resumed: True: keep what is recorded, for `load_state_dict` to cut it back; False: start over. A record that
-                the checkpoint has no state of is started over too, since all of it comes after the checkpoint.
+            resumed: True: keep the existing record, which `load_state_dict` cuts back. False: start over. The value is
+                also False if the checkpoint has no state of this record, since the whole record then comes after the
+                checkpoint.
         """
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
-        """Record timings and memory, which no two runs share."""
+        """Record timings and memory, which differ between repeated runs."""
 
     @told
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Record the hyperparameters; called whenever `fit` starts, a resumed one too.
+        """Record the hyperparameters; Lumen calls this whenever `fit` starts, also when it resumes.
 
         Args:
-            params: Those of the task under `model`, those of the data module under `data`.
+            params: Hyperparameters of the task under the key `model`, those of the data module under `data`.
         """
 
     @told
@@ -124,95 +128,95 @@ class Logger(LacksLightnings, ABC):
 
         Args:
             name: Name of the series of images, such as "reconstruction".
-            image: Of shape (height, width) or (channels, height, width) with 1 (grey), 3 (RGB) or 4 (RGBA) channels;
-                uint8 of 0 to 255, bool, or floating point of 0 to 1 (what is outside is clipped).
+            image: An image of shape (height, width) or (channels, height, width) with 1 (grey), 3 (RGB) or 4 (RGBA)
+                channels; uint8 of 0 to 255, bool, or floating point of 0 to 1 (values outside are clipped).
             step: Optimizer updates completed.
 
         Raises:
-            ConfigError: The image has another shape or dtype.
+            ConfigError: The image has a different shape or dtype.
         """
 
     @told
     def log_histogram(self, name: str, values: Array, step: int) -> None:
-        """Record how values are distributed.
+        """Record a histogram of values.
 
         Args:
             name: Name of the series of histograms, such as "weights".
-            values: An array of any shape and real dtype. Values that are not finite, or 1e20 and beyond, are left out.
+            values: An array of any shape and real dtype. Values that are not finite, or 1e20 and beyond, are omitted.
             step: Optimizer updates completed.
         """
 
     @told
     def log_text(self, name: str, text: str, step: int) -> None:
-        """Record a text, in Markdown.
+        """Record a text in Markdown.
 
         Args:
             name: Name of the series of texts, such as "samples".
-            text: Markdown, of any length.
+            text: Markdown of any length.
             step: Optimizer updates completed.
         """
 
     @property
     def experiment(self) -> Any:
-        """The object that writes the record, for what `Logger` does not offer; None if the logger has none.
+        """Object that writes the record, for features that `Logger` lacks; None if the logger has no such object.
 
-        Where there is no record, outside of `fit` and in all processes but the first, what is called on it does
-        nothing.
+        Outside of `fit`, and in all processes but the first, calls on the object do nothing.
         """
         return None
 
     @property
     def save_dir(self) -> str | None:
-        """Where the run directories lie; None before `fit`."""
+        """Parent directory of the run directories; None before `fit`."""
         return None if self.run_directory is None else str(self.run_directory.parent)
 
     @property
     def name(self) -> str | None:
-        """Name of the record: that of the run directory, if the logger has no other; None before `fit`."""
+        """Name of the record, by default of the run directory; None before `fit`."""
         return None if self.run_directory is None else self.run_directory.name
 
     @property
     def version(self) -> int | str | None:
-        """What tells the record from others of its name, such as the id that a service gave it; None: nothing does."""
+        """Identifier among records of the same name, such as an id given by a service; None without an identifier."""
         return None
 
     @property
     def root_dir(self) -> str | None:
-        """The run directory; None before `fit`."""
+        """Run directory; None before `fit`."""
         return self.log_dir
 
     @property
     def log_dir(self) -> str | None:
-        """The run directory; None before `fit`."""
+        """Run directory; None before `fit`."""
         return None if self.run_directory is None else str(self.run_directory)
 
     def save(self) -> None:
-        """Bring everything recorded to the disk; called before each checkpoint."""
+        """Write the whole record to the disk; Lumen calls this before each checkpoint."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """A checkpoint has been committed.
+        """Act on a complete checkpoint.
 
         Args:
-            checkpoint_callback: The `ModelCheckpoint` that saved it: `last_model_path` is its directory.
+            checkpoint_callback: The `ModelCheckpoint` that saved the checkpoint: `last_model_path` is its directory.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """The length of the record, as plain data, from which `load_state_dict` cuts it back."""
+        """Return the length of the record as plain data, for `load_state_dict`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Cut the record back to where it stood, so that a resumed run neither repeats nor loses a value."""
+        """Cut the record back to a saved length, so that a resumed run neither repeats nor loses a value."""
 
     def finalize(self, status: str) -> None:
-        """The run has ended; called once, when nothing is recorded any more.
+        """End the record when the run ends; Lumen calls this once.
 
         Args:
-            status: "success"; "failed": by an error; "interrupted": it was asked to stop, and can be resumed.
+            status: "success"; "failed": the run ended with an error; "interrupted": the run was asked to stop, and can
+                be resumed.
         """
 
 
 def entries(values: Mapping[str, Any] | Namespace, separator: str, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Entries of nested dictionaries, by their names joined with a separator."""
+    """Yield the entries of nested dictionaries, with names joined by a separator."""
     for name, value in (vars(values) if isinstance(values, Namespace) else values).items():
         if isinstance(value, Mapping | Namespace):
             yield from entries(value, separator, f"{above}{name}{separator}")
@@ -221,7 +225,7 @@ def entries(values: Mapping[str, Any] | Namespace, separator: str, above: str = 
 
 
 def as_array(values: Array) -> np.ndarray[Any, Any]:
-    """An array of a tensor, on the CPU; bfloat16, which numpy lacks, as float32."""
+    """Return a tensor as a numpy array on the CPU; bfloat16, which numpy lacks, becomes float32."""
     if not isinstance(values, torch.Tensor):
         return values
     values = values.detach().cpu()
@@ -229,10 +233,10 @@ def as_array(values: Array) -> np.ndarray[Any, Any]:
 
 
 def as_pixels(name: str, image: Array) -> np.ndarray[Any, Any]:
-    """An image of shape (channels, height, width), as it was given to `Logger.log_image`.
+    """Return an argument of `Logger.log_image` as an array of shape (channels, height, width).
 
     Raises:
-        ConfigError: The image has another shape or dtype, or is no array.
+        ConfigError: The image has a different shape or dtype, or is not an array.
     """
     if not isinstance(image, torch.Tensor | np.ndarray):
         raise ConfigError(
@@ -254,10 +258,12 @@ def as_pixels(name: str, image: Array) -> np.ndarray[Any, Any]:
 
 
 def as_bytes(name: str, image: Array) -> np.ndarray[Any, Any]:
-    """The same as uint8 of shape (height, width, channels), as files of images have it; grey without channels.
+    """Return an argument of `Logger.log_image` as a uint8 array for image files.
+
+    The shape is (height, width, channels), or (height, width) for grey images.
 
     Raises:
-        ConfigError: The image has another shape or dtype.
+        ConfigError: The image has a different shape or dtype.
     """
     pixels = as_pixels(name, image)
     if pixels.dtype != np.uint8:

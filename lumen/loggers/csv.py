@@ -1,4 +1,4 @@
-"""The CSV logger: `metrics.csv` and `system.csv`."""
+"""CSV logger: `metrics.csv` and `system.csv`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PLACES = ("step", "epoch")
 
 
 def _open(path: Path, mode: Literal["r", "a", "w"]) -> IO[str]:
-    """Open a CSV file; bytes that are no UTF-8 are kept as they are."""
+    """Open a CSV file; bytes that are not UTF-8 are preserved."""
     return path.open(mode, encoding="utf-8", errors="surrogateescape", newline="")
 
 
 def rows_in(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the step and the values of each row of a `metrics.csv` or `system.csv`; nothing if there is no file."""
+    """Yield the step and the values of each row of a `metrics.csv` or `system.csv`; no rows without the file."""
     if path.exists():
         with _open(path, "r") as file:
             for row in csv.DictReader(file):
@@ -34,16 +34,16 @@ def rows_in(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 @final
 class _Table:
-    """A CSV file that gains columns as new names appear; its header is always complete."""
+    """CSV file that gains columns as new names appear; its header is always complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows = 0
-        path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)  # of one that was killed
-        self.columns: dict[str, None] = {}  # in order; a name is found without looking at the others
-        self._width = 0  # columns of the file
+        path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)  # left by a killed process
+        self.columns: dict[str, None] = {}  # an ordered set, for fast look-ups
+        self._width = 0  # number of columns in the file
         self._waiting: list[Mapping[str, Any]] = []
-        self._copies = 0  # rows that may be copied
+        self._copies = 0  # number of rows that may be copied
         self._file: IO[str] | None = None
         if path.exists():
             with explained_writing(path), _open(path, "r") as file:
@@ -53,9 +53,9 @@ class _Table:
                 self.rows = self._copies = sum(1 for _ in reader)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; a name not seen before copies the file, with one more column.
+        """Write one row; a new name copies the file, with one more column.
 
-        Rows wait in memory where new names come so often that copies of the file would cost more than the rows.
+        If new names come so often that copies of the file would cost more than the rows, rows wait in memory.
         """
         for name in row.keys() - self.columns.keys():
             check_column(str(name), f"a logged value is named {name!r}")
@@ -66,7 +66,7 @@ class _Table:
             self.write()
 
     def write(self) -> None:
-        """Write the rows that wait."""
+        """Write the waiting rows."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -83,7 +83,7 @@ class _Table:
         self.rows += len(waiting)
 
     def rewrite(self, columns: list[str], rows: int) -> None:
-        """Keep the first `rows` rows and the given columns, by writing a new file that then replaces this one.
+        """Keep the first `rows` rows and the given columns, by writing a new file that replaces this one.
 
         Only one row is in memory at a time.
         """
@@ -98,7 +98,7 @@ class _Table:
         self._width = len(columns)
 
     def _read(self, columns: list[str], rows: int) -> Iterator[list[str]]:
-        """The first `rows` rows, each cut to the given columns; cells that a row lacks are empty."""
+        """Yield the first `rows` rows with the given columns; missing cells are empty."""
         if not self._width:
             return
         with _open(self.path, "r") as file:
@@ -106,7 +106,7 @@ class _Table:
                 yield [row.get(name, "") for name in columns]
 
     def flush(self) -> None:
-        """Write what is buffered to the disk."""
+        """Write buffered rows to the disk."""
         self.write()
         if self._file is not None:
             with explained_writing(self.path):
@@ -122,11 +122,12 @@ class _Table:
 
 @final
 class CSVLogger(Logger):
-    """Writes `metrics.csv`, which repeats bit for bit in a repeated run, and `system.csv` in the run directory.
+    """Logger that writes `metrics.csv` and `system.csv` in the run directory.
 
-    One row per logged event: `step`, `epoch`, then one column per name in order of first appearance. Numbers are
-    written with all their digits. Where every step has new names, rows wait in memory, until a checkpoint at most.
-    Images, histograms, text and hyperparameters have no place in a table: they are ignored.
+    `metrics.csv` is bitwise identical in a repeated run. Each logged event is one row: `step`, `epoch`, then one column
+    per name in order of first appearance. Numbers are written with all digits. If every step has new names, rows wait
+    in memory, at most until the next checkpoint. Images, histograms, text and hyperparameters do not fit into a table
+    and are ignored.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
@@ -136,10 +137,10 @@ class CSVLogger(Logger):
 
     @checked
     def __init__(self) -> None:
-        self._tables: dict[str, _Table] = {}  # by the name of the file; empty where there is no record
+        self._tables: dict[str, _Table] = {}  # by file name; empty outside of `fit` and in other processes
 
     def open(self, directory: Path, *, resumed: bool) -> None:
-        """See `Logger.open`."""
+        """Open both files; remove old ones unless the run is resumed."""
         paths = [directory / name for name in ("metrics.csv", "system.csv")]
         for path in paths if not resumed else ():
             with explained_writing(path):
@@ -148,35 +149,35 @@ class CSVLogger(Logger):
 
     @told
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | str = "") -> None:
-        """See `Logger.log_metrics`; a row of yours may have no epoch."""
+        """Write a row to `metrics.csv`; rows of user code may omit the epoch."""
         if self._tables:
             self._tables["metrics.csv"].append({"step": step, "epoch": epoch, **metrics})
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
-        """See `Logger.log_system`."""
+        """Write a row to `system.csv`."""
         if self._tables:
             self._tables["system.csv"].append({"step": step, **values})
 
     def save(self) -> None:
-        """See `Logger.save`."""
+        """Write both files to the disk."""
         for table in self._tables.values():
             table.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows and columns of each file."""
+        """Return the rows and columns of each file."""
         for table in self._tables.values():
             table.write()
         return {name: {"rows": each.rows, "columns": [*each.columns]} for name, each in self._tables.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Cut both files back to the rows and columns that they had."""
+        """Cut both files back to the saved rows and columns."""
         for name, table in self._tables.items():
             saved = state[name]
             if (table.rows, [*table.columns]) != (saved["rows"], saved["columns"]):
                 table.rewrite(list(saved["columns"]), saved["rows"])
 
     def finalize(self, status: str) -> None:
-        """See `Logger.finalize`."""
+        """Close both files."""
         for table in self._tables.values():
             table.write()
             table.close()

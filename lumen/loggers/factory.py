@@ -1,4 +1,4 @@
-"""Chooses the loggers of a run."""
+"""Choice of a run's loggers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lumen.loggers.csv import CSVLogger
 _OURS = ("csv", "tensorboard", "wandb", "mlflow", "aim")
 if TYPE_CHECKING:
     LoggerName: TypeAlias = str
-else:  # the names that are there, so that a wrong one is found where types are checked
+else:  # At run time the type lists all names, so that type checks of the config find a wrong name.
     LoggerName = Literal[(*_OURS, *(name for name in registered(LOGGERS) if name not in _OURS))]
 
 
 def as_loggers(given: bool | LoggerName | Logger | Sequence[LoggerName | Logger]) -> list[Logger]:
-    """The loggers of a trainer; True stands for the run directory's own record, a name for a logger made without more.
+    """Return the loggers of a trainer. True means a `CSVLogger`; a name means a logger with default arguments.
 
     Raises:
-        ConfigError: A logger cannot be made, or its `log_metrics` does not take what it is given.
+        ConfigError: A logger cannot be created, or its `log_metrics` has a wrong signature.
     """
     if isinstance(given, bool):
         return [CSVLogger()] if given else []
@@ -34,10 +34,10 @@ def as_loggers(given: bool | LoggerName | Logger | Sequence[LoggerName | Logger]
 
 
 def takes_epoch(logger: Logger) -> bool:
-    """Whether a logger's `log_metrics` is given the epoch.
+    """Return True if a logger's `log_metrics` has a parameter `epoch`.
 
     Raises:
-        ConfigError: It takes neither metrics and step nor these and the epoch.
+        ConfigError: The method takes neither (metrics, step) nor (metrics, step, epoch).
     """
     signature = inspect.signature(logger.log_metrics)
     for values in (("epoch",), ()) if "epoch" in signature.parameters else ((), ("epoch",)):
@@ -53,12 +53,13 @@ def takes_epoch(logger: Logger) -> bool:
 
 
 def with_own_record(given: Sequence[Logger]) -> list[Logger]:
-    """The loggers that the user gave, after a `CSVLogger`: a run directory always has its own record.
+    """Return the user's loggers with a `CSVLogger` before them, unless they include one.
 
-    It comes first, since services are compared with the CSV files, which are cut back before.
+    The `CSVLogger` is first because its files are cut back on resume, and services then compare their records with
+    them.
 
     Args:
-        given: The user's loggers; if it is empty, the run has no record at all.
+        given: The user's loggers; if there are none, no logger is added.
     """
     has_own = not given or any(isinstance(each, CSVLogger) for each in given)
     return sorted([*given] if has_own else [CSVLogger(), *given], key=lambda each: not isinstance(each, CSVLogger))
