@@ -39,7 +39,7 @@ class StopVote:
     def __init__(self, processes: Processes) -> None:
         self._processes, self.polls = processes, 0
         self._every = self._left = 1
-        self._answer: Callable[[], list[float]] | None = None  # under way
+        self._answer: Callable[[], list[float]] | None = None  # waits for the result of the last exchange
         self.requested: int | None = None
         self.stop_signal: int | None = None
         self.save_ended_here = self.save_ended = self._is_stale = False

@@ -94,7 +94,11 @@ class LoggedValues:
         return {name: (names[0], names[1]) for name, names in found if len(names) > 1}
 
     def unlogged(self, train: StageMetrics) -> set[str]:
-        """Return the names that no logger gets. The argument is that of `forks`."""
+        """Return the names whose values no logger gets.
+
+        Args:
+            train: Collector of the training epoch in progress.
+        """
         stages = (*self._of_stages.values(), train)
         return {
             name for each in stages for names in each.published(lambda of: not of.logger).values() for name in names
