@@ -58,10 +58,10 @@ def layer_decay_groups(
 ) -> list[Group]:
     """Return parameter groups whose learning rates fall from the head down to the embeddings.
 
-    Of L blocks, block i (from 0) has the learning rate `lr * decay ** (L - i)`, the embeddings have
-    `lr * decay ** (L + 1)`, and all other parameters, the head, have `lr` (Howard & Ruder, Universal Language Model
-    Fine-tuning for Text Classification, 2018; in this form Clark et al., ELECTRA, 2020). Schedules keep the ratios.
-    OneCycleLR needs the list of rates, `max_lr=[group["lr"] for group in groups]`.
+    Of L blocks, block i (from 0) has the learning rate `lr * decay ** (L - i)`. The embeddings have
+    `lr * decay ** (L + 1)`, and all other parameters, the head, have `lr`. Sources: Howard & Ruder, Universal Language
+    Model Fine-tuning for Text Classification, 2018; in this form Clark et al., ELECTRA, 2020. Schedules keep the
+    ratios. OneCycleLR needs the list of rates, `max_lr=[group["lr"] for group in groups]`.
 
     Args:
         module: The module whose trainable parameters are grouped, each once; a tied parameter in its lowest layer.

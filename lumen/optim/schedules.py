@@ -50,7 +50,7 @@ class Schedule(LRScheduler):
 class Warmup(LRScheduler):
     """Linear warm-up before any scheduler (Goyal et al., Accurate, Large Minibatch SGD, 2017).
 
-    Step s of the warm-up has the learning rate `target * (start + (1 - start) * s / steps)`, where `target` is the
+    Step s of the warm-up has the learning rate `target * (start + (1 - start) * s / steps)`. Here `target` is the
     scheduler's first learning rate. From step `steps` on, the scheduler steps as it would from its step 0.
 
     A ReduceLROnPlateau is stepped by its owner, with its metric. During the warm-up it is in its cooldown: it notes the
@@ -222,8 +222,9 @@ def wsd(
 ) -> LRScheduler:
     """Return a schedule of warm-up, stable phase and decay (Hu et al., MiniCPM, 2024).
 
-    In the last `decay` steps the learning rate falls to the floor as `1 - sqrt(x)` (Hägele et al., Scaling Laws and
-    Compute-Optimal Training Beyond Fixed Training Durations, 2024) or as `1 - x`, with x from 0 to 1.
+    In the last `decay` steps the learning rate falls to the floor as `1 - sqrt(x)` or as `1 - x`, with x from 0 to 1.
+    Source of `1 - sqrt(x)`: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations,
+    2024.
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.

@@ -141,14 +141,14 @@ class Lookahead(_Around):
 class WholeMatrices(_Around):
     """Optimizer that gives the optimizer inside unsharded parameters under FSDP, as Muon and Shampoo need.
 
-    On shards of a matrix `torch.optim.Muon` sums in another order, whose rounding in 16 bits changes a tenth of an
-    update, and fails for matrices with fewer rows than processes. Most other such optimizers compute a wrong update.
-    With `WholeMatrices` an optimizer makes the same update as on one process. Without sharded parameters
+    On shards of a matrix `torch.optim.Muon` sums in a different order, whose 16-bit rounding changes a tenth of an
+    update. It fails for matrices with fewer rows than processes. Most other such optimizers compute a wrong update on
+    shards. With `WholeMatrices` an optimizer makes the same update as on one process. Without sharded parameters
     `WholeMatrices` only calls the optimizer inside.
 
-    Lumen gathers one parameter at a time with its gradient and its state, steps it on every process, and shards it and
-    its state again, by rows. So a process holds one unsharded parameter at a time. A step of Muon costs the computation
-    of a step under DDP, and three all-gathers of the size of the parameters.
+    Lumen gathers one parameter at a time with its gradient and its state, and steps it on every process. Then Lumen
+    shards the parameter and its state again, by rows. So a process holds one unsharded parameter at a time. A step of
+    Muon costs the computation of a step under DDP, and three all-gathers of the size of the parameters.
 
     Learning rates, groups and state are those of the optimizer inside. That optimizer must treat each parameter alone,
     and keep its data in `state[parameter]` or in its groups.

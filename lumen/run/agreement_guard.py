@@ -59,9 +59,9 @@ class OwnTime:
 class SlowRanks:
     """Detector of ranks that the other ranks wait for. Rank 0 logs the warnings.
 
-    A rank is slow if it takes more than 1.5 times as long as the median of the others, and the excess is more than
-    10 ms and a fifth of a step, in two successive comparisons. A comparison spans at least 10 steps and 3 seconds. A
-    warning is repeated after 10 minutes at the earliest, then after 20, 40, ...
+    A rank is slow if its time exceeds 1.5 times the median of the others in two successive comparisons. The excess must
+    also be more than 10 ms and a fifth of a step. A comparison spans at least 10 steps and 3 seconds. A warning is
+    repeated after 10 minutes at the earliest, then after 20, 40, ...
 
     Args:
         processes: The processes of the run.
@@ -78,8 +78,8 @@ class SlowRanks:
         """Compare the times of all ranks, and warn of slow ranks.
 
         Args:
-            ranks: Totals of each rank: the measured steps (`steps`), the seconds in these steps until the rank waited
-                for the others (`own_s`), and the seconds for which the rank waited for training data (`data_s`).
+            ranks: Totals of each rank: measured steps (`steps`), seconds in these steps until it waited for the others
+                (`own_s`), and seconds of waiting for training data (`data_s`).
         """
         now_s = perf_counter()
         if not self._before:

@@ -34,8 +34,8 @@ def build_optimizers(
     """Call the user's function and check what it returned.
 
     Raises:
-        ConfigError: The function returned no optimizer, an optimizer without parameters or with those of another
-            model, an optimizer that does not work with the precision, or a scheduler or an entry that cannot work.
+        ConfigError: The function returned no optimizer; or the optimizer has no parameters, has those of a different
+            model, or does not work with the precision; or a scheduler or its entry cannot work.
     """
     try:
         returned = configure()
@@ -138,7 +138,7 @@ def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
-    """Yield the schedulers of the user's entries; two for an entry whose warm-up has an interval of its own.
+    """Yield the schedulers of the user's entries; two for an entry whose warm-up has a separate interval.
 
     A key `warmup_steps` or `warmup_epochs` becomes a `Warmup` around the scheduler.
     """
