@@ -105,19 +105,19 @@ class LogOptions(NamedTuple):
         return (name,) if self.on_step or self.on_epoch else ()
 
 
-#: The arguments of a call of `self.log`, and where it was made: see `log_options`. A plain tuple, because each call
-#: builds one and compares it with that of the last call.
+#: Arguments of a call of `self.log`, with the place of the call; see `log_options`. A plain tuple is fast to build and
+#: to compare with that of the last call, which every call does.
 Given = tuple[bool, bool | None, bool | None, bool, bool | None, Any, bool, str, str]
 
 
 def log_options(name: str, how: Given) -> LogOptions:
-    """Return the options of a call; `on_step` and `on_epoch` that were not given follow from where the call was made.
+    """Return the options of a call of `self.log`. If `on_step` or `on_epoch` is None, the place of the call decides.
 
     Args:
         name: The name of the value, for errors.
-        how: True for a number in a training step; `on_step`, `on_epoch`, `prog_bar`, `logger`, `reduce_fx` (a
-            `Reduction`, or what means one) and `add_dataloader_idx`; the hook, as in `LogOptions`; and the suffix of
-            the loader that is read.
+        how: A tuple of True for a number in a training step; `on_step`, `on_epoch`, `prog_bar`, `logger`, `reduce_fx`
+            (a `Reduction` or an equivalent) and `add_dataloader_idx`; the hook, as in `LogOptions`; and the suffix of
+            the loader in progress.
 
     Raises:
         ConfigError: An option has a wrong type, or `reduce_fx` is unknown.
@@ -129,7 +129,7 @@ def log_options(name: str, how: Given) -> LogOptions:
         if not isinstance(given, bool) and (given is not None or option in switches):
             raise ConfigError(f"self.log({name!r}, {option}={given!r}): expected True or False.")
     reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    with suppress(TypeError):  # it has no hash
+    with suppress(TypeError):  # `reduce_fx` may have no hash.
         reduction = _MEANT.get(reduction, reduction)
     if not (isinstance(reduction, str) and reduction in get_args(Reduction)):
         raise ConfigError(

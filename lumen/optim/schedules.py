@@ -222,7 +222,7 @@ def wsd(
 ) -> LRScheduler:
     """Return a schedule of warm-up, stable phase and decay (Hu et al., MiniCPM, 2024).
 
-    In the last `decay` steps the learning rate falls to the floor as `1 - sqrt(x)` or as `1 - x`, with x from 0 to 1.
+    In the last `decay` steps the learning rate falls to the floor by `1 - sqrt(x)` or `1 - x`, with x from 0 to 1.
     Source of `1 - sqrt(x)`: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations,
     2024.
 

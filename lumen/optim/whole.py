@@ -252,9 +252,9 @@ def _whole(value: Any) -> Any:
 
 
 def _cut(value: Any, like: Any) -> Any:
-    """Return this process's rows of a tensor that all processes have, as a DTensor; any other value as it is."""
+    """Shard a tensor that every process holds like the DTensor `like`, without communication; return others as is."""
     if not (is_sharded(like) and isinstance(value, torch.Tensor) and value.ndim):
         return value
     block = zip(*local_block(like, value.shape), strict=True)
-    rows = value[tuple(slice(offset, offset + size) for offset, size in block)].clone()  # a view would keep the rest
+    rows = value[tuple(slice(offset, offset + size) for offset, size in block)].clone()  # A view would keep the rest.
     return from_local(rows, like, value.shape)

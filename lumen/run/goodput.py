@@ -130,9 +130,9 @@ class TimeSpent:
 
     Attributes:
         wall_s: Seconds from the first start to the last record, over all restarts.
-        spent_s: Seconds by bucket: `startup`, `compile`, `data`, `step`, `evaluation`, `checkpoint`, `end`, `lost`
-            (steps lost by a kill, which a restart computes again) and `queue` (from an end to the next start). The
-            seconds of all buckets sum to `wall_s`.
+        spent_s: Seconds by bucket: `startup`, `compile`, `data`, `step`, `evaluation`, `checkpoint`, `end`, `lost` and
+            `queue`. The bucket `lost` has steps lost by a kill, which a restart computes again; `queue` has the time
+            from an end to the next start. The seconds of all buckets sum to `wall_s`.
         lives: Number of starts of the run.
     """
 
