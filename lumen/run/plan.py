@@ -35,8 +35,10 @@ class Plan:
         val_every_epoch_fraction: Validate after this fraction of an epoch, (0, 1].
         val_every_s: Validate after this many seconds.
         val_every_n_epochs: Validate in every n-th epoch only.
+        sanity_batches: Number of validation batches before training; negative: all.
         limits: Count or fraction of the batches per stage ("train", "validate", "test", "predict"); None: all.
         log_every_n_steps: Steps between two logged steps.
+        inference_mode: True to evaluate in `torch.inference_mode`, False to evaluate in `torch.no_grad`.
         accumulate: Micro-batches of a step in each process, by the first epoch with this number; in order of epochs,
             from epoch 0.
         global_batch_size: Samples of a step, instead of `accumulate`; None to use `accumulate`.
