@@ -1,4 +1,4 @@
-"""Precision: the dtype in which the forward runs, and how the loss is scaled. A class each, with the same methods."""
+"""Precisions: dtype of the forward and scaling of the loss. Each precision is a class with the same methods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lumen.internals.optimizers import bare_step
 
 _NO_CONTEXT = nullcontext()
 _MANY_IN_A_ROW = 5
-_GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}  # torch's own
+_GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}  # defaults of torch's GradScaler
 #: Parts of torch's error messages about a dtype that an operator does not support.
 _COMPLAINTS = {
     torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
@@ -33,48 +33,49 @@ _COMPLAINTS = {
 
 
 class Precision(ABC):
-    """What a precision changes in a step. The loop calls every method, whatever the precision.
+    """Base class of precisions: the parts of a step that depend on the precision.
 
-    A subclass outside Lumen can be given to `Trainer(precision=...)`; it needs no entry anywhere, and no method but
-    `forward`. One object serves one trainer at a time. The order of calls in a run: `check` when the trainer is made;
-    `setup`; `convert`; `load_state_dict`, if the run goes on from a checkpoint; then for each step `forward` around
-    every micro-batch, `backward` after each, `unscale` and `step`. Evaluations call `setup`, `convert` and `forward`.
+    Pass an object of your own subclass to `Trainer(precision=...)`; only `forward` must be defined. One object serves
+    one trainer at a time. The loop calls the methods of every precision in this order: `check` when the trainer is
+    made; `setup`; `convert`; `load_state_dict`, if the run resumes from a checkpoint; then for each step `forward`
+    around every micro-batch, `backward` after each, `unscale` and `step`. Evaluations call `setup`, `convert` and
+    `forward`.
     """
 
-    #: A non-finite loss is this format's own business (fp16 skips the update), not an error of the loop.
+    #: True if the precision handles non-finite losses (fp16 skips the update); False if they are an error of the loop.
     handles_overflow: bool = False
-    #: The dtype of parameters and of what reaches the steps; None: whatever they have.
+    #: The dtype of parameters and of the batches that steps get; None to leave dtypes as they are.
     dtype: torch.dtype | None = None
     #: Updates that were skipped because gradients overflowed, in the whole run.
     skipped_updates: int = 0
 
     @property
     def name(self) -> str:
-        """What checkpoints and messages call it: "bf16"; by default the name of its class."""
+        """Name in checkpoints and messages, such as "bf16"; by default the name of the class."""
         return type(self).__name__
 
     @property
     def numerics(self) -> dict[str, str | int | float | bool]:
-        """Its settings that change what is computed, where they are not the default; a resumed run compares them."""
+        """Settings that change numbers and differ from their defaults. A resumed run compares these settings."""
         return {}
 
     def check(self, device: torch.device, parameter_device: torch.device) -> None:
-        """Refuse what cannot be had. Must not initialise the device, which would stay taken.
+        """Refuse devices that do not support the precision, without initialising a device, which would stay occupied.
 
         Args:
             device: The device on which the forward runs.
             parameter_device: The device of parameters and gradients between steps.
 
         Raises:
-            ConfigError: It does not work there; the message says what to use instead.
+            ConfigError: The precision does not work on these devices. The message says what to use instead.
         """
 
     def setup(self, device: torch.device) -> None:
-        """Begin a run on a device, without the state of any run before."""
+        """Begin a run on a device, without the state of earlier runs."""
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:
-        """The context in which every step of the task runs."""
+        """Return the context in which every step of the task runs."""
 
     def convert(self, model: nn.Module) -> None:
         """Cast a model's parameters and buffers, before an optimizer is built."""
@@ -84,22 +85,23 @@ class Precision(ABC):
 
         Args:
             loss: A scalar tensor.
-            by: Makes the backward: the task's own, where it has one.
+            by: Function that makes the backward: the task's `backward` if the task overrides it.
         """
         by(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale, so that clipping thresholds mean what they say."""
+        """Divide the gradients by the loss scale, so that clipping thresholds apply to unscaled gradients."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters.
 
         Args:
             optimizer: The optimizer of parameters whose gradients are complete, unscaled and clipped.
-            closure: For an optimizer that evaluates loss and gradients several times (LBFGS); never with fp16.
+            closure: The closure of an optimizer that evaluates loss and gradients several times (LBFGS); never with
+                fp16.
 
         Returns:
-            False if the update was skipped because gradients overflowed: then schedules and counters must not move.
+            False if the update was skipped because gradients overflowed. Then schedules and counters must not move.
         """
         if closure is None:
             bare_step(optimizer)()
@@ -108,30 +110,30 @@ class Precision(ABC):
         return True
 
     def leave_out(self, optimizer: Optimizer) -> None:
-        """No update is made of gradients that are complete and unscaled: a hook has asked for none."""
+        """Make no update of complete and unscaled gradients, because a hook asked for no update."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as plain data."""
+        """Return the state that a resumed run needs, as plain data."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
 
 @final
 class Float32(Precision):
-    """`fp32`: the forward runs in the dtypes of the model's parameters."""
+    """Precision `fp32`: the forward runs in the dtypes of the model's parameters."""
 
     name = "fp32"
 
     def forward(self) -> AbstractContextManager[Any]:
-        """A context that does nothing."""
+        """Return a context that does nothing."""
         return _NO_CONTEXT
 
 
 @final
 class OneDtype(Precision):
-    """Parameters, buffers and the floating-point tensors of batches all in one dtype; no autocast, no scaler.
+    """Precision with parameters, buffers and floating-point tensors of batches in one dtype; no autocast, no scaler.
 
     Args:
         name: "bf16-true" or "fp64".
@@ -146,51 +148,52 @@ class OneDtype(Precision):
         self._context = _Explaining(nullcontext(), name, self.dtype)
 
     def check(self, device: torch.device, parameter_device: torch.device) -> None:
-        """MPS has no float64."""
+        """Refuse fp64 on MPS, which has no float64."""
         if self.dtype is torch.float64 and device.type == "mps":
             raise ConfigError("precision: fp64 needs float64, which MPS does not have. Set accelerator: cpu, or fp32.")
 
     def forward(self) -> AbstractContextManager[Any]:
-        """A context that only explains errors about dtypes."""
+        """Return a context that only explains errors about dtypes."""
         return self._context
 
     def convert(self, model: nn.Module) -> None:
         """Cast floating-point parameters and buffers in place, but not the states of torchmetrics objects."""
-        model.double() if self.dtype is torch.float64 else model.bfloat16()  # Module.to would cast those sums too
+        model.double() if self.dtype is torch.float64 else model.bfloat16()  # Module.to would cast metrics too.
 
     def state_dict(self) -> dict[str, Any]:
-        """The name, by which `load_from_checkpoint` builds the same task again."""
+        """Return the name of the precision, which `load_from_checkpoint` needs to cast the task again."""
         return {"name": self.name}
 
 
 @final
 class BFloat16(Precision):
-    """Forward under autocast to bfloat16; parameters and gradients stay float32."""
+    """Precision `bf16`: forward under autocast to bfloat16; parameters and gradients stay float32."""
 
     name = "bf16"
 
     def setup(self, device: torch.device) -> None:
-        """Make the context for a device."""
+        """Make the autocast context for a device."""
         self._context = _Explaining(torch.autocast(device.type, torch.bfloat16), "bf16", torch.bfloat16)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Autocast to bfloat16."""
+        """Return the context of autocast to bfloat16."""
         return self._context
 
 
 @final
 class Float16(Precision):
-    """Forward under autocast to float16 with a gradient scaler (Micikevicius et al., Mixed Precision Training, 2018).
+    """Precision `fp16`: forward under autocast to float16, with a gradient scaler.
 
-    An update whose gradients overflow is skipped and the scale lowered, with a warning the first time and after several
-    in a row. A scale below 1 means that the gradients are not finite at any scale, which is an error. The settings are
-    those of `torch.amp.GradScaler`; a run that is resumed has the checkpoint's scale and the settings given here.
+    Micikevicius et al., Mixed Precision Training, 2018. If gradients overflow, the scaler skips the update and lowers
+    the scale. Lumen warns of the first skipped update and of several in a row. A scale below 1 is an error, because the
+    gradients are then not finite at any scale. The settings are those of `torch.amp.GradScaler`. A resumed run uses the
+    checkpoint's scale and the settings passed here.
 
     Args:
-        init_scale: What the loss is multiplied by at first, at least 1.
-        growth_factor: By this the scale grows, more than 1.
-        backoff_factor: By this it shrinks when gradients overflow, between 0 and 1.
-        growth_interval: After so many updates in a row without overflow it grows, at least 1.
+        init_scale: The first factor of the loss, at least 1.
+        growth_factor: The factor by which the scale grows, more than 1.
+        backoff_factor: The factor by which the scale shrinks when gradients overflow, between 0 and 1.
+        growth_interval: Number of successive updates without overflow before the scale grows, at least 1.
 
     Raises:
         ConfigError: A value is out of range.
@@ -217,11 +220,11 @@ class Float16(Precision):
 
     @property
     def numerics(self) -> dict[str, str | int | float | bool]:
-        """How the scale moves; where it began is over when a run is resumed."""
+        """Settings of the scale's growth that differ from the defaults. A resumed run does not use `init_scale`."""
         return {name: value for name, value in self._growth.items() if value != _GROWTH[name]}
 
     def check(self, device: torch.device, parameter_device: torch.device) -> None:
-        """The scale must lie where the gradients are."""
+        """Refuse gradients on another type of device than the loss scale."""
         if device.type != parameter_device.type:
             raise ConfigError(
                 f"precision: fp16 with FSDP(cpu_offload=True): the loss scale lies on {device.type}, the gradients on "
@@ -230,14 +233,14 @@ class Float16(Precision):
             )
 
     def setup(self, device: torch.device) -> None:
-        """Make the context and a scaler for a device."""
+        """Make the autocast context and a gradient scaler for a device."""
         self._context = _Explaining(torch.autocast(device.type, torch.float16), "fp16", torch.float16)
         self._scaler = torch.amp.GradScaler(device.type, init_scale=self._init_scale, **self._growth)
         self._scale = self._init_scale
         self._in_a_row = self.skipped_updates = 0
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Autocast to float16."""
+        """Return the context of autocast to float16."""
         return self._context
 
     def backward(self, loss: torch.Tensor, by: Callable[[torch.Tensor], Any] = torch.Tensor.backward) -> None:
@@ -289,11 +292,11 @@ class Float16(Precision):
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's scale and growth tracker, and how many updates were skipped."""
+        """Return the scaler's scale and growth tracker, and the number of skipped updates."""
         return self._scaler.state_dict() | {"skipped_updates": self.skipped_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale; the state of a run without a scaler changes nothing."""
+        """Restore the scale. The state of a run without a scaler has no effect."""
         if "scale" in state:
             self.skipped_updates = state.get("skipped_updates", 0)
             saved = {key: state[key] for key in self._scaler.state_dict() if key in state}
@@ -303,7 +306,7 @@ class Float16(Precision):
 
 @final
 class _Explaining(AbstractContextManager[None]):
-    """A context for steps that adds to torch's dtype errors which module raised them."""
+    """Context for steps that names, for a dtype error of torch, the module that raised it."""
 
     def __init__(self, context: AbstractContextManager[Any], name: str, dtype: torch.dtype) -> None:
         self._context = context
@@ -325,7 +328,10 @@ class _Explaining(AbstractContextManager[None]):
 
 
 def _is_torchs(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether a kernel refused its inputs for want of a float format: not code that raises, nor float for integers."""
+    """Return True if a torch kernel does not support a float dtype.
+
+    Errors from a `raise` in Python and errors about integer dtypes do not count.
+    """
     if trace is None or type(error) not in (RuntimeError, NotImplementedError):
         return False
     line = traceback.extract_tb(trace)[-1].line or ""
@@ -333,7 +339,7 @@ def _is_torchs(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
-    """The modules whose methods are on a traceback, outermost first."""
+    """Yield the modules whose methods are on a traceback, outermost first."""
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -342,7 +348,7 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
 
 
 def _culprit(modules: list[nn.Module]) -> str:
-    """The innermost module, in words: its path in the outermost one, its class, its device."""
+    """Describe the innermost module by its path in the outermost module, its class and its device."""
     if not modules:
         return "an operation"
     task, culprit = modules[0], modules[-1]
@@ -366,11 +372,11 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
 
 
 def make_precision(precision: str | int | Precision | type[Precision]) -> Precision:
-    """The precision with a name, or the user's own.
+    """Return the precision with a name, or the user's own precision.
 
     Args:
-        precision: `fp32`, `bf16`, `fp16`, `bf16-true` or `fp64`; Lightning's `32-true`, `bf16-mixed`, `16-mixed` and
-            `64-true` mean the same. Or an object, or a class that needs no arguments.
+        precision: The name `fp32`, `bf16`, `fp16`, `bf16-true` or `fp64`, or one of Lightning's equivalent names
+            `32-true`, `bf16-mixed`, `16-mixed` and `64-true`. Or an object, or a class that needs no arguments.
 
     Raises:
         ConfigError: There is no precision of this name.
@@ -393,6 +399,6 @@ def make_precision(precision: str | int | Precision | type[Precision]) -> Precis
 
 
 def convert_as_saved(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Cast a model as the precision did whose state was saved; one of the user's own is not known here."""
+    """Cast a model by the precision whose state was saved. A user's own precision has no effect here."""
     if (name := state.get("name")) in PRECISIONS:
         make_precision(name).convert(model)

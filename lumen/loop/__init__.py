@@ -1,1 +1,1 @@
-"""The order of things: training and evaluation in `loop`, one optimizer step in `step`."""
+"""Training and evaluation loops. `fit` loops over epochs and steps, and `step` makes one optimizer step."""

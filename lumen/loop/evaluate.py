@@ -1,4 +1,4 @@
-"""Evaluation: one pass over loaders, for validation, test and prediction; and how its values become known."""
+"""Evaluation: one pass over loaders, for validation, test and prediction; and publication of its values."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Numbered = tuple[Any, T]
 @final
 @dataclass
 class SetApart:
-    """What an evaluation keeps apart from the training that it interrupts.
+    """State of an evaluation, and the state of the interrupted training to restore after it.
 
     Attributes:
-        metrics: Collects the values that are logged in the evaluation.
-        modes: Of the task's modules, before it.
-        states: Of the task's torchmetrics objects, before it.
-        rows: For each batch of this process what it logged, by the numbers of its loader and of the batch.
-        complete: The values of the evaluation have been published.
+        metrics: Collector of the values that the evaluation logs.
+        modes: Modes of the task's modules before the evaluation.
+        states: States of the task's torchmetrics objects before the evaluation.
+        rows: Logged values of each batch of this process, by the numbers of the loader and of the batch.
+        complete: True once the values of the evaluation are published.
     """
 
     metrics: StageMetrics
@@ -54,17 +54,17 @@ class SetApart:
 
 
 def evaluate(run: Run, stage: str) -> bool:
-    """One pass over the evaluation loaders that are open, in eval mode and without gradients.
+    """Evaluate all batches of the open evaluation loaders, in eval mode and without gradients.
 
-    Everything is afterwards as it was before, the modes too, but for those that a hook at its end has chosen. The task
-    is put into eval mode, and back, by hooks of its own if it has them.
+    Afterwards the state of the training is restored. Modules get their modes back, except modes that a hook at the end
+    of the evaluation has set. Hooks of the task, such as `on_validation_model_eval`, may set the modes instead.
 
     Args:
         run: The run that evaluates.
         stage: "validate", "sanity", "test" or "predict".
 
     Returns:
-        False if the run was asked to leave: then nothing of the pass is published.
+        False if a signal asked the run to stop. Then no values are published.
     """
     name = "validation" if stage in ("validate", "sanity") else stage
     if stage == "validate" and run.stage == "fit" and overrides(run.task, "on_validation_model_zero_grad"):
@@ -75,7 +75,7 @@ def evaluate(run: Run, stage: str) -> bool:
         getattr(run.task, f"on_{name}_model_eval")()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
-        # What FSDP2 gathers under inference mode can never be trained again.
+        # Parameters that FSDP2 gathers under inference mode can never be trained again.
         infers = run.plan.inference_mode and not any(map(is_sharded, run.task.parameters()))
         with ordinary(), run.strategy.evaluation(inference_mode=infers):
             run.log.call_hooks(f"on_{name}_epoch_start")
@@ -103,7 +103,7 @@ def evaluate(run: Run, stage: str) -> bool:
 
 @contextmanager
 def entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
-    """The context of several, which are made when it is entered."""
+    """Make and enter several contexts, and exit them together."""
     with ExitStack() as stack:
         for make in contexts:
             stack.enter_context(make())
@@ -112,7 +112,7 @@ def entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> It
 
 @contextmanager
 def set_apart(run: Run, stage: str) -> Iterator[SetApart]:
-    """The context of an evaluation: what training goes on with is kept, and put back whatever happens."""
+    """Save the state of the training, and restore it at the end of the context, after errors too."""
     run.records.write_row()
     apart = SetApart(StageMetrics(), Modes(run.task), StatesApart(run.task))
     run.records.begin_evaluation(logger_states(run))
@@ -136,7 +136,7 @@ def set_apart(run: Run, stage: str) -> Iterator[SetApart]:
 
 
 def end_pass(run: Run, stage: str, name: str, apart: SetApart) -> None:
-    """All batches are evaluated: call the hooks that may still log, and publish the values. Collective."""
+    """End an evaluation pass: call the hooks that may still log, and publish the values. Collective."""
     run.log.end_loaders()
     seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
     apart.states.settle(run.log.gather if run.log.has_metrics else None)
@@ -151,7 +151,7 @@ def end_pass(run: Run, stage: str, name: str, apart: SetApart) -> None:
 
 
 def in_order(run: Run, mine: list[Numbered[T]]) -> list[T]:
-    """What all ranks have, by its number. Collective."""
+    """Return the values of all ranks, sorted by their numbers. Collective."""
     if run.log.gather is None:
         return [value for _, value in mine]
     numbered = chain.from_iterable(run.log.gather(move(mine, torch.device("cpu"))))
@@ -166,10 +166,10 @@ def evaluate_loader(
     dataloader_idx: int,
     apart: SetApart,
 ) -> list[Numbered[Any]]:
-    """Evaluate this rank's batches of one loader, adding a row of step values for each.
+    """Evaluate this rank's batches of one loader, and add a row of step values for each batch.
 
     Returns:
-        What the steps returned, for predictions only.
+        The outputs of the steps with their batch numbers if predictions are kept; else an empty list.
     """
     hooks = run.hooks
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
@@ -188,7 +188,7 @@ def evaluate_loader(
             run.log.begin_batch(micro.samples, micro.index)
             seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
             batch = run.calls.receive(micro.batch, dataloader_idx)
-            if micro.is_dummy:  # in a forward that all ranks make together
+            if micro.is_dummy:  # The forward of the other ranks communicates and needs a forward of this rank.
                 with unnoticed(run):
                     forward(run, step, micro, dataloader_idx, batch)
                 continue
@@ -199,7 +199,7 @@ def evaluate_loader(
             if halves is not None:
                 make = partial(forward, run, step, micro, dataloader_idx)
                 output = halves.evaluate(make, batch, micro)
-            else:  # as `forward` does, without its frame between fit and the step
+            else:  # This repeats `forward`, to have one stack frame less between `fit` and the step.
                 with run.precision.forward():
                     output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
             for hook in ends:
@@ -218,7 +218,7 @@ def evaluate_loader(
 
 
 def sample_indices(window: AccumulationWindow) -> list[int] | None:
-    """Indices in the data set of the samples of this process's batch; None where nobody knows them."""
+    """Return the data set indices of the samples in this process's batch; None if they are unknown."""
     if not window.requests:
         return None
     indices = list(window.requests[0].indices)
@@ -226,17 +226,17 @@ def sample_indices(window: AccumulationWindow) -> list[int] | None:
 
 
 def forward(run: Run, step: str, micro: MicroBatch, dataloader_idx: int, batch: Any) -> Any:
-    """Make a step of the task for a batch, or a part of it. Returns what it returned."""
+    """Call a step of the task with a batch or a part of a batch. Returns the output of the step."""
     with run.precision.forward():
         arguments = run.calls.arguments(step, batch, micro.index, dataloader_idx or micro.loader)
         return run.strategy.call(step, *arguments)
 
 
 def publish(run: Run, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
-    """Make the values of an epoch or evaluation known to monitors, schedulers and the bar. Collective."""
+    """Publish the values of an epoch or evaluation to monitors, schedulers and the progress bar. Collective."""
     before = {*run.values.newest.values()}
     values = run.values.publish(run.stage, metrics, gather)
-    epoch = run.progress.epoch  # not the step: after one epoch a process may have kept as many batches
+    epoch = run.progress.epoch  # The step is no known number: it may equal a process's count of batches.
     run.log.doubts.look(metrics.of_hooks, {epoch, epoch + 1, *before})
     for scheduler in run.optim.schedulers:
         scheduler.take(values)

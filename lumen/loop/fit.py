@@ -1,8 +1,8 @@
-"""Training: epochs, their steps and validations, until the run is over; one optimizer step is in `step`.
+"""Training loop: epochs, their steps and validations, until the run is over. `step` makes one optimizer step.
 
-Every step ends in exactly one boundary, at which nothing is half done: after its update and its validation, and for
-the last step of an epoch after the end of that epoch. Checkpoints are made and stop requests obeyed only there. Only
-what loggers get of the step may come later, where a device still computes it, but before anything is saved.
+Every step ends in exactly one boundary, where the state of the run is complete: after the update and the validation,
+and for the last step of an epoch after the end of that epoch. Lumen saves checkpoints and obeys stop requests only at a
+boundary. Loggers may get the values of a step later, when the device has computed them, but before a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lumen.task.modes import Modes
 
 
 class RolledBack(Exception):
-    """Hooks of all processes asked to go back to a checkpoint.
+    """Request by hooks of all processes to roll back to a checkpoint.
 
     Args:
         run: The run that trains.
-        window: Its newest window, which is used.
-        before: How many windows of its size before it are left out then.
-        after: How many after it.
+        window: The newest window of the run, which is used.
+        before: Number of windows of this size to leave out before the newest.
+        after: Number of windows of this size to leave out after the newest.
 
     Attributes:
-        left_out: The micro-batches of the run, from and to, that are not to be trained on.
+        left_out: The range (from, to) of the run's micro-batches to leave out.
     """
 
     def __init__(self, run: Run, window: AccumulationWindow, before: int, after: int) -> None:
@@ -44,18 +44,18 @@ class RolledBack(Exception):
 
 
 class StopRequested(Exception):
-    """The run was asked to leave; a checkpoint of this boundary exists if checkpoints are on."""
+    """Stop of the run by a signal. A checkpoint of this step exists if checkpoints are on."""
 
 
 def train(run: Run) -> list[int] | None:
-    """Run epochs until a limit is reached, a callback stops the run, or it is asked to leave.
+    """Run epochs until a limit is reached, or a callback or a signal stops the run.
 
     Returns:
-        The micro-batches of the run, from and to, to leave out if hooks have asked to go back to a checkpoint; else
+        The range (from, to) of the run's micro-batches to leave out if hooks asked for a rollback to a checkpoint; else
         None.
 
     Raises:
-        StopRequested: It was asked to leave.
+        StopRequested: A signal asked the run to stop.
     """
     run.log.share_metrics(run.task)
     modes = Modes(run.task)
@@ -73,7 +73,7 @@ def train(run: Run) -> list[int] | None:
     run.ending.start_clock()
     run.records.goodput.train(run.progress.step)
     ending = run.ending
-    if ending.finished and run.progress.in_epoch:  # killed between the last checkpoint and the end of its open epoch
+    if ending.finished and run.progress.in_epoch:  # A kill came after the last checkpoint, before the epoch's end.
         end_epoch(run, complete=False)
     while not ending.finished:
         try:
@@ -83,14 +83,14 @@ def train(run: Run) -> list[int] | None:
     run.records.goodput.enter("end")
     run.step.nonfinite.flush()
     run.records.guard.settle()
-    run.processes.barrier()  # what one process has written is there for all
+    run.processes.barrier()  # The files that one process has written exist for all processes from here on.
     for hook in run.hooks.on_train_end:
         hook()
     return None
 
 
 def train_epoch(run: Run) -> None:
-    """Run the rest of the epoch in progress, from wherever a checkpoint left it."""
+    """Run the rest of the epoch in progress, from its beginning or from the position of a checkpoint."""
     progress, plan, guard = run.progress, run.plan, run.records.guard
     fresh, weighted_before = not progress.in_epoch, run.step.weighted_windows
     if fresh:
@@ -100,10 +100,10 @@ def train_epoch(run: Run) -> None:
         run.log.begin_epoch()
         run.step.seed_hooks(0)
         run.log.call_hooks("on_train_epoch_start")
-        check_held(run.task, run.optim.optimizer)  # hooks may have replaced parameters
+        check_held(run.task, run.optim.optimizer)  # Hooks may have replaced parameters.
     run.log.resume_epoch()
 
-    adapter = run.loaders.measure()  # hooks may have changed the data
+    adapter = run.loaders.measure()  # Hooks may have changed the data.
     limit = plan.limit("train", adapter)
     windows = adapter.windows(0 if plan.same_batches else progress.epoch, progress.position, limit)
     window, skipped = next(windows, None), limit == 0
@@ -111,13 +111,13 @@ def train_epoch(run: Run) -> None:
         raise DataError(NO_TRAINING.format(adapter.nothing()))
     make_step = train_step if run.optim.manual is None else manual_step
     over = False
-    if progress.validation_due:  # saved while validating
+    if progress.validation_due:  # The checkpoint was saved during a validation.
         run.ending.end_epoch(complete=window is None)
         over = finish_step(run, updated=True, last=window is None)
     while window is not None and not over:
         try:
             if progress.left_out and is_left_out(run):
-                updated, fresh = leave_out(run, window), False  # ranges end: an epoch without a step is no failure
+                updated, fresh = leave_out(run, window), False  # An epoch without a step is no error here.
             else:
                 updated = make_step(run, window)
         except EpochSkipped:
@@ -131,7 +131,7 @@ def train_epoch(run: Run) -> None:
             check_first_state(run)
         if run.ending.rolls_back is not None:
             raise RolledBack(run, window, *run.ending.rolls_back)
-        if run.records.pending is not None:  # Of a step before, whose values have arrived meanwhile.
+        if run.records.pending is not None:  # The values of an earlier step have arrived meanwhile.
             run.records.write_row()
         if guard.is_on:
             guard.look()
@@ -150,14 +150,14 @@ def train_epoch(run: Run) -> None:
 
 
 def say_empty_epoch(run: Run, *, skipped: bool) -> None:
-    """Say that an epoch has made no step.
+    """Warn that an epoch has made no optimizer step.
 
     Args:
         run: The run that trains.
-        skipped: As it was asked to, by a hook or a limit of 0 batches.
+        skipped: True if a hook or a limit of 0 batches has skipped the epoch.
 
     Raises:
-        TrainingError: None was ever made, or the run would never end.
+        TrainingError: The run has made no step at all without being asked to skip, or would never end.
     """
     progress = run.progress
     if skipped:
@@ -181,7 +181,7 @@ def say_empty_epoch(run: Run, *, skipped: bool) -> None:
 
 
 def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
-    """Validate if it is due, then reach the boundary, unless the epoch's end comes first. Returns whether to end."""
+    """Validate if due, then reach the boundary unless the epoch ends first. Returns True if the run is over."""
     validates = run.progress.validation_due
     if validates:
         with run.records.goodput.within("evaluation"):
@@ -200,21 +200,21 @@ def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
 
 
 def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
-    """Let callbacks act on a complete step. Returns whether the run is over.
+    """Let callbacks act on a complete step. Returns True if the run is over.
 
     Args:
         run: The run that trains.
-        after_hooks: Hooks in which one rank is enough to stop the run may have been called since all have agreed.
+        after_hooks: True if hooks in which a single rank may stop the run were called since the last vote.
 
     Raises:
-        StopRequested: The run was asked to leave, and callbacks have saved what they save.
+        StopRequested: A signal asked the run to stop. Callbacks have saved their checkpoints.
     """
     if after_hooks:
         run.ending.agree()
     run.ending.tick()
     if run.ending.vote.now_s >= run.records.goodput.due_s:
         run.records.goodput.write(run.progress.step)
-    for hook in run.hooks.on_step_end if not run.progress.validation_due else ():  # the step goes on when resumed
+    for hook in run.hooks.on_step_end if not run.progress.validation_due else ():  # A resumed run ends the step.
         hook()
     if run.ending.is_asked or run.ending.asks_each_step:
         run.ending.agree()
@@ -230,9 +230,9 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
 
 
 def end_epoch(run: Run, *, complete: bool) -> None:
-    """Close an epoch: its hooks, its values, its schedulers.
+    """End an epoch: call its hooks, publish its values, and step its schedulers.
 
-    Where it is not complete, because the run ends in its middle, progress keeps its place for a longer run to go on.
+    If the run ends in the middle of the epoch, `progress` keeps the position, so that a longer run can resume there.
     """
     progress = run.progress
     run.ending.end_epoch(complete=complete)
@@ -243,7 +243,7 @@ def end_epoch(run: Run, *, complete: bool) -> None:
     values = publish(run, run.log.train, run.log.gather if has_values else None)
     if run.log.has_epoch_ends:
         run.log.call_hooks("on_train_epoch_end")
-        values = publish(run, run.log.train, run.log.gather)  # once more: with what the hooks logged
+        values = publish(run, run.log.train, run.log.gather)  # These include the values that the hooks logged.
     run.records.write({name: values[name] for name in run.log.train.epoch_names(for_loggers)})
     run.log.train.reset_metrics()
     run.log.end_epoch()
@@ -257,10 +257,10 @@ def end_epoch(run: Run, *, complete: bool) -> None:
 
 
 def sanity_check(run: Run) -> None:
-    """Run the first validation batches before training, and forget what they gave.
+    """Run the first validation batches before training, and drop their values.
 
     Raises:
-        StopRequested: The run was asked to leave.
+        StopRequested: A signal asked the run to stop.
     """
     with preserved_generators():
         for hook in run.hooks.on_sanity_check_start:
@@ -275,7 +275,7 @@ def sanity_check(run: Run) -> None:
 
 
 def step_values(run: Run) -> dict[str, float]:
-    """What the step in progress has logged. Waits for the device. Collective."""
+    """Return the values that the step in progress has logged. Waits for the device. Collective."""
     return {name: float(value) for name, value in run.log.train.step_values(gather=run.log.gather).items()}
 
 
@@ -285,8 +285,8 @@ def is_left_out(run: Run) -> bool:
 
 
 def leave_out(run: Run, window: AccumulationWindow) -> bool:
-    """Read the batches of a step without training on them. Returns False: no update is made."""
-    for _ in window:  # what was asked of a loader's workers comes in order
+    """Read the batches of a step without training on them. Returns False, because no update is made."""
+    for _ in window:  # The workers deliver requested batches in order, so all must be read.
         pass
     run.step.leave_out(window)
     return False

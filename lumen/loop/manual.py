@@ -1,4 +1,4 @@
-"""One step of a task that optimizes by hand: its `training_step` does what `step` does otherwise."""
+"""One step in manual optimization, where `training_step` calls backward and the optimizers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lumen.run.run import Run
 
 
 def manual_step(run: Run, window: AccumulationWindow) -> bool:
-    """One call of `training_step`, in which the task moves its optimizers. Returns False if none has moved.
+    """Call `training_step`, in which the task steps its optimizers. Returns True if an optimizer made an update.
 
     Raises:
-        EpochSkipped: A hook asks to end the epoch here: the task is not called.
+        EpochSkipped: A hook asked to end the epoch. `training_step` was not called.
     """
     hooks, manual, weighting = run.hooks, run.optim.manual, run.step.weighting
     assert manual is not None
     run.step.begin(window)
     (micro,) = weigh(run, window)
-    index = window.first_index // (1 if window.whole else run.strategy.data_world_size)  # the same on all processes
+    index = window.first_index // (1 if window.whole else run.strategy.data_world_size)  # equal on all processes
     run.step.seed(micro, index)
     batch = run.calls.receive(micro.batch, micro.loader)
     if hooks.on_train_batch_start:
@@ -40,7 +40,7 @@ def manual_step(run: Run, window: AccumulationWindow) -> bool:
         output = run.strategy.call("training_step", *run.calls.arguments("training_step", batch, index, micro.loader))
     weighting.begin_agreement(run.progress.should_stop)
     (wants_to_stop,) = weighting.agree()
-    if wants_to_stop or run.ending.stop_agreed:  # Else nothing has changed.
+    if wants_to_stop or run.ending.stop_agreed:  # Otherwise nothing has changed.
         run.ending.hear(wants_to_stop=wants_to_stop)
     updated = manual.end()
     run.step.count(window, updated=updated, tried=manual.has_tried)
@@ -59,10 +59,10 @@ def _asks_to_leave(run: Run, batch: Any, index: int) -> bool:
 
 
 def leave_epoch(run: Run, window: AccumulationWindow, *, asked: bool) -> None:
-    """End the epoch here, if a hook of one process asks for it: the others would wait for it in the step.
+    """End the epoch on all processes if a hook of one asks for it, because the others would wait for that process.
 
     Raises:
-        EpochSkipped: A hook of some process asks for it.
+        EpochSkipped: A hook of some process asked to end the epoch.
     """
     if run.processes.world_size > 1:
         (asked,) = run.ending.agree(asked)

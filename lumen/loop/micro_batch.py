@@ -47,9 +47,9 @@ def accumulate(
     Args:
         run: The run that trains.
         micro: The micro-batch, with its weight and its place in the step.
-        batch: Its batch on the device; None if this process has none.
+        batch: The batch on the device; None if this process has no batch.
         weighting: The weights of the step, which count this micro-batch.
-        check: Raise if the loss is NaN or infinite.
+        check: True to raise an error if the loss is NaN or infinite.
 
     Returns:
         The return value of `training_step`, and the weighted loss; None if the micro-batch adds no gradient.
@@ -96,7 +96,7 @@ def accumulate(
         elif micro.last:
             weighting.begin_agreement(run.step.skips_epoch, run.progress.should_stop, run.step.has_shrunk)
         if micro.last:
-            strategy.after_backward()  # It raises if a parameter got no gradient, for which other processes wait.
+            strategy.after_backward()  # This raises if a parameter got no gradient, for which others wait.
     return output, weighted_loss
 
 
@@ -134,7 +134,7 @@ def backward_of_zero(run: Run, micro: MicroBatch, batch: Any, weighting: LossWei
     Args:
         run: The run that trains.
         micro: The micro-batch of this process, which has no loss.
-        batch: Its batch; None if there is no batch; for a dummy of FSDP the batch of another process.
+        batch: The batch of the micro-batch, or None; for a dummy of FSDP the batch of another process.
         weighting: The weights of the step.
 
     Raises:
@@ -170,7 +170,7 @@ def refuse_own_backward(run: Run, before: Sequence[torch.Tensor | None]) -> None
 
     Args:
         run: The run that trains.
-        before: The gradients before it was called.
+        before: The gradients before the call of `training_step`.
 
     Raises:
         TrainingError: `training_step` has called backward or zero_grad itself.

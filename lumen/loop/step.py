@@ -33,7 +33,7 @@ from lumen.run.run import Run
 
 
 class EpochSkipped(Exception):
-    """A hook ended the epoch."""
+    """End of the epoch by a hook."""
 
 
 def train_step(run: Run, window: AccumulationWindow) -> bool:
@@ -89,7 +89,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         if micro.last:
             updated = update(run, window, weighting, closure)
         if hooks.on_train_batch_end and not micro.is_dummy:
-            # A hook may keep what it gets. Without this it would keep the graph of the forward too.
+            # A hook may keep the output. Without `detached` the output would hold the graph of the forward.
             output = detached(output)
             for hook in hooks.on_train_batch_end:
                 hook(output, batch, micro.index)
@@ -124,7 +124,7 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
     # Each process sent its sum of weights and these flags along with the last backward. Here it waits for the totals,
     # so that all processes end the epoch, or the run, at the same step.
     skips_epoch, wants_to_stop, too_large = weighting.agree()
-    if wants_to_stop or run.ending.stop_agreed:  # Else nothing has changed.
+    if wants_to_stop or run.ending.stop_agreed:  # Otherwise nothing has changed.
         run.ending.hear(wants_to_stop=wants_to_stop)  # `run.ending` decides at the end of the step whether to stop.
     if too_large:  # A micro-batch did not fit into the memory of some process, which computed it in parts.
         warn_of_parts(run, agree_on_size(run))
@@ -143,11 +143,11 @@ def update(run: Run, window: AccumulationWindow, weighting: LossWeighting, closu
     else:
         # If Lumen has computed a norm for clipping, a NaN in it is an error. On CUDA the error may come some steps
         # later, because the host does not wait for the norm, but no checkpoint is saved before. From here to `count` a
-        # call of `optimizer.step` passes. Elsewhere in a training step it raises, because the user has called it.
+        # call of `optimizer.step` passes. A call elsewhere in a training step raises, because it is the user's.
         run.step.begin_update()
         if closure is not None:
             closure.hand_over(weighting)
-        if "optimizer_step" in optim.own:  # The task overrides it.
+        if "optimizer_step" in optim.own:  # The task overrides this method.
             updated = update_by_task(run, window, closure)
         else:
             updated = run.precision.step(optim.optimizer, closure)  # False if gradients overflowed in fp16.
@@ -305,11 +305,11 @@ def update_by_task(run: Run, window: AccumulationWindow, closure: Evaluate | Non
 
 @final
 class OptimizerOfStep:
-    """The optimizer that `optimizer_step` of a task is given. Other attributes are those of the run's optimizer.
+    """The optimizer that `optimizer_step` of a task gets. Other attributes are those of the run's optimizer.
 
     Args:
         run: The run that trains.
-        closure: Loss and gradients again, for an optimizer that evaluates them several times; else None.
+        closure: The closure of an optimizer that evaluates loss and gradients several times; else None.
 
     Attributes:
         has_moved: True once `step` has updated the parameters.

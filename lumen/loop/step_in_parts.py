@@ -66,7 +66,7 @@ class StepInParts:
 
         Raises:
             RuntimeError: A single sample does not fit; on accelerators a torch.OutOfMemoryError.
-            DataError: It is not known where the samples of the batch are.
+            DataError: The positions of the samples in the batch are unknown.
             ConfigError: The return values for the parts cannot be joined.
         """
         output = None
@@ -94,8 +94,8 @@ class StepInParts:
                 return self._in_parts(micro, batch)
             except RuntimeError as error:
                 largest = min(run.progress.fits or largest, largest)
-                run.step.shrink_parts(smaller(error, largest))  # It lets go of the loss with its graph, too.
-            # The error holds the tensors of the attempt: they are free only behind the except clause.
+                run.step.shrink_parts(smaller(error, largest))  # This drops the loss and its graph too.
+            # The error holds the tensors of the attempt, so their memory is free only after the except clause.
             is_repeated = True
             logged.go_back(before)
             put_back()
@@ -104,7 +104,7 @@ class StepInParts:
             empty_device_cache(run.strategy.device)
 
     def _compute_again(self, done: Sequence[tuple[MicroBatch, Any, GeneratorStates]]) -> None:
-        """Set the gradients to those of micro-batches that are counted already."""
+        """Set the gradients to those of micro-batches that already count in the step."""
         run, weighting = self._run, self._run.step.weighting
         run.optim.zero_grad(run.progress.epoch, self._window.first_index)
         for micro, batch, states in done:
@@ -141,11 +141,11 @@ def weight_of_part(run: Run, micro: MicroBatch, begin: int, end: int) -> float:
 
 
 def smaller(error: RuntimeError, samples: int) -> int:
-    """Return how many samples to try after an error.
+    """Return the number of samples to try after an error.
 
     Args:
         error: The error of the attempt.
-        samples: How many samples the attempt had.
+        samples: Number of samples in the attempt.
 
     Raises:
         RuntimeError: This error, if memory was not the cause, or a single sample does not fit.
@@ -176,7 +176,7 @@ def joined_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def agree_on_size(run: Run) -> set[int]:
-    """Take the smallest size that fits, from here on on every process. Collective: every rank must call this.
+    """Use the smallest size that fits on every process from here on. Collective: every rank must call this.
 
     Returns:
         The ranks on which a larger micro-batch did not fit.
@@ -262,7 +262,7 @@ class Halves:
     Args:
         run: The run that evaluates.
         stage: "validate", "sanity", "test" or "predict".
-        keeps_outputs: Return the outputs of the steps.
+        keeps_outputs: True to return the outputs of the steps.
     """
 
     def __init__(self, run: Run, stage: str, *, keeps_outputs: bool) -> None:
@@ -283,7 +283,7 @@ class Halves:
 
         Raises:
             RuntimeError: A single sample does not fit; on accelerators a torch.OutOfMemoryError.
-            DataError: It is not known where the samples of the batch are.
+            DataError: The positions of the samples in the batch are unknown.
             ConfigError: The return values for the halves cannot be joined.
         """
         try:
@@ -300,7 +300,7 @@ class Halves:
                 return step(batch if size == samples else cut(batch, samples, begin, end))
             except RuntimeError as error:
                 fits = smaller(error, size)
-            # The error holds the tensors of the attempt: they are free only behind the except clause.
+            # The error holds the tensors of the attempt, so their memory is free only after the except clause.
             put_back()
             empty_device_cache(self._run.strategy.device)
             remember_size(self._run, self._stage, fits)
@@ -327,7 +327,7 @@ def mark_values(run: Run, metrics: Sequence[Metric]) -> Callable[[], None]:
 
 
 def remember_size(run: Run, stage: str, fits: int) -> None:
-    """Try no larger part of a batch again in this stage."""
+    """Evaluate no larger part of a batch in this stage again."""
     if not run.loaders.fits:
         _log.warning(
             "a batch of more than %d samples does not fit into memory: it is evaluated in halves, as later ones are. A "
@@ -339,7 +339,7 @@ def remember_size(run: Run, stage: str, fits: int) -> None:
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """The context of an evaluation that adds a hint to an error of memory."""
+    """Add a hint to an out-of-memory error of an evaluation in this context."""
     try:
         yield
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""What `self.log` leaves behind: values, their means over exactly the samples seen, and torchmetrics objects."""
+"""Values logged by `self.log`: their means over exactly the samples seen, and torchmetrics objects."""

@@ -1,7 +1,7 @@
-"""Collects the values that `self.log` is given, without waiting for a device, and computes their means over samples.
+"""Collection of the values that `self.log` gets, without waiting for a device, and their means over samples.
 
-Every process collects its own. Where a value is read, those of all processes are merged in rank order, so every rank
-reads the same.
+Every process collects its values. To read a value, Lumen merges the values of all processes in rank order, so every
+rank reads the same.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from lumen.metrics.log_call import Given, HookValue, LogOptions, as_metric, as_n
 from lumen.metrics.step_values import Accumulator, Latest, agreed, by_name, floats, means, number, of_ranks
 from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, metrics_of
 
-if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
+if TYPE_CHECKING:  # The import takes longer than that of Lumen. A user who logs a metric has imported torchmetrics.
     from torchmetrics import Metric
 
 
-#: What a collector has at a moment: see `StageMetrics.mark`.
+#: State of a collector, as `StageMetrics.mark` returns it.
 Mark = tuple[dict[str, "_Entry"], dict[str, str], dict[tuple[int, str], str], bool]
 
 
 @final
 class _Entry:
-    """Everything logged under one name."""
+    """All values logged under one name."""
 
     __slots__ = ("epoch", "how", "is_tensor", "latest", "loaders", "metric", "options", "window")
 
     def __init__(self, options: LogOptions, metric: Metric | None, *, is_tensor: bool = False) -> None:
         self.options = options
-        self.is_tensor = is_tensor  # its first value
-        self.how: Given | None = None  # of the newest call, which most others repeat
-        self.loaders: tuple[str, ...] = ()  # of an evaluation, during which it was logged; "" is outside of them
+        self.is_tensor = is_tensor  # True if the first value is a tensor
+        self.how: Given | None = None  # arguments of the newest call, which most calls repeat
+        self.loaders: tuple[str, ...] = ()  # suffixes of the evaluation loaders it was logged for; "" for none
         self.metric = metric
         self.epoch = Accumulator(options.reduce_fx)
         self.latest: list[tuple[float | torch.Tensor, float]] = []
         self.window = -1
 
     def copied(self) -> _Entry:
-        """One that stays as this is now."""
+        """Return a copy that later values do not change."""
         entry = copy(self)
         entry.latest, entry.epoch = list(self.latest), copy(self.epoch)
         entry.epoch.pending = list(self.epoch.pending)
@@ -56,26 +56,26 @@ class _Report(NamedTuple):
     """The values of one name on one rank, as sent to the other ranks."""
 
     options: LogOptions
-    kind: str | None  # class of the torchmetrics object
-    place: str | None  # name of the module that it is in the task
+    kind: str | None  # class of the torchmetrics object, if there is one
+    place: str | None  # module name of the torchmetrics object in the task
     sums: tuple[float, float]
     loaders: tuple[str, ...]
 
     @property
     def mean(self) -> float:
-        """Mean of the numbers logged on that rank; NaN if there are none."""
+        """Mean of the numbers logged on the rank; NaN without numbers."""
         total, weight = self.sums
         return total / weight if weight else math.nan
 
 
 @final
 class StageMetrics:
-    """Everything logged during one epoch of training or one evaluation.
+    """All values logged during one epoch of training or one evaluation.
 
     Attributes:
-        window: Number of the optimizer step (or evaluation batch) in progress; values logged in the same window are
+        window: Number of the optimizer step (or evaluation batch) in progress. Values logged in the same window are
             averaged into one step value.
-        closed: The values of the epoch have been published, so a value that is logged now would be lost.
+        closed: True once the values of the epoch are published, so that a value logged now would be lost.
         of_hooks: Values that each process has logged outside of steps, by name; set by `epoch_values` with a `gather`.
     """
 
@@ -84,16 +84,16 @@ class StageMetrics:
         self.closed = False
         self.of_hooks: dict[str, HookValue] = {}
         self._entries: dict[str, _Entry] = {}
-        self._owners: dict[str, str] = {}  # under which names values can be read, and as what they are logged
-        self._fed: dict[tuple[int, str], str] = {}  # the same of metric objects, without what tells loaders apart
-        self._how: Given | None = None  # of the newest call that was looked at, and its options
+        self._owners: dict[str, str] = {}  # logged name by published name
+        self._fed: dict[tuple[int, str], str] = {}  # logged name by metric object and name without loader suffix
+        self._how: Given | None = None  # arguments of the call parsed last
         self._options: LogOptions
-        self._has_steps = False  # somebody logs values of single steps
-        self._computed: tuple[Any, list[Any]] | None = None  # what all ranks had seen then, and the metrics' values
+        self._has_steps = False  # True if values of single steps are logged
+        self._computed: tuple[Any, list[Any]] | None = None  # update counts of all ranks, and the metrics' values
 
     @classmethod
     def of_options(cls, options: Mapping[str, Mapping[str, Any]]) -> StageMetrics:
-        """Make one that knows how names were logged, from what `options` returned, and has no values."""
+        """Make a collector without values from the names and options that `options` returned."""
         metrics = cls()
         for name, each in options.items():
             metrics._add(name, _Entry(LogOptions(**each), None))
@@ -108,7 +108,7 @@ class StageMetrics:
         self.closed = True
 
     def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: Given) -> None:
-        """Collect a value; nobody waits for a CUDA device."""
+        """Collect a value, without waiting for a CUDA device."""
         entry = self._entries.get(name)
         if entry is None or entry.how != how:
             entry = self._entry_for(name, value, how)
@@ -116,7 +116,7 @@ class StageMetrics:
         if entry.metric is not None:
             if not options.on_step:
                 return
-            value = entry.metric._forward_cache  # type: ignore[assignment]  # of the metric's last call: this batch
+            value = entry.metric._forward_cache  # type: ignore[assignment]  # the value of this batch
             if not isinstance(value, torch.Tensor):
                 raise ConfigError(
                     f"self.log({name!r}, ..., on_step=True): the {type(entry.metric).__name__} has no number for this "
@@ -179,15 +179,15 @@ class StageMetrics:
     def step_values(
         self, keep: Callable[[LogOptions], bool] = lambda _: True, gather: Gather | None = None
     ) -> dict[str, float | torch.Tensor]:
-        """The weighted mean of each name over the window in progress, `x_step` where `x_epoch` exists too.
+        """Return the weighted mean of each name over the window in progress, as `x_step` if `x_epoch` exists too.
 
         Args:
-            keep: Returns whether a name with these options is wanted.
-            gather: Returns every rank's plain data, in rank order: then the mean is over all ranks. Collective.
-                None: the mean is over this process.
+            keep: Function that returns True if a name with these options is wanted.
+            gather: Function that returns every rank's plain data, in rank order, for a mean over all ranks.
+                Collective. None for a mean over this process.
 
         Raises:
-            ConfigError: A name is logged with other options on another rank.
+            ConfigError: Two ranks log a name with different options.
         """
         if not self._has_steps and gather is None:
             return {}
@@ -197,7 +197,7 @@ class StageMetrics:
         return means(latest, keep)
 
     def latest(self) -> Latest:
-        """The values of single steps that this process has logged in the window in progress."""
+        """Return the values of single steps that this process has logged in the window in progress."""
         return {
             name: (entry.options, entry.latest)
             for name, entry in self._entries.items()
@@ -206,11 +206,11 @@ class StageMetrics:
 
     @property
     def has_values(self) -> bool:
-        """Whether this process has logged anything."""
+        """True if this process has logged any value."""
         return bool(self._entries)
 
     def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
-        """The names that `epoch_values` gives, or gave for all ranks, without computing a value."""
+        """Return the names of `epoch_values`, without computing a value."""
         return [
             entry.options.variant(name, "epoch") if entry.options.on_step else name
             for name, entry in self._entries.items()
@@ -218,12 +218,12 @@ class StageMetrics:
         ]
 
     def loaders(self) -> dict[str, tuple[str, ...]]:
-        """Suffixes of the loaders that each name of `epoch_values` was logged for; "" stands for no loader."""
+        """Return the suffixes of the loaders for which each name of `epoch_values` was logged; "" for no loader."""
         entries = [entry for entry in self._entries.values() if entry.options.on_epoch]
         return {name: entry.loaders for name, entry in zip(self.epoch_names(), entries, strict=True)}
 
     def of_steps(self) -> dict[str, str]:
-        """The epoch's name for each name of a value of single steps: `x_epoch` for `x` and `x_step`."""
+        """Return the epoch name for each name with values of single steps: `x_epoch` for `x` and `x_step`."""
         return {
             each: entry.options.variant(name, "epoch")
             for name, entry in self._entries.items()
@@ -231,22 +231,22 @@ class StageMetrics:
         }
 
     def published(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> dict[str, tuple[str, ...]]:
-        """For each logged name the names under which its values can be read: those of steps first."""
+        """Return the published names of each logged name, the name of step values first."""
         return {name: entry.options.published(name) for name, entry in self._entries.items() if keep(entry.options)}
 
     def epoch_values(self, model: nn.Module, gather: Gather | None = None) -> dict[str, float]:
-        """The value of each name over the epoch, `x_epoch` where `x_step` exists too. Waits for the device.
+        """Return the value of each name over the epoch, as `x_epoch` if `x_step` exists too. Waits for the device.
 
-        Nothing that is collected changes: the epoch can go on. Names that only other ranks have logged are known here
-        from now on.
+        The collected values do not change, so the epoch can continue. Names that only other ranks have logged are
+        registered on this rank too.
 
         Args:
-            model: The module whose submodules the torchmetrics objects are.
-            gather: Returns every rank's plain data and tensors, in rank order; the values are then those of all
-                ranks together. Collective. None: there is one process.
+            model: The module that contains the torchmetrics objects.
+            gather: Function that returns every rank's plain data and tensors, in rank order, for values over all ranks.
+                Collective. None for a single process.
 
         Raises:
-            ConfigError: A metric computes something else than one number, or ranks log one name in different ways.
+            ConfigError: A metric does not compute one number, or ranks log one name in different ways.
         """
         computed = self._compute() if gather is None else self._compute_over_ranks(model, gather)
         for name, value in computed.items():
@@ -259,7 +259,7 @@ class StageMetrics:
         return dict(zip(self.epoch_names(), map(float, computed.values()), strict=True))
 
     def _compute(self) -> dict[str, Any]:
-        """The epoch's values, as this process alone has them."""
+        """Compute the values of the epoch from this process alone."""
         return {
             name: entry.epoch.compute() if entry.metric is None else entry.metric.compute()
             for name, entry in self._entries.items()
@@ -267,7 +267,7 @@ class StageMetrics:
         }
 
     def _compute_over_ranks(self, model: nn.Module, gather: Gather) -> dict[str, Any]:
-        """The epoch's values over all ranks; their names become known here."""
+        """Compute the values of the epoch over all ranks, and register all names on this rank."""
         modules = metrics_of(model)
         counts = [module._update_count for module in modules.values()]
         places = {id(module): place for place, module in modules.items()}
@@ -283,7 +283,7 @@ class StageMetrics:
             if name not in self._entries:
                 self._add(name, _Entry(ranks[0].options, None if place is None else modules[place]))
             self._entries[name].loaders = tuple(dict.fromkeys(chain.from_iterable(each.loaders for each in ranks)))
-        self._entries = {name: self._entries[name] for name in reports}  # the same order everywhere
+        self._entries = {name: self._entries[name] for name in reports}  # the same order on all ranks
         self.of_hooks = {
             name: HookValue(entry.options.hook, [report.mean for report in reports[name]], entry.is_tensor)
             for name, entry in self._entries.items()
@@ -309,24 +309,28 @@ class StageMetrics:
                 entry.metric.reset()
 
     def mark(self) -> Mark:
-        """What is collected by now, for `go_back`; metric objects are not part of it."""
+        """Return a copy of the collected values for `go_back`, without the states of metric objects."""
         entries = {name: entry.copied() for name, entry in self._entries.items()}
         return entries, dict(self._owners), dict(self._fed), self._has_steps
 
     def go_back(self, mark: Mark) -> None:
-        """Forget what was logged since `mark`, which serves once."""
+        """Restore the collected values that `mark` returned. Each mark can be restored once."""
         self._entries, self._owners, self._fed, self._has_steps = mark
 
     def options(self) -> dict[str, dict[str, Any]]:
-        """Return how each name was logged that has values of steps, or that loggers do not get, as plain data."""
+        """Return as plain data the options of names with step values and of names that loggers do not get."""
         found = {name: entry.options for name, entry in self._entries.items()}
         return {name: each._asdict() for name, each in found.items() if each.on_step or not each.logger}
 
     def state_dict(self, name_of: Callable[[Metric], str | None]) -> dict[str, Any]:
-        """Plain data, for a checkpoint in the middle of an epoch or at its end.
+        """Return the collected values as plain data, for a checkpoint during an epoch or at its end.
 
         Args:
-            name_of: Returns the name of a metric object in the task; None if it is no part of it.
+            name_of: Function that returns the module name of a metric object in the task; None if the task does not
+                contain the metric object.
+
+        Raises:
+            ConfigError: A logged metric object is not a part of the task.
         """
         for name, entry in self._entries.items():
             if entry.metric is not None and name_of(entry.metric) is None:
@@ -348,7 +352,7 @@ class StageMetrics:
     def load_state_dict(
         self, state: Mapping[str, Any], metric_named: Callable[[str], Metric], device: torch.device
     ) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         for name, saved in state.items():
             metric = None if saved["metric"] is None else metric_named(saved["metric"])
             entry = self._add(name, _Entry(LogOptions(**saved["options"]), metric))

@@ -1,4 +1,4 @@
-"""The arguments of one call of `self.log`: their checks, and the errors for wrong ones."""
+"""Checks of the arguments of `self.log`, and errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import check_column
 from lumen.errors.lightning_names import INSTEAD_IN_LOG
 
-if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
+if TYPE_CHECKING:  # The import takes longer than that of Lumen. A user who logs a metric has imported torchmetrics.
     from torchmetrics import Metric
 
 _ROUNDING = 1e-6  # relative
@@ -32,23 +32,23 @@ class HookValue(NamedTuple):
 
 @final
 class Doubts:
-    """Warns once for each name whose value is probably that of a part of the samples only.
+    """Warnings, once per name, of values that probably cover only a part of the samples.
 
-    Outside of steps a number stands for no samples, so its mean over the processes is right only if all of them log the
-    same number by nature, as one that torchmetrics computed over all. If the numbers differ, the mean is doubtful. If
-    they are equal, mean, minimum and maximum are right, but a count or a sum is not; so a Python int (the length of a
-    list, say) is doubtful even then.
+    Outside of steps a number has no weight. So its mean over the processes is right only if the number is by nature
+    equal on all processes, such as a result of torchmetrics. If the numbers differ, the mean is doubtful. If the
+    numbers are equal, mean, minimum and maximum are right, but a count or a sum is not. So a Python int, such as the
+    length of a list, is doubtful even then.
     """
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def look(self, values: Mapping[str, HookValue], known: Container[float]) -> None:
-        """Warn of the doubtful ones among the values of an epoch.
+        """Warn of doubtful values of an epoch.
 
         Args:
             values: The values of all processes by name.
-            known: Numbers that are the same on all processes by nature, such as computed metrics.
+            known: Numbers that are by nature equal on all processes, such as computed metrics.
         """
         for name, value in values.items():
             if name not in self._told and _is_doubtful(value, known):
@@ -64,7 +64,7 @@ class Doubts:
 
 def _is_doubtful(value: HookValue, known: Container[float]) -> bool:
     first, *others = value.ranks
-    if not others:  # nobody else logs it
+    if not others:  # Only one process logs this name.
         return False
     if not all(_are_equal(first, other) for other in others):
         return True
@@ -76,7 +76,7 @@ def _are_equal(one: float, other: float) -> bool:
 
 
 Reduction = Literal["mean", "sum", "min", "max"]
-#: Functions that stand for a reduction, as in Lightning, and its other spellings.
+#: Functions and other names for a reduction, as in Lightning.
 _MEANT: Mapping[Any, Reduction] = {
     torch.mean: "mean", "avg": "mean", torch.sum: "sum", sum: "sum", torch.min: "min", torch.amin: "min", min: "min",
     torch.max: "max", torch.amax: "max", max: "max",
@@ -84,40 +84,40 @@ _MEANT: Mapping[Any, Reduction] = {
 
 
 class LogOptions(NamedTuple):
-    """How one name is logged. The first call of a stage decides; a later call that differs is an error."""
+    """Options of a logged name. The first call of a stage sets them; a later call with other options is an error."""
 
     on_step: bool
     on_epoch: bool
     prog_bar: bool
     logger: bool
     reduce_fx: Reduction
-    suffix: str = ""  # of the name, where several loaders log the same one
-    hook: str = ""  # around steps, where a number is of a process and nothing says how those become one
+    suffix: str = ""  # the suffix of the loader in the name, if several loaders log one name
+    hook: str = ""  # name of the hook outside of steps, for a number of one process without weight and `reduce_fx`
 
     def variant(self, name: str, of: str) -> str:
-        """`x_step` or `x_epoch` for the name `x`; the suffix stays at the end."""
+        """Return `x_step` or `x_epoch` for the name `x`. The suffix stays at the end."""
         return f"{name.removesuffix(self.suffix)}_{of}{self.suffix}"
 
     def published(self, name: str) -> tuple[str, ...]:
-        """The names under which values of a logged one can be read."""
+        """Return the names under which the values of a logged name can be read."""
         if self.on_step and self.on_epoch:
             return self.variant(name, "step"), self.variant(name, "epoch")
         return (name,) if self.on_step or self.on_epoch else ()
 
 
-#: The arguments of a call of `self.log`, and where it was made: see `log_options`. A plain tuple, because each call
-#: builds one and compares it with that of the last call.
+#: Arguments of a call of `self.log`, with the place of the call; see `log_options`. A plain tuple is fast to build and
+#: to compare with that of the last call, which every call does.
 Given = tuple[bool, bool | None, bool | None, bool, bool | None, Any, bool, str, str]
 
 
 def log_options(name: str, how: Given) -> LogOptions:
-    """Return the options of a call; `on_step` and `on_epoch` that were not given follow from where the call was made.
+    """Return the options of a call of `self.log`. If `on_step` or `on_epoch` is None, the place of the call decides.
 
     Args:
         name: The name of the value, for errors.
-        how: True for a number in a training step; `on_step`, `on_epoch`, `prog_bar`, `logger`, `reduce_fx` (a
-            `Reduction`, or what means one) and `add_dataloader_idx`; the hook, as in `LogOptions`; and the suffix of
-            the loader that is read.
+        how: A tuple of True for a number in a training step; `on_step`, `on_epoch`, `prog_bar`, `logger`, `reduce_fx`
+            (a `Reduction` or an equivalent) and `add_dataloader_idx`; the hook, as in `LogOptions`; and the suffix of
+            the loader in progress.
 
     Raises:
         ConfigError: An option has a wrong type, or `reduce_fx` is unknown.
@@ -129,7 +129,7 @@ def log_options(name: str, how: Given) -> LogOptions:
         if not isinstance(given, bool) and (given is not None or option in switches):
             raise ConfigError(f"self.log({name!r}, {option}={given!r}): expected True or False.")
     reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    with suppress(TypeError):  # it has no hash
+    with suppress(TypeError):  # `reduce_fx` may have no hash.
         reduction = _MEANT.get(reduction, reduction)
     if not (isinstance(reduction, str) and reduction in get_args(Reduction)):
         raise ConfigError(
@@ -148,10 +148,10 @@ def log_options(name: str, how: Given) -> LogOptions:
 
 
 def check_name(name: Any) -> None:
-    """Refuse a name that is no string, empty, "step" or "epoch", or nothing that a table can show.
+    """Refuse a name that is no string, is empty, is "step" or "epoch", or cannot be the name of a column.
 
     Raises:
-        ConfigError: `name` is one of these.
+        ConfigError: The name is not allowed.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(
@@ -164,7 +164,7 @@ def check_name(name: Any) -> None:
 
 
 def unknown_option(names: Iterable[str], known: Iterable[str]) -> ConfigError:
-    """The error for an unknown keyword argument of `self.log`, with what to use instead."""
+    """Return the error for an unknown keyword argument of `self.log`, with the argument to use instead."""
     name = next(iter(names))
     close = difflib.get_close_matches(name, known)
     hint = INSTEAD_IN_LOG.get(name) or (f"Did you mean {' or '.join(close)}?" if close else "See help(self.log).")
@@ -172,7 +172,7 @@ def unknown_option(names: Iterable[str], known: Iterable[str]) -> ConfigError:
 
 
 def items_of(values: Any) -> Iterable[tuple[Any, Any]]:
-    """The names and values in the argument of `self.log_dict`.
+    """Return the names and values in the argument of `self.log_dict`.
 
     Raises:
         ConfigError: `values` has no `items()`.
@@ -187,10 +187,10 @@ def items_of(values: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def as_weight(name: str, weight: Any, batch_size: Any) -> float:
-    """The weight of a logged value as a float: a tensor would make sums in its own dtype.
+    """Return the weight of a logged value as a float, because a tensor would sum weights in its dtype.
 
     Raises:
-        ConfigError: The weight is negative, not finite or no number; or both arguments are given.
+        ConfigError: The weight is negative, not finite or no number; or both arguments are set.
     """
     if weight is not None and batch_size is not None:
         raise ConfigError(
@@ -211,7 +211,7 @@ def as_weight(name: str, weight: Any, batch_size: Any) -> float:
 
 
 def as_metric(name: str, value: Any) -> Metric | None:
-    """The value if it is a `torchmetrics.Metric`; None if it is a number or a tensor.
+    """Return the value if it is a `torchmetrics.Metric`; None if it is a number or a tensor.
 
     Raises:
         ConfigError: The value is of any other type, or complex.
@@ -228,12 +228,12 @@ def as_metric(name: str, value: Any) -> Metric | None:
 
 
 def as_number(name: str, value: Any) -> float | torch.Tensor:
-    """A logged number as a float; on CUDA a float64 copy on the device, so that nobody waits.
+    """Return a logged number as a float; on CUDA a float64 copy on the device, so that the host does not wait.
 
     Raises:
         ConfigError: The value is no number, a tensor of several elements, a `DTensor`, or too large for a float.
     """
-    if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1:  # the common case first
+    if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1:  # the most frequent case
         return value.item()
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Real):
@@ -252,9 +252,9 @@ def as_number(name: str, value: Any) -> float | torch.Tensor:
             f"self.log({name!r}): a part of this number lies on every process, since it was computed from parameters "
             "or gradients that are cut up. Log value.full_tensor(), computed by every process."
         )
-    if value.device.type in ("cpu", "mps"):  # MPS has no float64 to sum in
+    if value.device.type in ("cpu", "mps"):  # MPS has no float64 for sums.
         return value.item()
-    # a copy: a buffer may change in place, and a CUDA graph uses its memory again
+    # The value is copied, because a buffer may change in place, and a CUDA graph reuses its memory.
     return value.detach().reshape(()).to(torch.float64, copy=True)
 
 

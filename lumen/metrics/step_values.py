@@ -1,4 +1,4 @@
-"""Values logged in single steps: their means over micro-batches and ranks, and their way to the loggers."""
+"""Values logged in single steps: their means over micro-batches and ranks, and their copy to the host for loggers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lumen.errors import ConfigError
 from lumen.metrics.log_call import LogOptions, Reduction
 from lumen.metrics.torchmetrics_states import Gather
 
-_FOLD_AT = 64  # tensors kept before they are summed on their device; fixed, so that sums do not depend on saves
+_FOLD_AT = 64  # Number of tensors to sum at once on their device. It is fixed, so sums do not depend on saves.
 
 
 @final
 class Accumulator:
     """A running reduction in float64 that never makes the host wait for a device.
 
-    Numbers are folded in at once. Tensors (float64, on an accelerator) are kept and folded in groups of 64: the
-    grouping is part of the state, so a resumed sum has the bits of an undisturbed one. NaN makes everything NaN.
+    Numbers are reduced at once. Tensors (float64, on an accelerator) are reduced in groups of 64. The grouping is part
+    of the state, so a resumed sum is bitwise identical to an uninterrupted one. NaN makes the result NaN.
     """
 
     __slots__ = ("pending", "reduction", "total", "weight")
@@ -33,8 +33,8 @@ class Accumulator:
         self.pending: list[tuple[torch.Tensor, float]] = []
 
     def add(self, value: float | torch.Tensor, weight: float) -> None:
-        """Add a value that stands for `weight` samples; in a mean, one of weight 0 is ignored."""
-        if not weight and self.reduction == "mean":  # it may be NaN, as a mean of nothing is, and 0 * NaN is NaN
+        """Add a value of `weight` samples. A mean ignores values of weight 0."""
+        if not weight and self.reduction == "mean":  # The value may be NaN, and 0 * NaN is NaN.
             return
         self.weight += weight
         if isinstance(value, torch.Tensor):
@@ -45,19 +45,19 @@ class Accumulator:
             self.total = self._fold(self.total, value, weight)
 
     def compute(self) -> float | torch.Tensor:
-        """The reduced value: a float, or a float64 tensor for values on an accelerator; NaN for a mean of nothing."""
+        """Return the reduced value: a float, or a float64 tensor on an accelerator; NaN for a mean over nothing."""
         total = self._folded()
         if self.reduction != "mean":
             return total
         return total / self.weight if self.weight else math.nan
 
     def sums(self) -> tuple[float, float]:
-        """Total and weight as plain numbers, for `of_ranks`. Waits for the device."""
+        """Return total and weight as plain numbers, for `of_ranks`. Waits for the device."""
         return float(self._folded()), self.weight
 
     @classmethod
     def of_ranks(cls, reduction: Reduction, sums: Iterable[tuple[float, float]]) -> Accumulator:
-        """One accumulator over the values of all ranks, from the `sums` of each."""
+        """Make an accumulator over the values of all ranks, from the `sums` of each rank."""
         accumulator = cls(reduction)
         for total, weight in sums:
             accumulator.total = accumulator._fold(accumulator.total, total, 1.0)
@@ -71,7 +71,7 @@ class Accumulator:
             return total + value
         if isinstance(value, torch.Tensor):
             if not isinstance(total, torch.Tensor):
-                total = torch.full((), total, dtype=value.dtype, device=value.device)  # a copy would be waited for
+                total = torch.full((), total, dtype=value.dtype, device=value.device)  # A copy would wait.
             return getattr(torch, f"{self.reduction}imum")(total, value)
         beats = value < total if self.reduction == "min" else value > total
         return value if beats or value != value else total  # NaN stays NaN, as in torch
@@ -89,13 +89,13 @@ class Accumulator:
         return self.total + values.sum()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, from which `from_state` makes an equal accumulator, to the bit."""
+        """Return the state as plain data, for `from_state`. The restored accumulator is bitwise identical."""
         pending = [(float(value), weight) for value, weight in self.pending]
         return {"reduction": self.reduction, "total": float(self.total), "weight": self.weight, "pending": pending}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Accumulator:
-        """An accumulator in the state that `state_dict` returned."""
+        """Make an accumulator from a state that `state_dict` returned."""
         accumulator = cls(state["reduction"])
         accumulator.total, accumulator.weight = number(state["total"]), number(state["weight"])
         accumulator.pending = [
@@ -106,10 +106,10 @@ class Accumulator:
 
 
 def number(value: Any) -> float:
-    """Return a number that a checkpoint holds.
+    """Check that a value from a checkpoint is a number, and return it.
 
     Raises:
-        TypeError: The value is of another type.
+        TypeError: The value is no number.
     """
     if not isinstance(value, int | float):
         raise TypeError(f"expected a number, found {type(value).__name__}")
@@ -121,7 +121,7 @@ K = TypeVar("K", bound=Hashable)
 
 @final
 class HostCopy(Generic[K]):
-    """Numbers that are copied to the host without waiting for a CUDA device that is still computing them.
+    """Copies of numbers to the host that do not wait for a CUDA device that is still computing.
 
     Args:
         values: Floats, and tensors of one element on any device, by key.
@@ -136,11 +136,11 @@ class HostCopy(Generic[K]):
         ]
 
     def is_here(self) -> bool:
-        """Whether all copies have arrived, so that `read` returns at once."""
+        """Return True if all copies have arrived, so that `read` does not wait."""
         return all(event.query() for *_, event in self._under_way)  # type: ignore[no-untyped-call]
 
     def read(self) -> dict[K, float]:
-        """The numbers by key; waits for copies that have not arrived."""
+        """Return the numbers by key. Waits for the copies."""
         for names, host, event in self._under_way:
             event.synchronize()
             self._values |= zip(names, host.tolist(), strict=True)
@@ -148,7 +148,7 @@ class HostCopy(Generic[K]):
 
 
 def _copy(values: Mapping[K, torch.Tensor]) -> tuple[list[K], torch.Tensor, torch.cuda.Event]:
-    """Begin to copy numbers of one device: their keys, the pinned tensor they go to, and the event of their arrival."""
+    """Begin to copy numbers of one device. Returns their keys, their pinned tensor and the event of their arrival."""
     stacked = torch.stack([tensor.reshape(()).double() for tensor in values.values()])
     host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
     host.copy_(stacked, non_blocking=True)
@@ -156,18 +156,18 @@ def _copy(values: Mapping[K, torch.Tensor]) -> tuple[list[K], torch.Tensor, torc
 
 
 T = TypeVar("T")
-_NORM = "grad_norm", -1  # beside places of logged values
+_NORM = "grad_norm", -1  # a key that no logged value has
 
-#: What was logged in one step (or evaluation batch), by name: the options, and each value with its weight.
+#: The values logged in one step (or evaluation batch), by name: the options, and each value with its weight.
 Latest = dict[str, tuple[LogOptions, list[tuple[float | torch.Tensor, float]]]]
 
 
 @final
 class PendingStepLog:
-    """The values of one step on their way to the loggers: they may arrive while the next step is computed.
+    """The values of one step for the loggers, copied to the host while the device computes the next step.
 
     Args:
-        latest: What this process has logged in the step.
+        latest: The values that this process has logged in the step.
         grad_norm: The gradient norm before clipping, the same on every rank; None without one.
         step: Optimizer updates completed, the step's own included.
         epoch: Epochs completed so far.
@@ -187,10 +187,13 @@ class PendingStepLog:
         self._copy = HostCopy(values)
 
     def values(self, gather: Gather | None) -> dict[str, float]:
-        """What the loggers get; see `StageMetrics.step_values`. Waits for the device. Collective, with a `gather`."""
+        """Return the values for loggers, as `StageMetrics.step_values` does.
+
+        Waits for the device. Collective if `gather` is not None.
+        """
         read = self._copy.read()
         latest = self._latest
-        if read.keys() - {_NORM}:  # else nothing is built for each name, which would make Python look for garbage
+        if read.keys() - {_NORM}:  # Otherwise no objects are built, which could start Python's garbage collection.
             latest = {
                 name: (options, [(read.get((name, k), value), weight) for k, (value, weight) in enumerate(pairs)])
                 for name, (options, pairs) in latest.items()
@@ -198,12 +201,12 @@ class PendingStepLog:
         found = means(latest if gather is None else of_ranks(gather(latest)), for_loggers)
         values = {name: float(value) for name, value in found.items()}
         if _NORM in read:
-            values.setdefault("grad_norm", read[_NORM])  # the user may log one
+            values.setdefault("grad_norm", read[_NORM])  # A value that the user logs by this name has priority.
         return values
 
 
 def for_loggers(options: LogOptions) -> bool:
-    """Whether loggers get a name."""
+    """Return True if loggers get a name."""
     return options.logger
 
 
@@ -213,7 +216,7 @@ def for_the_bar(options: LogOptions) -> bool:
 
 
 def of_ranks(ranks: Sequence[Latest]) -> Latest:
-    """What all ranks have logged in a step, in the order in which a single process would have."""
+    """Merge the values that all ranks have logged in a step, in the order of a single process."""
     return {
         name: (agreed(name, [options for options, _ in each]), _in_turn([values for _, values in each]))
         for name, each in by_name(ranks).items()
@@ -221,7 +224,7 @@ def of_ranks(ranks: Sequence[Latest]) -> Latest:
 
 
 def floats(latest: Latest) -> Latest:
-    """The same with every tensor read into a float. Waits for the device."""
+    """Convert every tensor to a float. Waits for the device."""
     return {
         name: (options, [(float(value), weight) for value, weight in pairs])
         for name, (options, pairs) in latest.items()
@@ -229,7 +232,7 @@ def floats(latest: Latest) -> Latest:
 
 
 def means(latest: Latest, keep: Callable[[LogOptions], bool]) -> dict[str, float | torch.Tensor]:
-    """The weighted mean (or other reduction) of each name whose options `keep` accepts."""
+    """Return the weighted mean (or other reduction) of each name whose options `keep` accepts."""
     values: dict[str, float | torch.Tensor] = {}
     for name, (options, pairs) in latest.items():
         if keep(options):
@@ -247,7 +250,7 @@ def _reduced(pairs: Iterable[tuple[float | torch.Tensor, float]], reduction: Red
 
 
 def by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
-    """The values of several mappings under each name: in rank order, of those ranks that have it."""
+    """Collect the values of all ranks by name, in rank order; a rank without the name is left out."""
     found: dict[str, list[T]] = {}
     for rank in ranks:
         for name, value in rank.items():
@@ -256,7 +259,7 @@ def by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
 
 
 def agreed(name: str, ranks: Sequence[T]) -> T:
-    """The first of the ranks' values, which must all be equal.
+    """Check that the values of all ranks are equal, and return the value.
 
     Raises:
         ConfigError: Two ranks log `name` in different ways.
@@ -271,5 +274,5 @@ def agreed(name: str, ranks: Sequence[T]) -> T:
 
 
 def _in_turn(ranks: Iterable[Iterable[T]]) -> list[T]:
-    """The first of each rank, the second of each, and so on: micro-batches as one process would see them."""
+    """Interleave the ranks: the first value of each rank, the second of each, and so on, as in a single process."""
     return [value for place in zip_longest(*ranks) for value in place if value is not None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-if TYPE_CHECKING:  # importing it takes longer than importing Lumen; who logs a metric has imported it
+if TYPE_CHECKING:  # The import takes longer than that of Lumen. A user who logs a metric has imported torchmetrics.
     from torchmetrics import Metric
 
 Gather = Callable[[Any], list[Any]]
@@ -17,7 +17,7 @@ MetricState = tuple[int, dict[str, Any]]
 
 
 def metrics_of(model: nn.Module) -> dict[str, Metric]:
-    """The torchmetrics objects in a model, by module name."""
+    """Return the torchmetrics objects in a model, by module name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -26,18 +26,18 @@ def metrics_of(model: nn.Module) -> dict[str, Metric]:
 
 
 def metric_states(model: nn.Module) -> list[tuple[Metric, MetricState]]:
-    """Copies of what the torchmetrics objects in a model have accumulated."""
+    """Copy the accumulated states of the torchmetrics objects in a model."""
     return [(metric, metric_state(metric)) for metric in metrics_of(model).values()]
 
 
 def restore_metrics(saved: list[tuple[Metric, MetricState]]) -> None:
-    """Put back what `metric_states` copied."""
+    """Restore the states that `metric_states` copied."""
     for metric, state in saved:
         load_metric_state(metric, state)
 
 
 def metric_state(metric: Metric) -> MetricState:
-    """A copy of what a torchmetrics object has accumulated: its number of updates and its states by name."""
+    """Copy the accumulated state of a torchmetrics object: its number of updates and its states by name."""
     states = {name: getattr(metric, name) for name in metric._defaults}
     return metric._update_count, {
         name: value.clone() if isinstance(value, torch.Tensor) else list(value) for name, value in states.items()
@@ -47,7 +47,7 @@ def metric_state(metric: Metric) -> MetricState:
 def load_metric_state(metric: Metric, state: MetricState) -> None:
     """Restore a state that `metric_state` returned, on the metric's device."""
     metric._update_count, states = state
-    metric._computed = metric._forward_cache = None  # of other samples
+    metric._computed = metric._forward_cache = None  # The cached values are from other samples.
     for name, value in states.items():
         setattr(metric, name, _moved(value, metric.device))
 
@@ -62,18 +62,18 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 
 def compute_over_ranks(metrics: Sequence[Metric], gather: Gather) -> list[Any]:
-    """What each metric computes over the updates of all ranks; the metric's own state stays that of this rank.
+    """Compute each metric over the updates of all ranks, and keep each metric's state of this rank.
 
     Args:
-        metrics: The same ones on every rank, in the same order, updated or not.
-        gather: Returns every rank's value of plain data and tensors, in rank order. Collective.
+        metrics: The metrics, the same on every rank and in the same order, updated or not.
+        gather: Function that returns every rank's value of plain data and tensors, in rank order. Collective.
     """
     ranks = gather([[_portable(part) for part in metrics_of(metric).values()] for metric in metrics])
     return [_compute(metric, list(zip(*parts, strict=True))) for metric, *parts in zip(metrics, *ranks, strict=True)]
 
 
 def _compute(metric: Metric, states: Sequence[Sequence[MetricState]]) -> Any:
-    """What a metric computes from the states that its parts (its own, or a collection's) have on all ranks."""
+    """Compute a metric from the states of all ranks. A wrapper or collection has several parts with states."""
     parts = list(metrics_of(metric).values())
     own = [(part, metric_state(part)) for part in parts]
     try:
@@ -88,15 +88,15 @@ def _compute(metric: Metric, states: Sequence[Sequence[MetricState]]) -> Any:
 
 
 def share_metrics(model: nn.Module, gather: Gather, is_alone: Callable[[], bool]) -> None:
-    """Make `compute`, when the user calls it, work on the updates of all ranks.
+    """Let the user's calls of `compute` work on the updates of all ranks.
 
-    torchmetrics' own exchange hangs or fails where a rank has no updates, or fewer than another.
+    The synchronization of torchmetrics hangs or fails if a rank has no updates, or fewer than another.
 
     Args:
-        model: The module whose metrics are changed, in place.
-        gather: Returns every rank's value of plain data and tensors, in rank order. Collective.
-        is_alone: True at a moment that not every rank may reach, as within a step: then `compute` uses this rank's
-            updates only.
+        model: The module whose metrics are changed in place.
+        gather: Function that returns every rank's value of plain data and tensors, in rank order. Collective.
+        is_alone: Function that returns True where not every rank may call `compute`, as within a step. Then `compute`
+            uses only this rank's updates.
     """
 
     def sync(metric: Metric, *_: Any, **__: Any) -> None:
@@ -121,10 +121,10 @@ def _portable(metric: Metric) -> MetricState:
 
 
 def merged_state(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
-    """The state of a metric over the updates of all ranks, merged by the metric's own reductions."""
+    """Merge the states of all ranks by the metric's reductions."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-    ranks = [state for state in ranks if state[0]] or ranks[:1]  # what has seen nothing has no part in a mean
+    ranks = [state for state in ranks if state[0]] or ranks[:1]  # A rank without updates must not count in a mean.
     if len(ranks) == 1:
         return ranks[0]
     counts = [count for count, _ in ranks]
@@ -145,39 +145,41 @@ def merged_state(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
 
 @final
 class StatesApart:
-    """Resets the metrics that training has updated for the time of an evaluation, and restores them after it.
+    """Reset of the metrics that training has updated during an evaluation, and their restoration after it.
 
-    A metric that training has not updated since the last evaluation keeps its state: one that the user never resets
-    goes on from evaluation to evaluation. A metric that only training updates is set aside during the evaluation's
-    batches.
+    A metric that training has not updated since the last evaluation keeps its state. So a metric that the user never
+    resets accumulates over evaluations. A metric that only training updates keeps its state apart during the
+    evaluation's batches.
 
     Args:
-        model: The module whose metrics are looked after; on it is noted how often each had been updated when an
-            evaluation last ended.
+        model: The module with the metrics. Its attribute `metric_updates_seen` holds the number of updates of each
+            metric at the end of the last evaluation.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._metrics = metrics_of(model)
         self._seen = updates_seen(model)
         self._families = _families(model)
-        self._states = self._copies(self._metrics)  # as they were before
+        self._states = self._copies(self._metrics)  # states before the evaluation
         self._counts: dict[str, int] = {}
         self._apart: set[str] = set()  # families
 
     def put_aside(self) -> None:
-        """Reset what training has updated: the batches of the evaluation come now."""
+        """Reset the metrics that training has updated, before the batches of the evaluation."""
         self._apart = {family for family, names in self._families.items() if any(map(self._is_fed, names))}
         names = self._names(self._apart)
-        self._states |= self._copies(names)  # hooks may have changed them
+        self._states |= self._copies(names)  # Hooks may have changed the metrics.
         for name in names:
             _empty(self._metrics[name])
         self._counts = {name: metric._update_count for name, metric in self._metrics.items()}
 
     def settle(self, gather: Gather | None) -> None:
-        """Restore what no batch of the evaluation has updated: its batches are over. Collective, with a `gather`.
+        """Restore the metrics that no batch of the evaluation has updated, after its batches.
+
+        Collective if `gather` is not None.
 
         Args:
-            gather: Returns every rank's value of plain data. None: there is one process, or there are no metrics.
+            gather: Function that returns every rank's value of plain data; None for one process or without metrics.
         """
         fed = {name for name, metric in self._metrics.items() if metric._update_count != self._counts[name]}
         mine = self._apart, {family for family, names in self._families.items() if fed & set(names)}
@@ -187,10 +189,10 @@ class StatesApart:
         self._apart = fed_by_any & set().union(*(families for families, _ in ranks))
 
     def restore(self, *, everything: bool) -> None:
-        """Restore what training had: the evaluation has ended.
+        """Restore the states of the training at the end of the evaluation.
 
         Args:
-            everything: Restore all states, for an evaluation that counts nowhere (the sanity check).
+            everything: True to restore all states, after an incomplete evaluation or the sanity check.
         """
         self._put_back(self._families if everything else self._apart)
         for name in () if everything else self._names(self._families.keys() - self._apart):
@@ -207,18 +209,18 @@ class StatesApart:
         return [name for family in families for name in self._families[family]]
 
     def _copies(self, names: Iterable[str]) -> dict[str, MetricState]:
-        with torch.inference_mode(False):  # training is to change them
+        with torch.inference_mode(False):  # Training must be able to change these tensors.
             return {name: metric_state(self._metrics[name]) for name in names}
 
 
 def updates_seen(model: nn.Module) -> dict[str, int]:
-    """How often each metric of a model had been updated when an evaluation last ended."""
+    """Return the number of updates of each metric of a model at the end of the last evaluation."""
     seen: dict[str, int] = vars(model).setdefault("metric_updates_seen", {})
     return seen
 
 
 def _families(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the metrics that are updated together: those of one collection or wrapper, by its name."""
+    """Return the names of metrics that are updated together, by the name of their collection or wrapper."""
     metrics, families = metrics_of(model), dict[str, list[str]]()
     collections = [name for name, module in model.named_modules() if type(module).__name__ == "MetricCollection"]
     roots = sorted([*metrics, *collections], key=len)
@@ -229,6 +231,6 @@ def _families(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _empty(metric: Metric) -> None:
-    """Set a metric's states to their defaults; its other attributes stay, which `reset` might change."""
+    """Set a metric's states to their defaults, and keep its other attributes, which `reset` might change."""
     defaults = {name: value if isinstance(value, list) else value.clone() for name, value in metric._defaults.items()}
     load_metric_state(metric, (0, defaults))

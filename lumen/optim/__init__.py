@@ -1,4 +1,4 @@
-"""Parameter groups, schedules, Lookahead, several optimizers as one, whole matrices: for every torch optimizer."""
+"""Tools for any torch optimizer: parameter groups, schedules, Lookahead, combined optimizers, unsharded matrices."""
 
 from lumen.optim.fused import adamw
 from lumen.optim.groups import check_groups, decay_groups, layer_decay_groups

@@ -1,4 +1,4 @@
-"""AdamW in its fastest form."""
+"""AdamW with the fused implementation where torch supports it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ def adamw(
     weight_decay: float = 0.01,
     amsgrad: bool = False,
 ) -> AdamW:
-    """`torch.optim.AdamW`, with `fused=True` where torch supports it, over the trainable parameters.
+    """Build `torch.optim.AdamW` for the trainable parameters, with `fused=True` where torch supports it.
 
     Args:
-        params: Parameters, pairs of name and parameter, or groups such as `decay_groups` returns. Those that need no
-            gradient are left out, and groups that hold nothing else.
-        lr: Learning rate of groups that have none of their own.
+        params: Parameters, pairs of name and parameter, or groups such as those of `decay_groups`. Parameters that
+            need no gradient and groups without other parameters are left out.
+        lr: Learning rate of groups without an `lr`.
         betas: Decay of the running means of gradient and squared gradient, each in [0, 1).
-        eps: Added to the square root of the running mean of squared gradients.
-        weight_decay: Decoupled weight decay, scaled by the learning rate; for groups that have none of their own.
-        amsgrad: Divide by the largest running mean so far (Reddi et al., On the Convergence of Adam and Beyond, 2018).
+        eps: Term added to the square root of the running mean of squared gradients.
+        weight_decay: Decoupled weight decay, scaled by the learning rate; for groups without a `weight_decay`.
+        amsgrad: True to divide by the largest running mean so far (Reddi et al., On the Convergence of Adam and
+            Beyond, 2018).
 
     Raises:
-        ValueError: A value is out of range, or nothing is trainable.
+        ValueError: A value is out of range, or no parameter is trainable.
     """
     entries = list(params)
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
@@ -40,7 +41,7 @@ def adamw(
     groups = [group for group in groups if group["params"]]
     parameters = [_bare(entry) for group in groups for entry in group["params"]]
     fused = all(each.device.type in _FUSED_ON and each.is_floating_point() for each in parameters)
-    options = {"fused": True} if fused else {}  # else torch chooses between its other two
+    options = {"fused": True} if fused else {}  # Otherwise torch chooses between its other two implementations.
     return AdamW(groups, lr, betas, eps, weight_decay, amsgrad, **options)
 
 
@@ -49,6 +50,6 @@ def _trainable(entries: Any) -> list[Any]:
 
 
 def _bare(entry: Any) -> torch.Tensor:
-    """A parameter without its name."""
+    """Return the parameter of an entry, without its name."""
     parameter: torch.Tensor = entry[1] if isinstance(entry, tuple) else entry
     return parameter

@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters decay, and how fast each layer learns."""
+"""Parameter groups with and without weight decay, and with a learning rate for each layer."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from lumen.errors import ConfigError
 
 Group = dict[str, Any]
 By = Literal["dimension", "module type"] | Sequence[str] | Mapping[str, Sequence[str]]
-_ENDS = ("head", "embeddings")  # of the layers; a block of that name is called otherwise
+_ENDS = ("head", "embeddings")  # Names of the last and first layer. A block of such a name gets the prefix "block".
 
 
 def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension") -> list[Group]:
-    """Two parameter groups: those that decay, and those that do not.
+    """Return two parameter groups, one with weight decay and one without.
 
     Args:
-        module: Its trainable parameters are taken, each once, tied ones too.
-        weight_decay: Weight decay of the first group; the second one's is 0.
-        by: What does not decay. "dimension": parameters of less than two dimensions, as in nanoGPT. "module type":
-            parameters with "bias" in their name, bare parameters, and the parameters of norms and embeddings (a tied
-            parameter if any of its modules is one). A bare parameter has no "weight" in its name and its module holds
-            layers too, such as `pos_emb` and `cls_token` in a transformer. A norm or an embedding is a class whose
-            name, or a base's, ends like BatchNorm2d, RMSNorm, Embedding or PositionalEncoding. Names of parameters,
-            with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`. Or names of classes for both groups, as in
-            minGPT: `{"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]}`. Then the class of the module that
-            holds a parameter, or a base of the class, chooses its group; for a tied parameter the first such module.
-            Parameters with "bias" in their name do not decay, nor do bare ones whose class is in neither list.
+        module: The module whose trainable parameters are grouped, each once, tied parameters too.
+        weight_decay: Weight decay of the first group. That of the second group is 0.
+        by: The rule for parameters that do not decay. "dimension": parameters of less than two dimensions, as in
+            nanoGPT. "module type": parameters with "bias" in their name, bare parameters, and the parameters of norms
+            and embeddings (a tied parameter if any of its modules is one). A bare parameter has no "weight" in its name
+            and its module holds layers too, such as `pos_emb` and `cls_token` in a transformer. A norm or an embedding
+            is a class whose name, or a base's, ends like BatchNorm2d, RMSNorm, Embedding or PositionalEncoding. Names
+            of parameters, with the wildcards of `fnmatch`: `["*.bias", "embed.*"]`. Or names of classes for both
+            groups, as in minGPT: `{"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]}`. Then the class of the
+            module that holds a parameter, or a base of the class, chooses the group; for a tied parameter the first
+            such module. Parameters with "bias" in their name do not decay, nor do bare parameters whose class is in
+            neither list.
 
     Returns:
-        The decaying group and the other one, for an optimizer, by name "decay" and "no decay". Either may be empty.
+        The group that decays and the group that does not, by name "decay" and "no decay". A group may be empty.
 
     Raises:
-        ConfigError: Nothing is trainable, a name matches no parameter, there is no such `by`, or by classes a
-            parameter is in both groups or in none.
+        ConfigError: No parameter is trainable, a name matches no parameter, `by` is unknown, or with classes a
+            parameter is in both groups or in neither.
     """
     return _split(_trainable(module), _undecayed(module, by), weight_decay)
 
@@ -55,29 +56,30 @@ def layer_decay_groups(
     by: By = "dimension",
     embeddings: Sequence[str] | None = None,
 ) -> list[Group]:
-    """Parameter groups whose learning rates fall from the head down to the embeddings.
+    """Return parameter groups whose learning rates fall from the head down to the embeddings.
 
-    Of L blocks, block i (from 0) learns with `lr * decay ** (L - i)`, the embeddings with `lr * decay ** (L + 1)`, and
-    everything else, the head, with `lr` (Howard & Ruder, Universal Language Model Fine-tuning for Text Classification,
-    2018; in this form Clark et al., ELECTRA, 2020). Schedules keep the ratios; OneCycleLR needs the list of rates,
-    `max_lr=[group["lr"] for group in groups]`.
+    Of L blocks, block i (from 0) has the learning rate `lr * decay ** (L - i)`. The embeddings have
+    `lr * decay ** (L + 1)`, and all other parameters, the head, have `lr`. Sources: Howard & Ruder, Universal Language
+    Model Fine-tuning for Text Classification, 2018; in this form Clark et al., ELECTRA, 2020. Schedules keep the
+    ratios. OneCycleLR needs the list of rates, `max_lr=[group["lr"] for group in groups]`.
 
     Args:
-        module: Its trainable parameters are taken, each once; a tied one in the lowest of its layers.
+        module: The module whose trainable parameters are grouped, each once; a tied parameter in its lowest layer.
         lr: Learning rate of the head, the highest of all.
-        decay: Factor from each layer to the one below it, in (0, 1].
-        blocks: Name of the module that holds the blocks, such as "transformer.blocks"; or the names of the blocks, that
-            nearest to the input first: `["stem", "layer1", "layer2"]`.
+        decay: Factor from each layer to the next lower layer, in (0, 1].
+        blocks: Name of the module that holds the blocks, such as "transformer.blocks"; or the names of the blocks, from
+            the input upwards: `["stem", "layer1", "layer2"]`.
         weight_decay: Weight decay of the parameters that decay.
-        by: Which parameters do not decay; see `decay_groups`.
-        embeddings: Names of modules or parameters below the blocks. Default: what is defined before the first block.
+        by: The rule for parameters that do not decay; see `decay_groups`.
+        embeddings: Names of modules or parameters below the blocks. Default: the parameters defined before the first
+            block.
 
     Returns:
-        For each depth, lowest first, the decaying group and the other one; without empty ones. Their names are those
-        of the block, "head" or "embeddings", with "decay" or "no decay": "transformer.blocks.0 decay".
+        For each depth, lowest first, the group that decays and the group that does not; without empty groups. A name is
+        that of the block, "head" or "embeddings", with "decay" or "no decay": "transformer.blocks.0 decay".
 
     Raises:
-        ConfigError: A name is unknown, nothing is trainable, or `decay` is out of range.
+        ConfigError: A name is unknown, no parameter is trainable, or `decay` is out of range.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"decay = {decay}: it must be in (0, 1]. 1 gives all layers the same learning rate.")
@@ -101,10 +103,11 @@ def check_groups(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None
 
     Args:
         module: The whole model, whose trainable parameters are counted.
-        groups: As for an optimizer, or its `param_groups`; the parameters of each in a list.
+        groups: Parameter groups, as for an optimizer, or its `param_groups`; the parameters of each group in a list.
 
     Raises:
-        ConfigError: Names the parameters that are missing or repeated, and counts those of no part of the module.
+        ConfigError: Parameters are missing, repeated or not of the module. The message names missing and repeated
+            parameters, and counts the others.
     """
     counts = Counter(id(parameter) for group in groups for parameter in group["params"])
     trainable = _trainable(module)
@@ -191,14 +194,14 @@ def _is_norm_or_embedding(module: nn.Module) -> bool:
 
 
 def _is_bare(module: nn.Module, name: str) -> bool:
-    """Return True if a module that holds layers holds this parameter next to them, as a transformer its `pos_emb`."""
-    if "weight" in name or isinstance(module, ParametrizationList):  # whose "original" is the weight of a layer
+    """Return True if a module with layers holds this parameter next to them, as a transformer holds its `pos_emb`."""
+    if "weight" in name or isinstance(module, ParametrizationList):  # Its "original" is the weight of a layer.
         return False
     return any(True for child in module.children() for _ in child.parameters())
 
 
 def _distances(module: nn.Module, stack: Sequence[str], embeddings: Sequence[str] | None) -> dict[int, int]:
-    """Layers above each parameter, by its id: 0 for the head."""
+    """Return the number of layers above each parameter, by the id of the parameter: 0 for the head."""
     inside = [_below(module, block) for block in stack]
     order = [id(parameter) for parameter in module.parameters()]
     if embeddings is None:
@@ -212,14 +215,14 @@ def _distances(module: nn.Module, stack: Sequence[str], embeddings: Sequence[str
 
 
 def _children(module: nn.Module, path: str) -> list[str]:
-    """Names of the modules with parameters right below a module."""
+    """Return the names of the direct children of a module that have parameters."""
     _below(module, path)
     children = module.get_submodule(path).named_children()
     return [f"{path}.{name}" for name, child in children if any(True for _ in child.parameters())]
 
 
 def _below(module: nn.Module, path: str) -> list[int]:
-    """Ids of the parameters of a module, or that of a parameter, by its name."""
+    """Return the ids of the parameters of a module, or the id of one parameter, by its name."""
     named = list(module.named_parameters(remove_duplicate=False))
     if found := [id(parameter) for name, parameter in named if f"{name}.".startswith(f"{path}.")]:
         return found

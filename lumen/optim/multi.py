@@ -17,17 +17,17 @@ from lumen.optim.whole import needs_closure
 class MultiOptimizer(Optimizer):
     """Several optimizers that step together, such as Muon for matrices and AdamW for the rest.
 
-    Groups are those of the optimizers inside, in order and as the same objects, and `state` shows and takes what they
-    hold, so that schedulers, gradient clipping, gradient scalers and checkpoints need know nothing of it. A schedule
-    for some of the groups alone is one for the optimizer that they are of. Options that all optimizers have, whatever
-    their values, are its `defaults`: `OneCycleLR` cycles momentum only where each of them has it by the same name.
+    The groups are those of the optimizers inside, in order and as the same objects, and `state` reads and writes their
+    states. So schedulers, gradient clipping, gradient scalers and checkpoints work as with any optimizer. To schedule
+    only some of the groups, build the scheduler with the optimizer inside that has these groups. The `defaults` are
+    the options that all optimizers have: `OneCycleLR` cycles momentum only if each optimizer has it by the same name.
 
     Args:
-        optimizers: At least one; no two of them may hold the same parameter.
-        by_hand: The optimizers are stepped one by one: then they may share parameters, and need closures.
+        optimizers: A list of at least one optimizer. No two of them may hold the same parameter.
+        by_hand: True if the optimizers are stepped one by one. Then they may share parameters, and need closures.
 
     Raises:
-        ConfigError: There is none, one is no optimizer or needs a closure, or two hold the same parameter.
+        ConfigError: The list is empty, an entry is no optimizer or needs a closure, or two hold the same parameter.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, by_hand: bool = False) -> None:
@@ -40,30 +40,30 @@ class MultiOptimizer(Optimizer):
         self.state = _States(self.optimizers)  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle all attributes: `Optimizer` would leave out those that torch does not know."""
+        """Pickle all attributes, because `Optimizer` would leave out those that torch does not know."""
         return super().__getstate__() | {"optimizers": self.optimizers}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Always an error: add the group to one of the optimizers inside.
+        """Raise an error. Add the group to one of the optimizers inside instead.
 
         Raises:
-            ConfigError: Always, since it is unknown which of the optimizers is to have the group.
+            ConfigError: The optimizer for the new group is unknown.
         """
         if not any(param_group is each for each in _groups(self.optimizers)):
             raise ConfigError(
                 "MultiOptimizer: which optimizer is to have the new parameter group? Add it to that one, before "
                 "MultiOptimizer is built of them."
             )
-        self.param_groups.append(param_group)  # as torch does for each when it is built
+        self.param_groups.append(param_group)  # `Optimizer.__init__` adds each group by this method.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each optimizer.
+        """Step each optimizer once.
 
         Args:
-            closure: Computes loss and gradients anew, once for all, and returns the loss.
+            closure: Function that computes loss and gradients, called once for all optimizers, and returns the loss.
 
         Returns:
-            The loss that the closure returned; None without one.
+            The loss that the closure returned; None without a closure.
 
         Raises:
             ConfigError: A group was added or removed after the optimizers were combined.
@@ -85,7 +85,7 @@ class MultiOptimizer(Optimizer):
         """Restore the states of the optimizers inside.
 
         Raises:
-            ConfigError: It has other groups, or other numbers of parameters in them; nothing is then loaded.
+            ConfigError: The state has other groups, or other numbers of parameters in them. Nothing is loaded then.
         """
         saved, own = (
             [len(group["params"]) for group in each] for each in (state_dict["param_groups"], self.param_groups)
@@ -104,7 +104,7 @@ class MultiOptimizer(Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Take over the groups of the optimizers inside, after these have loaded or replaced them."""
+        """Take over the groups of the optimizers inside, after these have loaded or replaced their groups."""
         self.param_groups[:] = _groups(self.optimizers)
 
 
@@ -122,7 +122,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         }
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter; a new, empty one if there is none, as in any optimizer."""
+        """Return the state of a parameter; a new, empty state if the parameter has no state, as in any optimizer."""
         return self._owners[parameter].state[parameter]  # type: ignore[no-any-return]
 
     def __setitem__(self, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
@@ -135,14 +135,14 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         return parameter in self._owners and parameter in self._owners[parameter].state
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        # an entry that is of no parameter, or of one that another optimizer owns, is the optimizer's own
+        # Entries for no parameter, or for one that a different optimizer holds, are internal to their optimizer.
         return (key for each in self._optimizers for key in each.state if self._owners.get(key) is each)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
-        """The state of a parameter, or `default` if there is none."""
+        """Return the state of a parameter, or `default` if the parameter has no state."""
         return super().get(parameter, default) if parameter in self else default
 
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules with warm-up: functions of the step, and warm-up around any scheduler of torch."""
+"""Learning-rate schedules with warm-up: functions of the step, and a warm-up before any scheduler of torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from lumen.internals.optimizers import move_schedule
 
 @final
 class Schedule(LRScheduler):
-    """Each group's learning rate times a function of the step alone.
+    """Schedule that multiplies each group's learning rate by a function of the step.
 
-    A resumed run repeats it bit for bit. The function and the length are the configuration's, not the checkpoint's: a
-    run that goes on with a longer schedule follows the longer one after its first update.
+    The learning rates of a resumed run are bitwise identical to those of an uninterrupted run. Function and length come
+    from the configuration instead of the checkpoint. A run that resumes with a longer schedule follows the longer
+    schedule after its first update.
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.
-        factor: Called with the step, 0 at the first update (or with the tokens so far); returns the factor.
-        total_steps: The step at which the schedule ends; None if it never does.
+        factor: Function of the step, 0 at the first update (or of the tokens so far), that returns the factor.
+        total_steps: The step at which the schedule ends; None if the schedule never ends.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[float], float], total_steps: int | None = None) -> None:
@@ -33,15 +34,15 @@ class Schedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Learning rates of the groups at this step."""
+        """Return the learning rates of the groups at this step."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def move_to(self, position: float) -> None:
-        """Go to a position that the caller counts, in tokens for example, instead of one step further."""
+        """Move to a position that the caller counts, in tokens for example, instead of one step further."""
         move_schedule(self, position)
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's position, as plain data."""
+        """Return the schedule's position as plain data."""
         return {key: value for key, value in super().state_dict().items() if key not in ("factor", "total_steps")}
 
 
@@ -49,31 +50,33 @@ class Schedule(LRScheduler):
 class Warmup(LRScheduler):
     """Linear warm-up before any scheduler (Goyal et al., Accurate, Large Minibatch SGD, 2017).
 
-    Step s of the warm-up has the learning rate `target * (start + (1 - start) * s / steps)`, where `target` is what the
-    scheduler begins with. From step `steps` on the scheduler moves as it would have from its own step 0.
+    Step s of the warm-up has the learning rate `target * (start + (1 - start) * s / steps)`. Here `target` is the
+    scheduler's first learning rate. From step `steps` on, the scheduler steps as it would from its step 0.
 
-    A ReduceLROnPlateau is stepped by its owner, with its metric; until the warm-up is over it is in its cooldown, so
-    that it notes the best value but does not act. In a run these two are the same::
+    A ReduceLROnPlateau is stepped by its owner, with its metric. During the warm-up it is in its cooldown: it notes the
+    best value but does not lower the learning rate. In a run these two entries are the same::
 
         {"scheduler": Warmup(ReduceLROnPlateau(optimizer), 500), "interval": "step", "monitor": "val_loss"}
         {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss", "warmup_steps": 500}
 
-    `warmup_steps` (and `warmup_start`) put a warm-up that counts steps before any scheduler, whatever that counts: here
-    the first epoch whose end comes after the warm-up is the first of the ten. `warmup_epochs` counts epochs, and begins
-    at 1 / (warmup_epochs + 1) where `warmup_start` is not given, since at 0 the first epoch would train nothing;
-    `warmup_factor` is this class's `factor`::
+    The keys `warmup_steps` and `warmup_start` put a warm-up that counts steps before a scheduler of any interval. In
+    the first example below, the first of the ten epochs is the first epoch that ends after the warm-up. The key
+    `warmup_epochs` counts epochs. Its default start is 1 / (warmup_epochs + 1), because with a start of 0 the first
+    epoch would train nothing. `warmup_factor` is this class's `factor`::
 
         {"scheduler": StepLR(optimizer, 10), "interval": "epoch", "warmup_steps": 500}
         {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss", "warmup_epochs": 5}
 
     Args:
-        scheduler: A scheduler that has made no step yet. From now on this one steps it; but see `leads`.
+        scheduler: A scheduler that has made no step yet. From now on the warm-up steps the scheduler; but see `leads`.
         steps: Length of the warm-up in calls of `step`, at least 1: steps, epochs or tokens as the `interval` says.
-        start: Where the warm-up begins, as a fraction of the target, in [0, 1].
-        factor: Called with s, 0 to `steps` - 1; returns the fraction of the target, in place of the line from `start`.
+        start: The fraction of the target at which the warm-up begins, in [0, 1].
+        factor: Function of s, 0 to `steps` - 1, that returns the fraction of the target, instead of the line from
+            `start`.
 
     Attributes:
-        leads: This one steps the scheduler after the warm-up; False for ReduceLROnPlateau, which needs its metric.
+        leads: True if the warm-up steps the scheduler after its end; False for ReduceLROnPlateau, which needs its
+            metric.
 
     Raises:
         ConfigError: A value is out of range.
@@ -91,15 +94,15 @@ class Warmup(LRScheduler):
 
     @property
     def over(self) -> bool:
-        """Whether the warm-up is over, so that the learning rates are those of the scheduler."""
+        """True if the warm-up is over, so that the scheduler sets the learning rates."""
         return self.last_epoch >= self.steps
 
     def leave_steps(self) -> None:
-        """Step the scheduler no longer after the warm-up: the run does, with its metric."""
+        """Leave the steps of the scheduler after the warm-up to the run."""
         self.leads = False
 
     def step(self) -> None:  # type: ignore[override]
-        """Move by one: the warm-up, or the scheduler after it."""
+        """Step the warm-up, or after its end the scheduler."""
         if not self.over:
             super().step()
             if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -110,7 +113,7 @@ class Warmup(LRScheduler):
             self.scheduler.step()
 
     def move_to(self, position: float) -> None:
-        """Go to a position that the caller counts, such as tokens; only with a scheduler that has `move_to` too."""
+        """Move to a position that the caller counts, such as tokens. The scheduler must have `move_to` too."""
         if position <= self.steps:
             move_schedule(self, position)
         else:
@@ -118,8 +121,8 @@ class Warmup(LRScheduler):
             self.scheduler.move_to(position - self.steps)  # type: ignore[attr-defined]
 
     def get_lr(self) -> list[float | Tensor]:
-        """Learning rates of the groups at this step of the warm-up."""
-        if self.last_epoch == self.steps:  # exactly, which the formula is not for every start
+        """Return the learning rates of the groups at this step of the warm-up."""
+        if self.last_epoch == self.steps:  # The formula rounds for some values of `start`.
             return self.targets
         if self.factor is not None:
             return [target * self.factor(self.last_epoch) for target in self.targets]
@@ -127,11 +130,11 @@ class Warmup(LRScheduler):
         return [target * share for target in self.targets]
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Learning rates of the groups, be they set by the warm-up or by the scheduler."""
+        """Return the learning rates of the groups, set by the warm-up or by the scheduler."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The positions of warm-up and scheduler; plain data if the scheduler's state is."""
+        """Return the positions of warm-up and scheduler; plain data if the scheduler's state is plain data."""
         own = {
             key: value
             for key, value in super().state_dict().items()
@@ -146,12 +149,12 @@ class Warmup(LRScheduler):
 
 
 def constant(optimizer: Optimizer, *, warmup: int = 0, start: float = 0.0) -> LRScheduler:
-    """The optimizer's learning rates, after a warm-up.
+    """Return a schedule that keeps the optimizer's learning rates, after a warm-up.
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.
         warmup: Steps of linear warm-up; 0 for none.
-        start: Where the warm-up begins, as a fraction of the peak, in [0, 1].
+        start: The fraction of the peak at which the warm-up begins, in [0, 1].
 
     Raises:
         ConfigError: A value is out of range.
@@ -160,14 +163,14 @@ def constant(optimizer: Optimizer, *, warmup: int = 0, start: float = 0.0) -> LR
 
 
 def linear(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int = 0, start: float = 0.0) -> LRScheduler:
-    """Straight down, as in BERT (Devlin et al., 2018): `1 - (1 - floor) * x` with x from 0 to 1.
+    """Return a linear decay, as in BERT (Devlin et al., 2018): `1 - (1 - floor) * x` with x from 0 to 1.
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.
-        steps: Length of the schedule, its warm-up included: that of the run.
-        floor: Where it ends and stays, as a fraction of the peak, in [0, 1].
+        steps: Length of the schedule with its warm-up: that of the run.
+        floor: The fraction of the peak at which the schedule ends and stays, in [0, 1].
         warmup: Steps of linear warm-up; 0 for none.
-        start: Where the warm-up begins, as a fraction of the peak, in [0, 1].
+        start: The fraction of the peak at which the warm-up begins, in [0, 1].
 
     Raises:
         ConfigError: A value is out of range.
@@ -177,7 +180,7 @@ def linear(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int 
 
 
 def cosine(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int = 0, start: float = 0.0) -> LRScheduler:
-    """Half a cosine down: `floor + (1 - floor) * (1 + cos(pi * x)) / 2` with x from 0 to 1.
+    """Return a cosine decay: `floor + (1 - floor) * (1 + cos(pi * x)) / 2` with x from 0 to 1.
 
     Loshchilov & Hutter, SGDR, 2017, without restarts. The arguments and errors are those of `linear`.
     """
@@ -190,14 +193,15 @@ def cosine(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int 
 
 
 def inverse_sqrt(optimizer: Optimizer, warmup: int, *, start: float = 0.0) -> LRScheduler:
-    """`sqrt(warmup / s)` at step s, after the warm-up (Vaswani et al., Attention Is All You Need, 2017).
+    """Return a decay by `sqrt(warmup / s)` at step s, after the warm-up.
 
-    The optimizer's learning rate is the peak: the paper's is `(d_model * warmup) ** -0.5`.
+    Vaswani et al., Attention Is All You Need, 2017. The optimizer's learning rate is the peak: that of the paper is
+    `(d_model * warmup) ** -0.5`.
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.
         warmup: Steps of linear warm-up, at least 1.
-        start: Where the warm-up begins, as a fraction of the peak, in [0, 1].
+        start: The fraction of the peak at which the warm-up begins, in [0, 1].
 
     Raises:
         ConfigError: A value is out of range.
@@ -216,19 +220,20 @@ def wsd(
     warmup: int = 0,
     start: float = 0.0,
 ) -> LRScheduler:
-    """Warm-up, stable, decay (Hu et al., MiniCPM, 2024).
+    """Return a schedule of warm-up, stable phase and decay (Hu et al., MiniCPM, 2024).
 
-    The last `decay` steps fall to the floor as `1 - sqrt(x)` (Hägele et al., Scaling Laws and Compute-Optimal Training
-    Beyond Fixed Training Durations, 2024) or as `1 - x`, with x from 0 to 1.
+    In the last `decay` steps the learning rate falls to the floor by `1 - sqrt(x)` or `1 - x`, with x from 0 to 1.
+    Source of `1 - sqrt(x)`: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations,
+    2024.
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.
-        steps: Length of the schedule, its warm-up included: that of the run.
-        decay: How many of the steps decay, at least 1; in a shorter run all after the warm-up.
-        shape: The function by which the rate falls, named by x: see above.
-        floor: Where it ends and stays, as a fraction of the peak, in [0, 1].
+        steps: Length of the schedule with its warm-up: that of the run.
+        decay: Number of steps that decay, at least 1; in a shorter run all steps after the warm-up.
+        shape: The shape of the decay: "sqrt" for `1 - sqrt(x)`, "linear" for `1 - x`.
+        floor: The fraction of the peak at which the schedule ends and stays, in [0, 1].
         warmup: Steps of linear warm-up; 0 for none.
-        start: Where the warm-up begins, as a fraction of the peak, in [0, 1].
+        start: The fraction of the peak at which the warm-up begins, in [0, 1].
 
     Raises:
         ConfigError: A value is out of range.
@@ -250,7 +255,7 @@ def _warmed(schedule: Schedule, warmup: int, start: float) -> LRScheduler:
 
 
 def _length(steps: int, warmup: int, floor: float) -> int:
-    """Number of steps after the warm-up, at least 1: a trial run may be shorter than its warm-up."""
+    """Return the number of steps after the warm-up, at least 1, because a trial run may be shorter than its warm-up."""
     _check_count("steps", steps)
     _check_fraction("floor", floor)
     return max(1, steps - warmup)

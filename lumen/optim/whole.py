@@ -1,4 +1,4 @@
-"""Optimizers around another one: whole matrices where parameters are sharded, and Lookahead."""
+"""Optimizers around another optimizer: `WholeMatrices` for sharded parameters, and `Lookahead`."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _REFUSAL = re.compile(r"assert closure(?! is None)|if (closure is None|not closu
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if its `step` asks for a closure that evaluates loss and gradients, as those of LBFGS and SAM do."""
+    """Return True if an optimizer's `step` needs a closure that evaluates loss and gradients, as with LBFGS and SAM."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and (closure.default is closure.empty or _refuses_none(type(optimizer).step))
 
 
 @cache
 def _refuses_none(step: Callable[..., Any]) -> bool:
-    """Return True if a `step(closure=None)` raises without a closure, as its source says."""
+    """Return True if the source of a `step(closure=None)` raises an error without a closure."""
     try:
         return bool(_REFUSAL.search(inspect.getsource(step)))
-    except (OSError, TypeError):  # there is no source
+    except (OSError, TypeError):  # The source is not available.
         return False
 
 
 class _Around(Optimizer, ABC):
-    """An optimizer around one other: its groups and state are those of the optimizer inside, as the same objects.
+    """Base class of optimizers around one other, with the same objects as groups and state as the optimizer inside.
 
-    So schedulers, gradient scalers and checkpoints need know nothing of it.
+    So schedulers, gradient scalers and checkpoints work as with the optimizer inside.
 
     Args:
-        optimizer: The optimizer inside, which `step` moves.
-        more: What the groups have beside the settings of `optimizer`.
+        optimizer: The optimizer inside, which makes the steps.
+        more: Further settings of the groups, with their defaults.
 
     Raises:
         ConfigError: The optimizer needs a closure.
@@ -61,21 +61,21 @@ class _Around(Optimizer, ABC):
         self.share()
 
     def share(self) -> None:
-        """Take over groups and state of the optimizer inside, after it has loaded or replaced them."""
+        """Take over groups and state of the optimizer inside, after it has loaded or replaced its own."""
         self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the parameters.
+        """Update the parameters.
 
         Args:
-            closure: Called first, as by any optimizer of torch: returns the loss.
+            closure: Function that returns the loss, called first, as by any optimizer of torch.
 
         Returns:
             The loss that the closure returned; None without a closure.
 
         Raises:
-            ConfigError: The optimizer inside cannot serve here.
+            ConfigError: The optimizer inside cannot be used with this class.
         """
         loss = None
         if closure is not None:
@@ -86,7 +86,7 @@ class _Around(Optimizer, ABC):
 
     @abstractmethod
     def _move(self) -> None:
-        """Make one step of the optimizer inside, and what belongs to it."""
+        """Make one step of the optimizer inside, with the additions of the subclass."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore groups and state of the optimizer inside."""
@@ -96,12 +96,12 @@ class _Around(Optimizer, ABC):
 
 @final
 class Lookahead(_Around):
-    """Every k steps, move slow weights a part of the way to where the optimizer went, and let it go on from there.
+    """Lookahead around an optimizer: every k steps, slow weights move a part of the way to the parameters.
 
-    Zhang et al., Lookahead Optimizer: k steps forward, 1 step back, 2019. Learning rates, groups and state are those of
-    the optimizer inside. From its first update on, a parameter has slow weights of its shape and dtype,
-    `state[parameter]["slow"]`; a group counts its steps since the last exchange in `group["lookahead_step"]`. An update
-    that a gradient scaler skips is no step.
+    The parameters are then set to the slow weights. Zhang et al., Lookahead Optimizer: k steps forward, 1 step back,
+    2019. Learning rates, groups and state are those of the optimizer inside. From its first update on, a parameter has
+    slow weights of its shape and dtype, `state[parameter]["slow"]`. A group counts its steps since the last slow step
+    in `group["lookahead_step"]`. An update that a gradient scaler skips does not count.
 
     Args:
         optimizer: The optimizer that makes the fast steps, such as AdamW.
@@ -119,7 +119,7 @@ class Lookahead(_Around):
         super().__init__(optimizer, lookahead_step=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle all attributes: `Optimizer` would leave out those that torch does not know."""
+        """Pickle all attributes, because `Optimizer` would leave out those that torch does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
 
     def _move(self) -> None:
@@ -127,10 +127,10 @@ class Lookahead(_Around):
         moving = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
         starts = {each: each.clone() for each in moving if "slow" not in self.state.get(each, ())}
         self.optimizer.step()
-        for parameter, start in starts.items():  # only now: optimizers take an empty state for a new parameter
+        for parameter, start in starts.items():  # Optimizers initialize only an empty state, so this comes after.
             self.state[parameter]["slow"] = start
         for group in self.param_groups:
-            group["lookahead_step"] = (group.get("lookahead_step", 0) + 1) % self.k  # it may be new
+            group["lookahead_step"] = (group.get("lookahead_step", 0) + 1) % self.k  # The group may be new.
             if group["lookahead_step"] == 0:
                 for parameter in group["params"]:
                     if (slow := self.state.get(parameter, {}).get("slow")) is not None:
@@ -139,18 +139,19 @@ class Lookahead(_Around):
 
 @final
 class WholeMatrices(_Around):
-    """Lets an optimizer see whole parameters under FSDP: Muon, Shampoo, and others that compute with matrices.
+    """Optimizer that gives the optimizer inside unsharded parameters under FSDP, as Muon and Shampoo need.
 
-    On parts of a matrix `torch.optim.Muon` sums in another order, whose rounding in 16 bits changes a tenth of an
-    update, and fails for matrices with fewer rows than processes; most others compute something else altogether. Inside
-    of this one an optimizer makes the same update as on one process. Where nothing is cut up it steps as it is.
+    On shards of a matrix `torch.optim.Muon` sums in a different order, whose 16-bit rounding changes a tenth of an
+    update. It fails for matrices with fewer rows than processes. Most other such optimizers compute a wrong update on
+    shards. With `WholeMatrices` an optimizer makes the same update as on one process. Without sharded parameters
+    `WholeMatrices` only calls the optimizer inside.
 
-    One parameter after the other is gathered with its gradient and its state, stepped on every process, and cut up
-    again, the state too, by rows. So a process holds one whole parameter at a time. A step of Muon costs what it
-    computes under DDP, and three all-gathers of the size of the parameters.
+    Lumen gathers one parameter at a time with its gradient and its state, and steps it on every process. Then Lumen
+    shards the parameter and its state again, by rows. So a process holds one unsharded parameter at a time. A step of
+    Muon costs the computation of a step under DDP, and three all-gathers of the size of the parameters.
 
-    Learning rates, groups and state are those of the optimizer inside. That optimizer must treat each parameter by
-    itself, and keep what it needs in `state[parameter]` or in its groups.
+    Learning rates, groups and state are those of the optimizer inside. That optimizer must treat each parameter alone,
+    and keep its data in `state[parameter]` or in its groups.
 
     Args:
         optimizer: The optimizer of the parameters, such as `torch.optim.Muon(matrices, lr=0.02)`.
@@ -168,14 +169,14 @@ class WholeMatrices(_Around):
         super().__init__(optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle all attributes: `Optimizer` would leave out those that torch does not know."""
+        """Pickle all attributes, because `Optimizer` would leave out those that torch does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer}
 
     def _move(self) -> None:
         """Make one step of the optimizer inside. Collective, where parameters are sharded.
 
         Raises:
-            ConfigError: The optimizer inside keeps something of all parameters together.
+            ConfigError: The optimizer inside keeps values of all parameters together.
         """
         if not any(is_sharded(parameter) for group in self.param_groups for parameter in group["params"]):
             self.optimizer.step()
@@ -194,7 +195,7 @@ class WholeMatrices(_Around):
         self._refuse({name for name, value in self._counters().items() if before.get(name, value) != value})
 
     def _step(self, parameter: Any, group: dict[str, Any], state: Any) -> dict[str, Any]:
-        """Step one parameter. Returns what the group is afterwards."""
+        """Step one parameter. Returns the group after the step."""
         whole = nn.Parameter(_whole(parameter.detach()), requires_grad=parameter.requires_grad)
         whole.__dict__.update(parameter.__dict__)
         whole.grad = _whole(parameter.grad)
@@ -210,7 +211,7 @@ class WholeMatrices(_Around):
         return stepped
 
     def _counters(self) -> dict[str, Any]:
-        """Attributes of the optimizer inside that hold a number, which a step may count up."""
+        """Return the numeric attributes of the optimizer inside, which may be counters of steps."""
         known = attributes_of_all_optimizers()
         return {
             name: value
@@ -219,7 +220,7 @@ class WholeMatrices(_Around):
         }
 
     def _refuse(self, kept: set[str]) -> None:
-        """Refuse what belongs to no parameter and changes with each."""
+        """Raise an error if the step of one parameter has changed values that belong to no parameter."""
         if kept:
             raise ConfigError(
                 f"WholeMatrices: {type(self.optimizer).__name__} keeps {', '.join(sorted(kept))} of all parameters "
@@ -228,7 +229,7 @@ class WholeMatrices(_Around):
 
 
 def muons_on_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Each `torch.optim.Muon` in an optimizer that is not in a `WholeMatrices` and would work on what is cut up."""
+    """Yield each `torch.optim.Muon` in an optimizer that has sharded parameters and is not in a `WholeMatrices`."""
     if isinstance(optimizer, WholeMatrices):
         return
     if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
@@ -251,9 +252,9 @@ def _whole(value: Any) -> Any:
 
 
 def _cut(value: Any, like: Any) -> Any:
-    """Return this process's rows of a tensor that all processes have, as a DTensor; any other value as it is."""
+    """Shard a tensor that every process holds like the DTensor `like`, without communication; return others as is."""
     if not (is_sharded(like) and isinstance(value, torch.Tensor) and value.ndim):
         return value
     block = zip(*local_block(like, value.shape), strict=True)
-    rows = value[tuple(slice(offset, offset + size) for offset, size in block)].clone()  # a view would keep the rest
+    rows = value[tuple(slice(offset, offset + size) for offset, size in block)].clone()  # A view would keep the rest.
     return from_local(rows, like, value.shape)

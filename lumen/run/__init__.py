@@ -1,1 +1,1 @@
-"""A run: what is trained, how far it is, when it ends; the step's loaders, optimizers and loss weights."""
+"""State of a run: plan, progress, loaders, optimizers, loss weights, logged values and the end of the run."""

@@ -1,4 +1,4 @@
-"""What all ranks must have alike is compared at logged steps, without waiting; so is how long each one takes."""
+"""Comparison of the ranks at logged steps, without waiting: of numbers that must be equal, and of times per step."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from lumen.run.plan import Progress
 from lumen.run.step_context import StepContext
 from lumen.strategies.strategy import SAME, Alike, Strategy
 
-_LEAST_S, _LEAST_STEPS = 3.0, 10  # of one look, so that a moment's noise does not count
+_LEAST_S, _LEAST_STEPS = 3.0, 10  # A comparison spans at least this, so that short noise does not count.
 _TIMES, _PART, _LEAST_EXCESS_S = 1.5, 0.2, 0.01
 _QUIET_S = 600.0
 
 
 @final
 class OwnTime:
-    """Time that this process takes for its steps by itself, on the host.
+    """Host time that this process takes for its steps, without waiting for other processes.
 
-    It is what passes from where the data of a step is asked for to its last backward, in which processes wait for each
-    other; without waiting for what they say before that. What a device computes meanwhile is not seen.
+    A measurement begins when Lumen requests the data of a step. It ends at the last backward, in which processes wait
+    for each other. Waits for collectives before that backward do not count. Device time is not measured.
 
     Args:
-        processes: Those of the run.
+        processes: The processes of the run.
 
     Attributes:
-        seconds: Sum over all steps that were measured; not the first one of an epoch.
-        steps: How many these are.
+        seconds: Sum over all measured steps. The first step of an epoch is not measured.
+        steps: Number of measured steps.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -43,11 +43,11 @@ class OwnTime:
         self.seconds, self.steps = 0.0, 0
 
     def start(self) -> None:
-        """The data of the next step is asked for."""
+        """Start to measure, because the data of the next step is requested now."""
         self._since_s = perf_counter() - self._processes.waited_s
 
     def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin a sum over the processes where the last backward of a step begins. Collective."""
+        """Begin a sum over the processes at the last backward of a step. Collective."""
         if not math.isnan(self._since_s):
             self.seconds += perf_counter() - self._processes.waited_s - self._since_s
             self.steps += 1
@@ -57,14 +57,14 @@ class OwnTime:
 
 @final
 class SlowRanks:
-    """Warns of ranks that hold up the others, on rank 0.
+    """Detector of ranks that the other ranks wait for. Rank 0 logs the warnings.
 
-    A rank is slow if it takes 1.5 times as long as the median of the others, that is 10 ms and a fifth of a step more,
-    in two looks after each other; a look is of 10 steps and 3 seconds at least. It is told once, and again after 10
-    minutes, after 20, 40, ...
+    A rank is slow if its time exceeds 1.5 times the median of the others in two successive comparisons. The excess must
+    also be more than 10 ms and a fifth of a step. A comparison spans at least 10 steps and 3 seconds. A warning is
+    repeated after 10 minutes at the earliest, then after 20, 40, ...
 
     Args:
-        processes: Those of the run.
+        processes: The processes of the run.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -75,11 +75,11 @@ class SlowRanks:
         self._quiet_s: dict[int, float] = {}
 
     def hear(self, ranks: Sequence[Mapping[str, float]]) -> None:
-        """Look at what all ranks have spent so far.
+        """Compare the times of all ranks, and warn of slow ranks.
 
         Args:
-            ranks: For each rank the steps that were measured (`steps`), the seconds in them until it waited for the
-                others (`own_s`), and the seconds for which it waited for training data (`data_s`).
+            ranks: Totals of each rank: measured steps (`steps`), seconds in these steps until it waited for the others
+                (`own_s`), and seconds of waiting for training data (`data_s`).
         """
         now_s = perf_counter()
         if not self._before:
@@ -106,7 +106,7 @@ class SlowRanks:
 
 
 def _exceeds(own_s: Sequence[float], rank: int, step_s: float) -> float | None:
-    """What is usual, in seconds a step, if a rank takes so much longer that it is slow; None: it is not."""
+    """Return the median of the other ranks, in seconds per step, if a rank is slow; None if the rank is not slow."""
     usual_s = median(each for other, each in enumerate(own_s) if other != rank)
     excess_s = own_s[rank] - usual_s
     is_slow = own_s[rank] > _TIMES * usual_s and excess_s > max(_PART * step_s, _LEAST_EXCESS_S)
@@ -128,19 +128,19 @@ _WHY = {
 
 @final
 class AgreementGuard:
-    """Finds out whether the ranks of a run still agree, and which are slow.
+    """Check that the ranks of a run still agree, and detection of slow ranks.
 
-    Of a logged step each rank tells the others its numbers once its device has computed them, a step later, and hears
-    theirs one more step later, when they have long arrived. On a single process nothing is done.
+    Each rank sends its numbers of a logged step to the others one step later, when its device has computed them. It
+    reads the numbers of the others another step later, when these have arrived. A single process does nothing.
 
     Args:
-        strategy: Knows which numbers all ranks must have alike.
+        strategy: Strategy of the run, which lists the numbers that must be equal on all ranks.
         progress: Counters of the run.
-        step: The step in progress, with the newest gradient norm and the time that was waited for data.
+        step: The step in progress, with the newest gradient norm and the time spent waiting for data.
 
     Attributes:
-        is_on: There are several processes.
-        own_time: How long this process takes for its steps until it waits for the others.
+        is_on: True if there are several processes.
+        own_time: Time that this process takes for its steps until it waits for the others.
     """
 
     def __init__(self, strategy: Strategy, progress: Progress, step: StepContext) -> None:
@@ -149,8 +149,8 @@ class AgreementGuard:
         self.is_on = strategy.processes.world_size > 1
         self._slow = SlowRanks(strategy.processes)
         self.own_time = OwnTime(strategy.processes)
-        self._own: HostCopy[str] | None = None  # on its way to the host
-        self._all: Callable[[], list[list[float]]] | None = None  # on its way to all ranks
+        self._own: HostCopy[str] | None = None  # the numbers of this rank, during their copy to the host
+        self._all: Callable[[], list[list[float]]] | None = None  # waits for the numbers of all ranks
 
     def begin(self) -> None:
         """Begin to compare the newest step."""
@@ -162,10 +162,10 @@ class AgreementGuard:
         self._own = HostCopy(values | dict.fromkeys(_NORMS, math.nan) | self._strategy.alike(step.grad_norm))
 
     def look(self) -> None:
-        """Go on with what was begun in a step before. Collective: every rank must call this after each step.
+        """Continue the comparison that an earlier step began. Collective: every rank must call this after each step.
 
         Raises:
-            TrainingError: Ranks do not agree; it is raised on all.
+            TrainingError: The ranks do not agree. All ranks raise this error.
         """
         if self._all is not None:
             found, self._all = self._all(), None
@@ -175,10 +175,10 @@ class AgreementGuard:
             self._all = self._processes.begin_gather([*own.read().values()])
 
     def settle(self) -> None:
-        """Wait for what was begun, before anything is saved of it. Collective: every rank must call this.
+        """Finish all comparisons before a checkpoint is saved. Collective: every rank must call this.
 
         Raises:
-            TrainingError: Ranks do not agree; it is raised on all.
+            TrainingError: The ranks do not agree. All ranks raise this error.
         """
         self.look()
         self.look()
@@ -192,11 +192,11 @@ class AgreementGuard:
             self._slow.hear(ranks)
 
     def _refuse(self, name: str, others: Sequence[int], ranks: Sequence[dict[str, float]]) -> None:
-        """Say on all ranks what differs. Collective."""
+        """Raise an error on all ranks that names what differs. Collective."""
         headline = f"the ranks no longer agree, found after step {ranks[0][_COUNTED[0]]:.0f}"
         if name == _PARAMETERS:
             try:
-                with self._strategy.evaluation(inference_mode=False):  # it looks at each parameter first
+                with self._strategy.evaluation(inference_mode=False):  # This context compares each parameter first.
                     pass
             except TrainingError as error:
                 raise TrainingError(f"{headline}: {error}") from None
@@ -206,7 +206,7 @@ class AgreementGuard:
 
 
 def _same(one: float, other: float, tolerance: float) -> bool:
-    """Of two numbers that may both be NaN, or infinite."""
+    """Return True if two numbers are equal within a relative tolerance; NaN equals NaN."""
     if math.isnan(one) or math.isnan(other):
         return math.isnan(one) and math.isnan(other)
     return one == other or abs(one - other) <= tolerance * max(abs(one), abs(other)) < math.inf

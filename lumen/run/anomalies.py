@@ -1,4 +1,4 @@
-"""Numbers that are not finite: the check of losses and gradients, and a search for the operation that made one."""
+"""Check of losses and gradients for NaN and infinity, and search for the operation that made one."""
 
 from __future__ import annotations
 
@@ -24,37 +24,40 @@ Place = tuple[int, int, int]  # step, epoch, and number of the micro-batch in th
 
 
 def place_of(where: Place) -> str:
-    """In words."""
+    """Return a place in words, for messages."""
     step, epoch, micro_batch = where
     return f"step {step} (epoch {epoch}, micro-batch {micro_batch} of the run)"
 
 
 @final
 class NonFiniteCheck:
-    """Looks at every loss, and at every gradient norm. On the CPU at once; on CUDA without making the host wait.
+    """Check that every loss and every gradient norm is finite, without making the host wait for CUDA.
 
-    On CUDA each value travels to pinned memory behind the step's work and is read when it has arrived, so the error
-    may come some steps late; it names the true step, and `flush` before a commit keeps checkpoints clean.
+    On the CPU the check is immediate. On CUDA each value is copied to pinned memory after the step's work and is read
+    on arrival. So the error may come some steps late, but the error names the right step. Call `flush` before a
+    checkpoint is saved, so that no checkpoint holds a NaN.
 
     Args:
-        told: Says which operation of the newest forward was the first to go wrong: then the host waits for each value.
+        told: Function that names the first operation of the newest forward that went wrong. With this function the
+            host waits for each value.
     """
 
     def __init__(self, told: Callable[[], str] | None = None) -> None:
         self._told = told
         self._under_way: deque[tuple[_HostScalar, float | None, Place]] = deque()
-        self._free: dict[torch.dtype, list[_HostScalar]] = defaultdict(list)  # as many as were under way at once
+        self._free: dict[torch.dtype, list[_HostScalar]] = defaultdict(list)  # for reuse
 
     def check(self, loss: torch.Tensor, loss_factor: float | None, where: Callable[[], Place]) -> None:
-        """Look at one loss or gradient norm.
+        """Check one loss or gradient norm.
 
         Args:
             loss: A tensor of one element.
-            loss_factor: What the loss is multiplied by, by its weight; 0: it counts nothing; None for a gradient norm.
-            where: Gives the step and epoch it belongs to, and the number of its micro-batch in the run.
+            loss_factor: The factor that the weight of the loss gives, 0 for a loss without weight; None for a gradient
+                norm.
+            where: Function that returns the step, the epoch and the number of the micro-batch in the run.
 
         Raises:
-            NonFiniteLoss: This one, or on CUDA an earlier one, is NaN or infinite.
+            NonFiniteLoss: This value, or on CUDA an earlier value, is NaN or infinite.
         """
         if not loss.is_cuda or self._told is not None:
             if not math.isfinite(value := loss.item()):
@@ -68,10 +71,10 @@ class NonFiniteCheck:
             self._read_oldest()
 
     def flush(self) -> None:
-        """Wait for every loss under way.
+        """Wait for all values that are not yet checked.
 
         Raises:
-            NonFiniteLoss: One of them is NaN or infinite.
+            NonFiniteLoss: One of the values is NaN or infinite.
         """
         while self._under_way:
             self._under_way[0][0].event.synchronize()
@@ -86,13 +89,13 @@ class NonFiniteCheck:
 
 @final
 class _HostScalar:
-    """One number on its way from a CUDA device to pinned memory, which both are used again: to make them takes long.
+    """A scalar in pinned memory and its CUDA event, reused for many numbers because both are slow to create.
 
     Args:
-        dtype: float32, or float64 for numbers of that dtype. Any conversion runs on the device, in a kernel.
+        dtype: The dtype of the scalar: float64 for float64 numbers, else float32. The device converts the number.
 
     Attributes:
-        event: The number has arrived.
+        event: The CUDA event of the number's arrival.
         value: The number in pinned memory.
     """
 
@@ -101,7 +104,7 @@ class _HostScalar:
         self.value = torch.empty((), dtype=dtype, pin_memory=True)
 
     def send(self, number: torch.Tensor) -> None:
-        """Copy a number behind what its device does now."""
+        """Queue the copy of a number after the current work of its device."""
         self.value.copy_(number.detach().reshape(()), non_blocking=True)
         self.event.record(torch.cuda.current_stream(number.device))
 
@@ -133,13 +136,13 @@ _KINDS: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[flo
 
 @final
 class OperationFinder(TorchDispatchMode):
-    """Lies over a precision: notes what goes wrong in every forward, and explains a backward that makes a NaN.
+    """Wrapper around a precision that finds the operation that made a NaN or infinity in a forward or backward.
 
-    In a forward it looks at what each operation is given and what it gives, which makes each wait for its device.
+    In a forward the finder checks the inputs and outputs of each operation, so the host waits for each operation.
 
     Args:
         precision: The run's precision, under which the forward runs.
-        where: Gives the place in the run.
+        where: Function that returns the place in the run.
     """
 
     def __init__(self, precision: Precision, where: Callable[[], Place]) -> None:
@@ -150,14 +153,14 @@ class OperationFinder(TorchDispatchMode):
 
     @classmethod
     def lift(cls, precision: Precision) -> None:
-        """Take a finder away from a precision, if there is one: the user's own precision may serve another run."""
+        """Remove the finder from a precision, if it has one, because a user's precision may serve another run."""
         for name in ("forward", "backward"):
             if isinstance(getattr(vars(precision).get(name), "__self__", None), cls):
                 del vars(precision)[name]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The context of a forward."""
+        """Run a forward under the precision, and check each operation in it."""
         self._found.clear()
         with self._forward(), self:
             yield
@@ -165,26 +168,26 @@ class OperationFinder(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call an operation, and look for the first that makes what none of its arguments is."""
+        """Call an operation, and note the first whose result has a NaN or infinity that no argument has."""
         kwargs = kwargs or {}
         given = {kind for kind in _KINDS if kind in self._found or _has((args, kwargs), kind)}
         result = operation(*args, **kwargs)
-        for kind in _KINDS.keys() - given if "empty" not in str(operation) else ():  # whose memory holds anything
+        for kind in _KINDS.keys() - given if "empty" not in str(operation) else ():  # `empty` may hold any number.
             if _has(result, kind):
                 here = _of_user(traceback.format_stack())
                 self._found[kind] = f"The first {kind} of its forward was made by {operation} here:\n{here}"
         return result
 
     def told(self) -> str:
-        """What the newest forward has done."""
+        """Return a description of what went wrong in the newest forward."""
         nothing = "No operation of its forward made that of finite numbers: look at this batch and at the parameters."
         return "\n".join(self._found.values()) or nothing
 
     def backward(self, loss: torch.Tensor, *by: Callable[[torch.Tensor], Any]) -> None:
-        """The backward of a loss.
+        """Compute the backward of a loss.
 
         Raises:
-            NonFiniteLoss: That of an operation made a NaN; says where its forward was.
+            NonFiniteLoss: The backward of an operation made a NaN. The message shows where its forward was called.
         """
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -203,7 +206,7 @@ class OperationFinder(TorchDispatchMode):
 
 
 def _has(values: Any, kind: str) -> bool:
-    """Whether one of the numbers in nested arguments is of a kind."""
+    """Return True if a number in nested arguments is of a kind (NaN or infinite)."""
     of_tensor, of_float = _KINDS[kind]
     if isinstance(values, torch.Tensor):
         plain = type(values) in (torch.Tensor, nn.Parameter) and values.layout is torch.strided and not values.is_meta
@@ -216,7 +219,7 @@ def _has(values: Any, kind: str) -> bool:
 
 
 def _of_user(frames: Iterable[str]) -> str:
-    """Frames of what a step calls, the step itself first, without torch's and Lumen's own."""
+    """Return the frames of the user's code, from the step inwards, without those of torch and Lumen."""
     kept: list[str] = []
     for frame in frames:
         path = frame.partition('File "')[2].partition('"')[0]

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` returned, in one form."""
+"""Normalization and checks of what `configure_optimizers` returned."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def build_optimizers(
     """Call the user's function and check what it returned.
 
     Raises:
-        ConfigError: Not an optimizer, one without parameters or with another model's, one that the precision cannot
-            serve, or a scheduler or an entry of it that cannot work.
+        ConfigError: The function returned no optimizer; or the optimizer has no parameters, has those of a different
+            model, or does not work with the precision; or a scheduler or its entry cannot work.
     """
     try:
         returned = configure()
@@ -93,7 +93,7 @@ def build_optimizers(
 
 
 def evaluates_in_fp16(optimizer: Optimizer) -> ConfigError:
-    """Error for an optimizer whose step has several evaluations, where a gradient scaler is at work."""
+    """Return the error for an optimizer that evaluates the loss several times, under a gradient scaler."""
     return ConfigError(
         f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
         "follow: no scaled step can be skipped halfway. Use precision: bf16 or fp32."
@@ -101,7 +101,7 @@ def evaluates_in_fp16(optimizer: Optimizer) -> ConfigError:
 
 
 def _moved_by_hand(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
-    """Schedulers that the task moves itself."""
+    """Return the schedulers that the task steps in manual optimization."""
     configs, left_out = [], set()
     for given in schedulers:
         options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
@@ -138,9 +138,9 @@ def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
-    """Yield the schedulers of the user's entries; an entry has two where a warm-up and what follows it count apart.
+    """Yield the schedulers of the user's entries; two for an entry whose warm-up has a separate interval.
 
-    A warm-up by the key `warmup_steps` or `warmup_epochs` becomes the `Warmup` that the other spelling gives.
+    A key `warmup_steps` or `warmup_epochs` becomes a `Warmup` around the scheduler.
     """
     for given in schedulers:
         options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
@@ -152,7 +152,7 @@ def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
             raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
         _known_kind(options["scheduler"])
         options.pop("name", None)
-        reduces = options.pop("reduce_on_plateau", None)  # which Lightning has to be told
+        reduces = options.pop("reduce_on_plateau", None)  # Lightning needs this key, Lumen does not.
         warmup = [options.pop(key, None) for key in _WARMUP]
         config = SchedulerConfig(**options)
         around = config.scheduler if isinstance(config.scheduler, Warmup) else None
@@ -172,7 +172,7 @@ def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
 def _warmup(
     config: SchedulerConfig, steps: int | None, epochs: int | None, start: float | None, factor: Any
 ) -> SchedulerConfig | None:
-    """The warm-up before a scheduler; None if none is asked for."""
+    """Return the warm-up before a scheduler; None if no key sets one."""
     name, length = ("warmup_steps", steps) if steps else ("warmup_epochs", epochs)
     if steps and epochs:
         raise ConfigError(
@@ -191,7 +191,7 @@ def _warmup(
             f"{'warms up itself' if warms else 'counts tokens'}. Leave {name} out; lumen.optim.Warmup counts as its "
             "interval says."
         )
-    if start is None:  # at 0 a whole first epoch would train nothing
+    if start is None:  # With a start of 0 the whole first epoch would train nothing.
         start = 1 / (length + 1) if not steps and length > 0 else 0.0
     return SchedulerConfig(Warmup(config.scheduler, length, start, factor), "step" if steps else "epoch")
 
@@ -237,10 +237,10 @@ def _no_monitor() -> ConfigError:
 
 
 def _paired(given: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
-    """Let a scheduler that has an entry of its own wait for the warm-up around it, and move as its entry says.
+    """Let a scheduler with its own entry wait for the warm-up around it, and then step as its entry says.
 
-    It comes before its warm-up, so that the update that ends the warm-up does not move it yet. A plateau comes as it
-    was given: during the warm-up it watches.
+    The scheduler comes before its warm-up, so that the update that ends the warm-up does not step the scheduler yet. A
+    ReduceLROnPlateau keeps its place, because it watches its metric during the warm-up.
     """
     configs = [*given]
     by_scheduler = {id(config.scheduler): config for config in configs}
@@ -262,7 +262,7 @@ def _paired(given: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
 
 
 def _refuse_overwriting(schedulers: Sequence[Any]) -> None:
-    """Refuse a schedule that sets rates anew, whatever they are, where another one changes the same ones."""
+    """Refuse a schedule that overwrites learning rates which a second scheduler changes too."""
     for one, other in permutations(schedulers, 2):
         if not isinstance(one, _ABSOLUTE) or getattr(other, "scheduler", None) is one:
             continue
@@ -275,10 +275,11 @@ def _refuse_overwriting(schedulers: Sequence[Any]) -> None:
 
 
 def check_held(task: nn.Module, optimizer: Optimizer) -> None:
-    """Check that an optimizer holds the task's parameters alone, and as they are now if it was given earlier ones.
+    """Check that an optimizer holds only parameters of the task, after references to replaced ones are updated.
 
     Raises:
-        ConfigError: Others would be neither saved nor, on several processes, trained alike; or it holds some twice.
+        ConfigError: The optimizer holds other parameters, which would be neither saved nor equal on all processes; or
+            holds a parameter twice.
     """
     refer_to_current(optimizer)
     if strangers := len({*map(id, parameters_of(optimizer))} - {*map(id, task.parameters())}):
@@ -302,12 +303,12 @@ _TAKE = (
 
 
 def guard(optimizer: Optimizer, is_allowed: Callable[[], bool], *, by_hand: bool) -> StepGuard:
-    """Refuse steps of an optimizer that nobody is to make.
+    """Raise an error when user code calls an optimizer's `step` where Lumen makes the step.
 
     Args:
-        optimizer: The one that trains.
-        is_allowed: Asked where somebody else than the run may be calling it.
-        by_hand: The task optimizes by hand.
+        optimizer: The optimizer that trains the task.
+        is_allowed: Function that returns True if a call is allowed; called at each `step` that is not by `bare_step`.
+        by_hand: True in manual optimization.
     """
 
     def refuse() -> None:

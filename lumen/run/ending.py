@@ -1,4 +1,4 @@
-"""When a run ends: its limits, what callbacks and the user ask for, signals; and the clock of it."""
+"""End of a run: limits, stop requests of callbacks and the user, signals, and the clock that all processes share."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ _INTERVAL_S = 0.5
 class StopVote:
     """The time and the stop request that all processes of a run act on.
 
-    Clocks differ and signals arrive on one process before another, but what is decided by them must be decided alike:
-    so every process takes rank 0's clock and the first rank's signal, at moments that all of them reach. Several
-    processes ask about twice a second, and read the answer a step later, when it has long arrived, or at once where
-    steps are that slow; one alone looks at every moment.
+    Clocks differ, and signals arrive on one process before another, but all processes must decide alike. So every
+    process uses rank 0's clock and the signal of the first rank that has one, at moments that all processes reach.
+    Several processes exchange them about twice a second. They read the result a step later, when it has arrived, or at
+    once if steps take that long. A single process looks at every moment.
 
     Args:
-        processes: Those of the run, which agree.
+        processes: The processes of the run.
 
     Attributes:
         requested: Number of the signal that asked this process to end; set by a signal handler.
         stop_signal: Number of the signal that the run obeys.
-        save_ended_here: This process has done something beside the run that all are to look at; set by its thread.
-        save_ended: A process has, as all know.
+        save_ended_here: True if a save of this process has ended; set by the thread that saves.
+        save_ended: True if a save of some process has ended; equal on all processes.
         now_s: The time, in seconds of rank 0's `time.monotonic`.
-        polls: How often it was looked at: each step and each batch of an evaluation is one.
+        polls: Number of polls: one for each step and each batch of an evaluation.
     """
 
     def __init__(self, processes: Processes) -> None:
         self._processes, self.polls = processes, 0
         self._every = self._left = 1
-        self._answer: Callable[[], list[float]] | None = None  # under way
+        self._answer: Callable[[], list[float]] | None = None  # waits for the result of the last exchange
         self.requested: int | None = None
         self.stop_signal: int | None = None
         self.save_ended_here = self.save_ended = self._is_stale = False
-        self.now_s = self._processes.broadcast(time.monotonic())  # how often to look is told by agreed times alone
+        self.now_s = self._processes.broadcast(time.monotonic())  # The interval of polls follows from shared times.
 
     def request(self, number: int) -> None:
-        """Note a signal that asks this process to end. To be called in its handler."""
+        """Note a signal that asks this process to end. The signal handler calls this."""
         self.requested = number
 
     def note_save(self) -> None:
-        """Note that a save of this process has ended. To be called in its thread."""
+        """Note that a save of this process has ended. The thread that saves calls this."""
         self.save_ended_here = True
 
     def poll(self) -> None:
-        """Look at the clock and for signals, if it is time to. Collective: every rank must call this."""
+        """Exchange the clock and signals if the interval is over. Collective: every rank must call this."""
         self.polls += 1
         if self._processes.world_size == 1:
             self.stop_signal, self.save_ended, self.now_s = self.requested, self.save_ended_here, time.monotonic()
@@ -63,24 +63,24 @@ class StopVote:
         self._left -= 1
         if self._left == 0:
             self._ask()
-            if self._every == 1:  # the next step may take so long that it has to know before
+            if self._every == 1:  # Steps are slow, so the result is needed before the next one.
                 self._read()
 
     def agree(self, *wishes: bool) -> list[bool]:
-        """Look now. Collective: every rank must call this.
+        """Exchange the clock, signals and flags now. Collective: every rank must call this.
 
         Args:
-            wishes: One bool for each question: what this process wishes.
+            wishes: Flags of this process.
 
         Returns:
-            Of each whether some process has it.
+            A bool for each flag: True if some process has set the flag.
         """
         self._read()
         self._ask(*wishes)
         return self._read()
 
     def change_pace(self) -> None:
-        """What is done between two looks takes another time from here on. To be called on every rank."""
+        """Poll at every call again, because the time between polls changes. Every rank must call this."""
         self._every = self._left = 1
 
     def _ask(self, *wishes: bool) -> None:
@@ -103,74 +103,74 @@ class StopVote:
         return [wish > 0 for wish in wishes]
 
     def acknowledge(self) -> None:
-        """All have looked at what was save_ended; what is under way says it once more. To be called on every rank."""
+        """Reset `save_ended` after all have seen it. A poll in flight may repeat it once. Every rank must call this."""
         self.save_ended_here = self.save_ended = False
         self._is_stale = True
 
 
 @final
 class Ending:
-    """Whether a run is over, as all of its processes know.
+    """End of a run, decided alike on all processes.
 
     Args:
         plan: Limits of the run, by epochs, steps and time.
         progress: Counters of the run.
-        processes: Those of the run, which agree.
-        log: Where the values of the run are collected.
+        processes: The processes of the run, which agree on the end.
+        log: Collector of the values that the run logs.
 
     Attributes:
         vote: The time and the stop request that all processes act on.
-        finished: The run is over.
-        ends_epoch: All batches of the epoch are done.
-        is_asked: A callback has asked on all ranks, in `on_step_end`, to agree on the end at this boundary.
-        asks_each_step: A rank has hooks between the last backward of a step and its end, in which it may wish to stop.
-        is_decided: Whether the run ends here is decided, as callbacks that save have to know.
-        stop_agreed: All processes know of the request to stop, if there is one.
-        rolls_back: The run is to go back to a checkpoint after this step; how many steps before and after it are to be
-            left out with it then. None: it goes on.
-        validated_at_s: When the last validation was complete, or training began; as `vote.now_s`.
+        finished: True if the run is over.
+        ends_epoch: True if all batches of the epoch are done.
+        is_asked: True if a callback has requested, in `on_step_end` on all ranks, a vote on the end of this step.
+        asks_each_step: True if a rank has hooks between the last backward of a step and its end that may stop the run.
+        is_decided: True once this step's `finished` is final; callbacks that save need to know.
+        stop_agreed: True if all processes know of the request to stop, if there is one.
+        rolls_back: The numbers of steps before and after this step to leave out, if the run rolls back to a checkpoint
+            after this step; else None.
+        validated_at_s: Time of the end of the last validation, or of the start of training, as `vote.now_s`.
     """
 
     def __init__(self, plan: Plan, progress: Progress, processes: Processes, log: LogContext) -> None:
         self._plan, self._progress, self._processes, self._log = plan, progress, processes, log
         self.vote = StopVote(processes)
         self.finished = self.ends_epoch = self.is_asked = self.asks_each_step = self.is_decided = False
-        self.stop_agreed = True  # a request that a checkpoint holds is that of all
+        self.stop_agreed = True  # A request from a checkpoint is the same on all processes.
         self.rolls_back: tuple[int, int] | None = None
         self._clock_s = self.validated_at_s = self.vote.now_s
 
     def request_stop(self, *, value: bool = True) -> None:
-        """Note that this process asks the run to end once its minimum is reached; False: it does so no longer."""
+        """Ask for the end of the run once its minimum is reached; withdraw the request if `value` is False."""
         self._progress.should_stop = value
 
     def request_agreement(self) -> None:
-        """Let all processes agree on the end after `on_step_end`. To be called in it, on every rank."""
+        """Let all processes vote on the end after `on_step_end`. Every rank must call this in `on_step_end`."""
         self.is_asked = True
 
     def roll_back(self, before: int, after: int) -> None:
-        """Go back to a checkpoint after this step.
+        """Roll back to a checkpoint after this step.
 
         Args:
-            before: Steps before this one that are left out then.
-            after: Steps after it, likewise.
+            before: Number of steps before this step to leave out after the rollback.
+            after: Number of steps after this step to leave out, likewise.
         """
         self.rolls_back = before, after
 
     def start_clock(self) -> None:
-        """Training begins now; what came before does not count."""
+        """Start the clock of the training. Earlier time does not count."""
         self._clock_s = self.validated_at_s = self.vote.now_s
         self.tick()
         self.finished = self.limit_reached is not None
 
     def tick(self) -> None:
-        """Read the clock, at boundaries only, where what is logged belongs to no step. Collective."""
+        """Read the clock at the end of a step, where logged values belong to no step. Collective."""
         self._log.stage = None
         self.vote.poll()
         self._progress.elapsed_s += self.vote.now_s - self._clock_s
         self._clock_s = self.vote.now_s
 
     def decide(self) -> bool:
-        """Decide whether the run ends at this boundary. Returns True if it does."""
+        """Decide whether the run ends with this step. Returns True if the run ends."""
         self.finished, self.is_asked, self.is_decided = self.limit_reached is not None, False, True
         return self.finished
 
@@ -180,7 +180,7 @@ class Ending:
         Args:
             window: The micro-batches of the step.
             loaders: The loaders of the run.
-            updated: The step has updated the parameters.
+            updated: True if the step has updated the parameters.
         """
         self.ends_epoch = window.last
         plan, progress = self._plan, self._progress
@@ -207,33 +207,33 @@ class Ending:
         self.validated_at_s = self.vote.now_s
 
     def end_epoch(self, *, complete: bool) -> None:
-        """Note that all batches of the epoch are done, or that the run ends in its middle."""
+        """Note that all batches of the epoch are done, or that the run ends in the middle of the epoch."""
         self.ends_epoch = complete
 
     def agree(self, *wishes: bool) -> list[bool]:
-        """Vote now, and look at the clocks, for signals, and whether a callback wants to end the run.
+        """Exchange the clock, signals, requests to stop, and further flags now.
 
-        Collective: at the start, after a validation or an epoch, and where a checkpoint is due.
+        Collective: every rank must call this at the start, after a validation or an epoch, and before a checkpoint.
 
         Args:
-            wishes: What this process says to each question.
+            wishes: Further flags of this process.
 
         Returns:
-            For each question whether some process said True.
+            A bool for each further flag: True if some process has set the flag.
         """
         wants_to_stop, *others = self.vote.agree(self._progress.should_stop, *wishes)
         self.hear(wants_to_stop=wants_to_stop)
         return others
 
     def hear(self, *, wants_to_stop: bool) -> None:
-        """Take over what the processes have agreed on: whether some process wishes to stop."""
+        """Take over the vote of the processes: True if some process asks to stop the run."""
         self.stop_agreed = wants_to_stop
         if wants_to_stop:
             self._progress.should_stop = True
 
     @property
     def limit_reached(self) -> str | None:
-        """Why the run is over, or None; a step whose validation is due is not done."""
+        """The reason why the run is over, or None. A step whose validation is due is not complete."""
         plan, progress = self._plan, self._progress
         if progress.validation_due:
             return None
@@ -248,10 +248,10 @@ class Ending:
 
     @property
     def may_stop(self) -> bool:
-        """The minimum of steps and epochs is reached, so that a callback's or the user's wish to stop is granted."""
+        """True if the minimum of steps and epochs is reached, so that a request to stop takes effect."""
         return self._progress.step >= self._plan.min_steps and self._progress.epoch >= self._plan.min_epochs
 
     @property
     def is_here(self) -> bool:
-        """This step is the last one, as all know in `on_step_checkpoint`: the run is over, or was asked to leave."""
+        """True in `on_step_checkpoint` if this step is the last: the run is over, or a signal asks it to stop."""
         return self.finished or self.vote.stop_signal is not None

@@ -1,4 +1,4 @@
-"""Goodput: which part of the time since a run was first started was productive, and where the rest went."""
+"""Goodput: the productive part of the time since a run was first started, and the use of the rest."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _of_process = {"is_told": False}
 
 @final
 class Goodput:
-    """Measures where the time of a run goes, and writes it down as the run goes on.
+    """Measurement of how a run spends its time, written to a file during the run.
 
-    The clock is read where something else begins: an evaluation, a save. A step reads nothing; a line of the file is
-    due after 1, 2, 4, ... and then every 30 seconds, and after a save. Nothing waits for a device.
+    Lumen reads the clock when an activity changes, such as to an evaluation or a save, and not in each step. A line of
+    the file is due after 1, 2, 4, ... and then every 30 seconds, and after a save. Measuring never waits for a device.
 
     Args:
-        directory: The run's; None: nothing is measured, as on all ranks but 0.
-        waited_s: Tells how many seconds the run has waited for training data.
+        directory: The directory of the run; None to measure nothing, as on all ranks but 0.
+        waited_s: Function that returns how many seconds the run has waited for training data.
 
     Attributes:
-        due_s: When the next line is due, in seconds of `time.monotonic`.
+        due_s: Time when the next line is due, in seconds of `time.monotonic`.
     """
 
     def __init__(self, directory: Path | None, waited_s: Callable[[], float]) -> None:
@@ -53,7 +53,7 @@ class Goodput:
         alive = max((_changed_s(directory / name) for name in _SIGNS_OF_LIFE), default=0.0)
         began = min(max(now - age_s, ended), now)
         self._life = 1 + max((line["life"] for line in lines), default=0)
-        if lines and ended < min(alive, began):  # it was killed: what came after its last line was lost
+        if lines and ended < min(alive, began):  # The run was killed: the time after its last line was lost.
             self._append({"life": self._life - 1, "from_s": ended, "to_s": min(alive, began), "lost": True})
         self._from_s = began
         self._line_s = self._read_s = self._read_s - (now - began)
@@ -61,11 +61,11 @@ class Goodput:
 
     @property
     def is_on(self) -> bool:
-        """Whether this process writes it down."""
+        """True if this process measures and writes."""
         return self._file is not None
 
     def enter(self, bucket: str) -> str:
-        """From here on time belongs to another bucket. Returns the one before."""
+        """Count the time from here on to a bucket. Returns the bucket before."""
         before, self._bucket = self._bucket, bucket
         if self._file is None:
             return before
@@ -81,22 +81,22 @@ class Goodput:
 
     @contextmanager
     def within(self, bucket: str) -> Iterator[None]:
-        """The context of what is no step."""
+        """Count the time within the context to a bucket."""
         before = self.enter(bucket)
         try:
             yield
         finally:
             self.enter(before)
             if bucket == "checkpoint" and self.due_s < math.inf:
-                self.due_s = 0.0  # what a kill takes away is known from here on
+                self.due_s = 0.0  # The next line records the step of the checkpoint, where a restart begins.
 
     def train(self, step: int) -> None:
-        """Training begins at a step: what came before was the start."""
+        """Note that training begins at a step. The time before was the startup."""
         self.enter("step")
         self.write(step)
 
     def write(self, step: int) -> None:
-        """Write down what was spent since the line before, up to a step."""
+        """Write a line with the time spent since the line before, up to a step."""
         if self._file is None:
             return
         self.enter(self._bucket)
@@ -108,32 +108,32 @@ class Goodput:
         self.due_s, self._pause_s = self._read_s + self._pause_s, min(2 * self._pause_s, _LONGEST_S)
 
     def close(self, step: int) -> None:
-        """Write the last line: the run is left."""
+        """Write the last line at the end of the run."""
         self.write(step)
         self._file, self.due_s = None, math.inf
 
     def _append(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
         text = json.dumps(line) + "\n"
-        # training does not end over it: a full disk is told by what has to be written
+        # An error here must not end the training. A full disk shows when a checkpoint is written.
         with suppress(OSError), open(self._file, "a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                text = text if file.read(1) == b"\n" else "\n" + text  # a kill has torn the line before
+                text = text if file.read(1) == b"\n" else "\n" + text  # A kill may have cut the line before.
             file.write(text.encode())
 
 
 @final
 @dataclass(frozen=True)
 class TimeSpent:
-    """Where the time of a run went, since it was first started.
+    """Time that a run spent on each activity since it was first started.
 
     Attributes:
         wall_s: Seconds from the first start to the last record, over all restarts.
-        spent_s: Seconds by bucket: `startup`, `compile`, `data`, `step`, `evaluation`, `checkpoint`, `end`, `lost`
-            (steps that a kill took away, and that were or are to be computed again) and `queue` (between an end and the
-            next start). They sum to `wall_s`.
-        lives: How often it was started.
+        spent_s: Seconds by bucket: `startup`, `compile`, `data`, `step`, `evaluation`, `checkpoint`, `end`, `lost` and
+            `queue`. The bucket `lost` has steps lost by a kill, which a restart computes again; `queue` has the time
+            from an end to the next start. The seconds of all buckets sum to `wall_s`.
+        lives: Number of starts of the run.
     """
 
     wall_s: float
@@ -142,11 +142,11 @@ class TimeSpent:
 
     @property
     def goodput(self) -> float:
-        """Part of the time in which steps were made that were kept, 0 to 1."""
+        """Fraction of the time spent on steps that were not lost, 0 to 1."""
         return self.spent_s["step"] / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
-        """In one line."""
+        """Return a summary in one line."""
         shares = {name: seconds / self.wall_s if self.wall_s else 0.0 for name, seconds in self.spent_s.items()}
         others = [f"{name} {share:.0%}" for name, share in shares.items() if name != "step" and share >= 0.005]
         text = f"goodput {self.goodput:.0%} of {self.wall_s:.0f} s{': ' if others else ''}{', '.join(others)}"
@@ -154,13 +154,13 @@ class TimeSpent:
 
 
 def goodput(directory: str | Path) -> TimeSpent:
-    """Read where the time of a run went.
+    """Read how a run spent its time.
 
     Args:
-        directory: The run's directory, with `goodput.jsonl`. A torn last line is left out.
+        directory: The run's directory, with `goodput.jsonl`. An incomplete last line is left out.
 
     Raises:
-        FileNotFoundError: There is none, or it cannot be read.
+        FileNotFoundError: The directory has no `goodput.jsonl`, or the file cannot be read.
     """
     file = Path(directory) / FILE
     if not os.access(file, os.R_OK):
@@ -190,7 +190,7 @@ def goodput(directory: str | Path) -> TimeSpent:
 
 
 def starts(directory: str | Path) -> dict[int, int]:
-    """The step at which a run began to train, each time it was started, by the number of the start; empty: not told."""
+    """Return the step at which training began in each start of a run, by the number of the start; empty if unknown."""
     return _starts(_lines(Path(directory) / FILE))
 
 
@@ -200,7 +200,7 @@ def _starts(lines: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """What was written whole."""
+    """Return the complete lines of a file."""
     lines = []
     with suppress(OSError):
         for text in file.read_text(errors="replace").splitlines():
@@ -211,7 +211,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _is_whole(line: Any) -> bool:
-    """Return True if a line is one that was written here."""
+    """Return True if a line has the keys and types that `Goodput` writes."""
     if not isinstance(line, dict) or not isinstance(spent := line.get("spent", {}), dict):
         return False
     whole = [line.get("life"), line.get("step") if "spent" in line else 0]
@@ -229,7 +229,7 @@ def _changed_s(path: Path) -> float:
 
 
 def _age_of_process_s() -> float:
-    """Seconds since this program was started; 0 where a person types, or where the system does not tell."""
+    """Return the seconds since this program was started; 0 in an interactive session or if unknown."""
     with suppress(OSError):
         if not hasattr(sys, "ps1") and "ipykernel" not in sys.modules:
             started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

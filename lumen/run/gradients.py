@@ -1,4 +1,4 @@
-"""Scales and clips the gradients of a step: dense ones, sparse ones, and those that are cut up over processes."""
+"""Scaling and clipping of a step's gradients: dense, sparse, and sharded over processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def parameters_of(optimizer: Any) -> list[nn.Parameter]:
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients by a factor, in a few kernels."""
     if gradients := _local(parameters):
-        multiply(gradients, factor)  # of sparse ones torch multiplies the rows
+        multiply(gradients, factor)  # In a sparse gradient torch multiplies the rows.
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Clip the gradients by their norm over all parameters.
 
-    Collective where gradients are cut up (`DTensor`): every rank must call this.
+    Collective if gradients are sharded (`DTensor`): every rank must call this.
 
     Returns:
         The norm before clipping: a scalar tensor on the device of the gradients.
@@ -44,20 +44,20 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
         return norm
     try:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
-    except NotImplementedError:  # some are sparse
+    except NotImplementedError:  # Some gradients are sparse.
         return nn.utils.clip_grad_norm_(_with_rows(parameters), max_norm)
 
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The norm of the gradients over all parameters: a scalar tensor.
+    """Return the norm of the gradients over all parameters: a scalar tensor.
 
-    Collective where gradients are cut up (`DTensor`): every rank must call this.
+    Collective if gradients are sharded (`DTensor`): every rank must call this.
     """
     return _norm_over_meshes([each.grad for each in _with_rows(parameters) if each.grad is not None])
 
 
 def _norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of gradients, of which some may lie on meshes of their own; torch needs one mesh a call."""
+    """Return the norm of gradients that may be on several meshes; one call of torch works with one mesh."""
     by_mesh: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
@@ -67,23 +67,23 @@ def _norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """The norm of the gradient of each parameter, and of all of them together, by names that can be logged.
+    """Return the norm of each parameter's gradient, and of all gradients together, by names that can be logged.
 
-    `self.log_dict(lumen.grad_norm(self, norm_type=2))` belongs into `on_before_optimizer_step`, where gradients are
+    Call `self.log_dict(lumen.grad_norm(self, norm_type=2))` in `on_before_optimizer_step`, where gradients are
     complete, unscaled and not clipped.
 
-    Collective where gradients are cut up (`DTensor`): every rank must call this.
+    Collective if gradients are sharded (`DTensor`): every rank must call this.
 
     Args:
         module: The task, or any module; parameters without a gradient are left out.
-        norm_type: Of the p-norm, > 0; "inf" is the largest element.
-        group_separator: Stands before the name of a parameter.
+        norm_type: The p of the p-norm, > 0; "inf" for the largest absolute element.
+        group_separator: The text before the name of a parameter.
 
     Returns:
-        Scalars: `grad_2.0_norm/NAME` of each parameter, and `grad_2.0_norm_total`; nothing without gradients.
+        Scalars: `grad_2.0_norm/NAME` of each parameter, and `grad_2.0_norm_total`; empty without gradients.
 
     Raises:
-        ConfigError: The norm is none.
+        ConfigError: The `norm_type` is not more than 0.
     """
     kind = float(norm_type)
     if not kind > 0:
@@ -99,7 +99,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
 
 def _norm(gradient: Any, kind: float) -> torch.Tensor:
-    if math.isinf(kind) and is_sharded(gradient):  # a part may be empty, which has no largest element
+    if math.isinf(kind) and is_sharded(gradient):  # A shard may be empty, without a largest element.
         gradient = gradient.full_tensor()
     norm: Any = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, kind)
     return norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[no-any-return]
@@ -117,28 +117,29 @@ def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> Non
 
 
 def largest(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
-    """The largest absolute value in the gradients, of those that are cut up in this process's parts; None: no gradient.
+    """Return the largest absolute value in the gradients on this process; None if there is no gradient.
 
     Returns:
-        A scalar tensor on the device of the gradients; NaN or infinite where one of the gradients is.
+        A scalar tensor on the device of the gradients; NaN or infinite if a gradient is. Sharded gradients count with
+        this process's shards.
     """
     gradients = [each for each in _local(_with_rows(parameters)) if each.numel()]
     return torch.stack(list(largest_elements(gradients))).max() if gradients else None
 
 
 def _local(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients; of those that are cut up this process's parts."""
+    """Return the gradients of parameters; of sharded ones this process's shards."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return list(map(local_tensor, gradients)) if _are_cut(gradients) else gradients
 
 
 def _are_cut(gradients: list[torch.Tensor]) -> bool:
-    """Whether some are cut up over processes; most models have none, which their types say at once."""
+    """Return True if some gradients are sharded. The check of types is fast for most models."""
     return not {*map(type, gradients)} <= {torch.Tensor} and any(map(is_sharded, gradients))
 
 
 def _with_rows(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The parameters; for one with a sparse gradient a stand-in whose gradient is its rows, each once."""
+    """Return the parameters, each with a sparse gradient replaced by a tensor whose gradient is the coalesced rows."""
     found: list[torch.Tensor] = []
     for parameter in parameters:
         if parameter.grad is None or not parameter.grad.is_sparse:

@@ -1,4 +1,4 @@
-"""The loaders of a run, as it reads them."""
+"""The open loaders of a run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ class Loaders:
     """The open loaders of a run.
 
     Args:
-        datamodule: None: the loaders were given, or are the task's.
-        given: The loaders that a stage was given instead of a data module, for training and for evaluation; None: the
-            data module or the task has them.
-        plan: Says how large steps are.
+        datamodule: The data module; None if loaders were passed, or the task has them.
+        given: The loaders that were passed instead of a data module, for training and for evaluation; None if the data
+            module or the task has them.
+        plan: Settings of the run, with the size of steps.
         progress: Counters of the run.
-        readers: How many processes read the training data together.
+        readers: Number of processes that share the training data.
 
     Attributes:
         train: The training loader; None before `fit` has opened it.
-        evaluation: Those of the evaluation; during `fit` of its validation.
-        sources: What gave them, by stage: a loader or several, as the user made them.
-        epoch: The epoch as of which those of `fit` were asked for.
-        empty: Why evaluation loaders gave no batch, a sentence each.
-        fits: Samples of the largest part of a batch that is tried, by stage of evaluation; none: all have fitted.
+        evaluation: Loaders of the evaluation; during `fit` those of the validation.
+        sources: Loader or loaders as the user made them, by stage.
+        epoch: The epoch for which the loaders of `fit` were requested.
+        empty: Reasons why evaluation loaders gave no batch, a sentence each.
+        fits: Samples of the largest part of a batch to try, by stage of evaluation. A stage without an entry has had no
+            batch too large for memory.
     """
 
     def __init__(
@@ -43,28 +44,28 @@ class Loaders:
         self.fits: dict[str, int] = {}
 
     def measure(self) -> LoaderAdapter:
-        """The training data, with the length and the steps of the epoch in progress."""
+        """Update length and steps of the training loader for the epoch in progress, and return the loader."""
         assert self.train is not None
-        self.train.measure(self._progress.position)  # it may grow or shrink from one epoch to the next
+        self.train.measure(self._progress.position)  # The data may grow or shrink between epochs.
         if len(self._plan.accumulate) > 1:
             self.train.regroup(self._plan.accumulate_in(self._progress.epoch) * self._readers)
         return self.train
 
     def epoch_lengths(self) -> EpochLengths | None:
-        """Optimizer steps of every epoch, as long as the training data is now; None if nobody knows how long it is."""
+        """Return the optimizer steps of every epoch for the current length of the data; None if it is unknown."""
         assert self.train is not None
         limit, sizes = self._plan.limit("train", self.train), self._plan.accumulate
-        own = len(sizes) == 1  # the steps that it makes now: of `global_batch_size`, it may be
+        own = len(sizes) == 1  # Then the loader's own steps count, which `global_batch_size` may set.
         each = {epoch: None if own else number * self._readers for epoch, number in sizes.items()}
         lengths = {epoch: steps for epoch in each if (steps := self.train.steps(limit, each[epoch])) is not None}
         return EpochLengths(lengths) if lengths else None
 
     def shrink_parts(self, stage: str, fits: int) -> None:
-        """Try no larger part of a batch again in a stage of evaluation."""
+        """Evaluate batches of a stage in parts of at most `fits` samples from here on."""
         self.fits[stage] = fits
 
     def evaluation_batches(self, stage: str) -> int | None:
-        """Return the number of batches of an evaluation, of all loaders and ranks; None if a loader has no length.
+        """Return the number of batches of an evaluation over all loaders and ranks; None if a loader has no length.
 
         Args:
             stage: "validate", "sanity", "test" or "predict".
@@ -73,7 +74,7 @@ class Loaders:
         return sum(counts) if len(counts) == len(self.evaluation) else None
 
     def say_empty(self, stage: str, adapter: LoaderAdapter) -> None:
-        """Warn once that a loader gave an evaluation no batch; who misses its values hears of it again.
+        """Warn once that an evaluation loader gave no batch, and keep the reason for later errors.
 
         Args:
             stage: "validate", "sanity", "test" or "predict".
@@ -86,7 +87,7 @@ class Loaders:
             _log.warning("%s. It gives no values", why)
 
     def suffixes(self) -> list[str]:
-        """What is added to the names logged for each evaluation loader: its name or number; nothing for one alone."""
+        """Return the suffix of logged names for each evaluation loader: its name or number; "" for a single loader."""
         if len(self.evaluation) == 1:
             return [""]
         return [f"/{adapter.name or f'dataloader_idx_{number}'}" for number, adapter in enumerate(self.evaluation)]

@@ -1,4 +1,4 @@
-"""LogContext: where in a run a value is logged, and so which values it is added to."""
+"""Place in a run where `self.log` is called, which decides to which values a number is added."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from lumen.task.task_module import TaskModule
 
 @final
 class LogContext:
-    """Where in a run a value is logged.
+    """Place in a run where `self.log` is called.
 
     Args:
-        task: Its torchmetrics objects are those that may be logged.
+        task: The task, whose torchmetrics objects may be logged.
         hooks: Hooks of the run, which may log.
         strategy: The run's strategy, whose processes merge values.
 
     Attributes:
         train: The values of the training epoch in progress.
-        stage: Where values go that are logged now: `train`, or those of an evaluation; None: nowhere.
-        batch_samples: Samples of the micro-batch in progress: what a mean is weighed with.
+        stage: Collector of the values logged now: `train`, or that of an evaluation; None to drop values.
+        batch_samples: Samples of the micro-batch in progress, the weight of its values in a mean.
         batch_index: The `batch_idx` of the micro-batch in progress; None between micro-batches.
-        loader_suffix: Added to the names that are logged for one of several evaluation loaders.
-        in_train_step: A training step is in progress.
-        in_evaluation_pass: An evaluation reads its loaders.
-        hook: The hook that is being called, of those around steps; "" in steps.
-        doubts: Finds numbers that one process has logged as if they were of all.
-        has_epoch_ends: A rank has a hook at the end of training epochs.
-        has_metrics: A rank has torchmetrics objects.
+        loader_suffix: Suffix of the names that are logged for one of several evaluation loaders.
+        in_train_step: True during a training step.
+        in_evaluation_pass: True while an evaluation reads its loaders.
+        hook: Name of the hook outside of steps that runs now; "" in steps.
+        doubts: Detector of numbers that each process logs from its own samples only.
+        has_epoch_ends: True if a rank has a hook at the end of training epochs.
+        has_metrics: True if a rank has torchmetrics objects.
     """
 
     def __init__(self, task: TaskModule, hooks: Hooks, strategy: Strategy) -> None:
@@ -51,7 +51,7 @@ class LogContext:
 
     @property
     def gather(self) -> Gather | None:
-        """The function that gathers values of all ranks; None where one process has nothing to merge."""
+        """Function that gathers values of all ranks; None for a single process."""
         return partial(gather_values, self._strategy) if self._strategy.processes.world_size > 1 else None
 
     def begin_epoch(self) -> None:
@@ -67,17 +67,17 @@ class LogContext:
         self.stage = None
 
     def begin_batch(self, samples: int, index: int) -> None:
-        """Collect the values of an evaluation's next batch, of so many samples and with this `batch_idx`."""
+        """Collect the values of an evaluation's next batch, with its number of samples and its `batch_idx`."""
         self.batch_samples, self.batch_index = samples, index
         if self.stage is not None:
             self.stage.begin_window()
 
     def weigh(self, samples: int) -> None:
-        """Weigh what is logged from here on with a number of samples."""
+        """Weigh the values logged from here on by a number of samples."""
         self.batch_samples = samples
 
     def end_batch(self) -> None:
-        """Note that data may be awaited now."""
+        """Note that no micro-batch is in progress, while the run may wait for data."""
         self.batch_index = None
 
     def end_step(self) -> None:
@@ -85,7 +85,7 @@ class LogContext:
         self.in_train_step, self.batch_index = False, None
 
     def begin_loader(self, suffix: str) -> None:
-        """Add a suffix to names, since the batches of an evaluation loader come next."""
+        """Add a suffix to logged names, because the batches of an evaluation loader come next."""
         self.loader_suffix, self.in_evaluation_pass = suffix, True
 
     def end_loader(self) -> None:
@@ -93,7 +93,7 @@ class LogContext:
         self.in_evaluation_pass = False
 
     def end_loaders(self) -> None:
-        """Note that all batches of an evaluation are done: a number counts once, under its own name."""
+        """Note that all batches of an evaluation are done: numbers have weight 1 and no suffix."""
         self.loader_suffix, self.batch_samples = "", 1
 
     def note_metrics(self, *, has_metrics: bool) -> None:
@@ -102,7 +102,7 @@ class LogContext:
 
     @contextmanager
     def collected_apart(self) -> Iterator[None]:
-        """The context of a forward that is no part of the run: what it logs is dropped."""
+        """Drop all values that a forward in this context logs."""
         before, self.stage = self.stage, StageMetrics()
         try:
             yield
@@ -110,13 +110,13 @@ class LogContext:
             self.stage = before
 
     def call_hooks(self, name: str) -> None:
-        """Call hooks that stand around steps: a number that they log is of this process, not of samples."""
+        """Call hooks outside of steps, where a logged number belongs to this process instead of samples."""
         self.hook = name
         for hook in getattr(self._hooks, name):
             hook()
         self.hook = ""
 
     def share_metrics(self, task: TaskModule) -> None:
-        """Let the task's torchmetrics objects compute over all processes, except where these go ways of their own."""
+        """Let the task's torchmetrics objects compute over all processes, except within steps and evaluation passes."""
         if self.gather is not None:
             share_metrics(task, self.gather, lambda: self.in_train_step or self.in_evaluation_pass)

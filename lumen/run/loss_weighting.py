@@ -1,9 +1,10 @@
-"""The weighting of one optimizer step, in its one place.
+"""Weights of the losses in one optimizer step.
 
-The gradient of a step is (sum over micro-batches of weight * grad(mean loss)) / (sum of weights): the gradient of the
-full batch, however it was cut and divided. Each backward gets `loss * (weight / planned)`, times the number of
-processes, because gradients are averaged over them. Where the total is known beforehand it is what was planned and
-nothing is left to do; otherwise the gradients are multiplied by `planned / total` once.
+The gradient of a step is (sum over micro-batches of weight * grad(mean loss)) / (sum of weights). This is the gradient
+of the full batch for any micro-batch size and number of processes. Each backward gets `loss * (weight / planned)`,
+times the number of processes, because DDP and FSDP average gradients. If the sum of weights is known before the
+forward, `planned` is that sum. Otherwise Lumen multiplies the gradients by `planned / total` once, after the last
+backward.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ class LossWeighting:
     """Weights of the micro-batches of the optimizer step in progress.
 
     Args:
-        by_task: Becomes the attribute.
+        by_task: True if the task has `batch_weight`; see the attribute.
         world: Number of data ranks, over which gradients are averaged.
-        copies: Number of processes of each data rank, which make the same micro-batches.
-        scaled: A gradient scaler is at work: the number of processes is then multiplied with gradients, not with the
-            loss, so that what overflows does not depend on it.
-        begin_sum: Begins to sum numbers over the processes; what it returns waits for the sums. None: there is one
-            process.
-        gather: What each process says, on all of them. None: there is one process.
-        keeps_losses: Somebody asks for the loss of a step.
+        copies: Number of processes of each data rank, which compute the same micro-batches.
+        scaled: True under a gradient scaler. Then gradients are multiplied by the number of processes, instead of the
+            loss, so that overflows do not depend on this number.
+        begin_sum: Function that begins to sum numbers over the processes. It returns a function that waits for the
+            sums. None for a single process.
+        gather: Function that returns the answers of all processes; None for a single process.
+        keeps_losses: True if a callback reads the loss of a step.
 
     Attributes:
-        by_task: The known weights are the task's `batch_weight`, not numbers of samples: a returned one must agree.
-        planned: The sum of the weights that the losses of the step are divided by.
-        losses: What the micro-batches of this process have added to the step's loss, detached; None: nobody asks.
-        unseeded: The guess is to be made of the first weight, by `seed`.
-        total: The sum of the weights of this process; once they have agreed, of all.
+        by_task: True if the known weights come from the task's `batch_weight`, False if they are numbers of samples. A
+            weight that `training_step` returns must equal that of `batch_weight`.
+        planned: The sum of weights that the losses of the step are divided by.
+        losses: Detached contributions of this process's micro-batches to the step's loss; None if no callback reads it.
+        unseeded: True if `seed` must make the guess from the first weight.
+        total: The sum of the weights of this process; after `agree` the sum over all data ranks.
     """
 
     def __init__(
@@ -63,30 +65,31 @@ class LossWeighting:
         self.begin(0.0, 0, 1.0)
 
     def begin(self, planned: float, micro_batches: int, guess: float) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
             planned: The sum of the weights that are known before the forward, over all processes.
-            micro_batches: Of all processes. The factor of a single one on a single process is exactly 1.
-            guess: Stands in for an unknown sum: a power of two, so that multiplying by it rounds nothing. 0: none has
-                been made yet.
+            micro_batches: Number of micro-batches of all processes. If there is one, on a single process, its factor is
+                exactly 1.
+            guess: A guess of the sum if it is unknown: a power of two, so that multiplying by it does not round; 0 if
+                there is no guess yet.
         """
         self.total, self.planned = 0.0, planned
         self.losses = None if self.losses is None else []
         self._alone = micro_batches == self._world == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
-        # 16 bits alone mind how large what is summed becomes, and several processes would have to tell each other
+        # Only fp16 needs sums in its range. With several processes a guess costs a collective, so others skip it.
         self.unseeded = not guess and not self.by_task and (self._world == 1 or self._in_gradients > 1)
         self._returned: bool | None = None
         self._sums: Callable[[], list[float]] | None = None
         self._wishes: list[bool] = []
 
     def seed(self, number: int | None, returned: float | None = None) -> None:
-        """Make the first guess of the first weight there is, on all processes alike. Collective.
+        """Make the first guess from the step's first weight, equal on all processes. Collective.
 
         Args:
-            number: Of the micro-batch of this process in the step; None: it gives no loss.
-            returned: The weight that the task returned for it; None: none.
+            number: Number in the step of this process's micro-batch; None if it has no loss.
+            returned: The weight that the task returned for the micro-batch; None if it returned no weight.
         """
         answer = None if number is None else (number, returned)
         answers = [answer] if self._gather is None else self._gather(answer)
@@ -96,15 +99,15 @@ class LossWeighting:
             self._guess = _power_of_two(total) if 0.0 < total < math.inf else 1.0
 
     def loss_factor(self, known: float, returned: float | None) -> float:
-        """What to multiply a micro-batch's mean loss with before backward.
+        """Return the factor of a micro-batch's mean loss before its backward.
 
         Args:
             known: The weight known before the forward.
-            returned: The weight that the task returned with its loss; it replaces a number of samples.
+            returned: The weight that the task returned with its loss, which replaces a number of samples; or None.
 
         Raises:
-            TrainingError: A negative or non-finite weight; some micro-batches of a step with and some without one;
-                one that differs from `batch_weight`.
+            TrainingError: The weight is negative or not finite, or differs from that of `batch_weight`; or only some
+                micro-batches of the step have a returned weight.
         """
         if self.by_task:
             if returned not in (None, known):
@@ -112,7 +115,7 @@ class LossWeighting:
                     f"training_step returned the weight {returned} for a micro-batch to which batch_weight gave "
                     f"{known}. Make the two agree, or drop one."
                 )
-            returned = None  # it was known
+            returned = None  # The known weight is equal.
         if self._returned not in (None, returned is not None):
             raise _mixed()
         weight = known if returned is None else returned
@@ -126,13 +129,13 @@ class LossWeighting:
         return self._in_loss * weight / self.planned if self.planned else 0.0
 
     def plan_with_guess(self) -> None:
-        """A single micro-batch of a step is made in parts, whose weights are unknown: the first may weigh nothing."""
+        """Divide by the guess, because a step's single micro-batch is computed in parts of unknown weights."""
         self._alone = False
         if self._returned:
             self.planned = self._guess
 
     def keep_loss(self, part: torch.Tensor) -> None:
-        """Keep what a micro-batch adds to the step's loss, if somebody asks for it."""
+        """Keep the contribution of a micro-batch to the step's loss, if a callback reads that loss."""
         if self.losses is not None:
             self.losses.append(part.detach())
 
@@ -141,20 +144,20 @@ class LossWeighting:
         self.losses = None
 
     def mark(self) -> tuple[float, int]:
-        """What is counted of this process by now, for `go_back`."""
+        """Return the present counts of this process, for `go_back`."""
         return self.total, len(self.losses or ())
 
     def go_back(self, mark: tuple[float, int]) -> None:
-        """Forget what was counted since `mark`."""
+        """Restore the counts that `mark` returned."""
         self.total, losses = mark
         if self.losses is not None:
             del self.losses[losses:]
 
     def begin_agreement(self, *wishes: bool) -> None:
-        """All weights of this process are known: begin to sum them over the processes. Collective.
+        """Begin to sum the weights over the processes, when those of this process are known. Collective.
 
         Args:
-            wishes: One bool for each question: what this process wishes.
+            wishes: Flags of this process, which are reduced along with the weights.
         """
         self._wishes = list(wishes)
         if self._begin_sum is not None:
@@ -165,10 +168,10 @@ class LossWeighting:
         """Wait for the sums over the processes.
 
         Returns:
-            Of each question whether some process has the wish.
+            A bool for each flag: True if some process has set the flag.
 
         Raises:
-            TrainingError: Some processes have returned weights, and some have not.
+            TrainingError: `training_step` returned weights on some processes only.
         """
         if self._sums is None:
             return self._wishes
@@ -179,35 +182,35 @@ class LossWeighting:
         if returned or plain:
             self._returned = bool(returned)
         if self._returned:
-            self.planned = self._guess  # of a process that counted nothing, too
+            self.planned = self._guess  # This holds on a process without a weight too.
         return [wish > 0 for wish in wishes]
 
     @property
     def counted(self) -> bool:
-        """Whether the weights are the user's own (tokens, boxes), not numbers of samples."""
+        """True if the weights come from the user (tokens, boxes), False for numbers of samples."""
         return self.by_task or bool(self._returned)
 
     @property
     def correction(self) -> float:
-        """What to multiply the gradients with after the last backward; 1.0 where nothing is left to do."""
+        """Factor of the gradients after the last backward; 1.0 if they need no correction."""
         late = 1.0 if self.total in (0.0, self.planned) else self.planned / self.total
         return late * self._in_gradients
 
     def mean(self, part: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The mean loss of the step over all processes, once they have agreed. Collective.
+        """Return the mean loss of the step over all processes, after `agree`. Collective.
 
         Args:
-            part: The sum of what this process's losses were when their backwards began: a scalar tensor.
-            reduce: Sums a tensor over the processes.
+            part: The sum of this process's weighted losses, as passed to backward: a scalar tensor.
+            reduce: Function that sums a tensor over the processes.
         """
         processes = self._world * self._copies
         return (part if processes == 1 else reduce(part.double()) / processes) * self.correction
 
     @property
     def next_guess(self) -> float:
-        """The power of two nearest above this step's total, for the next step: it keeps fp16 gradients in range.
+        """Guess for the next step, which keeps fp16 gradients in range: the next power of two above this step's total.
 
-        Not less than half of this step's guess: totals that go up and down must not overflow whenever they go up.
+        The guess is at least half of this step's guess. So varying totals do not overflow whenever they rise.
         """
         if self.unseeded:
             return 0.0
@@ -215,7 +218,7 @@ class LossWeighting:
 
 
 def _power_of_two(number: float) -> float:
-    """The least one that is not less."""
+    """Return the smallest power of two that is at least `number`."""
     return 2.0 ** math.ceil(math.log2(number))
 
 

@@ -1,4 +1,4 @@
-"""Manual optimization: the task's own calls of backward and of its optimizers' steps, made exact and safe."""
+"""Manual optimization: exact gradients and safe updates for tasks that call backward and `optimizer.step`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lumen.task.task_module import TaskModule
 
 
 def check_plan(task: TaskModule, plan: Plan) -> None:
-    """Refuse settings of the trainer that are the task's where it optimizes by hand.
+    """Refuse settings of the trainer that the task must replace by calls in manual optimization.
 
     Raises:
-        ConfigError: There are some; says what to call instead.
+        ConfigError: Such a setting is set. The message names the call to use instead.
     """
     name = f"{type(task).__name__} optimizes by hand (automatic_optimization = False)"
     if plan.accumulates:
@@ -48,20 +48,20 @@ def check_plan(task: TaskModule, plan: Plan) -> None:
 
 @final
 class ManualOptimizer:
-    """An optimizer as a task that optimizes by hand has it: its attributes are the optimizer's.
+    """Optimizer that a task gets in manual optimization. Other attributes are those of the torch optimizer.
 
     Args:
-        manual: Makes the steps of the task's optimizers.
-        optimizer: Torch's own optimizer, which is updated.
+        manual: The manual optimization of the run, which makes the steps.
+        optimizer: The torch optimizer to step.
 
     Attributes:
-        optimizer: Torch's own optimizer.
-        is_known: A backward was ever made for what it moves.
-        was_called: A step of it was called.
-        has_warned: A step of it was called where nothing has a gradient, which was said.
-        needs_closure: Its step evaluates the loss.
-        is_open: A backward was made for it since its gradients were used or dropped.
-        has_weight: One of these backwards was of a batch whose weights do not sum to 0.
+        optimizer: The torch optimizer.
+        is_known: True once a backward was made for its parameters.
+        was_called: True once its `step` was called.
+        has_warned: True once Lumen has warned of a step without gradients.
+        needs_closure: True if its `step` evaluates the loss.
+        is_open: True if a backward was made for it since its gradients were used or dropped.
+        has_weight: True if one of these backwards was of a batch whose weights do not sum to 0.
     """
 
     def __init__(self, manual: ManualOptimization, optimizer: Optimizer) -> None:
@@ -72,7 +72,7 @@ class ManualOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.optimizer, name)
-        if name.endswith("_step") and callable(found) and not hasattr(Optimizer, name):  # the parts of SAM's step
+        if name.endswith("_step") and callable(found) and not hasattr(Optimizer, name):  # such as SAM's `first_step`
             return partial(self._manual.step_part, self, found)
         return found
 
@@ -83,31 +83,31 @@ class ManualOptimizer:
         """Update the parameters, unless gradients overflowed in fp16 or a hook asks for no update.
 
         Args:
-            closure: Computes loss and gradients and returns the loss.
-            options: Passed on to the optimizer's own `step`.
+            closure: Function that computes loss and gradients and returns the loss.
+            options: Further arguments of the torch optimizer's `step`.
 
         Returns:
-            The loss that the closure returned, of an optimizer that needs one the mean over the batches of all
-            processes; None without a closure.
+            The loss that the closure returned; None without a closure. If the optimizer needs a closure, the loss is
+            the mean over the batches of all processes.
         """
         return self._manual.step(self, closure, options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of what this optimizer moves."""
+        """Drop the gradients of this optimizer's parameters."""
         drop_gradients(self.optimizer) if set_to_none else self.optimizer.zero_grad(set_to_none=False)
         self.forget()
 
     def forget(self) -> None:
-        """Note that the gradients are used, or dropped."""
+        """Note that the gradients are used or dropped."""
         self.is_open = self.has_weight = False
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """The context in which only what this optimizer moves is trained.
+        """Train only this optimizer's parameters within the context.
 
         Args:
-            sync_grad: False: Lightning then leaves the sum over processes to a later backward. Here each backward makes
-                its own sum, so the gradients are the same.
+            sync_grad: Without effect. False lets Lightning leave the sum over processes to a later backward. In Lumen
+                each backward is summed, so the gradients are the same.
         """
         self._manual.toggle(self)
         try:
@@ -118,23 +118,23 @@ class ManualOptimizer:
 
 @final
 class ManualOptimization:
-    """Makes the calls of a task that optimizes by hand exact on several processes, and safe in fp16.
+    """Backward and optimizer steps of manual optimization, exact on several processes and safe in fp16.
 
-    A backward adds to the gradients what is complete: summed over the processes, and divided by the loss scale. So the
-    task may read, clip and accumulate gradients as it likes, and several backwards may go into one update or several
-    updates be made in one call of `training_step`. The loss scale changes between such calls only.
+    Each backward adds complete gradients: summed over the processes, and divided by the loss scale. So the task may
+    read, clip and accumulate gradients. One update may use several backwards, and one call of `training_step` may make
+    several updates. The loss scale changes only between calls of `training_step`.
 
     Args:
-        task: The task that optimizes by hand.
-        hooks: Those of the run.
-        precision: Scales losses in fp16.
-        strategy: Sums gradients over the processes.
+        task: The task, with `automatic_optimization = False`.
+        hooks: Hooks of the run.
+        precision: Precision of the run, which scales losses in fp16.
+        strategy: Strategy of the run, which sums gradients over the processes.
         step: The step in progress.
         optimizers: The optimizers of the run.
 
     Attributes:
-        handles: The optimizers as the task has them, in the same order.
-        has_tried: A step of an optimizer was called in the step in progress.
+        handles: The optimizers that the task gets, in the same order.
+        has_tried: True if the `step` of an optimizer was called in the step in progress.
     """
 
     def __init__(
@@ -155,28 +155,28 @@ class ManualOptimization:
         self.has_tried = self._has_moved = self._has_overflowed = False
         self._toggled: ManualOptimizer | None = None
         self._frozen: list[nn.Parameter] = []
-        self._parts: list[Optimizer] = []  # what was unscaled since the scale changed last
+        self._parts: list[Optimizer] = []  # gradients unscaled since the loss scale last changed
         self.handles = [ManualOptimizer(self, each) for each in optimizers]
 
     def begin(self, factor: float, *, is_dummy: bool, has_weight: bool) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            factor: What each loss is multiplied by, for the part that this process has of the batch.
-            is_dummy: This process has no part of the batch.
-            has_weight: The weights of the batch, over all processes, do not sum to 0.
+            factor: The factor of each loss, from this process's share of the batch.
+            is_dummy: True if this process has no samples of the batch.
+            has_weight: True if the weights of the batch, over all processes, do not sum to 0.
         """
         self._factor, self._is_dummy, self._has_weight = factor, is_dummy, has_weight
         self.has_tried = self._has_moved = self._has_overflowed = False
-        self._step.grad_norm = None  # of a step in which nothing is clipped there is none
+        self._step.grad_norm = None  # A step without clipping has no norm.
 
     def end(self) -> bool:
-        """A step ends. Returns whether an optimizer has moved."""
+        """End a step. Returns True if an optimizer made an update."""
         self.untoggle()
         if self.has_tried and self._precision.handles_overflow:
             number = nn.Parameter(torch.zeros(1, device=self._strategy.device))
             number.grad = torch.full_like(number, math.inf if self._has_overflowed else 0.0)
-            self._precision.step(SGD([number], lr=0.0))  # the scaler looks at all that was unscaled
+            self._precision.step(SGD([number], lr=0.0))  # The scaler adapts to everything unscaled in this step.
             self._parts.clear()
         return self._has_moved
 
@@ -187,7 +187,7 @@ class ManualOptimization:
 
         Raises:
             TrainingError: The loss has no gradient.
-            NonFiniteLoss: It is NaN or infinite.
+            NonFiniteLoss: The loss is NaN or infinite.
         """
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise without_gradient(self._task)
@@ -202,7 +202,7 @@ class ManualOptimization:
         part = loss if self._factor == 1.0 else loss * self._factor
         is_torchs = not (args or options) and self._backward is torch.Tensor.backward
         by = () if is_torchs else (lambda each: self._backward(each, *args, **options),)
-        with self._without_autocast():  # torch wants autocast to end before a backward
+        with self._without_autocast():  # torch recommends no autocast during a backward.
             if self._sums or self._precision.handles_overflow:
                 self._add_apart(part, by)
             else:
@@ -215,7 +215,7 @@ class ManualOptimization:
         return torch.autocast(self._kind, enabled=False) if casts else nullcontext()
 
     def _add_apart(self, loss: torch.Tensor, by: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
-        """Make a backward apart from the gradients there are, complete its own, and add them to those."""
+        """Compute the gradients of a loss, sum and unscale these alone, and add them to the earlier gradients."""
         parameters = list(self._task.parameters())
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -226,21 +226,21 @@ class ManualOptimization:
         if given and self._precision.handles_overflow:
             self._parts.append(SGD(given, lr=0.0))
             self._precision.unscale(self._parts[-1])
-            if (world := self._strategy.data_world_size) > 1:  # multiplied into a loss it could overflow
+            if (world := self._strategy.data_world_size) > 1:  # A loss multiplied by this factor could overflow.
                 scale_gradients(given, world)
         for parameter, gradient in zip(parameters, before, strict=True):
-            if not parameter.requires_grad:  # FSDP gives one, where the graph is older than the freezing
+            if not parameter.requires_grad:  # FSDP sets a gradient if the graph is older than the freezing.
                 parameter.grad = gradient
             elif gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
     def kept_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """The gradients that a later update may need: those of optimizers that have not moved since a backward."""
+        """Return the gradients that a later update may use: those of optimizers without a step since a backward."""
         held = [parameter for each in self.handles if each.is_open for parameter in parameters_of(each.optimizer)]
         return {parameter: parameter.grad for parameter in held if parameter.grad is not None}
 
     def keep(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Go on with the gradients that `kept_gradients` gave."""
+        """Restore the gradients that `kept_gradients` returned."""
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         for each in self.handles:
@@ -249,10 +249,11 @@ class ManualOptimization:
     # ------------------------------------------------------------------ updates
 
     def step(self, of: ManualOptimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """Make a step of an optimizer. Returns what the closure returned.
+        """Step an optimizer. Returns what the closure returned.
 
         Raises:
-            TrainingError: Its gradients come from a backward that was not summed over the processes, or not scaled.
+            TrainingError: The gradients come from a plain `loss.backward()`, neither summed over the processes nor
+                scaled; or the optimizer needs a closure and got none.
         """
         optimizer, loss = of.optimizer, None
         if of.needs_closure:
@@ -270,17 +271,17 @@ class ManualOptimization:
         return loss
 
     def step_part(self, of: ManualOptimizer, part: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Make a part of a step that an optimizer makes in several, as SAM its `first_step` and `second_step`.
+        """Make one of several partial steps of an optimizer, such as `first_step` and `second_step` of SAM.
 
         Raises:
-            ConfigError: A gradient scaler is at work.
+            ConfigError: The precision is fp16, whose gradient scaler supports no partial steps.
         """
         if self._precision.handles_overflow:
             raise evaluates_in_fp16(of.optimizer)
         return self._move(of, partial(part, *args, **options))
 
     def _move(self, of: ManualOptimizer, update: Callable[[], Any], *, evaluates: bool = False) -> Any:
-        """Make an update, unless it is to be left out. Returns what it returned."""
+        """Make an update unless it is skipped. Returns what `update` returned, or None."""
         self._refuse_plain_backward(of)
         self.has_tried = of.was_called = True
         skips = not (self._has_weight if evaluates else of.has_weight or not of.is_open)
@@ -305,19 +306,19 @@ class ManualOptimization:
         self._step.is_updating = True
         with self._without_autocast():
             found = update()
-        torch.clear_autocast_cache()  # it holds the parameters in 16 bits as they were
+        torch.clear_autocast_cache()  # The cache holds 16-bit copies of the old parameters.
         self._step.is_updating, self._has_moved = False, True
-        of.forget()  # a closure may have left gradients
+        of.forget()  # A closure may have left gradients.
         return found
 
     def _evaluation(self, of: ManualOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure as an optimizer has it: in the autocast of the step, and with the mean loss of all processes."""
+        """Return a closure for an optimizer that runs in the step's autocast and returns the mean over processes."""
         kind = self._kind
         casts, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
         def evaluate() -> Any:
             if casts:
-                torch.clear_autocast_cache()  # the optimizer has moved parameters
+                torch.clear_autocast_cache()  # The optimizer has changed parameters.
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled=casts):
                 loss = closure()
             self._refuse_plain_backward(of)
@@ -352,7 +353,7 @@ class ManualOptimization:
             )
 
     def say_idle(self) -> None:
-        """Say which optimizers nobody has moved."""
+        """Warn of optimizers whose `step` was never called."""
         for number, each in enumerate(self.handles):
             if not each.was_called and not each.optimizer.state:
                 _log.warning(
@@ -361,7 +362,7 @@ class ManualOptimization:
                 )  # fmt: skip
 
     def toggle(self, optimizer: Any) -> None:
-        """Freeze what the other optimizers move, and this one does not."""
+        """Freeze the parameters of the other optimizers that this one does not hold."""
         self.untoggle()
         self._toggled = next((each for each in self.handles if each.param_groups is optimizer.param_groups), None)
         kept = {*map(id, parameters_of(optimizer))}
@@ -371,7 +372,7 @@ class ManualOptimization:
                 parameter.requires_grad_(False)
 
     def untoggle(self) -> None:
-        """Put `requires_grad` back to what it was."""
+        """Restore `requires_grad` of the frozen parameters."""
         for parameter in self._frozen:
             parameter.requires_grad_()
         self._frozen.clear()

@@ -1,4 +1,4 @@
-"""Where a run's batches come from: the call, the data module or the task, in this order."""
+"""Opening of a run's loaders, from the arguments of the call, the data module or the task, in this order."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ NO_TRAINING = "there is no batch to train on: {}. Look at where the data comes f
 
 
 def open_loaders(run: Run) -> None:
-    """Take over the loaders of `fit`, if this epoch has new ones: training, and validation if there is any.
+    """Open the training and validation loaders of `fit`, if they are not open or this epoch reloads them.
 
-    They are asked for as of the epoch in which they are due, also by a run that goes on later: with the generators and
-    the `current_epoch` that the undisturbed run had.
+    A resumed run requests the loaders as the uninterrupted run did: with the generators and the `current_epoch` of the
+    epoch that reloaded them.
 
     Raises:
-        DataError: There is no training data, or it is empty.
+        DataError: There is no training data, or the training data is empty.
     """
     progress, every = run.progress, run.plan.reload_every_n_epochs
     due = progress.epoch - progress.epoch % every if every else 0
@@ -82,16 +82,16 @@ def _open_loaders(run: Run) -> None:
 
 
 def _may_be_filled(run: Run) -> bool:
-    """Whether somebody has a hook that runs before the first epoch and may give the data its first samples."""
+    """Return True if the user has a hook before the first epoch, which may fill an empty data set."""
     owners = (each for each in (run.task, *run.hooks.callbacks) if not type(each).__module__.startswith("lumen."))
     return any(overrides(owner, hook) for owner in owners for hook in _BEFORE_THE_FIRST_EPOCH)
 
 
 def one_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = None) -> Any:
-    """What a stage reads: loaders, or a data module, which may stand in their place.
+    """Return the data source of a stage: loaders, or a data module, which may be passed in place of loaders.
 
     Raises:
-        ConfigError: Both were given, or no data module where one belongs.
+        ConfigError: Both were passed, or `datamodule` is no data module.
     """
     source = loaders if datamodule is None else datamodule
     if datamodule is not None and loaders is not None:
@@ -108,22 +108,23 @@ def one_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = N
 
 
 def open_for_evaluation(run: Run, stage: str) -> None:
-    """Take over the loaders of an evaluation that no training surrounds; see `open_evaluation_loaders`."""
+    """Open the loaders of an evaluation outside of `fit`; see `open_evaluation_loaders`."""
     run.loaders.evaluation = open_evaluation_loaders(run, stage)
     run.calls.bind(run.loaders)
 
 
 def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, beside: Any = None) -> list[LoaderAdapter]:
-    """Take over the loaders of an evaluation; those in a dictionary keep their names.
+    """Open the loaders of an evaluation. Loaders in a dictionary keep their names.
 
     Args:
         run: The run that evaluates.
         stage: "validate", "test" or "predict".
-        required: There must be some.
-        beside: The loader of the training that it interrupts.
+        required: True to raise an error if there is no loader.
+        beside: The loader of the training that the evaluation interrupts.
 
     Raises:
-        DataError: There is none, and it is required; or it would take batches from the training.
+        DataError: A required loader is missing, loaders are nested in several levels, or the loader would take batches
+            from the training.
     """
     if (given := _loader(run, stage)) is None:
         if required:
@@ -165,7 +166,7 @@ def _rank_slice(run: Run, *, needs_dummies: bool) -> RankSlice:
 
 
 def _loader(run: Run, stage: str) -> Any:
-    """Return the loader or loaders of a stage, and note them as the source; None if nobody has any."""
+    """Return the loader or loaders of a stage, and note them as the source; None if there are none."""
     found, method = (run.loaders.given or (None, None))[stage != "fit"], _METHODS[stage]
     owners = [each for each in (run.loaders.datamodule, run.task) if each is not None and overrides(each, method)]
     run.loaders.sources[stage] = found = _asked(owners[0], method) if found is None and owners else found
@@ -173,7 +174,7 @@ def _loader(run: Run, stage: str) -> Any:
 
 
 def _asked(owner: Any, method: str) -> Any:
-    """What a data module or a task gives as a loader."""
+    """Call a loader method of a data module or a task."""
     try:
         return getattr(owner, method)()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The optimizer of a run, what it moves, and its schedules."""
+"""The optimizer of a run, with its parameters, gradients and schedules."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from lumen.task.teacher import Teacher
 
 @final
 class Optimization:
-    """The optimizer and its schedulers. There is none before `fit` has built it, and none in other stages.
+    """The optimizer of `fit` and its schedulers. Before `fit` builds them and in other stages there is no optimizer.
 
     Args:
-        task: The optimizer moves its parameters.
+        task: The task, whose parameters the optimizer trains.
 
     Attributes:
-        optimizer: The optimizer that trains the task; several of one that optimizes by hand are one here.
-        schedulers: When each is moved, by what.
-        manual: What the task calls where it optimizes by hand; None: the run does.
-        needs_closure: The optimizer evaluates a step's loss several times.
-        backward: The task's own; None: it has none.
+        optimizer: The optimizer that trains the task. In manual optimization several are combined into one here.
+        schedulers: Schedulers, each with the interval of its steps.
+        manual: Manual optimization of the task; None in automatic optimization.
+        needs_closure: True if the optimizer evaluates a step's loss several times.
+        backward: The task's `backward` if the task overrides it; else None.
         own: Names of the parts of a step that the task overrides.
-        built_groups: Names of the parameters in each of its groups, when it was built.
-        teachers: What follows modules of the task, once for each update.
+        built_groups: Names of the parameters in each group of the optimizer when it was built.
+        teachers: Teachers, which follow modules of the task at each update.
         configured: The settings of the optimizer and the schedulers when they were built.
-        built: Which parameters were frozen and which modules in eval mode then.
+        built: The frozen parameters and the modules in eval mode when the optimizer was built.
     """
 
     optimizer: Optimizer
 
     def __init__(self, task: TaskModule) -> None:
         self._task = task
-        self._held = 0  # parameters of the optimizer that are known to be the task's
+        self._held = 0  # number of the optimizer's parameters at the last check
         self._guards: list[StepGuard] = []
         self.schedulers: list[SchedulerConfig] = []
         self.manual: ManualOptimization | None = None
@@ -64,13 +64,13 @@ class Optimization:
         may_step: Callable[[], bool],
         by_hand: Callable[[list[Optimizer]], ManualOptimization],
     ) -> None:
-        """Take what `configure_optimizers` gave.
+        """Take over the optimizer and schedulers from `configure_optimizers`.
 
         Args:
             optimizer: The optimizer that trains the task.
             schedulers: Configured schedulers of the optimizer.
-            may_step: Asked when somebody calls an optimizer's `step`: in a training step only the run may.
-            by_hand: Makes what a task calls that optimizes by hand.
+            may_step: Function that returns True if a call of an optimizer's `step` is allowed.
+            by_hand: Function that makes the manual optimization of a list of optimizers.
         """
         task = self._task
         self.optimizer, self.schedulers = optimizer, schedulers
@@ -86,7 +86,7 @@ class Optimization:
                 config.mover = task.lr_scheduler_step
 
     def note_built(self, groups: list[list[str]], configured: dict[str, Any], modes: dict[str, list[str]]) -> None:
-        """Note how the optimizer, the schedulers and the modules are before a checkpoint is loaded.
+        """Note the settings of the optimizer, the schedulers and the modules before a checkpoint is loaded.
 
         Args:
             groups: Names of the parameters in each group of the optimizer.
@@ -96,12 +96,12 @@ class Optimization:
         self.built_groups, self.configured, self.built = groups, configured, modes
 
     def keep_settings(self, saved: dict[str, Any]) -> None:
-        """Note the settings of a checkpoint that replace the configured ones."""
+        """Note the settings from a checkpoint, which replace the configured ones."""
         self.configured |= saved
 
     @contextmanager
     def moving(self, moves: Callable[[SchedulerConfig], bool]) -> Iterator[None]:
-        """The context in which only some of the schedulers move."""
+        """Step only some of the schedulers within the context."""
         every, self.schedulers = self.schedulers, [each for each in self.schedulers if moves(each)]
         try:
             yield
@@ -109,11 +109,11 @@ class Optimization:
             self.schedulers = every
 
     def keep_modes(self, saved: dict[str, list[str]]) -> None:
-        """Note the modes of a checkpoint that replace those of the built modules."""
+        """Note the modes from a checkpoint, which replace those of the built modules."""
         self.built = saved
 
     def drop_schedulers(self) -> None:
-        """Move no schedule in this run."""
+        """Step no scheduler in this run."""
         self.schedulers.clear()
 
     def follow(self, teachers: list[Teacher]) -> None:
@@ -122,25 +122,25 @@ class Optimization:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that `configure_optimizers` returned."""
+        """Optimizers that `configure_optimizers` returned."""
         several = isinstance(self.optimizer, MultiOptimizer) and not self._task.automatic_optimization
         return self.optimizer.optimizers if several else [self.optimizer]  # type: ignore[attr-defined]
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What the optimizer moves now: hooks may add to its groups at any time."""
+        """Current parameters of the optimizer. Hooks may add parameters at any time."""
         return parameters_of(self.optimizer)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Those of `parameters`."""
+        """Return the gradients of `parameters`."""
         return [parameter.grad for parameter in self.parameters]
 
     def zero_grad(self, epoch: int, batch_idx: int) -> None:
-        """Drop the gradients of the step before, once it is sure that the optimizer moves the task alone.
+        """Drop the gradients of the step before, after a check that the optimizer holds only the task's parameters.
 
         Args:
             epoch: The epoch in progress.
-            batch_idx: Of the step's first micro-batch.
+            batch_idx: Index of the step's first micro-batch.
         """
         held = 0
         for group in self.optimizer.param_groups:
@@ -158,15 +158,15 @@ class Optimization:
         scale_gradients(self.parameters, factor)
 
     def clip_grad_norm(self, max_norm: float, optimizer: Any = None) -> torch.Tensor:
-        """Clip the gradients by their norm; of an optimizer by the norm of its own. Collective.
+        """Clip the gradients by their norm, or those of one optimizer by their own norm. Collective.
 
         Returns:
-            The norm before: a scalar tensor.
+            The norm before clipping: a scalar tensor.
         """
         return clip_grad_norm(parameters_of(optimizer or self.optimizer), max_norm)
 
     def clip_grad_value(self, max_value: float, optimizer: Any = None) -> None:
-        """Clamp the gradients, or those of an optimizer, to [-max_value, max_value]."""
+        """Clamp the gradients, or those of one optimizer, to [-max_value, max_value]."""
         clip_grad_value(parameters_of(optimizer or self.optimizer), max_value)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run stands when the user's code raises an error, in a note of that error."""
+"""Notes on errors of the user's code: the place in the run, and advice for known errors of torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KILLED = (
 )
 _DEVICE = "Train on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see the line: often a label or an index is too large."
 _LOGITS = "Give logits, without the sigmoid, to torch.nn.functional.binary_cross_entropy_with_logits."
-#: What to do about errors of torch that users of a trainer meet, by a pattern of their text.
+#: Advice for common errors of torch, by a pattern of their text.
 _ADVICE = {
     "does not require grad and does not have a grad_fn|[Ii]nference tensor|[Ii]nference ?[Mm]ode": _NO_GRADIENT,
     "tensors to be on the same device": "Create tensors on self.device, and register constants as buffers.",
@@ -50,10 +50,12 @@ _ADVICE = {
 
 
 def note_place(run: Run, error: BaseException) -> None:
-    """Say in an error of the user's code where the run stands, unless that is said; Lumen's own say what they need.
+    """Add the place in the run to an error of the user's code, once, and advice if the error is known.
+
+    Errors of Lumen get no note.
 
     Args:
-        run: It may be in an evaluation within `fit`, which is told too.
+        run: The run in progress, perhaps in an evaluation within `fit`.
         error: The exception that ends the run.
     """
     is_users = isinstance(error, Exception) and not isinstance(error, LumenError)

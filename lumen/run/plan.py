@@ -1,4 +1,4 @@
-"""Plan: how long a run is and what happens when, and how a user's settings become one. Progress: how far it is."""
+"""`Plan`, the limits and intervals of a run, with its parsing from user settings; and `Progress`, its counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Duration = str | timedelta | dict[str, float]
 @final
 @dataclass
 class Plan:
-    """How long a run is and what happens when, in resolved units.
+    """Limits and intervals of a run, in resolved units.
 
     Attributes:
         max_steps: Optimizer steps; None: no limit.
@@ -35,14 +35,16 @@ class Plan:
         val_every_epoch_fraction: Validate after this fraction of an epoch, (0, 1].
         val_every_s: Validate after this many seconds.
         val_every_n_epochs: Validate in every n-th epoch only.
-        limits: Per stage ("train", "validate", "test", "predict"): a count or a fraction of the batches; None: all.
-        log_every_n_steps: Steps between two written values.
-        accumulate: Micro-batches of a step in each process, by the epoch from which on there are so many; in order of
-            epochs, the first is 0.
-        global_batch_size: Samples of a step, instead of `accumulate`; None: that counts.
-        same_batches: Every epoch repeats the batches of the first.
-        halve_on_oom: Make what does not fit into memory in halves: micro-batches, and batches of evaluations.
-        reload_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
+        sanity_batches: Number of validation batches before training; negative: all.
+        limits: Count or fraction of the batches per stage ("train", "validate", "test", "predict"); None: all.
+        log_every_n_steps: Steps between two logged steps.
+        inference_mode: True to evaluate in `torch.inference_mode`, False to evaluate in `torch.no_grad`.
+        accumulate: Micro-batches of a step in each process, by the first epoch with this number; in order of epochs,
+            from epoch 0.
+        global_batch_size: Samples of a step, instead of `accumulate`; None to use `accumulate`.
+        same_batches: True if every epoch repeats the batches of the first.
+        halve_on_oom: True to compute a batch that does not fit into memory in halves, in training and evaluations.
+        reload_every_n_epochs: Number of epochs after which the loaders are requested again; 0: never.
     """
 
     max_steps: int | None = None
@@ -67,12 +69,12 @@ class Plan:
     reload_every_n_epochs: int = 0
 
     def overfitting(self, batches: int | float) -> Plan:
-        """The plan on a count or fraction of the batches, the same in every epoch."""
+        """Return the plan for a count or fraction of the batches, the same batches in every epoch."""
         few = batch_limit("overfit_batches", batches)
         return replace(self, same_batches=True, limits=self.limits | {"train": few, "validate": few})
 
     def trial(self, batches: int) -> Plan:
-        """The plan of `fast_dev_run`: a few batches of everything, once."""
+        """Return the plan of `fast_dev_run`: one epoch with a few batches per stage."""
         return replace(
             self, max_steps=batches, max_epochs=1, max_time_s=None, sanity_batches=0,
             limits=dict.fromkeys(self.limits, batches), val_every_n_steps=None, val_every_s=None,
@@ -81,18 +83,18 @@ class Plan:
 
     @property
     def accumulates(self) -> bool:
-        """Whether some epoch has steps of several micro-batches in each process."""
+        """True if some epoch has steps of several micro-batches in each process."""
         return max(self.accumulate.values()) > 1
 
     def accumulate_in(self, epoch: int) -> int:
-        """Micro-batches of a step in each process in an epoch, counted from 0."""
+        """Return the micro-batches of a step in each process, in an epoch counted from 0."""
         return self.accumulate[max(begin for begin in self.accumulate if begin <= epoch)]
 
     def limit(self, stage: str, adapter: LoaderAdapter) -> int | None:
-        """Batches of a loader to use at most.
+        """Return the limit of a loader's batches in a stage; None for no limit.
 
         Raises:
-            ConfigError: A fraction of an unknown length, or one that leaves no batch.
+            ConfigError: The limit is a fraction, and the loader has no length or the fraction leaves no batch.
         """
         if stage == "sanity":
             whole, tried = self.limit("validate", adapter), self.sanity_batches
@@ -116,7 +118,7 @@ class Plan:
         """Check `val_check_interval` against the training loader.
 
         Raises:
-            ConfigError: A fraction of an unknown length.
+            ConfigError: The interval is a fraction of an epoch, and the loader has no length.
         """
         if self.val_every_epoch_fraction not in (None, 1.0) and self.batches("train", adapter) is None:
             raise ConfigError(
@@ -125,18 +127,18 @@ class Plan:
             )
 
     def batches(self, stage: str, adapter: LoaderAdapter) -> int | None:
-        """Batches of a loader that are used; None if only its end will tell."""
+        """Return the number of a loader's batches that a stage uses; None if it is unknown."""
         limit = self.limit(stage, adapter)
         return limit if adapter.length is None else adapter.length if limit is None else min(limit, adapter.length)
 
     def total_steps(self, lengths: EpochLengths | None) -> int:
-        """Optimizer steps of the whole run.
+        """Return the optimizer steps of the whole run.
 
         Args:
-            lengths: Of its epochs; None: nobody knows them.
+            lengths: Steps of the epochs; None if they are unknown.
 
         Raises:
-            ConfigError: Neither `max_steps` nor `max_epochs` with known lengths says so.
+            ConfigError: The run has neither `max_steps` nor `max_epochs` with known lengths.
         """
         by_epochs = None if lengths is None or self.max_epochs is None else lengths.until(self.max_epochs)
         totals = [total for total in (self.max_steps, by_epochs) if total is not None]
@@ -147,34 +149,34 @@ class Plan:
 
 @final
 class EpochLengths:
-    """How many optimizer steps the epochs of a run have.
+    """Numbers of optimizer steps in the epochs of a run.
 
     Args:
-        steps: Steps of an epoch, by the epoch from which on there are so many; in order of epochs, the first is 0.
+        steps: Steps of an epoch, by the first epoch with this number; in order of epochs, from epoch 0.
     """
 
     def __init__(self, steps: Mapping[int, int]) -> None:
         self._steps = steps
 
     def until(self, epoch: int) -> int:
-        """Steps of all epochs before this one."""
+        """Return the number of steps in all epochs before an epoch."""
         spans = pairwise(min(begin, epoch) for begin in (*self._steps, epoch))
         return sum((end - begin) * steps for (begin, end), steps in zip(spans, self._steps.values(), strict=True))
 
     def of(self, epoch: int) -> int:
-        """Steps of one epoch."""
+        """Return the number of steps in one epoch."""
         return self.until(epoch + 1) - self.until(epoch)
 
     def whole_epochs(self, steps: int) -> int:
-        """Epochs that are complete after so many steps, if every epoch has some."""
+        """Return the number of epochs that are complete after some steps, if every epoch has steps."""
         return bisect_right(range(1, steps + 1), steps, key=self.until)
 
 
 def accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
-    """`accumulate_grad_batches` as `Plan.accumulate`; before the first epoch that is named there is one micro-batch.
+    """Parse `accumulate_grad_batches` into `Plan.accumulate`. Steps before the first named epoch have one micro-batch.
 
     Raises:
-        ConfigError: An epoch is negative, a number less than 1, or there is none.
+        ConfigError: An epoch is negative, a number is less than 1, or the mapping is empty.
     """
     given = given if isinstance(given, Mapping) else {0: given}
     if not given:
@@ -191,26 +193,26 @@ def accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
 
 
 def by_epoch(numbers: Mapping[int, int]) -> int | str:
-    """Such as `Plan.accumulate` as a user writes it: one number, or in words one for each epoch that changes it."""
+    """Format numbers by epoch, such as `Plan.accumulate`, as a user writes them: one number, or a dictionary."""
     return numbers[0] if len(numbers) == 1 else str(dict(numbers))
 
 
 def count_limit(name: str, value: int | None) -> int | None:
-    """A limit in steps or epochs; -1 means none, as in Lightning."""
+    """Check a limit in steps or epochs, and return it; None for -1, which means no limit as in Lightning."""
     if value is not None and value < -1:
         raise ConfigError(f"{name}: must be at least 0 (or -1 for no limit), found {value}.")
     return None if value == -1 else value
 
 
 def batch_limit(name: str, value: int | float | None) -> int | float | None:
-    """A limit of batches: a count, or a fraction of at most 1.0."""
+    """Check a limit of batches, a count or a fraction of at most 1.0, and return it."""
     if value is not None and (value < 0 or (isinstance(value, float) and value > 1.0)):
         raise ConfigError(f"{name}: expected a count >= 0 or a fraction of at most 1.0, found {value}.")
     return value
 
 
 def duration_s(name: str, value: Duration) -> float:
-    """A duration in seconds."""
+    """Return a duration in seconds."""
     if isinstance(value, timedelta | dict):
         return (value if isinstance(value, timedelta) else timedelta(**value)).total_seconds()
     parts = value.split(":") if isinstance(value, str) else []
@@ -220,7 +222,7 @@ def duration_s(name: str, value: Duration) -> float:
 
 
 def validation_interval(value: int | float | Duration) -> dict[str, Any]:
-    """`val_check_interval` as fields of a `Plan`: an int counts steps, a float is a fraction, else a duration."""
+    """Parse `val_check_interval` into fields of a `Plan`: an int counts steps, a float is a fraction of an epoch."""
     if isinstance(value, (str, timedelta, dict)):
         return {"val_every_s": duration_s("val_check_interval", value), "val_every_epoch_fraction": None}
     if isinstance(value, float):
@@ -238,24 +240,25 @@ _KINDS: dict[str, type] = {"int": Integral, "bool": bool, "float": Real, "Any": 
 @final
 @dataclass
 class Progress:
-    """How far a run is; part of every checkpoint. A step is a completed optimizer update, everywhere.
+    """Counters of a run, part of every checkpoint. A step is a completed optimizer update, everywhere.
 
     Attributes:
         step: Optimizer updates completed.
         epoch: Epochs completed so far.
         samples: Samples consumed of the epoch in progress: the position in its order.
         batches: Micro-batches consumed of the epoch in progress.
-        micro_batches: Micro-batches consumed in the whole run; keys dropout.
-        in_epoch: The epoch in progress has begun.
-        validation_due: This step's validation has not been completed.
-        should_stop: A callback or the user asked the run to end; honoured after the minimum of steps and epochs.
+        micro_batches: Micro-batches consumed in the whole run, the key of random numbers such as dropout's.
+        in_epoch: True if the epoch in progress has begun.
+        validation_due: True if this step's validation is not complete.
+        should_stop: True if a callback or the user asked the run to end, which it does after the minimum of steps and
+            epochs.
         elapsed_s: Seconds of training, over all resumed parts.
-        weight_guess: See `LossWeighting`.
+        weight_guess: Guess of the sum of a step's weights; see `LossWeighting`.
         units: Weight of all updates: the tokens, boxes or samples learned from.
-        loader: Where the training loader stands, as its adapter says after the last step.
-        fits: Samples of the largest part of a micro-batch that fits into memory; 0: all have fitted. Processes agree on
-            it at the end of the step in which one part did not fit.
-        left_out: Steps whose first micro-batch lies in one of these ranges (from, to) of the run's are not trained on.
+        loader: Position of the training loader, as reported by its adapter after the last step.
+        fits: Samples of the largest part of a micro-batch that fits into memory; 0 if all have fitted. Processes agree
+            on this number at the end of the step in which a part did not fit.
+        left_out: Ranges (from, to) of the run's micro-batches. Steps whose first micro-batch is in one are left out.
     """
 
     step: int = 0
@@ -274,18 +277,18 @@ class Progress:
     left_out: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check the values, which a checkpoint may give."""
+        """Check the values, which may come from a checkpoint."""
         wrong = [each.name for each in fields(self) if not isinstance(getattr(self, each.name), _KINDS[str(each.type)])]
         if wrong or min(self.step, self.epoch, self.samples, self.batches, self.micro_batches, self.fits) < 0:
             raise ValueError(f"progress has values of another kind, or below 0: {', '.join(wrong)}")
 
     def become(self, other: Progress) -> None:
-        """Stand where another one stands; who holds this one sees it."""
+        """Copy all counters of `other` into this object, which the parts of the run share."""
         for item in fields(self):
             setattr(self, item.name, getattr(other, item.name))
 
     def advance(self, window: AccumulationWindow, *, updated: bool) -> None:
-        """Count one window; a step only if the update was not skipped."""
+        """Count one window, and a step only if the update was not skipped."""
         self.step += updated
         self.samples += window.samples
         self.batches += window.batches
@@ -296,26 +299,26 @@ class Progress:
         self.in_epoch = True
 
     def leave_out(self, ranges: list[list[int]]) -> None:
-        """Train on no step whose first micro-batch is in one of these ranges, from and to."""
+        """Set the ranges (from, to) of micro-batches to leave out."""
         self.left_out = ranges
 
     def leave_epoch(self) -> None:
-        """Stand before the epoch in progress."""
+        """Go back to the beginning of the epoch in progress."""
         self.samples = self.batches = 0
         self.loader, self.in_epoch, self.validation_due = None, False, False
 
     def next_epoch(self) -> None:
-        """The epoch in progress is complete."""
+        """Count the epoch in progress as complete."""
         self.epoch += 1
         self.samples = self.batches = 0
         self.in_epoch = False
 
     @property
     def epochs_begun(self) -> int:
-        """The epoch in progress counted from 1; between two of them the one that is complete. What people are told."""
+        """Number of the epoch in progress, counted from 1 for messages; between epochs that of the last one."""
         return self.epoch + self.in_epoch
 
     @property
     def position(self) -> Position:
-        """Where the epoch in progress stands."""
+        """Position in the epoch in progress."""
         return Position(self.samples, self.batches, self.loader)

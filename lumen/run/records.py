@@ -1,4 +1,4 @@
-"""Records: the rows that a run's loggers get."""
+"""Rows of values for a run's loggers."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 @final
 class Records:
-    """Gives values to the loggers of a run.
+    """Rows of values that a run passes to its loggers.
 
     Args:
         loggers: Loggers of this process; empty on all ranks but 0.
-        plan: Settings of the run: which steps are logged.
+        plan: Settings of the run, with the interval of logged steps.
         progress: Counters of the run.
         log: Collected values of the run's steps.
-        step: The step in progress, with the newest gradient norm, and whether there was an update.
-        strategy: Where values are computed, and which of them all ranks must have alike.
-        goodput: Measures where the time goes.
+        step: The step in progress, with the newest gradient norm and a flag for an update.
+        strategy: Strategy of the run, with the device and the numbers that must be equal on all ranks.
+        goodput: Measurement of how the run spends its time.
 
     Attributes:
-        loggers: Loggers that are given each row.
-        pending: The row that is on its way to the loggers; None: none is.
-        is_logged: A rank has loggers.
-        absent: States of the loggers that the run had in an earlier part only, by key.
-        before_evaluation: States of the loggers before an evaluation that is not complete; None: there is none.
-        goodput: Where the time goes.
-        guard: Whether ranks still agree at logged steps, and which of them is slow.
-        kept_row: A step that was not logged when it was made, and its values.
+        loggers: Loggers that get each row.
+        pending: The row whose values are not yet on the host; None if there is no such row.
+        is_logged: True if a rank has loggers.
+        absent: States of loggers from a checkpoint that this run does not have, by key.
+        before_evaluation: States of the loggers before the evaluation in progress; None outside of evaluations.
+        goodput: Measurement of how the run spends its time.
+        guard: Check at logged steps that the ranks agree, and detection of slow ranks.
+        kept_row: The number and the values of a step that was not logged.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Records:
         self.kept_row: tuple[int, dict[str, float]] = 0, {}
 
     def restore_row(self, row: tuple[int, dict[str, float]] | None) -> None:
-        """Take over the `kept_row` of a checkpoint, if it has one."""
+        """Take over the `kept_row` of a checkpoint; keep the present row if it is None."""
         self.kept_row = row or self.kept_row
 
     def continue_records(self, states: Mapping[str, Any]) -> None:
-        """Note the states of a checkpoint whose loggers this run does not have."""
+        """Keep the states from a checkpoint whose loggers this run does not have."""
         present = {each.state_key for each in self.loggers}
         self.absent = {key: state for key, state in states.items() if key not in present}
 
     def begin_evaluation(self, states: dict[str, Any]) -> None:
-        """Keep the states that the loggers have before an evaluation, for a checkpoint that is saved within it."""
+        """Keep the states of the loggers before an evaluation, for a checkpoint saved during the evaluation."""
         self.before_evaluation = states
 
     def end_evaluation(self) -> None:
@@ -81,19 +81,19 @@ class Records:
         self.before_evaluation = None
 
     def log_step(self) -> None:
-        """Let the loggers have the values of this step: now, or once a device has computed them. Collective."""
+        """Log the values of this step: now, or on CUDA later, when the device has computed them. Collective."""
         if self.is_logged:
             self.pending = self._newest_log()
             if not self.is_asynchronous:
                 self.write_row()
 
     def keep_row(self) -> None:
-        """Keep the values of the newest step, if it was not logged: it may turn out to be the last. Collective."""
+        """Keep the values of the newest step if it was not logged, because it may be the last. Collective."""
         if self._is_unlogged and self._step.updated:
             self.kept_row = self._progress.step, self._newest_log().values(self._log.gather)
 
     def log_last_step(self) -> None:
-        """Let the loggers have the values of the run's last step, if no `log_step` gave them. Collective."""
+        """Log the values of the run's last step, if `log_step` has not logged them. Collective."""
         progress = self._progress
         if self._is_unlogged:
             self.keep_row()
@@ -101,23 +101,23 @@ class Records:
             self._write(values if step == progress.step else {}, step, progress.epoch - (not progress.in_epoch))
 
     def write_row(self) -> None:
-        """Write what `log_step` has left, before anything else is written or saved. Collective."""
+        """Write the pending row of `log_step`, before anything else is written or saved. Collective."""
         if self.pending is not None:
             row, self.pending = self.pending, None
             self._write(row.values(self._log.gather), row.step, row.epoch)
 
     def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        """Give values to every logger at the current step."""
+        """Pass values to every logger at the current step."""
         self._write({name: float(value) for name, value in values.items()}, self._progress.step, self._progress.epoch)
 
     def log_system(self, values: Mapping[str, float]) -> None:
-        """Give every logger values that no two runs share: times, speeds, memory."""
+        """Pass measurements that differ between runs to every logger: times, speeds, memory."""
         for logger in self.loggers:
             logger.log_system(values, self._progress.step)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether values stay on the device, which computes them later: who reads one waits."""
+        """True if values stay on the device, which computes them later, so that reading a value waits."""
         return self._device.type == "cuda"
 
     @property

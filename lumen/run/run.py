@@ -1,4 +1,4 @@
-"""Run: what is trained or evaluated, from the start of a stage to its end, in parts that have one owner each."""
+"""`Run`: the state of a training or evaluation from the start of a stage to its end."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ class Run:
     Args:
         stage: "fit", "validate", "test" or "predict".
         task: The task that is trained or evaluated.
-        datamodule: None: the loaders were given, or are the task's.
-        loaders: The loaders that were given, for training and for evaluation; None: none were.
+        datamodule: The data module; None if loaders were passed, or the task has them.
+        loaders: The loaders that were passed, for training and for evaluation; None if no loaders were passed.
         strategy: The strategy of the trainer, whose processes are connected.
         plan: The settings of the trainer in resolved units.
         precision: The dtype that the task computes in.
         hooks: The hooks of the task and of the trainer's callbacks.
         compilation: The modules that are compiled during the run.
-        seed: 0 to 2**63 - 1; keys everything random.
+        seed: The seed of everything random, 0 to 2**63 - 1.
         loggers: Loggers of this process; empty on all ranks but 0.
-        goodput: Measures where the time goes.
-        checkpoint: The checkpoint that `fit` resumes; None: a new run.
-        make_saves: Makes the part that writes checkpoints of this run.
+        goodput: Measurement of how the run spends its time.
+        checkpoint: The checkpoint that `fit` resumes; None for a new run.
+        make_saves: Function that makes the part which writes checkpoints of this run.
 
     Attributes:
-        stage: As given; "sanity" and "validate" during the evaluations of `fit`, "" when the run is over.
-        strategy: On which devices the task lies, and how a step is computed there.
-        processes: Who takes part, and what of plain data they tell each other.
-        plan: How long the run is and what happens when.
-        hooks: What is called when: the task's methods and the callbacks'.
-        progress: How far the run is; saved in checkpoints.
-        calls: How a batch reaches the task.
+        stage: The stage; "sanity" and "validate" during the evaluations of `fit`, "" when the run is over.
+        strategy: Strategy of the run: the devices of the task, and the way a step is computed there.
+        processes: Processes of the run, with collectives for plain data.
+        plan: Limits and intervals of the run.
+        hooks: Methods of the task and the callbacks, by the name of the hook.
+        progress: Counters of the run, saved in checkpoints.
+        calls: Transfer of batches to the device, and the arguments of the task's steps.
         step: The optimizer step in progress.
         loaders: The open loaders.
         optim: The optimizer and its schedules.
         log: The stage and hook in which `self.log` is called.
-        values: The newest values of what was logged.
-        records: Loggers, the values on their way to them, and where the time goes.
-        ending: Whether the run is over.
-        checkpoint: What `fit` goes on from, or whose parameters are evaluated; None: there is none.
+        values: The newest values of logged names.
+        records: Loggers and the rows of values that they get.
+        ending: The end of the run, decided alike on all processes.
+        checkpoint: The checkpoint that `fit` resumes, or whose parameters are evaluated; None without a checkpoint.
         saves: The checkpoints that the run writes.
     """
 
@@ -102,7 +102,7 @@ class Run:
         self.saves = make_saves(self)
 
     def agree_on_logging(self) -> None:
-        """Find out what any rank logs and asks for. Collective: every rank must call this."""
+        """Reduce flags of logging and stop requests over all ranks. Collective: every rank must call this."""
         asks = self.hooks.may_stop_at_steps and self.processes.world_size > 1
         flags = self.records.is_logged, self.log.has_epoch_ends, self.log.has_metrics, asks
         of_any = (ranks > 0 for ranks in self.processes.sum([*map(float, flags)]))
@@ -110,7 +110,7 @@ class Run:
 
     @contextmanager
     def in_stage(self, stage: str, metrics: StageMetrics) -> Iterator[None]:
-        """The context of an evaluation, whose values `metrics` collects."""
+        """Run an evaluation within the context, and collect its values in `metrics`."""
         before = self.stage, self.log.stage
         self.stage, self.log.stage, self.log.batch_samples = stage, metrics, 1
         try:
@@ -120,17 +120,17 @@ class Run:
             self.stage, self.log.stage = before
 
     def end_boundary(self) -> None:
-        """Let what is logged belong to the training epoch in progress again, if there is one."""
+        """Collect logged values for the training epoch in progress again, if there is one."""
         self.ending.is_decided = False
         self.log.stage = self.log.train if self.progress.in_epoch else None
         self.values.updated.clear()
 
     def evaluate_checkpoint(self, checkpoint: Checkpoint | None) -> None:
-        """Note the checkpoint whose parameters this run evaluates; None: it evaluates those that the task has."""
+        """Note the checkpoint whose parameters this run evaluates; None to evaluate the task's present parameters."""
         self.checkpoint = checkpoint
 
     def close(self) -> None:
-        """End the loaders' workers; the task is again one without a run, whose `log` does nothing."""
+        """End the loaders' workers, and detach the task from the run, so that `self.log` does nothing."""
         self.stage = ""
         self.optim.release()
         self.loaders.close()

@@ -1,4 +1,4 @@
-"""Learning rate schedules of a run: when each moves, and by what; those that do not fit the run, before it begins."""
+"""Learning-rate schedulers of a run with their intervals, and a check that their lengths fit the run."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lumen.internals.optimizers import schedules_in
 from lumen.optim import Schedule, Warmup
 from lumen.run.plan import EpochLengths, Plan
 
-#: What has a rate for each group that it was built for, and fails where there are more; others move all that there are.
+#: Schedulers with a rate for each group present when built, which fail with more groups; others change all groups.
 _BY_GROUP = (torchs.CyclicLR, torchs.LambdaLR, torchs.MultiplicativeLR, torchs.OneCycleLR, Schedule, Warmup)
 
 
 @final
 @dataclass
 class SchedulerConfig:
-    """A scheduler and when it steps.
+    """A scheduler with the interval of its steps.
 
     Attributes:
-        scheduler: The learning rates' mover.
-        interval: "step", "epoch" or "token". By tokens it does not count, but stands where the run does: at the sum of
-            the weights that `training_step` or `batch_weight` gave. "hand": the task moves it.
-        frequency: Every how many of them.
-        monitor: Logged name that a plateau scheduler reads; without a new value of it the scheduler does not move.
-        strict: A monitor that has no value yet when it is to move is an error.
-        warmup: Until it is over, this scheduler waits.
-        unread: The monitor's newest value, if the scheduler has not moved since.
-        known: The monitor has had a value, in an earlier part of the run too.
-        mover: The task's own way to move it, given the scheduler and a plateau's value or None.
+        scheduler: The learning-rate scheduler.
+        interval: "step", "epoch", "token" or "hand". With "token" the scheduler's position is the sum of the weights
+            from `training_step` or `batch_weight`. With "hand" the task steps the scheduler.
+        frequency: Number of steps or epochs between two steps of the scheduler.
+        monitor: Logged name that a ReduceLROnPlateau reads; without a new value the scheduler does not step.
+        strict: True to raise an error if the monitor has no value when the scheduler must step.
+        warmup: The warm-up that this scheduler waits for, or None.
+        unread: The monitor's newest value, if the scheduler has not stepped since.
+        known: True if the monitor has had a value, in an earlier part of the run too.
+        mover: The task's `lr_scheduler_step`, called with the scheduler and the monitor's value or None.
     """
 
     scheduler: Any
@@ -49,14 +49,16 @@ class SchedulerConfig:
     mover: Callable[[Any, float | None], None] | None = None
 
     def __post_init__(self) -> None:
-        """Count the groups of a schedule that moves those it was built for."""
+        """Count the groups of a scheduler that was built for a fixed number of groups."""
         self._groups = len(self.scheduler.optimizer.param_groups) if _is_by_group(self.scheduler) else None
 
     def describe(self, optimizer: Optimizer) -> str:
-        """What a saved state must be of to mean the same here: `LambdaLR of groups [1] every 2 epochs`.
+        """Describe class, groups and interval, such as `LambdaLR of groups [1] every 2 epochs`.
+
+        A saved state fits this scheduler if their descriptions are equal.
 
         Args:
-            optimizer: The one that trains.
+            optimizer: The optimizer that trains the task.
         """
         moved = {*map(id, getattr(self.scheduler, "optimizer", optimizer).param_groups)}
         groups = [number for number, group in enumerate(optimizer.param_groups) if id(group) in moved]
@@ -66,21 +68,21 @@ class SchedulerConfig:
         return f"{_kind_of(self.scheduler)}{' of ' if of else ''}{' by '.join(of)} every {when}"
 
     def moves_at(self, step: int) -> bool:
-        """Whether it moves when a step is complete."""
+        """Return True if the scheduler steps after a completed optimizer step."""
         return self.interval == "step" and step % self.frequency == 0
 
     def take(self, values: Mapping[str, float]) -> None:
-        """Keep the monitor's value, if it is among these new ones."""
+        """Keep the monitor's value if `values` has a new one."""
         if self.monitor is not None and self.monitor in values:
             self.unread, self.known = values[self.monitor], True
 
     def restore(self, state: dict[str, Any], monitor: tuple[bool, float | None]) -> None:
-        """Take over the state of a scheduler, and `known` and `unread` of its monitor."""
+        """Load the state of the scheduler, and set `known` and `unread` of its monitor."""
         self.known, self.unread = monitor
         self.scheduler.load_state_dict(state)
 
     def step(self) -> None:
-        """Move the schedule by one, a plateau if there is something new to look at."""
+        """Step the scheduler, or a ReduceLROnPlateau only if its monitor has a new value."""
         if self.warmup is not None and not self.warmup.over:
             return
         if self.monitor is None:
@@ -99,7 +101,7 @@ class SchedulerConfig:
             self.scheduler.step(*value)
 
     def _look(self, value: float) -> None:
-        """Let a plateau look at its monitor's new value, and say so where it lowers the rate."""
+        """Step a ReduceLROnPlateau with its monitor's new value, and log a change of the learning rate."""
         groups = self.scheduler.optimizer.param_groups
         before = [float(group["lr"]) for group in groups]
         self._move(value)
@@ -108,11 +110,11 @@ class SchedulerConfig:
             _log.info("%s %g is no better than %g: learning rate %s", self.monitor, value, self.scheduler.best, rates)
 
     def move_to(self, tokens: float, *, counted: bool) -> None:
-        """Move the schedule to where the run stands.
+        """Move the schedule to the position of the run.
 
         Args:
             tokens: Weight of all updates.
-            counted: The weights are the user's, not numbers of samples.
+            counted: True if the weights come from the user, False if they are numbers of samples.
         """
         if not counted:
             raise ConfigError(
@@ -125,7 +127,7 @@ class SchedulerConfig:
 
 @contextmanager
 def _first_groups(optimizer: Optimizer, count: int | None) -> Iterator[None]:
-    """The context in which an optimizer shows so many groups alone; None: all."""
+    """Show only the first groups of an optimizer within the context, or all for None."""
     groups, optimizer.param_groups = optimizer.param_groups, optimizer.param_groups[:count]
     try:
         yield
@@ -138,12 +140,12 @@ def _is_by_group(scheduler: Any) -> bool:
 
 
 def _inside(scheduler: Any) -> list[Any]:
-    """Return the schedulers that one of torch's is made of."""
+    """Return the schedulers inside a SequentialLR or ChainedScheduler."""
     return schedules_in(scheduler)[0] if isinstance(scheduler, (torchs.SequentialLR, torchs.ChainedScheduler)) else []
 
 
 def _kind_of(scheduler: Any) -> str:
-    """The class of a scheduler, with those of the ones inside it."""
+    """Return the class name of a scheduler, with the class names of the schedulers inside it."""
     inside = _inside(scheduler) or [getattr(scheduler, "scheduler", None)]
     kinds = ", ".join(_kind_of(each) for each in inside if each is not None)
     return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
@@ -158,7 +160,7 @@ _ADVICE = "If that is not meant, change its length or its interval."
 
 @final
 class Horizon(NamedTuple):
-    """How far a run goes; None where only its end will tell."""
+    """Length of a run, in steps and epochs; None if unknown."""
 
     steps: int | None
     epochs: int | None
@@ -168,14 +170,14 @@ class Horizon(NamedTuple):
 
 
 def check_horizons(schedulers: list[SchedulerConfig], horizon: Horizon) -> None:
-    """Compare the length of every schedule with how often the run moves it.
+    """Compare the length of every schedule with the number of its steps in the run.
 
-    What cannot be meant is an error. What may be meant, such as a trial run of a long schedule, is one warning. Where
-    the length of the run or of the schedule is unknown, nothing is said.
+    A mismatch that is surely a mistake is an error. One that may be intended, such as a trial run of a long schedule,
+    is a warning. A run or schedule of unknown length is not checked.
 
     Raises:
-        ConfigError: A OneCycleLR moves more often than it can; a schedule as long as the run has steps moves once an
-            epoch; or learning rates vanish, step by step, within the first of many epochs.
+        ConfigError: A OneCycleLR steps more often than it can; a schedule as long as the run has optimizer steps steps
+            once per epoch; or the learning rates of a per-step schedule vanish within the first of many epochs.
     """
     for config in schedulers:
         moves = _moves(config, schedulers, horizon)
@@ -185,10 +187,10 @@ def check_horizons(schedulers: list[SchedulerConfig], horizon: Horizon) -> None:
 
 
 def unfinished(schedulers: list[SchedulerConfig], horizon: Horizon) -> Iterator[tuple[str, int, int]]:
-    """The schedules that fall to an end which the run does not see, though it comes closer than `check_horizons` asks.
+    """Yield the decaying schedules that end after the run, but too early for a warning by `check_horizons`.
 
     Yields:
-        The scheduler's class, after how many moves it ends, and how many the run makes.
+        The scheduler's class, the number of its steps until its end, and the number of its steps in the run.
     """
     for config in schedulers:
         moves = _moves(config, schedulers, horizon)
@@ -199,12 +201,12 @@ def unfinished(schedulers: list[SchedulerConfig], horizon: Horizon) -> Iterator[
 
 
 def may_move_further(schedulers: list[SchedulerConfig]) -> bool:
-    """Return True if no scheduler fails where its run becomes longer."""
+    """Return True if no scheduler fails when the run becomes longer."""
     return not any(isinstance(part, torchs.OneCycleLR) for each in schedulers for part, _ in _parts(each.scheduler, 0))
 
 
 def lengths_of(schedulers: list[SchedulerConfig]) -> dict[str, int]:
-    """Return after how many moves each schedule of `lumen.optim` ends: the configuration's, not a checkpoint's."""
+    """Return the step at which each schedule of `lumen.optim` ends: that of the configuration, not of a checkpoint."""
     return {
         f"lengths[{number}]": begin + part.total_steps
         for number, each in enumerate(schedulers)
@@ -214,8 +216,8 @@ def lengths_of(schedulers: list[SchedulerConfig]) -> dict[str, int]:
 
 
 def horizon_of(plan: Plan, lengths: EpochLengths | None, *, resumed: bool) -> Horizon:
-    """Return how far a run goes whose loader gives epochs of these lengths."""
-    if lengths is not None and not lengths.of(0):  # then no epoch has steps
+    """Return the length of a run whose loader gives epochs of these lengths."""
+    if lengths is not None and not lengths.of(0):  # Then no epoch has steps.
         lengths = None
     steps, epochs = plan.max_steps, plan.max_epochs
     if plan.max_time_s is not None or (lengths is None and None not in (steps, epochs)):
@@ -227,7 +229,7 @@ def horizon_of(plan: Plan, lengths: EpochLengths | None, *, resumed: bool) -> Ho
 
 
 def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: Horizon) -> int | None:
-    """How often a scheduler moves in the run."""
+    """Return the number of a scheduler's steps in the run; None if it is unknown."""
     count = {"step": horizon.steps, "epoch": horizon.epochs}.get(config.interval)
     if count is not None and config.warmup is not None:
         first = next(each for each in schedulers if each.scheduler is config.warmup)
@@ -242,7 +244,7 @@ def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: 
 
 
 def _parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
-    """The schedulers that lead to the end of the run, and after how many moves each begins."""
+    """Yield the schedulers in effect at the end of the run, each with the step at which it begins."""
     if isinstance(scheduler, Warmup):
         if scheduler.leads:
             yield from _parts(scheduler.scheduler, begin + scheduler.steps)
@@ -258,10 +260,10 @@ def _parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
 
 
 def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, horizon: Horizon) -> str | None:
-    """Why a schedule does not fit, in a sentence; None if it may.
+    """Return the reason why a schedule does not fit the run, in a sentence; None if it may fit.
 
     Raises:
-        ConfigError: What the schedule says cannot be meant.
+        ConfigError: The mismatch is surely a mistake.
     """
     name, every = type(scheduler).__name__, f"{config.frequency} {config.interval}s"
     often = f"moves once every {config.interval if config.frequency == 1 else every}, {moves} times in all"
@@ -274,7 +276,7 @@ def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, hor
                 cure = "A resumed one keeps its length: end the run there, or use a schedule of lumen.optim, which may "
                 cure += "grow."
             raise ConfigError(f"lr_scheduler: {name} ends after {end} moves and fails at the next, but {often}. {cure}")
-        meant = horizon.max_epochs is not None and end <= 2 * horizon.max_epochs  # by epochs, for a run cut short
+        meant = horizon.max_epochs is not None and end <= 2 * horizon.max_epochs  # A shortened run may count epochs.
         early = config.interval == "epoch" and end == horizon.steps and end > 2 * moves
         if early and _ends_low(scheduler) and not meant:
             raise ConfigError(
@@ -298,7 +300,7 @@ def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, hor
 
 
 def _too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str | None:
-    """What a schedule that is usually given in epochs does too early when it moves every step."""
+    """Return the effect that comes too early if a schedule usually given in epochs steps every optimizer step."""
     epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.of(0)
     if isinstance(scheduler, (torchs.StepLR, torchs.ExponentialLR)) and 0 < scheduler.gamma < 1:
         size = getattr(scheduler, "step_size", 1)
@@ -319,11 +321,11 @@ def _too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str 
 
 
 def _attribute(scheduler: Any, names: dict[type, str]) -> int | None:
-    """The length of a schedule, by the name it has in its class."""
+    """Return the length of a schedule, from the attribute that its class has for it; None if it has no length."""
     return next((getattr(scheduler, name) for kind, name in names.items() if isinstance(scheduler, kind)), None)
 
 
 def _ends_low(scheduler: Any) -> bool:
-    """Whether its end is that of the training, not that of a warm-up."""
+    """Return True if a schedule ends with a low learning rate, False for a warm-up or a constant."""
     rising = isinstance(scheduler, torchs.LinearLR) and scheduler.end_factor >= scheduler.start_factor
     return not rising and not isinstance(scheduler, torchs.ConstantLR)

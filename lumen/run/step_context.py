@@ -1,4 +1,4 @@
-"""The parts of one optimizer step of a run, what it has shown so far, and how a batch reaches the task."""
+"""State of the optimizer step in progress, and transfer of batches to the task."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counters:
     Attributes:
         samples: Training samples, of all processes.
         waited_s: Seconds that this process has waited for training data.
-        weighs: The task weighs its micro-batches, by tokens or boxes: then speed is told in these units.
+        weighs: True if the task weighs its micro-batches, by tokens or boxes. Then speeds are in these units.
     """
 
     samples: int = 0
@@ -45,31 +45,31 @@ class Counters:
 
 @final
 class StepContext:
-    """The step in progress: its random numbers, its weights, its loss; and sums over the steps of this part of a run.
+    """The step in progress: random keys, weights and loss; and sums over the steps of this part of a run.
 
     Args:
         strategy: Strategy of the run, whose processes sum weights.
         precision: The run's precision; fp16 skips non-finite updates itself.
         progress: Counters of the run.
-        log: Where the values of the run are collected.
+        log: Collector of the values that the run logs.
         seed: The run's seed, which keys everything random.
-        replays_graphs: Compiled modules write what they return into the same memory for each batch.
+        replays_graphs: True if compiled modules (CUDA graphs) write their output into the same memory for each batch.
 
     Attributes:
         weighting: The weighting of the losses of the step, from `start_weighing` on.
-        nonfinite: Finds losses and gradients that are not finite.
-        skips_epoch: A hook of this process has ended the epoch in this step.
-        skips_update: Hooks of all processes have asked for no update of the step.
-        has_shrunk: A part of a micro-batch was too large in this process, as the others do not know yet.
-        is_updating: The run calls the `step` of an optimizer now.
-        requests: What this process asks a map-style data set for in this step, a request for each of its
-            micro-batches; None: it is no such set.
-        dummy: A batch that gave a loss, with its micro-batch: it is run again where a rank has none.
-        loss: The newest loss, without dimensions; on the device, perhaps with its graph.
-        grad_norm: The newest gradient norm before clipping, without dimensions; None where nothing is clipped.
+        nonfinite: Check of losses and gradient norms for NaN and infinity.
+        skips_epoch: True if a hook of this process has ended the epoch in this step.
+        skips_update: True if hooks of all processes have asked for no update in this step.
+        has_shrunk: True if a part of a micro-batch was too large in this process, until the processes have agreed.
+        is_updating: True while the run calls the `step` of an optimizer.
+        requests: Requests of this process to a map-style data set in this step, one for each of its micro-batches;
+            None for other data.
+        dummy: A batch that gave a loss, with its micro-batch. A rank without a loss computes this batch again.
+        loss: The newest loss, a scalar tensor on the device, perhaps with its graph.
+        grad_norm: The newest gradient norm before clipping, a scalar tensor; None without clipping by norm.
         counters: Sums over all steps.
-        updated: The newest window made an update, so that its values are those of a step.
-        weighted_windows: Windows whose weights summed to more than 0.
+        updated: True if the newest window made an update, so that its values are those of a step.
+        weighted_windows: Number of windows with an attempted update whose weights sum to more than 0.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class StepContext:
     def start_weighing(
         self, task: TaskModule, gather: Gather | None, begin_sum: BeginSum, *, keeps_losses: bool
     ) -> None:
-        """Training begins now: hooks that could give the task a `batch_weight` are over.
+        """Make the weighting of losses, when no later hook can give the task a `batch_weight`.
 
         Args:
             task: The task that is trained.
-            gather: What each process says, on all of them; None: there is one process.
-            begin_sum: Begins to sum numbers over the processes; see `LossWeighting`.
-            keeps_losses: Somebody asks for the loss of a step.
+            gather: Function that returns the values of all processes; None for a single process.
+            begin_sum: Function that begins to sum numbers over the processes; see `LossWeighting`.
+            keeps_losses: True if a callback reads the loss of a step.
         """
         processes, world = self._strategy.processes.world_size, self._strategy.data_world_size
         self.weighting = LossWeighting(
@@ -114,7 +114,7 @@ class StepContext:
         )  # fmt: skip
 
     def begin(self, window: AccumulationWindow) -> None:
-        """Begin a step: its micro-batches are counted, and its values collected, from here."""
+        """Begin a step: reset its flags, collect its values, and number its micro-batches."""
         self.skips_epoch = self.skips_update = False
         self.requests = window.requests
         self._log.in_train_step = True
@@ -134,20 +134,20 @@ class StepContext:
         self._progress.micro_batches = number + 1
 
     def seed_hooks(self, place: int) -> None:
-        """Key what hooks draw at the start (0) and the end (1) of an epoch, and where its loaders are opened (2)."""
+        """Seed the hooks at the start (0) and the end (1) of an epoch, and the opening of its loaders (2)."""
         seed_generators(make_key(self._seed, Domain.HOOK, self._progress.epoch, place))
 
     def skip_epoch(self) -> None:
-        """End the epoch in this step, as a hook of this process asks."""
+        """Note that a hook of this process ends the epoch in this step."""
         self.skips_epoch = True
 
     def keep_dummy(self, batch: Any, micro: MicroBatch) -> None:
-        """Keep a batch that gave a loss, for ranks that have none."""
+        """Keep a batch that gave a loss, for a later micro-batch without one."""
         self.dummy = batch, micro
 
     @contextmanager
     def evaluated_again(self) -> Iterator[None]:
-        """The context of a further evaluation of the step: what it logs and the norm of its gradients are dropped."""
+        """Evaluate the step again within the context, and drop its logged values and gradient norm."""
         before = self.grad_norm
         with self._log.collected_apart():
             try:
@@ -156,7 +156,7 @@ class StepContext:
                 self.grad_norm = before
 
     def skip_update(self) -> None:
-        """Make no update of this step. To be called on every rank."""
+        """Make no update in this step. Every rank must call this."""
         self.skips_update = True
 
     def keep_norm(self, norm: torch.Tensor | None) -> None:
@@ -164,15 +164,15 @@ class StepContext:
         self.grad_norm = None if norm is None else norm.to(self._strategy.device)
 
     def shrink_parts(self, fits: int) -> None:
-        """Try parts of at most so many samples from here on, since a larger one did not fit in this process."""
+        """Limit parts to `fits` samples from here on, because a larger one did not fit in this process."""
         self._progress.fits, self.has_shrunk, self.loss = fits, True, None
 
     def agree_on_parts(self, fits: int) -> None:
-        """Keep to the number of samples that fits on every process."""
+        """Limit parts to the number of samples that fits on every process."""
         self._progress.fits, self.has_shrunk = fits, False
 
     def end(self, window: AccumulationWindow) -> None:
-        """The step's micro-batches are used, those of all processes, for no update so far."""
+        """Count the step's micro-batches of all processes as used, without an update."""
         self.updated = False
         self._progress.micro_batches = self._first_micro_batch + len(window.sizes)
 
@@ -184,22 +184,22 @@ class StepContext:
         self.end(window)
 
     def where(self) -> Place:
-        """The step in progress, its epoch, and its newest micro-batch."""
+        """Return the step in progress, its epoch, and its newest micro-batch."""
         return self._progress.step + 1, self._progress.epoch, self._progress.micro_batches - 1
 
     def check_loss(self, loss: torch.Tensor, loss_factor: float) -> None:
-        """Refuse a NaN or infinite loss; fp16 leaves one with a weight to its scaler.
+        """Refuse a NaN or infinite loss. With fp16 the scaler handles a loss whose weight is not 0.
 
         Args:
             loss: A scalar tensor.
-            loss_factor: What the loss is multiplied by, by its weight; 0: it counts nothing.
+            loss_factor: The factor that the weight of the loss gives; 0 for a loss without weight.
         """
         self.loss = loss.detach().clone() if self._replays_graphs else loss
         if not (loss_factor and self._precision.handles_overflow):
             self.nonfinite.check(loss, loss_factor, self.where)
 
     def begin_update(self) -> None:
-        """Refuse a NaN or infinite norm of the gradients, which fp16 leaves to its scaler; the update comes next."""
+        """Refuse a NaN or infinite gradient norm before the update. With fp16 the scaler handles it."""
         if self.grad_norm is not None and not self._precision.handles_overflow:
             self.nonfinite.check(self.grad_norm, None, self.where)
         self.is_updating = True
@@ -209,8 +209,8 @@ class StepContext:
 
         Args:
             window: The window whose micro-batches are all used.
-            updated: The window made an update.
-            tried: An update was tried; one may have been skipped in fp16.
+            updated: True if the window made an update.
+            tried: True if an update was attempted; fp16 may have skipped it.
         """
         progress, weighting, counters = self._progress, self.weighting, self.counters
         counted = weighting.by_task or bool(weighting._returned)
@@ -230,23 +230,23 @@ class StepContext:
 
 
 def begun_in_step(step: StepContext) -> int:
-    """Micro-batches of the step in progress up to the newest of this process, that one too, as one would count."""
+    """Return the number of micro-batches started in this step, over all ranks, up to this process's newest."""
     return step._progress.micro_batches - step._first_micro_batch
 
 
-_Pick = Callable[[tuple[Any, int, int]], tuple[Any, ...]]  # of (batch, batch_idx, dataloader_idx)
+_Pick = Callable[[tuple[Any, int, int]], tuple[Any, ...]]  # from (batch, batch_idx, dataloader_idx)
 
 
 @final
 class TaskCalls:
-    """Brings batches to the device, and picks the arguments of the task's steps.
+    """Transfer of batches to the device, and choice of arguments for the task's steps.
 
     Args:
-        task: The steps are its own; its transfer hooks are used where the data module has none.
-        datamodule: None: there is none.
-        strategy: Knows the device.
-        precision: May change the dtype of batches.
-        compilation: Knows whether compiled modules write what they return into the same memory for each batch.
+        task: The task, with its steps, and with transfer hooks for those that the data module does not have.
+        datamodule: The data module, or None.
+        strategy: Strategy of the run, which has the device.
+        precision: Precision of the run, which may change the dtype of batches.
+        compilation: Compilation of the task. Its CUDA graphs write their output into the same memory for each batch.
 
     Attributes:
         compilation: The modules of the task that are compiled during the run.
@@ -266,36 +266,41 @@ class TaskCalls:
         self._hooks = _transfer_hooks(task, datamodule, strategy.device, precision.dtype, marks_steps=marks_steps)
 
     def bind(self, loaders: Loaders) -> None:
-        """Find out what the steps are called with, now that these loaders are open."""
+        """Determine the arguments of the steps for these open loaders."""
         evaluates_several = len(loaders.evaluation) > 1 or any(adapter.in_turn for adapter in loaders.evaluation)
         several = dict.fromkeys(("validation_step", "test_step", "predict_step"), evaluates_several)
         several["training_step"] = loaders.train is not None and loaders.train.in_turn
         self._arguments = _step_arguments(self._task, several)
 
     def receive(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Bring a batch to the device through the user's transfer hooks."""
+        """Move a batch to the device through the user's transfer hooks."""
         for hook in self._hooks:
             batch = hook(batch, dataloader_idx)
         return batch
 
     def arguments(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:
-        """What a step of the task is called with: those of the arguments that its signature has.
+        """Return the arguments for a step of the task, only those that its signature has.
 
         Args:
             step: "training_step", "validation_step", "test_step" or "predict_step".
-            batch: On the device.
-            batch_idx: Its number in the epoch or evaluation.
-            dataloader_idx: Number of its loader.
+            batch: The batch on the device.
+            batch_idx: Number of the batch in the epoch or evaluation.
+            dataloader_idx: Number of the batch's loader.
         """
         return self._arguments[step]((batch, batch_idx, dataloader_idx))
 
     def to_host(self, output: Any) -> Any:
-        """What a step returned, to be kept: on an accelerator all of it would pile up, or be written over."""
+        """Move the output of a step to the host, because kept outputs would fill the memory of an accelerator."""
         return output if self._device.type == "cpu" else move(output, torch.device("cpu"))
 
 
 def _step_arguments(task: TaskModule, several: dict[str, bool]) -> dict[str, _Pick]:
-    """What picks the arguments of each step that the task has; `several`: by step, whether it has several loaders."""
+    """Return, for each step of the task, a function that picks its arguments.
+
+    Args:
+        task: The task, with its steps.
+        several: A bool for each step: True if the step reads several loaders.
+    """
     own = {step: getattr(task, step) for step in ("training_step", "validation_step", "test_step", "predict_step")}
     return {
         step: step_arguments(each, several=several.get(step, False)) for step, each in own.items() if each is not None
@@ -322,6 +327,6 @@ def _transfer_hooks(
 
 
 def _mark_step(batch: Any, _: int) -> Any:
-    """What compiled modules returned for the batch before may be written over from here on."""
+    """Allow CUDA graphs to overwrite their output for the batch before."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     return batch

@@ -1,4 +1,4 @@
-"""The newest values of what a run has logged, for those who look at them: monitors, schedulers, the progress bar."""
+"""The newest logged values of a run, for monitors, schedulers and the progress bar."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class LoggedValues:
     """The values of epochs and evaluations, by name.
 
     Args:
-        task: Its torchmetrics objects are computed.
+        task: The task, whose torchmetrics objects are computed.
         loaders: Open loaders of the run.
 
     Attributes:
-        newest: The newest value of every name; after a resume those of the part before too.
-        updated: Names whose value is new since the last boundary.
+        newest: The newest value of every name, in a resumed run also from the parts before.
+        updated: Names whose value is new since the end of the last step.
         logged: Names that have had a value since this part of the run began.
-        predictions: What `predict_step` returned, one list per loader.
-        keeps_predictions: Keep the predictions of this process, and gather them; else hooks alone see them.
-        are_shown: The progress bar shows those of an evaluation at its end.
-        batch_indices: Indices in the data set of the samples of a prediction's batch in progress; None: unknown.
-        has_ended_epoch: A training epoch has ended since this part of the run began.
-        has_validated: A validation has ended since then.
+        predictions: Outputs of `predict_step`, one list per loader.
+        keeps_predictions: True to keep and gather the predictions; False if only hooks see them.
+        are_shown: True if the progress bar shows the values of an evaluation at its end.
+        batch_indices: Data set indices of the samples in the prediction batch in progress; None if unknown.
+        has_ended_epoch: True if a training epoch has ended since this part of the run began.
+        has_validated: True if a validation has ended since this part of the run began.
     """
 
     def __init__(self, task: TaskModule, loaders: Loaders) -> None:
         self._task, self._loaders = task, loaders
         self._of_stages: dict[str, StageMetrics] = {}
         self._published: StageMetrics
-        self._of_single_steps = set[str]()  # that a scheduler has looked at
+        self._of_single_steps = set[str]()  # names of single steps that a scheduler has read
         self.newest: dict[str, float] = {}
         self.updated, self.logged = set[str](), set[str]()
         self.predictions: list[list[Any]] = []
@@ -48,7 +48,7 @@ class LoggedValues:
         self.has_ended_epoch = self.has_validated = False
 
     def choose(self, *, keeps_predictions: bool, are_shown: bool) -> None:
-        """Choose what is kept and shown of an evaluation; see the attributes."""
+        """Set `keeps_predictions` and `are_shown` for an evaluation."""
         self.keeps_predictions, self.are_shown = keeps_predictions, are_shown
 
     def note_epoch(self) -> None:
@@ -64,7 +64,7 @@ class LoggedValues:
         self.batch_indices = indices
 
     def keep_predictions(self, outputs: list[Any]) -> None:
-        """Keep what `predict_step` returned for the batches of one loader."""
+        """Keep the outputs of `predict_step` for the batches of one loader."""
         self.predictions.append(outputs)
 
     def publish(self, stage: str, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
@@ -77,7 +77,7 @@ class LoggedValues:
         return values
 
     def by_loader(self) -> list[dict[str, float]]:
-        """The newest values, one dictionary for each loader of the evaluation that was published last."""
+        """Return the newest values, in one dictionary for each loader of the last published evaluation."""
         loaders = self._published.loaders()
         return [
             {name: value for name, value in self.newest.items() if {"", suffix} & {*loaders[name]}}
@@ -85,16 +85,20 @@ class LoggedValues:
         ]
 
     def forks(self, train: StageMetrics) -> dict[str, tuple[str, str]]:
-        """For each name with values of steps and of epochs, what these are called.
+        """Return the step name and the epoch name of each logged name that has both, such as `x_step` and `x_epoch`.
 
         Args:
-            train: What the training epoch in progress has logged.
+            train: Collector of the training epoch in progress.
         """
         found = chain.from_iterable(each.published().items() for each in (*self._of_stages.values(), train))
         return {name: (names[0], names[1]) for name, names in found if len(names) > 1}
 
     def unlogged(self, train: StageMetrics) -> set[str]:
-        """The names whose values no logger is given; see `forks`."""
+        """Return the names whose values no logger gets.
+
+        Args:
+            train: Collector of the training epoch in progress.
+        """
         stages = (*self._of_stages.values(), train)
         return {
             name for each in stages for names in each.published(lambda of: not of.logger).values() for name in names
@@ -102,7 +106,7 @@ class LoggedValues:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How names were logged in each stage, for checkpoints: what `forks` and `unlogged` need to know."""
+        """Options of logged names by stage, for checkpoints; `forks` and `unlogged` need these options."""
         return {stage: metrics.options() for stage, metrics in self._of_stages.items()}
 
     def restore(self, newest: dict[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
@@ -111,29 +115,29 @@ class LoggedValues:
         self._of_stages = {stage: StageMetrics.of_options(each) for stage, each in options.items()}
 
     def forget(self) -> None:
-        """Those of a sanity check are nobody's."""
+        """Drop all values, after a sanity check."""
         for values in (self.newest, self.updated, self.logged, self._of_stages):
             values.clear()
 
     def show_step(self, scheduler: SchedulerConfig, values: dict[str, float]) -> None:
-        """Show a scheduler what the step in progress has logged."""
+        """Pass the values of the step in progress to a scheduler."""
         self._of_single_steps.update(values)
         scheduler.take(values)
 
     @property
     def yet_to_log(self) -> list[str]:
-        """What logs and has not had its turn since this part of the run began: its first epoch, a validation.
+        """Stages that have not ended since this part of the run began: "epoch", "validation".
 
-        If the list is empty, a name that has no value now never has one.
+        If the list is empty, a name without a value now will never have a value.
         """
         validates = self._loaders.evaluation and not self.has_validated
         return ["epoch"] * (not self.has_ended_epoch) + ["validation"] * bool(validates)
 
     def require(self, who: str, monitor: str) -> None:
-        """Refuse a monitor that has no value although everything that logs has had its turn since the run went on.
+        """Refuse a monitor without a value once an epoch and a validation have ended in this part of the run.
 
         Raises:
-            ConfigError: It was never logged; names what was.
+            ConfigError: The monitor was never logged. The message lists the logged names.
         """
         if monitor in self.logged or self.yet_to_log:
             return
@@ -146,16 +150,16 @@ class LoggedValues:
         raise ConfigError(f"{who}: the monitor {monitor!r} {said}")
 
     def _elsewhere(self, monitor: str) -> str:
-        """Where else a task logs it, in words."""
+        """Return a sentence on other stages of the task that may log a name; "" if there are none."""
         found = [name for stage in ("test", "predict") for name in mentioned_in(self._task, stage, monitor)]
         places = " and ".join(found)
         return f" {places} of {type(self._task).__name__} may log it, which fit does not call." if places else ""
 
     def move(self, scheduler: SchedulerConfig) -> None:
-        """Move a schedule by one.
+        """Step a scheduler.
 
         Raises:
-            ConfigError: It is strict about a monitor that has no value.
+            ConfigError: The scheduler is strict, and its monitor has no value.
         """
         name, never = scheduler.monitor, not scheduler.known or not self.yet_to_log
         known = self.logged | self._of_single_steps
@@ -168,7 +172,7 @@ class LoggedValues:
         scheduler.step()
 
     def _only_in_steps(self, name: str) -> str:
-        """What is said of a monitor that has values of single steps only, each of one batch; "" of any other."""
+        """Return advice for a monitor that has only values of single steps; "" for another monitor."""
         epoch = next((found[name] for each in self._of_stages.values() if name in (found := each.of_steps())), None)
         if epoch is None:
             return ""
