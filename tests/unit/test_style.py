@@ -20,9 +20,7 @@ MOST_LINE, MOST_CELL, MOST_SENTENCE, MOST_NAME = 100, 15, 30, 8
 
 LEFT_PAGES = {"docs/contributing/architecture.md", "docs/contributing/collectives.md"}
 LEFT_ROOMS = {
-    "callbacks", "checkpoint", "cli", "console.py", "data", "distributed", "errors", "integrations",
-    "internals", "loggers", "loop", "metrics", "optim", "precision.py", "profilers", "random.py", "run",
-    "strategies", "task", "tools", "trainer",
+    "checkpoint", "cli", "distributed", "errors", "internals", "profilers", "strategies", "task", "tools", "trainer",
 }  # fmt: skip
 LEFT_TESTS = {"unit", "fit", "distributed", "system", "promises", "vision"}
 
