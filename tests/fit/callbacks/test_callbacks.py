@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.errors import ConfigError
+from lumen.task.hooks import HOOKS
 from tests.helpers.scripted_values import Scripted, fit_scripted
 from tests.helpers.tables import rows_of
 from tests.helpers.tasks import Regression, loader, quiet_trainer
@@ -238,8 +239,8 @@ def test_functions_are_called_at_their_hooks_and_no_other_hook_is(tmp_path):
     assert calls == [("setup", "fit"), ("batch", 0), ("boundary", 1), ("batch", 1), ("boundary", 2)]
     of_the_callback = {
         name
-        for name, hooks in trainer.run.hooks._calls.items()
-        if any(getattr(hook, "func", None) in vars(functions).values() for hook in hooks)
+        for name in HOOKS
+        if any(getattr(hook, "func", None) in vars(functions).values() for hook in getattr(trainer.run.hooks, name))
     }
     assert of_the_callback == {"setup", "on_train_batch_end", "on_step_end"}
     assert not trainer.run.hooks.on_after_backward
