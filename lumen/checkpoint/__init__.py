@@ -1,24 +1,24 @@
-"""Checkpoints: what is saved and under which names, and its bytes on disk.
+"""Checkpoints: format on disk, saving and loading.
 
     runs/gpt/checkpoints/
         step-00000200/
             model/00000-00000.safetensors    a folder for each section; numbers of the writing process and of the file
             optimizer/
             extra/                           tensors of metrics, callbacks and averages
-            state.json                       everything that is no tensor
-            manifest.json                    every file and every tensor that must be there, and its own digest
-        step-00000300.tmp-1f09c2ae/          a save under way, or what a killed one left
+            state.json                       everything except tensors
+            manifest.json                    list of all files and tensors, and a digest of the manifest itself
+        step-00000300.tmp-1f09c2ae/          a save in progress, or the leftover of a killed save
 
-The commit is one rename. All files are written and synced in a directory beside the final one, the manifest last, and
-checked as a reader would check them; then that directory gets its name. So a checkpoint is there completely or not at
-all, whenever the process or the machine dies. For readers a directory without a valid manifest does not exist. An
-object store cannot rename: there the files lie in their place at once, under names that never come again, and the
-manifest, uploaded last, is the commit. Nothing is ever overwritten or unpickled.
+A checkpoint is complete (committed) after one rename. All processes write and sync their files in a temporary directory
+next to the final path. Rank 0 writes the manifest last, checks the files as a reader does, and renames the directory. A
+checkpoint is therefore either complete or absent, even if a process or the machine dies. Readers ignore a directory
+without a valid manifest. An object store cannot rename: files are uploaded to their final place under unique names, and
+the upload of the manifest, the last file, completes the checkpoint. Lumen never overwrites and never unpickles a file.
 
-Each process writes blocks: of sharded tensors what it holds, and some of the tensors that all processes hold alike.
+Each process writes blocks: its shards of sharded tensors, and some of the tensors that are replicated on all processes.
 
-`format` has the bytes and storage, `save` collects and writes, `load` finds, reads and resumes. The modules here serve
-both directions: names of tensors, settings, and the states of optimizers, of ranks, and of what users keep.
+`format` contains the file format and storage. `save` collects and writes. `load` finds, reads and restores. The modules
+in this folder serve both directions: names of tensors, settings, and the states of optimizers, ranks and user objects.
 """
 
 from lumen.checkpoint.format.folder import find_checkpoints as find_checkpoints, newest_valid as newest_valid

@@ -1,7 +1,7 @@
-"""The tensors of a run by name: those of its model, and those of other sections, sharded as the run is.
+"""Tensors of a run by name: model tensors, and tensors of other sections with the run's sharding.
 
-A tensor of the optimizer's state or of a callback may be sharded like a parameter. The entry "sharded" of the state
-says of which tensors that was so when they were saved; None: that run sharded no parameter.
+A tensor of the optimizer's state or of a callback may be sharded like a parameter. The state's entry "sharded" lists
+the tensors that were sharded when they were saved. The entry is None if the saving run sharded no parameter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lumen.internals.tensors import own_parameters, own_persistent_buffers
 
 
 def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """Parameters and persistent buffers of a model by canonical name.
+    """Return parameters and persistent buffers of a model by canonical name.
 
     Returns:
-        The tensors, tied ones once; and for each further name of a tied tensor the name it is stored under.
+        The tensors, with tied tensors listed once; and the stored name of each further name of a tied tensor.
     """
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
@@ -42,7 +42,7 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
 
 
 def describe_sharding(sections: Mapping[str, Tensors]) -> dict[str, dict[str, bool]] | None:
-    """The entry "sharded": names of DTensors by section, each with whether it is sharded (True) or only replicated."""
+    """Return the entry "sharded": names of DTensors by section, with True if sharded and False if replicated."""
     if not any(map(is_sharded, sections["model"].values())):
         return None
     return {
@@ -52,10 +52,10 @@ def describe_sharding(sections: Mapping[str, Tensors]) -> dict[str, dict[str, bo
 
 
 def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
-    """A function from a parameter's name and the parameter to the section "optimizer", placed as its state has to be.
+    """Return a function that reads the optimizer state of a parameter, given the parameter's name and the parameter.
 
-    Tensors are read to the parameter's device. For a sharded parameter they are sharded or replicated as they were when
-    saved, or as `_is_made_like` has it if the saving run sharded nothing.
+    Tensors are read to the parameter's device. The state of a sharded parameter is sharded or replicated as it was
+    saved. If the saving run sharded nothing, `_is_made_like` decides.
     """
     were_sharded = _sharded(checkpoint, "optimizer")
     plain = _of_one_shape(checkpoint) if were_sharded is None else set()
@@ -78,17 +78,18 @@ def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[s
 
 
 def _is_made_like(key: str, shape: torch.Size, plain: set[str]) -> bool:
-    """Whether an optimizer makes this entry of a parameter's state as a DTensor if the parameter is one: a guess.
+    """Guess if an optimizer creates a state entry of a sharded parameter as a DTensor.
 
-    Torch's optimizers do not say it and `zeros_like(parameter)`, row sums or a plain counter look alike in a checkpoint
-    of a run that sharded nothing. So everything counts as made from the parameter, but for scalars and for what has one
-    shape for parameters of several shapes. Without this guess such checkpoints could not be resumed under FSDP.
+    Torch's optimizers do not record this. In a checkpoint of a run that sharded nothing, `zeros_like(parameter)`, row
+    sums and plain counters look alike. An entry therefore counts as created like the parameter, with two exceptions:
+    scalars, and entries with one shape for parameters of several shapes. Without this guess such checkpoints could not
+    be resumed under FSDP.
     """
     return bool(shape) and key not in plain
 
 
 def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
-    """Keys of optimizer state, such as `.norms`, that has one shape for parameters of several shapes."""
+    """Return keys of optimizer state, such as `.norms`, with one shape for parameters of several shapes."""
     shapes, owners = defaultdict(set), defaultdict(set)
     for name in checkpoint.names("optimizer"):
         begins = [name[:dot] for dot, letter in enumerate(name) if letter == "."]
@@ -100,7 +101,7 @@ def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
 
 
 def read_as_saved(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor | None) -> torch.Tensor:
-    """A tensor that was sharded when it was saved, as a DTensor if `like` is one; else all of it, on the host."""
+    """Read a saved DTensor as a DTensor if `like` is a DTensor; read any other tensor unsharded to the host."""
     were_sharded = _sharded(checkpoint, section) or {}
     if name not in were_sharded or like is None or not is_sharded(like):
         return checkpoint.tensor(section, name)
@@ -108,24 +109,24 @@ def read_as_saved(checkpoint: Checkpoint, section: str, name: str, like: torch.T
 
 
 def tensors_as_saved(model: nn.Module, checkpoint: Checkpoint, section: str) -> Mapping[str, torch.Tensor]:
-    """The tensors of a section, sharded as they were saved if the model is sharded, else on the host."""
+    """Return the tensors of a section: sharded as they were saved if the model is sharded, otherwise on the host."""
     like = next(filter(is_sharded, model.parameters()), None)
     return checkpoint.tensors(section, lambda name: read_as_saved(checkpoint, section, name, like))
 
 
 def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
-    """The section "extra": tensors in the states of callbacks, modules, the task and the data module.
+    """Return the section "extra": tensors in the states of callbacks, modules, the task and the data module.
 
-    Where the run cuts up its parameters, these come beside them:
+    If the run shards its parameters, two kinds of tensors are DTensors:
 
-    * what did when it was saved, cut up or copied as it was then;
-    * of a run that cut up nothing, what lies under the name of a parameter and has its shape, as averages do:
-      `average.net.0.weight`, or `moments.net.0.weight.mean`, for `net.0.weight`.
+    * A tensor that was a DTensor when it was saved, sharded or replicated as before.
+    * If the saving run sharded nothing: a tensor with the name and shape of a parameter, such as an average. Examples
+      for `net.0.weight`: `average.net.0.weight`, `moments.net.0.weight.mean`.
 
-    Everything else comes whole, on the host of every process; where the run cuts up nothing, that is everything.
+    All other tensors are read unsharded to the host of every process.
 
     Args:
-        task: The run's task, whose parameters the strategy has placed.
+        task: The run's task, whose parameters the strategy has already sharded.
         checkpoint: The checkpoint to read from.
     """
     if _sharded(checkpoint, "extra") is not None or not any(map(is_sharded, task.parameters())):
@@ -142,13 +143,13 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
 
 
 def _sharded(checkpoint: Checkpoint, section: str) -> dict[str, bool] | None:
-    """Names of the tensors that were DTensors, with whether they were sharded; None: the run sharded no parameter."""
+    """Return the names of saved DTensors, with True if sharded; None if the saving run sharded no parameter."""
     sharded: dict[str, dict[str, bool]] | None = checkpoint.state["sharded"]
     return None if sharded is None else sharded[section]
 
 
 def _of_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The parameter that each tensor of the section "extra" is named after, and has the shape of."""
+    """Return, for tensors of the section "extra", the parameter with the same name and shape."""
     parameters = dict(task.named_parameters(remove_duplicate=False))
     found: dict[str, torch.Tensor] = {}
     for name in checkpoint.names("extra"):
@@ -162,7 +163,7 @@ def _of_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.T
 
 
 def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
-    """This process's shard of a tensor that is to be sharded as `like` is."""
+    """Read this process's shard of a tensor, with the mesh and placements of `like`."""
     _, shape = checkpoint.spec(section, name)
     shard = checkpoint.block(section, name, *local_block(like, shape, copied=copied))
     return from_local(shard.to(like.device), like, shape, copied=copied)

@@ -1,8 +1,8 @@
-"""Saves and restores the state of an optimizer, by names of parameters.
+"""Saving and loading of optimizer state by parameter name.
 
-`state` and `param_groups` are saved as they are, not through `state_dict`, whose `load_state_dict` casts. What a class
-of optimizers keeps beside them, in a `state_dict` of its own, in attributes or in optimizers inside it, is saved under
-the place of that optimizer: "" is the run's own, "optimizers[1]" one inside it.
+`state` and `param_groups` are saved unchanged and not through `state_dict`, because `load_state_dict` casts tensors.
+Optimizer classes may also keep state in their own `state_dict`, in attributes or in inner optimizers. Such state is
+saved under the place of its optimizer: "" for the run's optimizer, "optimizers[1]" for an inner optimizer.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 Groups = list[list[str]]
 SHARING = (Lookahead, MultiOptimizer, WholeMatrices)
 """Those whose groups and state are the same objects as the optimizers' inside."""
-_OWNERS_OF_NOTHING = ("torch.optim", "lumen.optim")  # packages whose classes keep nothing in attributes that moves
+_OWNERS_OF_NOTHING = ("torch.optim", "lumen.optim")  # packages whose optimizers keep no changing state in attributes
 _TAG = "id of"
 _ADDRESS = 2**32  # counters and indices are smaller, ids and addresses of tensors larger
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Names of parameters by their id."""
+    """Return names of parameters by their id."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def groups_of(model: nn.Module, optimizer: Optimizer) -> Groups:
-    """Names of the parameters in each group of an optimizer."""
+    """Return names of the parameters in each group of an optimizer."""
     names = parameter_names(model)
     return [[_name(names, optimizer, each) for each in group["params"]] for group in optimizer.param_groups]
 
 
-# ---------------------------------------------------------------------- where it is kept
+# ---------------------------------------------------------------------- places of state
 
 
 def ids_as_names(value: Any, names: Mapping[int, str], where: str) -> Any:
@@ -54,7 +54,7 @@ def ids_as_names(value: Any, names: Mapping[int, str], where: str) -> Any:
         where: The place of the state, for the error.
 
     Raises:
-        CheckpointError: A key is another address of this process, which no resumed run would find.
+        CheckpointError: A key is the address of another object of this process, which a resumed run could not find.
     """
 
     def translated(item: Any, *, is_key: bool) -> Any:
@@ -72,7 +72,7 @@ def ids_as_names(value: Any, names: Mapping[int, str], where: str) -> Any:
 
 
 def names_as_ids(value: Any, parameters: Mapping[str, Any]) -> Any:
-    """Undo `ids_as_names` for the parameters of this process."""
+    """Replace each `("id of", name)` by the id of the parameter in this process, as the inverse of `ids_as_names`."""
 
     def translated(item: Any, *, is_key: bool) -> Any:
         is_tagged = type(item) is tuple and len(item) == 2 and item[0] == _TAG and item[1] in parameters
@@ -82,8 +82,8 @@ def names_as_ids(value: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def _replaced(value: Any, translated: Callable[..., Any], *, is_key: bool = False, depth: int = 0) -> Any:
-    """Copy nested plain containers, with a function applied to each of them, to each entry and to each key."""
-    if (new := translated(value, is_key=is_key)) is not value or depth > 100:  # a cycle is refused where it is saved
+    """Copy nested plain containers, and apply a function to each container, entry and key."""
+    if (new := translated(value, is_key=is_key)) is not value or depth > 100:  # `encode` refuses cycles
         return new
     inner = partial(_replaced, translated=translated, depth=depth + 1)
     if isinstance(value, dict):
@@ -97,13 +97,13 @@ def keeps_unknown_state(optimizer: Optimizer) -> bool:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Name of an optimizer's class, with those of the optimizers inside it."""
+    """Return the class name of an optimizer, followed by the class names of its inner optimizers."""
     kinds = ", ".join(kind_of(each) for _, each in _inside(optimizer))
     return type(optimizer).__qualname__ + (f"({kinds})" if kinds else "")
 
 
 def attributes_of(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Attributes that hold plain data or tensors, for the optimizer and each inside it, by place.
+    """Return attributes with plain data or tensors, for the optimizer and each inner optimizer, by place.
 
     Raises:
         CheckpointError: An attribute holds tensors in a way that cannot be saved.
@@ -117,7 +117,7 @@ def attributes_of(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str,
 
 
 def _inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers in attributes of one, with their places."""
+    """Yield the optimizers in attributes of an optimizer, with their places."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             yield name, value
@@ -128,7 +128,7 @@ def _inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 
 def optimizers_in(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
-    """An optimizer and those inside it, by place; one with its own `state_dict` is not looked into."""
+    """Return an optimizer and its inner optimizers by place; an optimizer with its own `state_dict` is not searched."""
     found = {place: optimizer}
     if not _overrides(optimizer, "state_dict"):
         for name, each in _inside(optimizer):
@@ -137,7 +137,7 @@ def optimizers_in(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]
 
 
 def has_own_state(optimizer: Optimizer) -> bool:
-    """Whether an optimizer changes what torch would save or load, by a `state_dict` of its own or by hooks."""
+    """Return True if an optimizer overrides `state_dict` or `load_state_dict`, or has hooks for these methods."""
     changed = _overrides(optimizer, "state_dict") or _overrides(optimizer, "load_state_dict")
     return changed or has_state_dict_hooks(optimizer)
 
@@ -149,7 +149,7 @@ def _overrides(optimizer: Optimizer, method: str) -> bool:
 
 
 def _is_state(owner: Optimizer, name: str, value: Any, parameters: Collection[int]) -> bool:
-    """Whether an attribute is state: plain data or tensors, but no references to parameters or objects."""
+    """Return True if an attribute is state: plain data or tensors, without references to parameters or objects."""
     tensors = list(tensors_in(value))
     refers = any(id(each) in parameters for each in tensors)
     tensors = [each for each in tensors if id(each) not in parameters]
@@ -173,7 +173,7 @@ def _unsavable(owner: Optimizer, name: str) -> CheckpointError:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested containers, keys too."""
+    """Yield every tensor in nested containers, including keys."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -188,7 +188,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, tensors: Tensors) -> dict[str, JSON]:
-    """The whole state of an optimizer as JSON; absent state stays absent.
+    """Return the complete state of an optimizer as JSON; a parameter without state has no entry.
 
     Args:
         model: The model whose parameters' names are used.
@@ -197,7 +197,7 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
         tensors: A dictionary to which the tensors of the state are added, by name.
 
     Raises:
-        CheckpointError: Something cannot be saved; the message names it.
+        CheckpointError: An entry cannot be saved; the message names the entry.
     """
     names, optimizers, groups = parameter_names(model), optimizers_in(optimizer), groups_of(model, optimizer)
     capture = _Capture(names, names if keeps_unknown_state(optimizer) else {}, tensors)
@@ -222,11 +222,12 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
 
 @final
 class _Capture(NamedTuple):
-    """Encodes the state of one optimizer after the other.
+    """Encoder of the state of an optimizer and its inner optimizers.
 
     Attributes:
         names: Names of parameters by their id.
-        ids: The ids that are replaced by names in the state; empty where an optimizer keeps none.
+        ids: Ids that are replaced by names in the state; empty for optimizers of torch and Lumen, whose state has no
+            ids.
         tensors: A dictionary to which the tensors of the state are added, by name.
     """
 
@@ -244,7 +245,7 @@ class _Capture(NamedTuple):
         ]
 
     def states(self, optimizer: Optimizer, place: str = "", known: Collection[int] = ()) -> dict[str, JSON]:
-        """State by names of parameters, without the entries whose id is known."""
+        """Return state by parameter name, without entries whose id is in `known`."""
         found = {}
         for parameter, entries in optimizer.state.items():
             if isinstance(parameter, torch.Tensor) and id(entries) not in known:
@@ -256,7 +257,7 @@ class _Capture(NamedTuple):
         return found
 
     def inside(self, inner: Optimizer, outer: Optimizer, place: str) -> dict[str, JSON]:
-        """State of an optimizer inside another one that the outer one does not share."""
+        """Return the state of an inner optimizer that the outer optimizer does not share."""
         found: dict[str, JSON] = {}
         if states := self.states(inner, place, {*map(id, outer.state.values())}):
             found["state"] = states
@@ -268,12 +269,12 @@ class _Capture(NamedTuple):
 
 
 def _shared(optimizer: Optimizer) -> dict[Any, Any]:
-    """Entries of `state` whose key is no parameter."""
+    """Return entries of `state` whose key is not a parameter."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _own_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Entries of an optimizer's own `state_dict` that differ from torch's, and the keys of those that do not."""
+    """Return entries of an optimizer's own `state_dict` that differ from torch's, and the keys of equal entries."""
     given, plain = optimizer.state_dict(), torchs_state_dict(optimizer)
     if not isinstance(given, dict):
         raise CheckpointError(
@@ -291,7 +292,7 @@ def _own_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two nested structures hold the same tensors and equal values."""
+    """Return True if two nested structures hold the same tensor objects and equal values."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -302,7 +303,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _is_shard(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a value is a plain tensor of the shape of this process's shard of a sharded parameter."""
+    """Return True if a value is a plain tensor with the shape of this process's shard of a sharded parameter."""
     if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value) or value.numel() <= 1:
         return False
     return value.shape == local_tensor(parameter).shape != parameter.shape
@@ -329,7 +330,7 @@ def _name(names: Mapping[int, str], optimizer: Optimizer, parameter: torch.Tenso
 
 
 def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Give an optimizer just built the groups of the checkpoint, into which hooks had changed the original ones."""
+    """Give a new optimizer the groups of the checkpoint, if hooks had changed the groups after they were built."""
     saved = checkpoint.state["optimizer"]
     if saved.get("built") != groups_of(model, optimizer):
         return
@@ -344,7 +345,7 @@ def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> N
 
 
 def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Restore the state of parameters, and entries of `state` that belong to none."""
+    """Restore the state of parameters, and entries of `state` that belong to no parameter."""
     saved, tensors = checkpoint.state["optimizer"], checkpoint.tensors("optimizer")
     optimizer.state.clear()
     optimizers, parameters = optimizers_in(optimizer), dict(model.named_parameters())
@@ -358,7 +359,7 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
             parameter = parameters[name]
             own = state_of(name, parameter)
             if isinstance(entries, dict) and "step" in entries and parameter not in moves_with_it:
-                places = {key: tensors if key == "step" else own for key in entries}  # it counts on the host
+                places = {key: tensors if key == "step" else own for key in entries}  # the counter stays on the host
                 decoded = {key: decode(entry, places[key]) for key, entry in entries.items()}
             else:
                 decoded = decode(entries, own)
@@ -367,17 +368,17 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
 
 
 def load_gradients(model: nn.Module, checkpoint: Checkpoint) -> dict[nn.Parameter, torch.Tensor]:
-    """The gradients that a task that optimizes by hand had accumulated, sharded as their parameters are."""
+    """Return the gradients accumulated by a task with manual optimization, sharded as their parameters are."""
     parameters, state_of = dict(model.named_parameters()), states_of(checkpoint)
     saved = checkpoint.state["optimizer"].get("gradients", {})
     return {parameters[name]: decode(entry, state_of(name, parameters[name]))["grad"] for name, entry in saved.items()}
 
 
 def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Restore what optimizers keep outside of `state` and `param_groups`, which must be restored before.
+    """Restore optimizer data outside of `state` and `param_groups`; call this after both are restored.
 
     Raises:
-        CheckpointMismatch: It is not known how to shard a tensor that was not sharded when it was saved.
+        CheckpointMismatch: The sharding of a tensor that was saved unsharded is unknown.
     """
     saved, optimizers = checkpoint.state["optimizer"], optimizers_in(optimizer)
     parameters, fresh, names = dict(model.named_parameters()), Tensors(), parameter_names(model)
@@ -396,7 +397,11 @@ def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) ->
 def _reader(
     optimizer: Optimizer, checkpoint: Checkpoint, fresh: Mapping[str, torch.Tensor]
 ) -> Callable[[str], torch.Tensor]:
-    """A function that reads a tensor of no parameter, sharded as it was saved, to the device of its counterpart."""
+    """Return a function that reads a tensor that belongs to no parameter.
+
+    The tensor keeps its saved sharding. An unsharded tensor is moved to the device of its namesake in `fresh`, or else
+    of the parameters.
+    """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     like = next(filter(is_sharded, held), held[0])
 
@@ -416,9 +421,9 @@ def _reader(
 
 
 def _load_own(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Call every optimizer's own `load_state_dict`; groups and `state` are put back afterwards.
+    """Call each optimizer's own `load_state_dict`, then restore groups and `state` exactly.
 
-    For `Optimizer.load_state_dict`, which it may call, casts states and makes new dictionaries of groups.
+    The method may call `Optimizer.load_state_dict`, which casts states and creates new dictionaries for groups.
     """
     exact = {
         place: ([dict(group) for group in each.param_groups],

@@ -1,4 +1,4 @@
-"""State of an unfinished epoch that differs between processes: the values that each of them has logged."""
+"""State of an unfinished epoch that differs between processes: logged values and metric states."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lumen.run.run import Run
 
 
 def own_values(run: Run) -> tuple[JSON, Tensors]:
-    """This process's logged values as JSON, and their tensors, copied to the host.
+    """Return this process's logged values as JSON, and their tensors, copied to the host.
 
     Raises:
         CheckpointError: A value is neither plain data nor a tensor.
-        ConfigError: A logged metric is no part of the task.
+        ConfigError: A logged metric is not a module of the task.
     """
     metrics = metrics_of(run.task)
     names = {id(metric): name for name, metric in metrics.items()}
@@ -31,7 +31,7 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
         "logged": run.log.train.state_dict(lambda metric: names.get(id(metric))),
         "torchmetrics": {name: metric_state(metric) for name, metric in metrics.items()},
         "seen": updates_seen(run.task),
-        "attributes": {name: _attributes(metric) for name, metric in metrics.items()},  # as of MinMaxMetric
+        "attributes": {name: _attributes(metric) for name, metric in metrics.items()},  # such as those of MinMaxMetric
         "trackers": {name: len(tracker) for name, tracker in _trackers(run.task).items()},
     }
     encoded = encode(values, tensors := Tensors(), f"ranks[{run.processes.rank}]")
@@ -39,12 +39,12 @@ def own_values(run: Run) -> tuple[JSON, Tensors]:
 
 
 def load_values(run: Run, checkpoint: Checkpoint) -> None:
-    """Restore logged values: each data rank its own, or data rank 0 all of them if their number has changed."""
+    """Restore logged values: each data rank its own, or data rank 0 all values if the number of data ranks changed."""
     rank, world = run.strategy.data_rank, run.strategy.data_world_size
     ranks, extra = checkpoint.state["ranks"], checkpoint.tensors("extra")
     for name, tracker in _trackers(run.task).items():
         saved = ranks[0].get("trackers", {}).get(name, 0)
-        while len(tracker) < min(saved, len(ranks[0]["torchmetrics"])):  # each member has an entry there
+        while len(tracker) < min(saved, len(ranks[0]["torchmetrics"])):  # one entry per metric
             tracker.increment()
     metrics = metrics_of(run.task)
     if len(ranks) == world:
@@ -67,21 +67,21 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _attributes(metric: Any) -> dict[str, torch.Tensor]:
-    """Tensors that a metric keeps as plain attributes."""
+    """Return tensors that a metric keeps as plain attributes."""
     tensors = {name: value for name, value in vars(metric).items() if isinstance(value, torch.Tensor)}
     return {n: each for n, each in tensors.items() if not n.startswith("_") and n not in metric._defaults}
 
 
 def _trackers(task: nn.Module) -> dict[str, Any]:
-    """The objects of `torchmetrics.MetricTracker`, which have a metric for each `increment()`."""
+    """Return the `torchmetrics.MetricTracker` objects, which add a metric with each `increment()`."""
     return {name: module for name, module in task.named_modules() if type(module).__name__ == "MetricTracker"}
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], path: PurePath) -> dict[str, Any]:
-    """The values of all ranks, merged into those that one process would have.
+    """Merge the values of all ranks into the values of a single process.
 
     Raises:
-        CheckpointMismatch: A metric has states of several ranks that nothing but its `compute` merges.
+        CheckpointMismatch: Several ranks have metric states that only `compute` can merge.
     """
     for name, metric in metrics.items():
         updated = [states for values in ranks for count, states in [values["torchmetrics"].get(name, (0, {}))] if count]

@@ -1,4 +1,4 @@
-"""What a run is configured as, as plain values: its optimizer and schedulers, its trainer, its data, its modes."""
+"""Settings of a run as plain values: optimizer, schedulers, trainer, data and modes of modules."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lumen.run.run import Run
 from lumen.run.scheduler_config import lengths_of
 
 Setting: TypeAlias = bool | int | float | str | None
-HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # how a step is computed, not which step
-STEP_SIZES = ("global_batch_size", "batches of a step")  # what adapters call them
+HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # options that do not change the update
+STEP_SIZES = ("global_batch_size", "batches of a step")  # names that data adapters use
 
 
 def configured(run: Run) -> dict[str, Setting]:
-    """The settings of the optimizer's groups and the schedulers, when they have just been built.
+    """Return the settings of the optimizer's groups and of the schedulers, just after they were built.
 
     Returns:
-        Plain values by path: `groups[0].lr`, `schedulers[0].T_max`; without a scheduler's rates, which follow from lr.
+        Plain values by path: `groups[0].lr`, `schedulers[0].T_max`. Rates that a scheduler computes are omitted.
     """
     found: dict[str, Setting] = {}
     for number, group in enumerate(run.optim.optimizer.param_groups):
-        follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has moved it by now
+        follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has already changed the rate
         own = {key: value for key, value in group.items() if key not in (*HOW_TO_STEP, *follows)}
         found.update(settings(f"groups[{number}]", own))
     for place, attributes in attributes_of(run.task, run.optim.optimizer).items():
@@ -40,7 +40,7 @@ def configured(run: Run) -> dict[str, Setting]:
 
 
 def settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
-    """Every plain value inside nested dictionaries, lists and tuples, with its path; floats in lists are left out."""
+    """Yield each plain value inside nested dictionaries, lists and tuples with its path; omit floats in lists."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate on its device
         value = value.item()
     if isinstance(value, Mapping) and any(not isinstance(key, str) for key in value):  # milestones
@@ -57,9 +57,9 @@ def settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
 
 
 def trainer_settings(run: Run) -> dict[str, Setting]:
-    """The trainer's arguments, and how the training data is cut, as far as they change what is computed.
+    """Return the trainer's arguments and the batch sizes of the training data, if they affect the computed values.
 
-    Left out: the length of the run, and what is shown and saved.
+    The length of the run and all settings for display and saving are omitted.
     """
     plan = run.plan
     interval = f"{plan.val_every_s:g} s" if plan.val_every_s is not None else plan.val_every_epoch_fraction
@@ -85,7 +85,7 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
 
 
 def _cut(run: Run) -> dict[str, Setting]:
-    """How the training data is cut into batches, and into the steps of all epochs."""
+    """Return the sizes that divide the training data into batches and into the steps of all epochs."""
     adapter, sizes = run.loaders.train, run.plan.accumulate
     assert adapter is not None
     cut: dict[str, Setting] = {}
@@ -103,7 +103,7 @@ def _limit(plan: Plan, stage: str) -> int | float | None:
 
 
 def data_read(run: Run) -> dict[str, Any]:
-    """Fingerprints of the data sets of training and validation, and the epoch for which they were opened."""
+    """Return fingerprints of the training and validation datasets, and the epoch for which they were opened."""
     assert run.loaders.train is not None
     return {
         "asked_in": run.loaders.epoch,
@@ -113,7 +113,7 @@ def data_read(run: Run) -> dict[str, Any]:
 
 
 def modes_of(task: nn.Module) -> dict[str, list[str]]:
-    """Names of frozen parameters, of modules in eval mode and of norms that do not track their statistics."""
+    """Return names of frozen parameters, of modules in eval mode and of norms that do not track their statistics."""
     return {
         "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
         "evaluating": [name for name, module in task.named_modules() if not module.training],

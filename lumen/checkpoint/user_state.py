@@ -1,4 +1,4 @@
-"""States of the task, callbacks and loggers in a checkpoint, each under the name of what it is of."""
+"""States of the task, callbacks and loggers in a checkpoint, by the key of their owner."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lumen.errors import CheckpointError, ConfigError
 
 
 def states_of(things: Iterable[Any]) -> dict[str, Any]:
-    """States of callbacks or loggers by their keys.
+    """Return states of callbacks or loggers by their keys.
 
     Raises:
-        ConfigError: Two that have a state have the same key.
+        ConfigError: Two objects with a state have the same key.
     """
     found: dict[str, Any] = {}
     for thing in things:
@@ -26,7 +26,7 @@ def states_of(things: Iterable[Any]) -> dict[str, Any]:
 
 
 def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: PurePath) -> None:
-    """Give states back to their owners; one warning names states without an owner and owners without a state.
+    """Restore the states of callbacks or loggers; one log message names states without owner and owners without state.
 
     Args:
         things: Callbacks or loggers.
@@ -57,12 +57,12 @@ def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: PurePath)
 def _has_state(thing: Any) -> bool:
     try:
         return bool(thing.state_dict())
-    except Exception:  # it may be made when training begins: who is asked for it now has one
+    except Exception:  # the state may not exist before training begins: the object counts as one with a state
         return True
 
 
 def ambiguous(key: str) -> ConfigError:
-    """The error for several objects that save under one key."""
+    """Return the error for several objects that save under one key."""
     return ConfigError(
         f"several callbacks or loggers of this run have a state, and the same state_key: {key}. A checkpoint could not "
         "tell whose is whose. Leave one out, let them differ in what the key names, or define the property state_key "
@@ -75,7 +75,7 @@ _LOADERS = "Lumen saves and restores where the loaders stand."
 _SCALE = "Lumen saves and restores the scale of fp16."
 _HYPERPARAMETERS = "Lumen saves and restores them: read task.hparams or datamodule.hparams."
 
-#: Keys that Lightning's checkpoints have, with where to find the same in Lumen.
+#: Keys of Lightning's checkpoints, each with the place of the same data in Lumen.
 INSTEAD: Mapping[str, str] = {
     "state_dict": "Lumen saves and restores parameters and buffers: read and write those of the task itself, keep an "
     "average or a copy under another name, and begin with renamed or fewer ones by Trainer(init_from=lumen.Weights("
@@ -104,11 +104,11 @@ INSTEAD: Mapping[str, str] = {
 
 @final
 class Additions(dict[str, Any]):
-    """The dictionary of one task or callback. Asking for a key of Lightning's is an error that says where to look.
+    """Dictionary of one task or callback; a lookup of a Lightning key raises an error that names Lumen's replacement.
 
     Args:
         owner: Name of the task or callback, for messages.
-        values: Entries to begin with: in a resumed run those that were added.
+        values: Initial entries; in a resumed run, the saved entries.
     """
 
     def __init__(self, owner: str, values: Mapping[str, Any]) -> None:
@@ -124,20 +124,20 @@ class Additions(dict[str, Any]):
         super().__delitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """`dict.get`, after `check`."""
+        """Return the value of a key as `dict.get` does, after `check`."""
         self.check(key)
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """`dict.pop`, after `check`."""
+        """Remove a key as `dict.pop` does, after `check`."""
         self.check(key)
         return super().pop(key, *default)
 
     def check(self, key: Any) -> None:
-        """Refuse a key of Lightning's checkpoints that is not here.
+        """Refuse a key of Lightning's checkpoints.
 
         Raises:
-            CheckpointError: `key` is one of these; the message says what serves instead.
+            CheckpointError: `key` is a key of Lightning's checkpoints; the message names Lumen's replacement.
         """
         if key in INSTEAD:
             raise CheckpointError(f"{self._owner}: checkpoint[{key!r}] is not there. {INSTEAD[key]}")

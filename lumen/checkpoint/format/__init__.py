@@ -1,1 +1,1 @@
-"""The bytes of a checkpoint: storage, manifest, safetensors files, and a reader that opens one."""
+"""Checkpoint format: storage, manifest, safetensors files, and a reader."""

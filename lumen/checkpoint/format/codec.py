@@ -1,8 +1,7 @@
-"""Plain Python data as JSON and back, exactly: types, order of dictionaries and every bit of a float survive.
+"""Exact conversion of plain Python data to JSON and back: types, order of dictionaries and floats are preserved.
 
-JSON has no tuples, sets, bytes or integer keys: such a value becomes an object with one key, its tag, that starts
-with "$".
-Tensors and arrays are left out of the JSON: they are collected by name, and the JSON refers to that name.
+JSON has no tuples, sets, bytes or integer keys. Such a value becomes an object with one key, its tag, that starts with
+"$". Tensors and arrays are not part of the JSON: they are collected by name, and the JSON refers to the name.
 """
 
 import base64
@@ -26,7 +25,7 @@ JSON: TypeAlias = Any
 Tensors: TypeAlias = dict[str, torch.Tensor]
 """Tensors by name."""
 
-_MAX_DEPTH = 100  # far below Python's recursion limit, so that whatever could be saved can also be loaded
+_MAX_DEPTH = 100  # far below Python's recursion limit, so that all saved data can be loaded
 
 _LEAVES: dict[type, tuple[str, Callable[[Any], str]]] = {
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
@@ -46,16 +45,17 @@ _KEYS = (str, int, float, bool, type(None), tuple)
 
 
 def encode(value: Any, tensors: Tensors, where: str) -> JSON:
-    """Turn plain data into JSON, and collect its tensors.
+    """Convert plain data to JSON, and collect its tensors.
 
     Plain data: None, bool, int, float, str, bytes, list, tuple, dict (keys: str, int, float, bool, None, tuple), set,
-    frozenset, `pathlib.Path`, `torch.dtype`, `torch.device`, `torch.Size`, numpy scalars (those as wide as Python's
-    become Python scalars), numeric numpy arrays and tensors. Ordered, default and counting dictionaries become plain,
-    and so do other mappings and sequences, such as those of OmegaConf.
+    frozenset, `pathlib.Path`, `torch.dtype`, `torch.device`, `torch.Size`, numpy scalars (float64, int64, bool, str and
+    bytes become Python scalars), numeric numpy arrays and tensors. Ordered, default and counting dictionaries become
+    plain dictionaries. Other mappings and sequences, such as those of OmegaConf, become dictionaries and lists.
 
     Args:
         value: Plain data, as listed above.
-        tensors: Receives every tensor and array of any shape and dtype, under its path. They share memory with `value`.
+        tensors: Dictionary that receives each tensor and array of any shape and dtype, by path. They share memory with
+            `value`.
         where: Path of `value` for error messages and names of tensors, for example "callbacks.EarlyStopping".
 
     Raises:
@@ -124,7 +124,7 @@ def _entry(where: str, key: Any) -> str:
 
 
 def _python_scalar(value: Any) -> Any:
-    """Return the equal Python scalar of a numpy scalar that has one (a long double has none), else the value itself."""
+    """Return the equal Python scalar of a numpy scalar, or the value itself if there is no equal one (long double)."""
     if not isinstance(value, np.generic) or value.dtype.kind not in "biufUS":
         return value
     scalar = value.item()
@@ -164,15 +164,15 @@ def _refusal(value: Any, where: str) -> CheckpointError:
 
 
 def decode(value: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the data that `encode` turned into JSON.
+    """Return the data that `encode` converted to JSON.
 
     Args:
         value: The JSON that `encode` returned.
-        tensors: Must give every tensor that was collected, on any device. They become part of the result; arrays share
-            their memory.
+        tensors: All collected tensors by name, on any device. They become part of the result; arrays share their
+            memory.
 
     Raises:
-        CheckpointDamaged: `value` is not what `encode` writes, or refers to a tensor that is not there.
+        CheckpointDamaged: `value` is not output of `encode`, or refers to a missing tensor.
     """
     try:
         return _decode(value, tensors)

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: which are there, which is the newest good one, and how one leaves."""
+"""Folder of a run's checkpoints: list, find the newest valid one, rename and remove."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from lumen.checkpoint.format.storage import MANIFEST, TEMPORARY, explained, is_f
 from lumen.distributed.processes import ALONE, Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone
 
-# -validating: saved before that step's validation was done; -1, -2: the samples went on while updates were skipped
+# -validating: saved before the step's validation ended; -1, -2: more samples at this step, whose updates were skipped
 _STEP_NAME = re.compile(r"step-([0-9]+)(?:-(validating|[0-9]+))?")
 SAVED_NAME = re.compile(f"(?:exception-)?{_STEP_NAME.pattern}")
 _OWN_FILE = re.compile(r"(?:state|manifest)\.json|[a-z_]+/[0-9]{5}-[0-9]{5}(?:-[0-9a-f]{8})?\.safetensors", re.ASCII)
 
 
 def read_info(path: PurePath) -> dict[str, Any]:
-    """Return the `info` of a committed checkpoint by reading its manifest alone.
+    """Return the `info` of a complete (committed) checkpoint by reading only its manifest.
 
     Raises:
-        CheckpointDamaged: It was never committed, or its manifest was changed.
-        CheckpointError: It has another format version, or this user may not read it.
+        CheckpointDamaged: The checkpoint was never completed, or its manifest was changed.
+        CheckpointError: The checkpoint has another format version, or this user may not read it.
     """
     return read_head(path).info
 
 
 def find_checkpoints(folder: PurePath) -> list[PurePath]:
-    """Return the committed checkpoints of a folder (with a valid manifest; other files are not read), oldest first."""
+    """Return a folder's complete checkpoints (those with a valid manifest; other files are not read), oldest first."""
     return [path for path in _step_directories(folder) if is_committed(path)]
 
 
 def find_moments(folder: PurePath) -> dict[int, PurePath]:
-    """Return the committed checkpoints of a folder by step, of each step the newest."""
+    """Return the newest complete checkpoint of each step in a folder, by step."""
     return {_age(path.name)[0]: path for path in find_checkpoints(folder)}
 
 
 def newest_committed(folder: PurePath) -> PurePath | None:
-    """Return the newest committed checkpoint of a folder, or None; no manifest of an older one is read."""
+    """Return the newest complete checkpoint of a folder, or None; no manifest of an older checkpoint is read."""
     return next(filter(is_committed, reversed(_step_directories(folder))), None)
 
 
 def find_unread(folder: PurePath, *, known: Collection[PurePath] = (), step: int | None = None) -> list[PurePath]:
-    """Return what has the name and the manifest of a checkpoint in a folder, oldest first; no file is read.
+    """Return directories with the name and the manifest of a checkpoint, oldest first; no file is read.
 
-    A manifest of many shards and tensors takes about a second.
+    Reading a manifest of many shards and tensors would take about a second.
 
     Args:
-        folder: Where the checkpoints are.
-        known: Had a manifest before; of these the names alone are looked for.
-        step: Only what shows a moment of it; default: of all steps.
+        folder: Directory of the checkpoints.
+        known: Checkpoints that had a manifest before; only their names are checked.
+        step: Step of the checkpoints to return; default: all steps.
     """
     found = [path for path in _step_directories(folder) if step in (None, _age(path.name)[0])]
     there = storage_of(folder).with_manifest(folder, [path for path in found if path not in known])
@@ -72,23 +72,23 @@ def newest_valid(
     beside: Sequence[PurePath] = (),
     without: Collection[PurePath] = (),
 ) -> Checkpoint | None:
-    """Open the newest checkpoint of a folder whose every byte is right, or return None if there is none.
+    """Open the newest checkpoint of a folder whose bytes are all correct, or return None.
 
-    Collective: every one of `processes` must call this; they read each byte once together.
+    Collective: every one of `processes` must call this. Together they read each byte once.
 
     Args:
-        folder: Where the checkpoints are.
-        report: Told of every damaged one: its name, what is wrong with it, and what is used instead.
-        processes: Those that open it together; default: this one alone.
-        sections: Only these are verified and can be read, as in `Checkpoint.open`.
-        beside: Other folders in which the run saves; where one has the same step, the one in `folder` is taken.
-        without: What is not looked at.
+        folder: Directory of the checkpoints.
+        report: Function that receives a message for each damaged checkpoint: name, damage and replacement.
+        processes: The processes that open the checkpoint together; default: only this process.
+        sections: Sections to verify; only these can be read, as in `Checkpoint.open`.
+        beside: Other folders in which the run saves. If several folders have the same step, `folder` takes precedence.
+        without: Checkpoints to ignore.
 
     Raises:
-        CheckpointError: One cannot be judged: it has another format version, or this user may not read it.
+        CheckpointError: A checkpoint cannot be judged: it has another format version, or this user may not read it.
     """
     tried: set[PurePath] = {*without}
-    look = partial(_newest_two, (folder, *beside), tried)  # anew each time: a run that goes on has newer ones
+    look = partial(_newest_two, (folder, *beside), tried)  # called for each try: an active run adds newer checkpoints
     while candidates := processes.on_rank_zero(look):
         tried.add(path := candidates[0])
         try:
@@ -102,13 +102,13 @@ def newest_valid(
 
 
 def find_newer(path: PurePath, folders: Iterable[PurePath]) -> list[PurePath]:
-    """Return the committed checkpoints of some folders that show a later moment than one of them does."""
+    """Return the complete checkpoints of some folders that are newer than a given checkpoint."""
     newer = [each for folder in folders for each in _step_directories(folder) if _age(each.name) > _age(path.name)]
     return [each for each in newer if is_committed(each)]
 
 
 def _newest_two(folders: Sequence[PurePath], tried: Collection[PurePath]) -> list[PurePath]:
-    """What is not left over and was not tried, the newest first; of equal steps the first folder's."""
+    """Return the two newest untried checkpoints that are not leftovers; for equal steps the first folder's."""
     found = [path for folder in reversed(folders) for path in _step_directories(folder)]
     found.sort(key=lambda path: _age(path.name))
     return [*islice((path for path in reversed(found) if path not in tried and not is_unseen(path)), 2)]
@@ -119,12 +119,12 @@ def _step_directories(folder: PurePath) -> list[PurePath]:
 
 
 def is_saved_name(name: str) -> bool:
-    """Whether a checkpoint of this name is one to go on from."""
+    """Return True if runs can resume from a checkpoint of this name."""
     return _STEP_NAME.fullmatch(name) is not None
 
 
 def _age(name: str) -> tuple[int, int]:
-    """Steps and, of one step, the order of its moments."""
+    """Return the step of a checkpoint, and its order among the checkpoints of this step."""
     match = _STEP_NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), -1 if match[2] == "validating" else int(match[2] or 0)
@@ -137,17 +137,17 @@ def _names(folder: PurePath) -> list[str]:
 
 
 def is_ours(path: PurePath) -> bool:
-    """Whether nothing is in a directory but what checkpoints consist of, so that it may be moved or removed."""
+    """Return True if a directory holds only files of checkpoints, so that it may be moved or removed."""
     return all(_OWN_FILE.fullmatch(name) for name in storage_of(path).files(path))
 
 
 def remove_checkpoint(path: PurePath) -> None:
-    """Remove a checkpoint; a kill meanwhile never leaves half of one that readers would see.
+    """Remove a checkpoint; even after a kill, readers never see a partial checkpoint.
 
-    Of one that somebody has moved away and put a link to in its place only the link: the rest is theirs.
+    If the user has moved the checkpoint and left a link, only the link is removed.
 
     Raises:
-        CheckpointError: It is no checkpoint, or it cannot be removed.
+        CheckpointError: The path is not a checkpoint, or the checkpoint cannot be removed.
     """
     with explained("remove", path):
         if not is_file(path / MANIFEST):
@@ -156,16 +156,16 @@ def remove_checkpoint(path: PurePath) -> None:
 
 
 def remove_checkpoints(paths: Iterable[PurePath]) -> None:
-    """Remove several, one after the other; what is damaged or was never one is left alone. See `remove_checkpoint`."""
+    """Remove several checkpoints with `remove_checkpoint`; damaged and incomplete ones are kept."""
     for path in filter(is_committed, paths):
         remove_checkpoint(path)
 
 
 def refuse_foreign(path: PurePath) -> None:
-    """Refuse to touch what has a checkpoint's place and was never one.
+    """Refuse to overwrite a directory that has the path of a checkpoint but was never a checkpoint.
 
     Raises:
-        CheckpointError: The directory holds something else.
+        CheckpointError: The directory holds other files.
     """
     with readable(path):
         was_one = SAVED_NAME.fullmatch(path.name) and (not is_unseen(path) or is_ours(path))
@@ -176,12 +176,12 @@ def refuse_foreign(path: PurePath) -> None:
 
 
 def set_aside(path: PurePath) -> PurePath:
-    """Rename a damaged checkpoint to `<name>.damaged-<k>`, so that its name is free and its bytes are kept.
+    """Rename a damaged checkpoint to `<name>.damaged-<k>`, so that its name is free and its files are kept.
 
-    What a killed save left under that name, where none can be renamed, is removed.
+    In an object store, the leftover of a killed save under that name is removed.
 
     Raises:
-        CheckpointError: It is something else, or it cannot be renamed.
+        CheckpointError: The path holds other files, or cannot be renamed.
     """
     refuse_foreign(path)
     taken = _names(path.parent)
@@ -192,7 +192,7 @@ def set_aside(path: PurePath) -> PurePath:
 
 
 def clean_leftovers(folder: PurePath) -> None:
-    """Remove what killed saves left behind. Only for the holder of the run's lock: a living save looks the same."""
+    """Remove leftovers of killed saves; call this only with the run's lock, because an active save looks the same."""
     storage, names = storage_of(folder), sorted(_names(folder))
     drafts = storage.unseen(folder, [folder / name for name in names if SAVED_NAME.fullmatch(name)])
     for leftover in (folder / name for name in names):

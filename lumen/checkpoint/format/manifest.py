@@ -1,4 +1,4 @@
-"""The manifest lists every file and tensor of a checkpoint; files are hashed when written and checked when read."""
+"""Manifest of all files and tensors of a checkpoint; files are hashed when written and checked when read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lumen.checkpoint.format.codec import JSON, decode, named_dtype
 from lumen.checkpoint.format.storage import MANIFEST, explained, readable, storage_of
 from lumen.errors import CheckpointDamaged, CheckpointError
 
-_PIECE_BYTES = 4 << 20  # hashed and then written while it is still in the processor's cache
+_PIECE_BYTES = 4 << 20  # size of a piece that stays in the processor's cache between hashing and writing
 
 
 @final
 class HashingWriter:
-    """Writes to a file and hashes what it writes."""
+    """Writer of a file that hashes the written bytes."""
 
     def __init__(self, write: Callable[[memoryview], int]) -> None:
         self._write = write
@@ -39,26 +39,26 @@ class HashingWriter:
             self._bytes += self._write(piece)
 
     def record(self) -> dict[str, int | str]:
-        """Return what was written so far: its size in `bytes` and its `sha256`."""
+        """Return the size in `bytes` and the `sha256` of the bytes written so far."""
         return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
 
 
 @contextmanager
 def new_file(path: PurePath) -> Iterator[HashingWriter]:
-    """Create a file, as `Storage.create` promises.
+    """Create a file with the guarantees of `Storage.create`.
 
     Raises:
-        CheckpointError: The file exists, or the disk or the store refuses.
+        CheckpointError: The file exists, or the storage refuses.
     """
     with explained("write", path), storage_of(path).create(path) as write:
         yield HashingWriter(write)
 
 
 def check_file(directory: PurePath, name: str, size: int, sha256: str | None) -> None:
-    """Check that a file is inside a directory and has the size in bytes and, unless None, the checksum given.
+    """Check that a file is inside a directory, and has the given size in bytes and the given checksum (unless None).
 
     Raises:
-        CheckpointDamaged: It is not, or has another one.
+        CheckpointDamaged: The file is outside the directory, or its size or checksum differs.
     """
     storage, path = storage_of(directory), directory / name
     storage.check_inside(directory, name)
@@ -70,7 +70,7 @@ def check_file(directory: PurePath, name: str, size: int, sha256: str | None) ->
 
 
 def sha256_of(path: PurePath, size: int) -> str:
-    """Return the checksum of a file of so many bytes."""
+    """Return the checksum of a file of `size` bytes."""
     storage, digest = storage_of(path), hashlib.sha256()
     read_into = storage.pieces(path.parent, {path.name: size})
     memory = memoryview(bytearray(min(size, storage.piece_bytes)))
@@ -118,7 +118,7 @@ Parsed = TypeVar("Parsed")
 
 @final
 class Chunk(NamedTuple):
-    """A block of a tensor that is stored in one file: its offset in each dimension of the tensor, and its shape."""
+    """Block of a tensor that is stored in one file: offset in each dimension of the tensor, and shape."""
 
     file: str
     offsets: tuple[int, ...]
@@ -127,7 +127,7 @@ class Chunk(NamedTuple):
 
 @final
 class StoredTensor(NamedTuple):
-    """Dtype and shape of a stored tensor, and its chunks, which cover it exactly."""
+    """Dtype and shape of a stored tensor, and its chunks, which cover the tensor exactly."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -136,7 +136,7 @@ class StoredTensor(NamedTuple):
 
 @final
 class Head(NamedTuple):
-    """A manifest without its tensors.
+    """Manifest without its tensors.
 
     Attributes:
         files: Size in bytes and sha256 of every file, by its path in the checkpoint.
@@ -149,7 +149,7 @@ class Head(NamedTuple):
 
 @final
 class Manifest(NamedTuple):
-    """A manifest that was verified and does not contradict itself.
+    """Verified and consistent manifest.
 
     Attributes:
         files: Size in bytes and sha256 of every file, by its path in the checkpoint.
@@ -167,16 +167,16 @@ class Manifest(NamedTuple):
 
 
 def digest(manifest: Mapping[str, JSON]) -> str:
-    """The digest of a manifest's JSON, which its entry "digest" must equal."""
+    """Return the digest of a manifest's JSON, to be compared with the entry "digest"."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def text_of(manifest: Mapping[str, JSON]) -> bytes:
-    """The bytes of a manifest's file: JSON in three lines.
+    """Return the bytes of a manifest's file: JSON in three lines.
 
-    The first is a checksum of the others, so that they can be verified without being parsed; the second is what a
-    listing shows; the third holds all tensors.
+    Line 1 is a checksum of the other lines, so that they can be verified without parsing. Line 2 is the part that a
+    listing needs. Line 3 contains all tensors.
     """
     whole = {**manifest, "digest": digest(manifest)}
     head = json.dumps({key: whole[key] for key in _IN_HEAD}, allow_nan=False)
@@ -186,12 +186,12 @@ def text_of(manifest: Mapping[str, JSON]) -> bytes:
 
 
 def is_unseen(path: PurePath) -> bool:
-    """Whether a directory has no manifest yet, or no longer, on a storage that cannot rename directories."""
+    """Return True if a directory has no manifest, on a storage that cannot rename directories."""
     return bool(storage_of(path).unseen(path.parent, [path]))
 
 
 def is_committed(directory: PurePath) -> bool:
-    """Whether a directory has an intact manifest, of any format version.
+    """Return True if a directory has an intact manifest of any format version: the checkpoint is complete (committed).
 
     Raises:
         CheckpointError: This user may not read the file.
@@ -204,7 +204,7 @@ def is_committed(directory: PurePath) -> bool:
 
 
 def read_manifest(directory: PurePath) -> Manifest:
-    """Read and verify the manifest of a checkpoint; no other file is looked at.
+    """Read and verify the manifest of a checkpoint, without checking other files.
 
     Raises:
         CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
@@ -227,7 +227,7 @@ def read_head(directory: PurePath) -> Head:
 
 
 def _read_text(directory: PurePath) -> bytes:
-    """The bytes of an intact manifest."""
+    """Return the bytes of an intact manifest."""
     storage, path = storage_of(directory), directory / MANIFEST
     with readable(directory):
         found = storage.look(path)
@@ -242,7 +242,7 @@ def _read_text(directory: PurePath) -> bytes:
         text = bytes(storage.read(path, found.size_bytes))
     if first := _FIRST_LINE.match(text):
         is_right = hashlib.sha256(memoryview(text)[first.end() :]).hexdigest().encode() == first[1]
-    else:  # it was not written as by `text_of`
+    else:  # not written by `text_of`
         manifest = parse_json(path, text)
         is_right = manifest.get("digest") == digest(manifest)
     if not is_right:
@@ -251,7 +251,7 @@ def _read_text(directory: PurePath) -> bytes:
 
 
 def _parsed(directory: PurePath, text: bytes, parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
-    """What a manifest of this format holds."""
+    """Parse a manifest of the current format version."""
     manifest = parse_json(path := directory / MANIFEST, text)
     if manifest.get("format") != FORMAT_VERSION:
         raise CheckpointError(
@@ -304,7 +304,7 @@ def _parse_spec(where: str, tensor: JSON) -> StoredTensor:
 
 
 def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
-    """Check that chunks fill a shape exactly: inside it, as many elements as it has, none of them twice."""
+    """Check that chunks cover a shape exactly: all elements once, and no element outside."""
     if len(chunks) == 1 and (chunks[0].offsets, chunks[0].shape) == ((0,) * len(shape), shape):
         return
     for chunk in chunks:
@@ -326,7 +326,7 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) 
 
 
 def _apart(chunks: list[Chunk], dim: int) -> list[list[Chunk]]:
-    """Chunks in groups between which a cut across `dim` goes through the whole tensor."""
+    """Group chunks so that each boundary between groups is a cut across `dim` through the whole tensor."""
     groups: list[list[Chunk]] = []
     end = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):

@@ -1,7 +1,8 @@
-"""Object stores, and whatever else fsspec opens: a checkpoint is written in its place, and its manifest commits it.
+"""Object stores and other filesystems of fsspec, where the upload of the manifest completes a checkpoint.
 
-There is no renaming, no syncing and no directory: a directory is what the names of objects begin with, and an object is
-there, whole and durable, as soon as its upload has ended. So the last object uploaded is what commits the others.
+An object store has no rename, no sync and no directories: a directory is a prefix of names of objects. An object is
+complete and durable as soon as its upload has ended. The last uploaded object, the manifest, therefore completes the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any, final
 from lumen.checkpoint.format.storage import ADVICE, MANIFEST, Draft, ReadInto, Status, Storage, readable, temporary_name
 from lumen.errors import CheckpointError, ConfigError
 
-_PART_BYTES = 16 << 20  # of an upload or a download: what a store takes well, and what memory it needs beside a tensor
-_AHEAD_BYTES = 1 << 20  # read at once where less is asked for: headers, small tensors
-_MOST_BLOCKS = 64  # of so many bytes that are kept: tensors are read in turn from the files of so many processes
+_PART_BYTES = 16 << 20  # part of an upload or a download: efficient for stores, and the extra memory for a tensor
+_AHEAD_BYTES = 1 << 20  # minimum size of a read, for headers and small tensors
+_MOST_BLOCKS = 64  # cached reads: tensors are read alternately from the files of up to 64 processes
 
 _INSTALL = "{place} cannot be opened: {error}. For s3:// and gs:// `pip install 'lumen[remote]'` brings s3fs and gcsfs."
 _ADVICE_AT_START = {
@@ -31,13 +32,13 @@ _ADVICE_AT_START = {
 
 @final
 class ObjectStore(Storage):
-    """What fsspec opens. Every question is one request, answered as things are now: nothing is cached."""
+    """Storage that fsspec opens. Each query is one request without a cache, so that the answer is current."""
 
-    quick_bytes = 0  # each object takes its time
+    quick_bytes = 0  # even small objects take time
     piece_bytes = _PART_BYTES
 
     def look(self, path: PurePath) -> Status | None:
-        """An object, or what the names of others begin with."""
+        """Return the status of an object or of a prefix of objects, or None if there is no such object."""
         try:
             found = ask(path, "info")
         except FileNotFoundError:
@@ -45,7 +46,7 @@ class ObjectStore(Storage):
         return Status("file" if found["type"] == "file" else "directory", int(found.get("size") or 0))
 
     def names(self, folder: PurePath) -> list[str]:
-        """By one listing."""
+        """Return the names in a directory with one request; an empty list for a missing directory."""
         try:
             found = [str(name).rstrip("/") for name in ask(folder, "ls", detail=False)]
         except FileNotFoundError:
@@ -53,17 +54,17 @@ class ObjectStore(Storage):
         return [name.rpartition("/")[2] for name in found if not str(folder).endswith(f"/{name.lstrip('/')}")]
 
     def files(self, directory: PurePath) -> list[str]:
-        """By one listing of all objects whose names begin so."""
+        """Return the relative names of all objects below a directory with one request."""
         found = [str(name).strip("/") for name in ask(directory, "find")]
         root = _store_of(directory)[1].strip("/")
         return [name.removeprefix(root).lstrip("/") for name in found if f"{name}/".startswith(f"{root}/")]
 
     def written_s(self, file: PurePath) -> float:
-        """By the store's clock."""
+        """Return the upload time of an object, in seconds since 1970, by the clock of the store."""
         return float(ask(file, "modified").timestamp())
 
     def with_manifest(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
-        """Of several by one listing of the folder."""
+        """Return the directories that have a manifest, with one listing of the folder for several directories."""
         if len(directories) < 2:
             return super().with_manifest(folder, directories)
         with readable(folder):
@@ -71,11 +72,11 @@ class ObjectStore(Storage):
         return {each for each in directories if f"{each.name}/{MANIFEST}" in found}
 
     def unseen(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
-        """What has no manifest."""
+        """Return the directories without a manifest."""
         return {*directories} - self.with_manifest(folder, directories)
 
     def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
-        """What is small is read together with what lies around it, and kept for a while."""
+        """Return a function that reads pieces of objects; a small piece is read and cached with its surroundings."""
 
         @lru_cache(_MOST_BLOCKS)
         def block(name: str, number: int) -> bytes:
@@ -100,7 +101,7 @@ class ObjectStore(Storage):
         return read_into
 
     def check_writable(self, folder: PurePath) -> None:
-        """By an object that comes and goes; if it stays, it looks like what a killed save has left."""
+        """Upload, read, list and remove a probe object; a remaining probe looks like the leftover of a killed save."""
         probe = temporary_name(folder / "probe") / "state.json"
         try:
             with self.create(probe) as write:
@@ -114,18 +115,18 @@ class ObjectStore(Storage):
             raise CheckpointError(f"checkpoints cannot be kept in {folder}: {why}. {advice}") from error
 
     def begin(self, directory: PurePath) -> Draft:
-        """In its place, which must be free."""
+        """Create a draft at the final path, which must be free."""
         if self.look(directory) is not None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
         return Draft(directory, directory, f"-{secrets.token_hex(4)}")
 
     def directory(self, path: PurePath) -> AbstractContextManager[None]:
-        """There are none to be made."""
+        """Do nothing: an object store has no directories."""
         return nullcontext()
 
     @contextmanager
     def create(self, path: PurePath) -> Iterator[Callable[[bytes | memoryview], int]]:
-        """Upload piece by piece; when the `with` block fails there is no object. Its size is looked at afterwards."""
+        """Upload an object piece by piece, and check its size; if the `with` block fails, no object is created."""
         file, size = ask(path, "open", mode="wb", block_size=_PART_BYTES), 0
 
         def write(data: bytes | memoryview) -> int:
@@ -141,7 +142,7 @@ class ObjectStore(Storage):
                 file.close()
         except BaseException:
             with suppress(AttributeError):
-                file.closed = True  # to close it later, be it by the garbage collector, would commit what is there
+                file.closed = True  # closing the file later, even by the garbage collector, would upload it
             with suppress(Exception):
                 file.discard()
             raise
@@ -149,28 +150,28 @@ class ObjectStore(Storage):
             raise OSError(errno.EREMOTE, f"it has {found} bytes instead of {size} after the upload", str(path))
 
     def commit(self, draft: Draft) -> None:
-        """The upload of the manifest was that."""
+        """Do nothing: the upload of the manifest already completed the checkpoint."""
 
     def rename(self, directory: PurePath, other: PurePath) -> None:
-        """Copy all objects, the manifest last as in a save, and remove those that were copied."""
+        """Copy all objects, the manifest last as in a save, and remove the originals."""
         names = [] if self.unseen(directory.parent, [directory]) else self.files(directory)
         for name in sorted(names, key=MANIFEST.__eq__):
             ask(directory / name, "cp_file", path2=_store_of(other / name)[1])
         self.remove(directory)
 
     def remove(self, directory: PurePath) -> None:
-        """The manifest first; the others in any order."""
+        """Remove the manifest first, then the other objects in any order."""
         names = {*self.files(directory)} - {""}
         if MANIFEST in names:
             ask(directory / MANIFEST, "rm_file")
         if others := sorted(names - {MANIFEST}):
             remove_objects([directory / name for name in others])
-        if left := {*self.files(directory)} - {""}:  # what one of many could not be removed for, s3fs does not tell
+        if left := {*self.files(directory)} - {""}:  # s3fs does not report failed removals
             raise OSError(errno.EREMOTE, "the store did not remove it", str(directory / min(left)))
 
 
 def ask(place: PurePath, method: str, **options: Any) -> Any:
-    """What a method of the file system returns for a place; whatever it raises becomes an OSError."""
+    """Call a method of the filesystem of a path and return its result; any exception becomes an OSError."""
     with _translated(place):
         store, name = _store_of(place)
         return getattr(store, method)(name, **options)
@@ -184,7 +185,7 @@ def remove_objects(objects: Sequence[PurePath]) -> None:
 
 
 def _fetched(place: PurePath, start: int, end: int) -> bytes:
-    """Bytes of an object, by one request."""
+    """Read bytes of an object with one request."""
     data: bytes = ask(place, "cat_file", start=start, end=end)
     if len(data) > end - start:
         raise OSError(errno.EREMOTE, "the server sends whole files only", str(place))
@@ -192,10 +193,10 @@ def _fetched(place: PurePath, start: int, end: int) -> bytes:
 
 
 def _store_of(place: PurePath) -> tuple[Any, str]:
-    """The file system of a place, and its name there. Asked for anew each time: after a fork the old one is dead."""
-    import fsspec  # slow, and there is seldom such a place
+    """Return the filesystem of a path, and the path's name there; called each time, as a fork breaks filesystems."""
+    import fsspec  # slow, and rarely needed
 
-    try:  # without the cache, because what other processes do is to be seen at once
+    try:  # without the cache, so that changes by other processes are visible at once
         return fsspec.core.url_to_fs(str(place), use_listings_cache=False)  # type: ignore[no-any-return]
     except ValueError as error:
         raise ConfigError(f"{place}: nothing opens such a URL: {error}. It may be misspelt.") from error
@@ -203,7 +204,7 @@ def _store_of(place: PurePath) -> tuple[Any, str]:
 
 @contextmanager
 def _translated(place: PurePath) -> Iterator[None]:
-    """Turn whatever a package for some protocol raises into an OSError whose number tells what is known of it."""
+    """Turn any exception of a protocol's package into an OSError with the closest error number."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint, and verifies every byte that it relies on."""
+"""Reader of a checkpoint that verifies every byte it uses."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from lumen.distributed.processes import ALONE, Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
 from lumen.internals.garbage import only_young_collected
 
-_PIECE_BYTES = 4 << 20  # read at once where only some of every row is kept
-#: Entries of the state of a run, and their kinds in JSON.
+_PIECE_BYTES = 4 << 20  # size of one read when only part of each row is kept
+#: Entries of the state of a run, and their types in JSON.
 _KINDS: dict[str, type] = {"seed": int, "schedulers": list, "monitors": list, "ranks": list} | dict.fromkeys(
     ("progress", "precision", "configured", "loggers", "metrics", "logged_as", "hyperparameters", "modes", "built",
      "data_hyperparameters", "extra_state", "settings", "data", "optimizer"), dict,
@@ -42,15 +42,15 @@ _KINDS: dict[str, type] = {"seed": int, "schedulers": list, "monitors": list, "r
 
 @final
 class Checkpoint:
-    """A committed checkpoint, verified when it was opened; each tensor is read when it is asked for.
+    """Complete (committed) checkpoint, verified when opened; tensors are read lazily.
 
     Attributes:
         path: Directory of the checkpoint.
-        info: Plain data that was given as `info` when it was written.
+        info: Plain data that was given as `info` when the checkpoint was written.
         state: The JSON that was given as `state`, not yet decoded.
         aliases: Names of tied tensors of the section "model": alias to stored name.
-        averages: The tensors of the section "model" that are read as the mean of others, each of these as a
-            checkpoint, a section and a name; see `with_averages`.
+        averages: Tensors of the section "model" that are read as a mean. The sources of each mean are tuples of
+            checkpoint, section and name; `with_averages` sets them.
     """
 
     averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]] = MappingProxyType({})
@@ -80,16 +80,17 @@ class Checkpoint:
 
         Args:
             path: Directory of the checkpoint, the same on every process.
-            verify: "checksums" reads every byte, each on one of the processes; "sizes" checks that every file is there
-                with its size, and its header.
-            sections: The sections to verify, which alone can then be read; the state only if `STATE` is among them.
+            verify: "checksums" reads every byte, each on one of the processes; "sizes" checks the size and the header
+                of every file.
+            sections: Sections to verify; only these can be read. The state is included only if `STATE` is listed.
                 Default: everything.
-            processes: The processes that open it together; default: this one alone.
+            processes: The processes that open the checkpoint together; default: only this process.
 
         Raises:
-            CheckpointDamaged: Something is missing, changed, malformed, or outside the directory; the message names it.
-            CheckpointError: The checkpoint has another format version, or this user may not read it. Any error of one
-                process is the same error on all.
+            CheckpointDamaged: A file or tensor is missing, changed, malformed, or outside the directory; the message
+                names it.
+            CheckpointError: The checkpoint has another format version, or this user may not read it. An error of one
+                process is raised on all.
         """
         with only_young_collected():
             return processes.together(partial(_open, path, verify, sections, processes))
@@ -107,27 +108,27 @@ class Checkpoint:
         return spec.dtype, torch.Size(spec.shape)
 
     def tensor(self, section: str, name: str) -> torch.Tensor:
-        """Read a tensor into new memory of the host.
+        """Read a tensor into new host memory.
 
         Raises:
             CheckpointMismatch: The checkpoint has no such tensor.
-            CheckpointDamaged: Its file changed since the checkpoint was opened.
+            CheckpointDamaged: The file of the tensor changed since the checkpoint was opened.
         """
         shape = self._spec(section, name).shape
         return self.block(section, name, (0,) * len(shape), shape)
 
     def block(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Read a block of a tensor into new memory of the host; from the files only the rows that it overlaps.
+        """Read a block of a tensor into new host memory; only the overlapping rows are read from the files.
 
         Args:
             section: "model", "optimizer" or "extra".
             name: Name of the tensor in the section.
             offsets: Index at which the block begins, in each dimension.
-            shape: Shape of the block, which must lie inside the tensor.
+            shape: Shape of the block, which must be inside the tensor.
 
         Raises:
             CheckpointMismatch: The checkpoint has no such tensor.
-            CheckpointDamaged: Its file changed since the checkpoint was opened.
+            CheckpointDamaged: The file of the tensor changed since the checkpoint was opened.
         """
         spec = self._spec(section, name)
         if averaged := self._averaged(section, name):
@@ -137,21 +138,21 @@ class Checkpoint:
         return data.view(spec.dtype).reshape(tuple(shape))
 
     def tensors(self, section: str, read: Callable[[str], torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
-        """Return a section as a mapping that reads a tensor each time it is looked up.
+        """Return a section as a mapping that reads a tensor at each lookup.
 
         Args:
             section: "model", "optimizer" or "extra".
-            read: Called with a name, returns its tensor; default: `tensor` of this section.
+            read: Function that returns the tensor of a name; default: `tensor` of this section.
         """
         return _Tensors(self._section(section), partial(self.tensor, section) if read is None else read)
 
     def copy_into(self, section: str, name: str, destination: torch.Tensor) -> None:
-        """Read a tensor into an existing one, on any device, in place; into a sharded one this process's shard.
+        """Read a tensor into an existing tensor on any device, in place; a sharded one receives this process's shard.
 
         Raises:
-            CheckpointMismatch: The checkpoint has no such tensor; or `destination` has another dtype or shape, since
-                nothing is cast; or it is an expanded tensor, which cannot hold all values.
-            CheckpointDamaged: Its file changed since the checkpoint was opened.
+            CheckpointMismatch: The checkpoint has no such tensor; `destination` has another dtype or shape (nothing is
+                cast); or `destination` is an expanded tensor, which cannot hold all values.
+            CheckpointDamaged: The file of the tensor changed since the checkpoint was opened.
         """
         spec, dtype = self._spec(section, name), self.spec(section, name)[0]
         if destination.dtype != dtype or destination.shape != spec.shape or destination.is_meta:
@@ -174,20 +175,20 @@ class Checkpoint:
             self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
 
     def with_averages(self, averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]]) -> Checkpoint:
-        """This checkpoint, in which tensors of the section "model" are read as the mean of others, of the same shape.
+        """Return a copy of this checkpoint that reads tensors of the section "model" as means of other tensors.
 
-        Sums are in float64, in the order given, and rounded to the dtype of the first, or to float32 if that is
-        narrower; nothing is read yet.
+        Sources have the same shape. Sums are computed in float64, in the given order. The result has the dtype of the
+        first source, or float32 if that dtype is narrower. This method reads no data.
 
         Args:
-            averages: By name of a tensor of this checkpoint: checkpoints, sections and names of the others.
+            averages: Sources by name of a tensor of this checkpoint: tuples of checkpoint, section and name.
         """
         seen = copy(self)
         seen.averages = averages
         return seen
 
     def free(self) -> None:
-        """Close its files, or free the memory of what was read ahead; everything can still be read."""
+        """Close the checkpoint's files, or free read-ahead memory; the checkpoint can still be read."""
         self._read_into = self._pieces()
         for each in {id(of): of for averaged in self.averages.values() for of, _, _ in averaged}.values():
             each.free()
@@ -207,13 +208,14 @@ class Checkpoint:
         return specs[name]
 
     def _read(self, name: str, spec: StoredTensor, offsets: Sequence[int], data: torch.Tensor) -> None:
-        """Read a block of a tensor as bytes, since not every dtype can be copied into a slice.
+        """Read a block of a tensor as bytes, because not every dtype can be copied into a slice.
 
         Args:
             name: Name of the tensor, for messages.
             spec: Dtype, shape and chunks of the tensor.
             offsets: Index at which the block begins, in each dimension.
-            data: Receives the bytes: uint8, of the block's shape with a last dimension for the bytes of an element.
+            data: Destination of the bytes: uint8, with the block's shape and a last dimension for the bytes of an
+                element.
         """
         for chunk in spec.chunks:
             begins = [max(o, p) for o, p in zip(offsets, chunk.offsets, strict=True)]
@@ -225,7 +227,7 @@ class Checkpoint:
                 self._read_rows(name, chunk, there, data[here])
 
     def _read_rows(self, name: str, chunk: Chunk, block: Sequence[slice], data: torch.Tensor) -> None:
-        """Read a block of a chunk, by rows of the first dimension, which follow each other in the file."""
+        """Read a block of a chunk by rows of the first dimension, which are contiguous in the file."""
         row_shape = chunk.shape[1:]
         row_bytes = math.prod(row_shape) * data.shape[-1]
         rows = block[0] if block else slice(0, 1)
@@ -241,7 +243,7 @@ class Checkpoint:
             target.copy_(piece[(slice(None), *block[1:])])
 
     def _read_bytes(self, file: str, begin: int, data: torch.Tensor) -> None:
-        """Fill a contiguous uint8 tensor with the bytes of a file from offset `begin` on."""
+        """Fill a contiguous uint8 tensor with the bytes of a file, starting at offset `begin`."""
         path, view = self.path / file, data.reshape(-1).numpy().data
         with _present(self.path), readable(path):
             count = self._read_into(file, begin, view)
@@ -250,7 +252,7 @@ class Checkpoint:
 
 
 def _open(path: PurePath, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
-    """Check sizes and headers of all files, and the checksums of those that fall to this process."""
+    """Check sizes and headers of all files, and the checksums of this process's share of the files."""
     with _present(path):
         manifest = read_manifest(path)
         files = {n: each for n, each in manifest.files.items() if sections is None or n.partition("/")[0] in sections}
@@ -267,9 +269,9 @@ def _open(path: PurePath, verify: str, sections: Sequence[str] | None, processes
 
 
 def _read_state(path: PurePath) -> dict[str, Any]:
-    """Return the JSON of `state.json`; that of a run has every entry of its kind."""
+    """Return the JSON of `state.json`; check that the state of a run has every entry with its type."""
     state: dict[str, Any] = read_json(path / STATE)
-    if {"progress", "seed"}.isdisjoint(state):  # it was not a run that wrote it
+    if {"progress", "seed"}.isdisjoint(state):  # not the state of a run
         return state
     if wrong := [name for name, kind in _KINDS.items() if type(state.get(name)) is not kind]:
         raise CheckpointDamaged(f"{path / STATE} is malformed: {', '.join(wrong)}. Resume from a different checkpoint.")
@@ -278,7 +280,7 @@ def _read_state(path: PurePath) -> dict[str, Any]:
 
 @contextmanager
 def _present(path: PurePath) -> Iterator[None]:
-    """The context of a read whose error says so if the checkpoint was removed meanwhile.
+    """Context of a read that reports a checkpoint which was removed meanwhile.
 
     Raises:
         CheckpointGone: The checkpoint was removed.
@@ -297,13 +299,13 @@ def _present(path: PurePath) -> Iterator[None]:
 
 
 def _mean(blocks: Iterator[torch.Tensor]) -> torch.Tensor:
-    """The mean of some blocks, in float32 at least; only one of them is in memory beside the sum."""
+    """Return the mean of blocks, at least in float32; only one block is in memory in addition to the sum."""
     total = next(blocks)
     dtype, count = total.dtype, 1
     for block in blocks:
         if count == 1:
             total = total.to(torch.complex128 if dtype.is_complex else torch.float64, copy=True)
-        total += block.double() if dtype.itemsize == 1 else block  # torch adds no float8
+        total += block.double() if dtype.itemsize == 1 else block  # torch cannot add float8
         count += 1
     return total if count == 1 else total.div_(count).to(torch.float32 if dtype.itemsize < 4 else dtype)
 
@@ -319,7 +321,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         return self._read(name)
 
-    def __contains__(self, name: object) -> bool:  # without reading it, as Mapping would
+    def __contains__(self, name: object) -> bool:  # `Mapping.__contains__` would read the tensor
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Reads and writes one safetensors file, tensor by tensor, and verifies its header."""
+"""Reader and writer of one safetensors file, tensor by tensor, with verification of the header."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ _DTYPES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.complex64: "C64", torch.bool: "BOOL",
 }  # fmt: skip
-COPIED_TOGETHER = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch does it for all
+COPIED_TOGETHER = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch supports these
 _TOGETHER_BYTES = 1 << 20
 
 
 def is_known(dtype: torch.dtype) -> bool:
-    """Whether safetensors files can hold a dtype."""
+    """Return True if safetensors files can hold a dtype."""
     return dtype in _DTYPES
 
 
 def write_safetensors(
     path: PurePath, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, int | str]:
-    """Write one safetensors file, one tensor at a time, and wait until it is on the disk.
+    """Write one safetensors file, one tensor at a time, and wait until the file is durable.
 
-    A dtype that safetensors does not know (complex128) is stored as its bytes: U8 with one more dimension.
+    A dtype that safetensors does not support (complex128) is stored as bytes: U8 with one more dimension.
 
     Args:
         path: The file to create.
         tensors: The tensors by name, on any device.
-        whole: Returns the tensor of a name with its bytes; names come by falling item size. Default: of `tensors`.
+        whole: Function that returns the tensor to write for a name; called in order of falling item size. Default:
+            lookup in `tensors`.
 
     Returns:
         The file's size in `bytes` and its `sha256`.
 
     Raises:
-        CheckpointError: The file exists, or the disk refuses.
+        CheckpointError: The file exists, or the storage refuses.
     """
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
-    header: dict[str, JSON] = {"__metadata__": {"format": "pt"}}  # which some readers insist on
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # falling item size aligns every tensor
+    header: dict[str, JSON] = {"__metadata__": {"format": "pt"}}  # some readers require this entry
     end = 0
     for name in names:
         header[name] = _entry(tensors[name].dtype, tuple(tensors[name].shape), end)
@@ -67,7 +68,7 @@ def write_safetensors(
 
 
 def _together(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[list[str]]:
-    """Names in batches that are written at once: many small tensors would take most of their time one by one."""
+    """Yield batches of names that are written at once, because many small writes are slow."""
     group: list[str] = []
     size = 0
     kind: torch.dtype | None = None
@@ -83,7 +84,7 @@ def _together(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iter
 
 
 def check_header(path: PurePath, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, int]:
-    """Check that a file holds exactly the tensors that the manifest places there, and not a byte more.
+    """Check that a file holds exactly the tensors that the manifest lists for the file, without extra bytes.
 
     Args:
         path: The safetensors file.
@@ -115,10 +116,10 @@ def check_header(path: PurePath, tensors: Mapping[str, tuple[torch.dtype, tuple[
 
 
 def read_header(path: PurePath) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of any safetensors file, by name; call `check_header` with them before reading.
+    """Return dtype and shape of every tensor of a safetensors file; pass them to `check_header` before reading.
 
     Raises:
-        CheckpointDamaged: The file is no safetensors file, or has a dtype that torch lacks.
+        CheckpointDamaged: The file is not a safetensors file, or has a dtype that torch lacks.
     """
     header, _, _ = _header(path)
     known = {text: dtype for dtype, text in _DTYPES.items()}
@@ -135,7 +136,7 @@ def read_header(path: PurePath) -> dict[str, tuple[torch.dtype, tuple[int, ...]]
 
 
 def _header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
-    """The entries of a file's header, the offset at which its data begins, and its size, both in bytes."""
+    """Return the entries of a file's header, the offset at which the data begins and the file size, both in bytes."""
     storage = storage_of(path)
     with readable(path):
         size = storage.size_of(path)
@@ -151,7 +152,7 @@ def _header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
 
 
 def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, JSON]:
-    """A tensor's entry in the header; `begin` counts from the header's end."""
+    """Return a tensor's entry in the header; `begin` counts from the end of the header."""
     offsets = [begin, begin + math.prod(shape) * dtype.itemsize]
     if dtype in _DTYPES:
         return {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
@@ -159,12 +160,12 @@ def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, 
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes; a view, without a copy, if it is contiguous on the host."""
+    """Return a tensor's bytes; a view without a copy if the tensor is contiguous on the host."""
     return flat(tensor).view(torch.uint8).numpy().data
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in one dimension; without a copy if it is contiguous on the host.
+    """Return a tensor's elements in one dimension; without a copy if the tensor is contiguous on the host.
 
     Raises:
         RuntimeError: The tensor's memory was freed.
@@ -172,10 +173,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     if not lies_in_order(plain):
         plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
-    # not reshape: it does not look for the memory, and a single element counts as contiguous whatever its stride is
+    # not reshape: it ignores freed memory, and a single element counts as contiguous with any stride
     return plain.as_strided((plain.numel(),), (1,))
 
 
 def lies_in_order(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous on the host, without lazy conjugation or negation."""
+    """Return True if a tensor is contiguous on the host, without lazy conjugation or negation."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

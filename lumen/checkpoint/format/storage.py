@@ -1,4 +1,4 @@
-"""What keeps checkpoints: the contract, directories of this machine, and the choice between them and object stores."""
+"""Storage of checkpoints: the interface, local directories, and the choice between directories and object stores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ADVICE = {
 
 @contextmanager
 def explained(verb: str, path: PurePath) -> Iterator[None]:
-    """Turn what a storage refuses into a CheckpointError: "cannot `verb` `path`", why, and what to do."""
+    """Turn an OSError of a storage into a CheckpointError: "cannot `verb` `path`", the reason, and advice."""
     try:
         yield
     except OSError as error:
@@ -55,24 +55,24 @@ def explained(verb: str, path: PurePath) -> Iterator[None]:
 
 @contextmanager
 def readable(path: PurePath) -> Iterator[None]:
-    """Turn what is missing or unreadable into CheckpointDamaged, and any other refusal into CheckpointError."""
+    """Turn an OSError into CheckpointDamaged for a missing or unreadable file, and otherwise into CheckpointError."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EIO):
             raise CheckpointDamaged(f"{path} is missing or unreadable: {error.strerror}.") from error
-        # the file is intact, as far as is known
+        # the file may be intact
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def temporary_name(path: AnyPath) -> AnyPath:
-    """A free name beside a path, by which everybody knows that what has it is not finished."""
+    """Return an unused name in the directory of a path; the suffix marks an unfinished file or directory."""
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 @final
 class Url(PurePosixPath):
-    """A place such as `s3://bucket/run`, joined, named and compared as any path; no function for files takes it."""
+    """URL such as `s3://bucket/run` that is joined, named and compared like a path, but refused by file functions."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -83,7 +83,7 @@ class Url(PurePosixPath):
 
 @final
 class Status(NamedTuple):
-    """What has a name; "other": a pipe, a device, a link that leads nowhere."""
+    """Kind and size of an existing file or directory; "other": a pipe, a device or a broken link."""
 
     kind: Literal["file", "directory", "other"]
     size_bytes: int
@@ -91,12 +91,12 @@ class Status(NamedTuple):
 
 @final
 class Draft(NamedTuple):
-    """A checkpoint that is being written.
+    """Unfinished checkpoint.
 
     Attributes:
-        root: Where all processes write: beside `directory`, or in its place.
-        directory: What it will be called.
-        mark: What its files' names end with, where a save that was killed may still be writing others to `root`.
+        root: The directory that all processes write to: a temporary directory, or `directory` itself.
+        directory: The final path of the checkpoint.
+        mark: Suffix of the names of files, if a killed save may still be writing other files to `root`.
     """
 
     root: PurePath
@@ -105,51 +105,52 @@ class Draft(NamedTuple):
 
 
 class Storage(ABC):
-    """What keeps checkpoints. It has no state; `storage_of` chooses it by what the user wrote.
+    """Interface of a storage for checkpoints. A storage has no state; `storage_of` chooses one for a path.
 
-    A place is a pure path: it is joined, named and compared anywhere, but looked at, read and written by these methods
-    alone. What a storage refuses is an OSError; `explained` and `readable` say it to the user.
+    A place is a pure path. Any code may join, name and compare places, but only the methods of a storage access them. A
+    storage raises OSError for all failures; `explained` and `readable` turn an OSError into a message for users.
 
-    A checkpoint that readers see is complete, whenever a process or a machine dies. A save asks `begin` for a draft,
-    all processes `create` its files, each durable when it ends, the manifest last, and `commit` makes it one:
+    Every checkpoint that readers see is complete, even if a process or a machine dies. A save calls `begin` to get a
+    draft. All processes `create` the draft's files, each durable when its `with` block ends. The manifest is the last
+    file, and `commit` makes the draft a complete checkpoint:
 
-    * A directory of this machine: the draft lies beside its place, and the commit is one rename.
-    * An object store, which cannot rename: the draft lies in its place, under names that never come again, and is
-      `unseen` until its manifest is there. The upload of that was the commit.
+    * Local directory: the draft is a temporary directory next to the final path, and the commit is one rename.
+    * Object store, which cannot rename: the draft is written to the final path, under unique names. The draft is
+      `unseen` until its manifest exists. The upload of the manifest completes the checkpoint.
 
-    `remove` goes backwards: first the name or the manifest goes, then the rest.
+    `remove` works in reverse order: it first removes the name or the manifest, then the rest.
 
     Attributes:
-        quick_bytes: A smaller save is over so soon that training may wait for it.
-        piece_bytes: A file that is read whole is best read in pieces of this size.
+        quick_bytes: Size in bytes below which a save is so fast that training may wait for it.
+        piece_bytes: Best size in bytes of the pieces in which a whole file is read.
     """
 
-    quick_bytes: ClassVar[int] = 16 << 20  # on a disk after some tens of milliseconds
-    piece_bytes: ClassVar[int] = 1 << 20  # stays in the processor's cache until it is hashed
+    quick_bytes: ClassVar[int] = 16 << 20  # takes tens of milliseconds on a disk
+    piece_bytes: ClassVar[int] = 1 << 20  # fits into the processor's cache until it is hashed
 
     # ---------------------------------------------------------------------- looking
 
     @abstractmethod
     def look(self, path: PurePath) -> Status | None:
-        """What has this name, or None; links are followed. In an object store one request."""
+        """Return the status of a path, or None if it does not exist; follows links. One request in an object store."""
 
     @abstractmethod
     def names(self, folder: PurePath) -> list[str]:
-        """Names of what is directly in a directory; in an object store none where nothing is."""
+        """Return the names in a directory; an object store returns an empty list for a missing directory."""
 
     @abstractmethod
     def files(self, directory: PurePath) -> list[str]:
-        """Names, in a directory, of all files and links in it and below; "" for what is a file or a link itself."""
+        """Return the relative names of all files and links below a directory; "" if the path is a file or a link."""
 
     @abstractmethod
     def written_s(self, file: PurePath) -> float:
-        """When a file was written, in seconds since 1970."""
+        """Return the time when a file was written, in seconds since 1970."""
 
     def with_manifest(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
-        """Which of some directories in a folder have a manifest; it is not read. One request where that is enough.
+        """Return the directories that have a manifest, without reading it; an object store needs one request.
 
         Raises:
-            CheckpointError: The place cannot be reached, or this user may not look.
+            CheckpointError: The folder cannot be reached, or this user has no permission.
         """
         found = set()
         for each in directories:
@@ -160,10 +161,10 @@ class Storage(ABC):
         return found
 
     def unseen(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
-        """Which of some names in a folder are no checkpoints yet, or no more, for a reader: drafts that lie in place.
+        """Return the names in a folder that readers must ignore: drafts at their final path without a manifest.
 
         Raises:
-            CheckpointError: The place cannot be reached, or this user may not look.
+            CheckpointError: The folder cannot be reached, or this user has no permission.
         """
         return set()
 
@@ -171,18 +172,18 @@ class Storage(ABC):
 
     @abstractmethod
     def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
-        """What reads pieces of files in a directory, for several threads; what it keeps is freed with it.
+        """Return a thread-safe function that reads pieces of files in a directory; its caches are freed with it.
 
         Args:
             directory: Directory that holds the files.
-            sizes: Sizes of the files in bytes, by their names in it; no piece may reach beyond its file.
+            sizes: Sizes of the files in bytes, by relative name; no piece may reach beyond the end of its file.
         """
 
     def size_of(self, file: PurePath) -> int:
-        """Size of a file in bytes.
+        """Return the size of a file in bytes.
 
         Raises:
-            FileNotFoundError: Nothing has this name.
+            FileNotFoundError: The path does not exist.
         """
         if (found := self.look(file)) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
@@ -195,95 +196,95 @@ class Storage(ABC):
         return data[:count]
 
     def check_inside(self, directory: PurePath, name: str) -> None:
-        """Check that a name in a directory is a regular file there, and no link to one elsewhere.
+        """Check that a name in a directory is a regular file there, and not a link to a file elsewhere.
 
         Raises:
-            CheckpointDamaged: The name is a link out of the directory, or no regular file.
+            CheckpointDamaged: The name is a link out of the directory, or not a regular file.
         """
 
     # ---------------------------------------------------------------------- writing
 
     def check_writable(self, folder: PurePath) -> None:
-        """Find out before any work whether checkpoints can be kept in a place that no job has claimed by a lock.
+        """Check before any work that checkpoints can be written to a folder that cannot be locked.
 
         Raises:
-            CheckpointError: Nothing can be written there; the message says why.
+            CheckpointError: The folder is not writable; the message gives the reason.
             ConfigError: A package is missing.
         """
 
     @abstractmethod
     def begin(self, directory: PurePath) -> Draft:
-        """Make room for a new checkpoint and for the directories that it lies in.
+        """Create a draft of a new checkpoint, and the parent directories.
 
         Raises:
-            FileExistsError: The draft would lie in its place, but something has that name.
+            FileExistsError: The draft would use the final path, but the path exists.
         """
 
     @abstractmethod
     def directory(self, path: PurePath) -> AbstractContextManager[None]:
-        """Make a directory in one that is there, if it is not; when the `with` block ends its names are durable."""
+        """Create a directory in an existing one, if it is missing; its names are durable when the `with` block ends."""
 
     @abstractmethod
     def create(self, path: PurePath) -> AbstractContextManager[Callable[[bytes | memoryview], int]]:
-        """Create a file, which is there, whole and durable, when the `with` block ends; it yields what appends bytes.
+        """Create a file that is complete and durable when the `with` block ends; yields a function that appends bytes.
 
-        It must not exist. In an object store nobody can see to that, so names there must never come again.
+        The file must not exist. An object store cannot check this, so names there must be unique.
         """
 
     @abstractmethod
     def commit(self, draft: Draft) -> None:
-        """Make a draft whose files are all written a checkpoint, for good; its name must be free."""
+        """Turn a draft whose files are all written into a durable complete checkpoint; the final path must be free."""
 
     @abstractmethod
     def rename(self, directory: PurePath, other: PurePath) -> None:
-        """Give a checkpoint another name, for good; what lies in its place and is `unseen` is removed."""
+        """Rename a checkpoint durably; `unseen` leftovers at the old path are removed."""
 
     @abstractmethod
     def remove(self, directory: PurePath) -> None:
-        """Remove a checkpoint or a draft with everything in it; a kill meanwhile leaves nothing that readers see.
+        """Remove a checkpoint or a draft with all files; readers see no partial checkpoint, even after a kill.
 
-        Of a link only the link: what it leads to is somebody else's.
+        For a link, only the link is removed, and its target is kept.
         """
 
 
-_MOST_OPEN = 64  # files at once: tensors are read in turn from the files of so many processes
+_MOST_OPEN = 64  # open files: tensors are read alternately from the files of up to 64 processes
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 
 
 @final
 class LocalStorage(Storage):
-    """Directories of this machine, and those that it shares with others."""
+    """Local directories, including shared file systems."""
 
     def look(self, path: PurePath) -> Status | None:
-        """By one stat, after links."""
+        """Return the status of a path, or None if it does not exist; calls `os.stat` once, which follows links."""
         try:
             found = os.stat(path)
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
             return Status("other", 0) if os.path.islink(path) else None
-        except ValueError:  # a name that nothing can have
+        except ValueError:  # an invalid name, such as one with a null byte
             return None
         mode = found.st_mode
         return Status("file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other", found.st_size)
 
     def names(self, folder: PurePath) -> list[str]:
-        """In no order."""
+        """Return the names in a directory, unordered."""
         return os.listdir(folder)
 
     def files(self, directory: PurePath) -> list[str]:
-        """No way leads through links."""
+        """Return the relative names of all files and links below a directory; links are not followed."""
         root = Path(directory)
         if root.is_symlink() or not root.is_dir():
             return [""]
         return [str(each.relative_to(root)) for each in root.rglob("*") if each.is_symlink() or not each.is_dir()]
 
     def written_s(self, file: PurePath) -> float:
-        """By the clock of the file system."""
+        """Return the modification time of a file, in seconds since 1970, by the clock of the file system."""
         return os.stat(file).st_mtime
 
     def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
-        """Each file is opened once."""
+        """Return a function that reads pieces of files; each file is opened once."""
         opened = lru_cache(_MOST_OPEN)(lambda name: _Descriptor(directory / name))
 
         def read_into(name: str, start: int, view: memoryview) -> int:
@@ -295,7 +296,7 @@ class LocalStorage(Storage):
         return read_into
 
     def check_inside(self, directory: PurePath, name: str) -> None:
-        """Links inside the directory are none to elsewhere."""
+        """Check that a name is a regular file; links within the directory are allowed."""
         path, above = directory / name, PurePath(name).parents[-2::-1]
         with readable(path):
             modes = [os.lstat(each).st_mode for each in (*(directory / each for each in above), path)]
@@ -304,18 +305,21 @@ class LocalStorage(Storage):
                 if os.path.commonpath([root, real]) != root:
                     raise CheckpointDamaged(f"{path} is a link that leaves the checkpoint.")
                 modes.append(os.stat(real).st_mode)
-            if not stat.S_ISREG(modes[-1]):  # opening a pipe would wait for ever
+            if not stat.S_ISREG(modes[-1]):  # opening a pipe would block
                 raise CheckpointDamaged(f"{path} is not a regular file.")
 
     def begin(self, directory: PurePath) -> Draft:
-        """In a new directory beside its place."""
+        """Create a draft as a new temporary directory next to the final path."""
         draft = Draft(temporary_name(directory), directory, "")
         make_directory(Path(draft.root))
         return draft
 
     @contextmanager
     def directory(self, path: PurePath) -> Iterator[None]:
-        """Synced at the end. If a file has this name, or the directory is removed, opening a file in it raises."""
+        """Create a directory if it is missing, and sync it at the end of the block.
+
+        If a file has this name, or the directory is removed meanwhile, opening a file in the directory raises an error.
+        """
         with suppress(FileExistsError):
             os.mkdir(path)
         yield
@@ -323,24 +327,24 @@ class LocalStorage(Storage):
 
     @contextmanager
     def create(self, path: PurePath) -> Iterator[Callable[[bytes | memoryview], int]]:
-        """Synced at the end; that it does not exist is seen to."""
+        """Create a file exclusively, and sync it at the end of the block."""
         with open(path, "xb") as file:
             yield file.write
             file.flush()
             os.fsync(file.fileno())
 
     def commit(self, draft: Draft) -> None:
-        """By one rename."""
+        """Sync the draft, and rename it to the final path."""
         fsync_directory(draft.root)
         self.rename(draft.root, draft.directory)
 
     def rename(self, directory: PurePath, other: PurePath) -> None:
-        """The directory that it is in is synced."""
+        """Rename a directory, and sync its parent."""
         os.rename(directory, other)
         fsync_directory(other.parent)
 
     def remove(self, directory: PurePath) -> None:
-        """First it gets a temporary name, if it has none."""
+        """Rename a directory to a temporary name, unless it has one, and remove it."""
         if os.path.islink(directory):
             _log.info("%s is a link: it is removed, what it leads to stays: %s", directory, os.path.realpath(directory))
             os.unlink(directory)
@@ -354,7 +358,7 @@ class LocalStorage(Storage):
 
 @final
 class _Descriptor:
-    """A file that is open for reading until nobody has this any more."""
+    """Open file for reading, which is closed when this object is freed."""
 
     def __init__(self, path: PurePath) -> None:
         self.number = os.open(path, os.O_RDONLY)
@@ -362,20 +366,20 @@ class _Descriptor:
 
 
 def make_directory(path: Path) -> None:
-    """Make a new directory and those above it; the names of these survive a power loss.
+    """Create a new directory and its missing parents; the names of the parents survive a power loss.
 
     Raises:
-        OSError: It is there, or cannot be made.
+        OSError: The directory exists, or cannot be created.
     """
     above = [each for each in path.parents if not each.exists()]
     path.mkdir(parents=True)
     for each in above:
-        with suppress(PermissionError):  # what may not be read cannot be synced
+        with suppress(PermissionError):  # a directory without read permission cannot be synced
             fsync_directory(each.parent)
 
 
 def fsync_directory(path: PurePath) -> None:
-    """Make renames and new names in a directory survive a power loss."""
+    """Sync a directory, so that renames and new names in it survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -392,10 +396,10 @@ _LOCAL = LocalStorage()
 
 
 def as_place(path: str | PurePath) -> PurePath:
-    """A path of this machine, in which `~` is the home directory, or a `Url`.
+    """Return a local path, with `~` expanded, or a `Url`.
 
     Raises:
-        ConfigError: It is empty, a URL that pathlib has spoilt, or one with wildcards.
+        ConfigError: The path is empty, a URL that pathlib has changed, or a URL with wildcards.
     """
     text = str(path)
     if isinstance(path, Path) and re.match("[a-z][a-z0-9+.-]+:$", path.parts[0] if path.parts else ""):
@@ -410,31 +414,31 @@ def as_place(path: str | PurePath) -> PurePath:
 
 
 def storage_of(place: PurePath) -> Storage:
-    """What keeps a place."""
+    """Return the storage of a path or URL."""
     if not isinstance(place, Url):
         return _LOCAL
-    from lumen.checkpoint.format.object_store import ObjectStore  # a module above this one, which few runs need
+    from lumen.checkpoint.format.object_store import ObjectStore  # imports this module, and few runs need it
 
     return ObjectStore()
 
 
 def as_local(place: PurePath) -> Path | None:
-    """The path by which the operating system knows a place, for locks, logs and links; None: it does not."""
+    """Return the path for the operating system, used for locks, logs and links; None for a URL."""
     return Path(place) if storage_of(place) is _LOCAL else None
 
 
 def exists(place: PurePath) -> bool:
-    """Whether something has this name, be it a link that leads nowhere; where that cannot be told it is an OSError."""
+    """Return True if a path exists, including a broken link; raise OSError if this cannot be determined."""
     return storage_of(place).look(place) is not None
 
 
 def is_file(place: PurePath) -> bool:
-    """Whether a file has this name; where that cannot be told it is an OSError."""
+    """Return True if a path is a file; raise OSError if this cannot be determined."""
     found = storage_of(place).look(place)
     return found is not None and found.kind == "file"
 
 
 def is_dir(place: PurePath) -> bool:
-    """Whether a directory has this name, or objects begin with it; where that cannot be told it is an OSError."""
+    """Return True if a path is a directory or a prefix of objects; raise OSError if this cannot be determined."""
     found = storage_of(place).look(place)
     return found is not None and found.kind == "directory"

@@ -1,1 +1,1 @@
-"""Loading: chooses a checkpoint, reads the parts asked for, and puts them into a run or a module."""
+"""Loading of checkpoints: choose a checkpoint, read the requested parts, and load them into a run or a module."""

@@ -1,4 +1,4 @@
-"""Compares a resumed run with its checkpoint, and warns of or refuses differences before it trains."""
+"""Comparison of a resumed run with its checkpoint; warns of differences, or refuses them, before training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _ABSENT = object()
 
 
 def differences(old: Mapping[str, Setting], new: Mapping[str, Setting]) -> dict[str, tuple[Setting, Setting]]:
-    """Settings that both have with different values: (old, new) by path."""
+    """Return settings that both dictionaries have with different values: (old, new) by path."""
     return {where: (old[where], new[where]) for where in new if where in old and old[where] != new[where]}
 
 
 def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Hyperparameters of the task and the data module that differ from a checkpoint's.
+    """Return hyperparameters of the task and the data module that differ from a checkpoint's.
 
     Args:
         run: The run, with its task and data module.
-        checkpoint: The checkpoint that it is resumed from.
+        checkpoint: The checkpoint that the run resumes from.
 
     Returns:
-        The checkpoint's value and the run's by name: `model.lr`, `data.batch_size`; None where one has no such name.
+        The checkpoint's value and the run's value by name: `model.lr`, `data.batch_size`; None for a missing name.
     """
     owners = {"model": ("hyperparameters", run.task), "data": ("data_hyperparameters", run.loaders.datamodule)}
     changed: dict[str, tuple[Any, Any]] = {}
@@ -46,23 +46,23 @@ def changed_hyperparameters(run: Run, checkpoint: Checkpoint) -> dict[str, tuple
 
 
 def _comparable(value: Any) -> Any:
-    """Plain data in a form that is equal if it is saved as the same JSON; for NaN, tensors and arrays too."""
+    """Return plain data in a form that is equal if its saved JSON is equal; also for NaN, tensors and arrays."""
     try:
         return encode(value, tensors := Tensors(), ""), [(tensor.dtype, tensor.tolist()) for tensor in tensors.values()]
-    except CheckpointError:  # it was not saved, then
+    except CheckpointError:  # a value that cannot be saved
         return value
 
 
-_MEANS = {"processes", "accumulate_grad_batches"}  # of making steps as large as they are
+_MEANS = {"processes", "accumulate_grad_batches"}  # settings that may change without a change of the step size
 
 
 def compare(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
-    """Warn of settings and data that differ from the checkpoint's, now that the loaders are known.
+    """Warn of settings and data that differ from the checkpoint's, once the loaders are known.
 
     Collective: every rank must call this.
 
     Raises:
-        DataError: The run would go on in the middle of an epoch of other data.
+        DataError: The run would resume in the middle of an epoch of different data.
     """
     if "progress" in parts:
         run.processes.together(partial(_compare_data, run, checkpoint, exact="data" in parts))
@@ -70,7 +70,7 @@ def compare(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
 
 
 def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """The saved and the present value of each setting that differs, in words."""
+    """Describe the saved and the current value of each changed setting."""
     shown = [f"{name} {_short(old)} there, {_short(new)} here" for name, (old, new) in changed.items()]
     return "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
 
@@ -84,7 +84,7 @@ def _compare_settings(run: Run, checkpoint: Checkpoint) -> None:
     saved, here = checkpoint.state["settings"], trainer_settings(run)
     pairs = {name: (saved.get(name), here.get(name)) for name in dict.fromkeys([*saved, *here]) if name != "strategy"}
     changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
-    if not any(name in changed for name in STEP_SIZES):  # the same step, made by other means
+    if not any(name in changed for name in STEP_SIZES):  # the steps have the same size
         _tell_means(checkpoint, saved, here)
         changed = {name: values for name, values in changed.items() if name not in _MEANS}
     if changed:
@@ -96,7 +96,7 @@ def _compare_settings(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _tell_means(checkpoint: Checkpoint, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Say by what other means steps are made now that are as large as they were."""
+    """Log the changed settings of a run whose steps are still of the same size."""
     names = ("processes", "strategy", "batch_size", "precision")
     values = {name: (saved.get(name), here.get(name)) for name in names}
     values["micro-batches of a step on each process"] = _micro_batches(saved), _micro_batches(here)
@@ -107,7 +107,7 @@ def _tell_means(checkpoint: Checkpoint, saved: Mapping[str, Any], here: Mapping[
 
 
 def _micro_batches(settings: Mapping[str, Any]) -> int | None:
-    """How many micro-batches a process takes in a step, at most; None where steps are not of one known size."""
+    """Return the maximum number of micro-batches per process and step; None if the steps have no known fixed size."""
     size, batch, processes = (settings.get(name) for name in ("global_batch_size", "batch_size", "processes"))
     batches = -(-size // batch) if isinstance(size, int) and isinstance(batch, int) else settings.get(STEP_SIZES[1])
     return -(-batches // processes) if isinstance(batches, int) and isinstance(processes, int) else None
@@ -115,7 +115,7 @@ def _micro_batches(settings: Mapping[str, Any]) -> int | None:
 
 def _compare_data(run: Run, checkpoint: Checkpoint, *, exact: bool) -> None:
     saved, here = checkpoint.state["data"], data_read(run)
-    if saved["asked_in"] != here["asked_in"]:  # new loaders were due
+    if saved["asked_in"] != here["asked_in"]:  # the loaders were reloaded for another epoch
         return
     training, validation = (_others(saved[of], here[of]) for of in ("training", "validation"))
     if training and exact and run.progress.batches:
@@ -135,15 +135,16 @@ def _compare_data(run: Run, checkpoint: Checkpoint, *, exact: bool) -> None:
 
 
 def _others(saved: Sequence[str | None], here: Sequence[str | None]) -> str:
-    """The first fingerprint that differs, in words; "" if none does, or the numbers of loaders differ."""
+    """Describe the first fingerprint that differs; "" if there is no difference, or the numbers of loaders differ."""
     pairs = zip(saved, here, strict=True) if len(saved) == len(here) else ()
     return next((f"{old} there, {new} here" for old, new in pairs if None not in (old, new) and old != new), "")
 
 
 def compare_modes(run: Run, checkpoint: Checkpoint) -> None:
-    """Log where the task was built with other frozen parameters or modes than at the start; the checkpoint's count.
+    """Log parameters and modules whose frozen state or mode at construction differs from the checkpoint's run.
 
-    Called before these are restored. What a callback has frozen since the start cannot be told from a change of code.
+    The modes of the checkpoint take precedence. Call this before they are restored. A change by a callback since the
+    start of the run cannot be distinguished from a change of code.
     """
     words = {"frozen": ("trainable", "frozen"), "evaluating": ("in train mode", "in eval mode")}
     changed: dict[str, tuple[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Loads saved tensors by name into a model, in place, and builds tasks from checkpoints."""
+"""Loading of saved tensors by name into a model, in place, and building of tasks from checkpoints."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ Owner = TypeVar("Owner", bound=TaskModule | DataModule)
 
 @torch.no_grad()
 def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes = ALONE) -> None:
-    """Copy a checkpoint's parameters and buffers into a model, in place; sharded ones get this process's shard.
+    """Copy a checkpoint's parameters and buffers into a model, in place; sharded tensors receive this process's shard.
 
     Collective: every one of `processes` must call this.
 
     Args:
         model: The model to fill.
         checkpoint: The checkpoint to read.
-        strict: Refuse a checkpoint with names that the model lacks, or without names that it has.
-        processes: The processes that hold the model; default: this one alone.
+        strict: Refuse a checkpoint with unknown or missing names.
+        processes: The processes that hold the model; default: only this process.
 
     Raises:
         CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
@@ -56,14 +56,14 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True,
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> None:
-    """Copy parameters and buffers into a model, in place; floating-point ones are cast to the model's dtypes.
+    """Copy parameters and buffers into a model, in place; floating-point values are cast to the model's dtypes.
 
-    Beyond the model it needs the memory of one tensor, or of this process's shard of one. Collective: every rank must
-    call this.
+    The function needs extra memory for one tensor, or for this process's shard of one tensor. Collective: every rank
+    must call this.
 
     Raises:
         CheckpointMismatch: Names (if strict), shapes or kinds of numbers differ; nothing was changed.
-        CheckpointError: There are no weights there, they cannot be fetched or are not whole; nothing was changed.
+        CheckpointError: The weights do not exist, cannot be fetched or are incomplete; nothing was changed.
     """
     sections = WEIGHTS if weights.average is None else None
     with open_weights(str(weights.path), processes, sections) as checkpoint:
@@ -72,7 +72,7 @@ def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> No
 
 
 def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool) -> None:
-    """Find the source of every tensor, refuse what does not fit, and only then copy. Collective."""
+    """Find the source of every tensor, refuse mismatches, and only then copy. Collective."""
     tensors, aliases = model_tensors(model)
     try:
         sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
@@ -89,7 +89,7 @@ def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes:
 
 
 def _call_load_hooks(model: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Let modules whose own hooks of `load_state_dict` resize their tensors do so; return True if there are any."""
+    """Call `load_state_dict` hooks of modules that may resize their tensors; return True if any module has hooks."""
     hooked = {f"{name}." if name else "": module for name, module in model.named_modules() if has_load_hooks(module)}
     for prefix, module in hooked.items():
         device = next((each.device for each in chain(module.buffers(), module.parameters())), None)
@@ -110,10 +110,10 @@ def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> 
 def _match(
     tensors: Tensors, aliases: dict[str, str], checkpoint: Checkpoint, weights: Weights, *, cast: bool
 ) -> dict[str, str]:
-    """The stored name of each tensor to fill, by its name in the model.
+    """Return the stored name of each tensor to fill, by its name in the model.
 
     Raises:
-        CheckpointMismatch: Names, shapes or dtypes differ; the message says which and what to do.
+        CheckpointMismatch: Names, shapes or dtypes differ; the message lists the differences and gives advice.
     """
     names = {name: [name] for name in tensors}
     for alias, name in aliases.items():
@@ -151,10 +151,10 @@ def _match(
 
 
 def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Stored names by the names that renaming gives them, and the patterns that matched nothing.
+    """Return stored names by their renamed names, and the patterns without a match.
 
     Args:
-        checkpoint: The checkpoint whose names are renamed, those of tied tensors included.
+        checkpoint: The checkpoint whose names are renamed, including names of tied tensors.
         weights: The patterns to rename and to ignore.
         known: Names of the model's tensors.
     """
@@ -182,7 +182,7 @@ def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> 
 
 
 def _unwrapped(stored: Iterable[str], weights: Weights, known: set[str]) -> dict[str, str]:
-    """The stored names that only a wrapper's name keeps from being the model's, with the model's name of each."""
+    """Return the model's name of each stored name that differs only by the name of a wrapper."""
     plain = {name: each for name, each in unwrapped(stored).items() if each != name}
     if weights.rename or plain.keys() & known or not known & set(plain.values()):
         return {}
@@ -196,12 +196,12 @@ def _matches(patterns: Iterable[str], name: str) -> bool:
 
 
 def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]], *, cast: bool) -> Iterator[str]:
-    """What cannot be copied, in words: other shapes or dtypes, or different tensors for one that the model ties."""
+    """Describe tensors that cannot be copied: different shapes or dtypes, or different values for tied tensors."""
     for name, found in sources.items():
         tensor = tensors[name]
         for source in found:
             dtype, shape = checkpoint.spec("model", source)
-            casts = cast or source in checkpoint.averages  # which may be kept in another dtype
+            casts = cast or source in checkpoint.averages  # averages may have another dtype
             castable = casts and dtype.is_floating_point and tensor.is_floating_point() and not tensor.is_meta
             if shape != tensor.shape or not (dtype == tensor.dtype or castable):
                 yield f"{name}: {tuple(shape)} {dtype} saved, {tuple(tensor.shape)} {tensor.dtype} in the model"
@@ -228,7 +228,7 @@ def _advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast
 
 
 def _guess(missing: list[str], unexpected: list[str]) -> str:
-    """The `rename` that would make most names fit, if all differ by a prefix; in words."""
+    """Suggest the `rename` that matches most names, if the names differ by a prefix."""
     tails = {tail: name for name in unexpected for tail in _tails(name)}
     beginnings = Counter[tuple[str, str]]()
     for name in missing:
@@ -241,7 +241,7 @@ def _guess(missing: list[str], unexpected: list[str]) -> str:
 
 
 def _tails(name: str) -> Iterator[str]:
-    """`a.b.c`, `b.c` and `c` for `a.b.c`."""
+    """Yield `a.b.c`, `b.c` and `c` for `a.b.c`."""
     words = name.split(".")
     return (".".join(words[start:]) for start in range(len(words)))
 
@@ -250,7 +250,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-# ---------------------------------------------------------------------- from a checkpoint alone
+# ---------------------------------------------------------------------- tasks and data modules from a checkpoint
 
 
 def build(
@@ -261,7 +261,7 @@ def build(
     strict: bool | None = None,
     average: str | Sequence[str | PurePath] | None = None,
 ) -> Owner:
-    """Build a task or a data module from a checkpoint's hyperparameters, and load its parameters and its state.
+    """Build a task or a data module from a checkpoint's hyperparameters, and load its parameters and state.
 
     Args:
         kind: The class of the object to build.
@@ -286,7 +286,7 @@ def build(
 
 
 def load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
-    """Call modules' `set_extra_state`, and the task's `on_load_checkpoint`."""
+    """Call `set_extra_state` of modules, and the task's `on_load_checkpoint`."""
     states = decode(checkpoint.state["extra_state"], extra)
     for name, module in task.named_modules():
         if name in states and type(module).set_extra_state is not nn.Module.set_extra_state:
@@ -295,10 +295,10 @@ def load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str
 
 
 def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mapping[str, Any]) -> Owner:
-    """An object of a class, built from the hyperparameters of a checkpoint."""
+    """Build an object of a class from the hyperparameters of a checkpoint."""
     saved = decode(checkpoint.state[of], checkpoint.tensors("extra"))
     kept = {name: value for name, value in _without_those_of_bases(kind, saved).items() if name not in overrides}
-    for name, value in kept.items():  # a checkpoint of a stranger must not read the environment
+    for name, value in kept.items():  # a third-party checkpoint must not read environment variables
         if (unknown := first_unknown(value)) is not None:
             raise CheckpointMismatch(
                 f"{checkpoint.path} does not hold the hyperparameter {name}, which may be a secret: it has {unknown} "
@@ -315,7 +315,7 @@ def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mappin
 
 
 def _without_those_of_bases(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters without those that only a base class takes, which the class itself passes to it."""
+    """Return hyperparameters without those accepted only by a base class, which the class itself passes to the base."""
     taken = inspect.signature(kind).parameters
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         return dict(saved)

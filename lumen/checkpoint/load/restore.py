@@ -1,4 +1,4 @@
-"""Restores a run from a checkpoint, or chosen parts of it."""
+"""Restore of a run, or of selected parts of a run, from a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
 
 
 def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
-    """Load the model, and give the task, the data module and (in `fit`) the callbacks what they saved.
+    """Load the model, and restore the states of the task, the data module and (in `fit`) the callbacks.
 
-    Called before the optimizers are built.
+    Call this before the optimizers are built.
 
     Collective: every rank must call this.
 
@@ -72,21 +72,22 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
 
 @contextmanager
 def malformed_is_damaged(checkpoint: Checkpoint | None, *, while_loading: bool = False) -> Iterator[None]:
-    """The context of a resumed run, in which values of a kind that Lumen never writes end in one error.
+    """Context of a resumed run that turns errors due to values of a wrong type into CheckpointDamaged.
 
     Args:
-        checkpoint: The checkpoint that the run resumes from; None: none, and every error stays.
-        while_loading: Translate errors of all libraries. Else a library may have been given to Lumen by the user.
+        checkpoint: The checkpoint that the run resumes from; None: no checkpoint, and all errors are raised unchanged.
+        while_loading: Translate errors of all libraries. If False, errors of libraries other than torch are raised
+            unchanged, because the user may have passed their objects to Lumen.
 
     Raises:
-        CheckpointDamaged: An error that no code of the user takes part in says that a value is of another kind.
+        CheckpointDamaged: An error without frames of user code shows that a value has a wrong type.
     """
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         frames = [Frame(each.filename, each.lineno or 0, each.name) for each in extract_tb(error.__traceback__)]
         is_users = any(frame.is_users if while_loading else not frame.is_internal for frame in frames)
-        if isinstance(error, RuntimeError):  # most of them are about devices, memory or other processes
+        if isinstance(error, RuntimeError):  # most RuntimeErrors concern devices, memory or other processes
             is_users |= type(error) is not RuntimeError or not any("/optim/" in frame.file for frame in frames)
         if checkpoint is None or is_users or isinstance(error, LumenError):
             raise
@@ -98,11 +99,11 @@ def malformed_is_damaged(checkpoint: Checkpoint | None, *, while_loading: bool =
 
 
 def _hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
-    """Call `on_load_checkpoint` of each callback with what it added.
+    """Call `on_load_checkpoint` of each callback with its saved additions.
 
     Args:
         run: The run, with its model loaded.
-        saved: What the callbacks added, by their keys.
+        saved: Additions of the callbacks, by their keys.
         path: Path of the checkpoint, for messages.
 
     Raises:
@@ -120,19 +121,19 @@ def _hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
 
 
 def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
-    """Make a run, with its model loaded and its optimizers built, go on from a checkpoint.
+    """Restore a run from a checkpoint, after the model was loaded and the optimizers were built.
 
     Collective: every rank must call this.
 
     Args:
         run: The run, with its model loaded and its optimizers built.
         checkpoint: The checkpoint to restore from.
-        parts: The parts to restore; `Trainer` says what each of them is.
+        parts: The parts to restore; `Trainer` documents each part.
         continue_records: Let the loggers append to the records of the run that wrote the checkpoint.
 
     Raises:
-        CheckpointMismatch: The optimizer or the schedulers are not of the classes and numbers that were saved.
-        ConfigError: A schedule ends before the step at which the run goes on.
+        CheckpointMismatch: The class of the optimizer, its groups, or the schedulers differ from the saved ones.
+        ConfigError: A schedule ends before the step at which the run resumes.
     """
 
     def load() -> None:
@@ -141,7 +142,7 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
 
     with only_young_collected():
         run.processes.together(load)
-    checkpoint.free()  # the run holds it until its end, for its path
+    checkpoint.free()  # the run keeps the object for its path
 
 
 def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, continue_records: bool) -> None:
@@ -180,7 +181,7 @@ def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, conti
 
 
 def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
-    """Restore which parameters are frozen, and the modes of modules, after the optimizer was built."""
+    """Restore frozen parameters and modes of modules, after the optimizer was built."""
     frozen, evaluating = set(modes["frozen"]), set(modes["evaluating"])
     for name, parameter in task.named_parameters():
         if parameter.requires_grad == (name in frozen):
@@ -204,7 +205,7 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
             f"{without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
         )
     parameters, wrong = dict(run.task.named_parameters()), []
-    for name in saved["state"]:  # of parameters with another shape or dtype
+    for name in saved["state"]:  # find parameters with another shape or dtype
         (dtype, shape), own = checkpoint.spec("model", name), parameters[name]
         if (own.dtype, own.shape) != (dtype, shape):
             wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(own.shape)} {own.dtype} in the model")
@@ -223,7 +224,7 @@ def _named(where: str, names: Collection[str]) -> str:
 
 
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
-    """Restore the groups' options. Learning rates belong to the schedulers, counters to the optimizer's state."""
+    """Restore the groups' options; learning rates belong to the schedulers, counters to the optimizer's state."""
     saved = checkpoint.state["optimizer"]["groups"]
     tensors = tensors_as_saved(run.task, checkpoint, "optimizer")
     parameters, groups = dict(run.task.named_parameters()), run.optim.optimizer.param_groups
@@ -245,7 +246,7 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
 
 
 def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], *, exact: bool) -> None:
-    """Restore the schedulers, and log where the configuration has settings that the checkpoint's replace."""
+    """Restore the schedulers, and log configured settings that the checkpoint's values replace."""
     configuration: dict[str, Setting] = state["configured"]
     schedulers = run.optim.schedulers
     found = [run.optim.configured[f"schedulers[{number}]"] for number in range(len(schedulers))]
@@ -281,13 +282,13 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
 
 
 def _move_schedulers(run: Run) -> None:
-    """Move schedulers just built to the run's step, as if epochs had equal lengths; those with a monitor stay."""
+    """Move new schedulers to the run's step as if epochs had equal lengths; skip schedulers with a monitor."""
     progress = run.progress
-    in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # the complete ones
+    in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # in complete epochs
     ended = [min(step, in_epochs) * progress.epoch // max(in_epochs, 1) for step in range(progress.step + 1)]
     moving = [config for config in run.optim.schedulers if config.monitor is None]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were made long ago
+        warnings.simplefilter("ignore")  # torch warns of missing optimizer steps, which were made before the restart
         try:
             for step in range(progress.step if moving else 0):
                 for interval, moments in (("step", [step]), ("epoch", range(ended[step], ended[step + 1]))):

@@ -1,4 +1,4 @@
-"""Finds and opens what a run begins with: a checkpoint and its parts, anyone's weights, or averages of several."""
+"""Sources of initial weights: checkpoints and their parts, third-party weights, and averages of checkpoints."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _OF_HUBS = (INDEX, SINGLE)
 _OF_DDP = "module."
 _WORDS = ("auto", "last", "best")
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
-_WEB = ("http://", "https://")  # servers that list nothing, and often send whole files only
+_WEB = ("http://", "https://")  # servers without listings, which often send only whole files
 Part: TypeAlias = Literal["model", "optimizer", "schedulers", "progress", "data"]
 PARTS: frozenset[Part] = frozenset(get_args(Part))
 PARAMETERS = "parameters"
 _SEVERAL = re.compile(r"(last|best):([0-9]+)")
-_PACKED = torch.float4_e2m1fn_x2  # two numbers in a byte, which torch does not cast
+_PACKED = torch.float4_e2m1fn_x2  # two numbers per byte; torch cannot cast this dtype
 _KEPT_BY = {"last": "keep_last", "best": "save_top_k"}
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _CONVERT = (
@@ -50,26 +50,26 @@ _CONVERT = (
 @final
 @dataclass(frozen=True)
 class Weights:
-    r"""Parameters and persistent buffers to begin with, and how their names become the model's.
+    r"""Parameters and persistent buffers to begin with, and the mapping of their names to the model's names.
 
-    Names that `torch.save` took from a wrapped model lose the wrapper's part, `module.` of DDP or `_orig_mod.` of
-    `torch.compile`, if the model has the rest, and `rename` is not set.
+    The prefix of a wrapper (`module.` of DDP, `_orig_mod.` of `torch.compile`) is removed from names if the model has
+    the rest of the name, and `rename` is not set.
 
     Args:
         path: A checkpoint or run directory (its newest valid checkpoint); a safetensors file; a directory with
             `model.safetensors`, or with `model.safetensors.index.json` and its shards; or a URL (`s3://`, `https://`,
-            `hf://`: whatever fsspec opens) of any of these. Files that are no checkpoint of Lumen's, and all from a web
-            server, are first copied to the directory for temporary files (`TMPDIR`), which is cleaned up after loading.
-        rename: Regular expressions, and what replaces each match in a tensor's name, one after the other as in
-            `re.sub`: `{"^encoder\\.": "net.encoder."}`.
-        ignore: Regular expressions that match whole names, after renaming: such a parameter stays as the model was
-            built, such a tensor is not read.
-        strict: A name that is only in the model or only in the file, and a pattern that matches nothing, is an error;
-            otherwise it is reported and left alone. Another shape is always an error.
-        average: What to take in place of the parameters of a checkpoint: see `load_from_checkpoint`.
+            `hf://`: any URL that fsspec opens) of any of these. Third-party files at a URL, and all files of a web
+            server, are first copied to the directory for temporary files (`TMPDIR`), and removed after loading.
+        rename: Regular expressions and their replacements in a tensor's name, applied in order as in `re.sub`:
+            `{"^encoder\\.": "net.encoder."}`.
+        ignore: Regular expressions that match whole names after renaming. A matched parameter of the model keeps its
+            initial value; a matched tensor of the file is not read.
+        strict: True: a name that only the model or only the file has, and a pattern without a match, is an error.
+            False: it is logged and ignored. A different shape is always an error.
+        average: The average to load instead of the parameters of a checkpoint, as in `load_from_checkpoint`.
 
     Raises:
-        ConfigError: A pattern is no regular expression, or the file is a pickle.
+        ConfigError: A pattern is not a regular expression, or the file is a pickle.
     """
 
     path: str | Path
@@ -91,12 +91,12 @@ class Weights:
 
 
 def as_weights(path: Weights | str | Path) -> Weights:
-    """`path` if it is a `Weights`, else `Weights(path)`."""
+    """Return `path` if it is a `Weights`, else `Weights(path)`."""
     return path if isinstance(path, Weights) else Weights(path)
 
 
 def unwrapped(names: Iterable[str]) -> dict[str, str]:
-    """Return names without those of the wrappers of `torch.compile` (anywhere) and DDP (if all names begin with it)."""
+    """Return names without the prefixes of `torch.compile` (anywhere) and DDP (if all names begin with `module.`)."""
     plain = {name: name.replace(f"{WRAPPED}.", "") for name in names}
     if all(name.startswith(_OF_DDP) for name in plain.values()):
         plain = {name: each.removeprefix(_OF_DDP) for name, each in plain.items()}
@@ -107,7 +107,7 @@ def refuse_pickle(path: str) -> None:
     """Refuse a file that could only be unpickled.
 
     Raises:
-        ConfigError: The name is that of a pickle, such as `model.pt`; the message says how to convert it.
+        ConfigError: The file is a pickle, such as `model.pt`; the message says how to convert it.
     """
     place = local_path(path.partition("?")[0])
     if place.suffix in PICKLES and not place.is_dir():
@@ -117,7 +117,7 @@ def refuse_pickle(path: str) -> None:
 
 
 def is_weights(path: Weights | str | PurePath) -> bool:
-    """Whether a path holds plain weights, not a checkpoint, a run or its folder of checkpoints.
+    """Return True if a path holds plain weights, and not a checkpoint, a run or its folder of checkpoints.
 
     Raises:
         CheckpointError: The URL cannot be reached, or this user may not read it.
@@ -126,11 +126,11 @@ def is_weights(path: Weights | str | PurePath) -> bool:
 
 
 def _kind(path: str | PurePath) -> Literal["checkpoint", "run", "weights"]:
-    """What a path holds; "run" where nothing else is found: a run, its folder of checkpoints, or nothing at all."""
+    """Return the kind of a path; "run" for a run, its folder of checkpoints, or a missing path."""
     if str(path).startswith(_WEB):
         return "weights"
     place = as_place(path)
-    if place.suffix == ".safetensors" and as_local(place) is None:  # of what is here, a run may be called so
+    if place.suffix == ".safetensors" and as_local(place) is None:  # a local run directory may have such a name
         return "weights"
     with readable(place):
         if exists(place / MANIFEST):
@@ -149,21 +149,22 @@ def find_checkpoint(
     sections: Sequence[str] | None = None,
     beside: Sequence[PurePath] = (),
 ) -> Checkpoint | None:
-    """The checkpoint that a `resume` or `ckpt_path` setting means. Collective: every one of `processes` must call this.
+    """Open the checkpoint of a `resume` or `ckpt_path` setting. Collective: every one of `processes` must call this.
 
     Args:
-        where: "auto" or "last": the newest valid one of the run; "best": the one that the newest of `folder` names
-            best; otherwise the path of a checkpoint or of a run directory.
-        folder: Directory of the checkpoints among which "auto", "last" and "best" choose.
-        processes: The processes that open it together, each byte verified by one; default: this one alone.
-        sections: The sections to verify, which alone can then be read; see `Checkpoint.open`.
-        beside: More directories in which the run saves, for "auto" and "last".
+        where: "auto" or "last": the newest valid checkpoint of the run; "best": the checkpoint that the newest one in
+            `folder` records as best; otherwise the path of a checkpoint or of a run directory.
+        folder: Directory of the checkpoints for "auto", "last" and "best".
+        processes: The processes that open the checkpoint together, each byte verified by one; default: only this
+            process.
+        sections: The sections to verify; only these can be read, as in `Checkpoint.open`.
+        beside: Other directories in which the run saves, for "auto" and "last".
 
     Returns:
-        None only for "auto" without any checkpoint.
+        The opened checkpoint; None only for "auto" without any checkpoint.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or the one named is damaged.
+        CheckpointError: There is no such checkpoint, or the given checkpoint is damaged.
         ConfigError: The path is that of a pickle.
     """
     is_named, folder = processes.on_rank_zero(partial(_place, where, folder))
@@ -186,15 +187,15 @@ def find_checkpoint(
 
 
 def find_named(path: PurePath, processes: Processes = ALONE) -> Checkpoint:
-    """Like `find_checkpoint`, but every string is a path, also "last"."""
+    """Open the checkpoint at a path as `find_checkpoint` does, but take every string as a path, also "last"."""
     where = f"./{path}" if str(path) in _WORDS else str(path)
     checkpoint = find_checkpoint(where, path, processes)
-    assert checkpoint is not None  # only "auto" may find none
+    assert checkpoint is not None  # only "auto" may return None
     return checkpoint
 
 
 def _place(where: str, folder: PurePath) -> tuple[bool, PurePath]:
-    """Whether a setting names one checkpoint, and its path; else the directory to choose from."""
+    """Return True and the path of the checkpoint that a setting names, or False and the folder to choose from."""
     if where in _WORDS:
         return False, folder
     path = as_place(where)
@@ -222,17 +223,19 @@ def _check_none_needed(where: str, folders: Sequence[PurePath]) -> None:
 
 @contextmanager
 def open_weights(path: str, processes: Processes, sections: Sequence[str] | None = WEIGHTS) -> Iterator[Checkpoint]:
-    """Open what `Weights.path` names, for as long as the `with` block lasts; tensors are read one by one.
+    """Open the weights at `Weights.path` for the duration of the `with` block; tensors are read one by one.
 
-    All processes verify it together; weights at a URL are fetched once per node. Collective: every rank must call this.
+    All processes verify the weights together. Weights at a URL are fetched once per node. Collective: every rank must
+    call this.
 
     Args:
-        path: That of `Weights`.
-        processes: Those that open it.
-        sections: Of a checkpoint, those that can be read; None: all. Others have the section "model" alone.
+        path: The `path` of a `Weights` object.
+        processes: The processes that open the weights.
+        sections: Sections of a checkpoint that can be read; None: all. Third-party weights have only the section
+            "model".
 
     Raises:
-        CheckpointError: There are no such weights, or they cannot be fetched.
+        CheckpointError: The weights do not exist, or cannot be fetched.
         CheckpointDamaged: A file is incomplete, or an index names a file that is not in its directory.
     """
     if "://" not in path or not processes.on_rank_zero(partial(is_weights, path)):
@@ -245,11 +248,11 @@ def open_weights(path: str, processes: Processes, sections: Sequence[str] | None
 
         place = processes.once_per_node(fetch)
         yield processes.together(lambda: _open(place, verify="sizes" if processes.local_rank else "checksums"))
-        processes.barrier()  # all have read it
+        processes.barrier()  # all processes have read the files
 
 
 def check_there(path: str | PurePath) -> None:
-    """Refuse a path on this machine that cannot hold weights; a URL is not looked at.
+    """Refuse a local path that cannot hold weights; a URL is not checked.
 
     Raises:
         CheckpointError: The path does not exist.
@@ -265,7 +268,7 @@ def check_there(path: str | PurePath) -> None:
 
 
 def open_here(path: PurePath, processes: Processes, sections: Sequence[str] | None = WEIGHTS) -> Checkpoint:
-    """The opened weights at a path that all processes can read; see `open_weights`. Collective."""
+    """Open weights at a path that all processes can read, as `open_weights` does. Collective."""
 
     def look() -> Literal["checkpoint", "run", "weights"]:
         check_there(path)
@@ -278,7 +281,7 @@ def open_here(path: PurePath, processes: Processes, sections: Sequence[str] | No
 
 
 def _open(path: PurePath, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
-    """Open a checkpoint's parameters, or anyone's safetensors files, in this process alone."""
+    """Open a checkpoint's parameters, or third-party safetensors files, in this process alone."""
     if exists(path / MANIFEST):
         return Checkpoint.open(path, verify, sections=WEIGHTS)
     if is_file(path):
@@ -293,7 +296,7 @@ def _open(path: PurePath, verify: Literal["checksums", "sizes"] = "checksums") -
 
 
 def _open_files(directory: PurePath, files: list[str]) -> Checkpoint:
-    """Open safetensors files of a directory as if they were a checkpoint's; links are followed, as hub caches have."""
+    """Open safetensors files of a directory like a checkpoint; links are followed, because hub caches use them."""
     specs: dict[str, StoredTensor] = {}
     begins = {}
     for file in files:
@@ -307,7 +310,7 @@ def _open_files(directory: PurePath, files: list[str]) -> Checkpoint:
 
 
 def _read_index(directory: PurePath) -> dict[str, str]:
-    """The file of each tensor, by name, from a model hub's index."""
+    """Return the file of each tensor by name, from the index of a model hub."""
     path = directory / INDEX
     placed = read_json(path).get("weight_map")
     if not isinstance(placed, dict) or not placed:
@@ -319,8 +322,8 @@ def _read_index(directory: PurePath) -> dict[str, str]:
 
 
 def _fetch(url: str, folder: Path) -> Path:
-    """Copy weights from a URL into a directory, piece by piece. Returns the path of the file or the directory."""
-    import fsspec  # slow, and there is seldom a URL
+    """Copy weights from a URL into a directory, file by file; return the path of the file or the directory."""
+    import fsspec  # slow, and rarely needed
 
     try:
         files, root = fsspec.core.url_to_fs(url)
@@ -342,7 +345,7 @@ def _fetch(url: str, folder: Path) -> Path:
             files.get_file(f"{root}/{name}", str(folder / name))
     except LumenError:
         raise
-    except Exception as error:  # of whichever package speaks this protocol
+    except Exception as error:  # any package may implement the protocol
         raise CheckpointError(
             f"cannot fetch {url}: {type(error).__name__}: {error}. It must be a checkpoint, a .safetensors file, or a "
             f"directory with {SINGLE} or {INDEX}, and this machine must be allowed to read it."
@@ -354,7 +357,7 @@ def _fetch(url: str, folder: Path) -> Path:
 
 
 def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[Part]:
-    """The parts of a checkpoint that a run is to resume from.
+    """Return the parts of a checkpoint that a run resumes from.
 
     Raises:
         ConfigError: There is no such part, or the choice contradicts `resume`.
@@ -377,7 +380,7 @@ def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[P
 
 
 def without(checkpoint: Checkpoint, *parts: str) -> str:
-    """Advice: the setting that resumes from all parts but some."""
+    """Return advice: the setting that resumes from all parts but some."""
     rest = ", ".join(each for each in get_args(Part) if each not in parts)
     return f"start a new run from it with resume: {checkpoint.path} and resume_parts: [{rest}]"
 
@@ -388,23 +391,25 @@ def without(checkpoint: Checkpoint, *parts: str) -> str:
 def averaged(
     checkpoint: Checkpoint, average: str | Sequence[str | PurePath] | None, processes: Processes = ALONE
 ) -> Checkpoint:
-    """A checkpoint whose parameters are read as averages. Collective: every one of `processes` must call this.
+    """Return a checkpoint whose parameters are read as averages. Collective: every one of `processes` must call this.
+
+    Buffers and parameters without an average are read unchanged from `checkpoint`. A mean of checkpoints averages
+    parameters and running statistics, but no integers and no other buffers.
 
     Args:
-        checkpoint: All of its sections can be read, but for means of checkpoints.
+        checkpoint: A checkpoint with all sections readable; a mean of checkpoints needs only `WEIGHTS`.
         average: "last:5": the mean of this checkpoint and the four before it in its directory; "best:3": the mean of
             the three best there, by the monitor; paths: the mean of these checkpoints, runs (their newest valid one) or
-            safetensors files. Of a mean, integers and buffers other than running statistics are as in `checkpoint`.
-            "EMA", "SWA" or another callback whose state holds tensors by the parameters' names (of several in one
-            state, where it is in the checkpoint), "Lookahead" for its slow weights: what has no average is as in
-            `checkpoint`. "parameters": the parameters of training. None: what the run's validations evaluated, its
-            average if it had one.
-        processes: Those that read together; default: this one alone.
+            safetensors files. "EMA", "SWA" or another callback whose state holds tensors by the parameters' names (if a
+            state has several averages, the path of one in the checkpoint); "Lookahead": its slow weights. "parameters":
+            the trained parameters. None: the weights that the run's validations evaluated, which are an average if the
+            run had one.
+        processes: The processes that read together; default: only this process.
 
     Raises:
-        ConfigError: There is no average of this name, or there are several; there are fewer checkpoints than that.
+        ConfigError: There is no average of this name, there are several, or there are too few checkpoints.
         CheckpointMismatch: The checkpoints are not of one model.
-        CheckpointDamaged: Bytes of one that was named by its path are not those that were saved.
+        CheckpointDamaged: A checkpoint given by its path is damaged.
     """
     if average is None:
         return evaluated(checkpoint)
@@ -428,7 +433,7 @@ def evaluated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def is_mean(average: str | Sequence[str] | None) -> bool:
-    """Whether an average is the mean of several checkpoints, and needs nothing of a checkpoint but its parameters."""
+    """Return True if an average is the mean of several checkpoints, which needs only their parameters."""
     return average is not None and (not isinstance(average, str) or _SEVERAL.fullmatch(average) is not None)
 
 
@@ -436,7 +441,7 @@ def is_mean(average: str | Sequence[str] | None) -> bool:
 
 
 def _several(checkpoint: Checkpoint, which: str, count: int, processes: Processes) -> list[Checkpoint]:
-    """The last or the best of a directory, oldest first; damaged ones are passed over."""
+    """Return the last or the best checkpoints of a directory, oldest first; damaged checkpoints are skipped."""
     look: Callable[[], list[PurePath]] = partial(_last if which == "last" else _best, checkpoint)
     found: list[Checkpoint] = []
     for path in processes.on_rank_zero(look) if count else ():
@@ -453,7 +458,7 @@ def _several(checkpoint: Checkpoint, which: str, count: int, processes: Processe
 
 
 def _last(checkpoint: Checkpoint) -> list[PurePath]:
-    """A checkpoint and those before it, the newest first, one for each step."""
+    """Return a checkpoint and the earlier ones in its directory, newest first, one for each step."""
     moments = find_moments(checkpoint.path.parent)
     if checkpoint.path.name not in {path.name for path in moments.values()}:
         raise ConfigError(
@@ -464,7 +469,7 @@ def _last(checkpoint: Checkpoint) -> list[PurePath]:
 
 
 def _best(checkpoint: Checkpoint) -> list[PurePath]:
-    """The best of a directory, as its newest checkpoint knows them, the best first."""
+    """Return the best checkpoints of a directory according to its newest checkpoint, best first."""
     folder, moments = checkpoint.path.parent, find_moments(checkpoint.path.parent)
     ranked = read_info(moments[max(moments)]).get("ranked") if moments else None
     if not ranked:
@@ -477,10 +482,10 @@ def _best(checkpoint: Checkpoint) -> list[PurePath]:
 
 
 def _mean_of(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkpoint:
-    """A checkpoint whose parameters and running statistics are the means of those of others, given by their places.
+    """Return a checkpoint whose parameters and running statistics are the means of other checkpoints, given by path.
 
     Raises:
-        CheckpointMismatch: The others have tensors that the first has not, or the reverse, or of another shape.
+        CheckpointMismatch: The names, shapes or dtypes of the checkpoints differ.
     """
     if not others:
         raise ConfigError("average: there is no checkpoint in the list. Give the paths of several.")
@@ -500,7 +505,7 @@ def _mean_of(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkp
 
 
 def _differences(checkpoint: Checkpoint, where: str, other: Checkpoint) -> list[str]:
-    """What another checkpoint has that has no mean with the tensors of the first, in words."""
+    """Describe tensors of another checkpoint that have no mean with the tensors of the first."""
     ours, theirs = (dict.fromkeys(each.names("model")) | each.aliases for each in (checkpoint, other))
     found = [f"{n} is {'not' if n in ours else 'only'} in {where}" for n in sorted(ours.keys() ^ theirs.keys())]
     if not found and ours != theirs:
@@ -518,7 +523,7 @@ def _differences(checkpoint: Checkpoint, where: str, other: Checkpoint) -> list[
 
 
 def _kept(checkpoint: Checkpoint, average: str) -> Checkpoint:
-    """A checkpoint whose parameters are those averages that it holds itself."""
+    """Return a checkpoint whose parameters are read from averages in the same checkpoint."""
     if not checkpoint.state:
         raise ConfigError(
             f"average {average}: it is kept in checkpoints of Lumen, and {checkpoint.path} has plain weights."
@@ -534,7 +539,7 @@ def _kept(checkpoint: Checkpoint, average: str) -> Checkpoint:
 
 
 def _all_kept(checkpoint: Checkpoint) -> dict[str, dict[str, tuple[str, str]]]:
-    """All groups of tensors that stand for parameters: Lookahead's slow weights, and those of callbacks' states."""
+    """Return the groups of tensors that replace parameters: Lookahead's slow weights, and averages of callbacks."""
     parameters = set(checkpoint.names("model"))
     found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     slow = [name for name in checkpoint.names("optimizer") if name.endswith(".slow")]

@@ -1,1 +1,1 @@
-"""Saving: collects the state of a run, divides the writing among processes, and commits the checkpoint."""
+"""Saving of checkpoints: collect a run's state, divide the writing among processes, and commit."""

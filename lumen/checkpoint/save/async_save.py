@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run, before training goes on or beside it."""
+"""Saves of a run's checkpoints, synchronous or in a thread during training."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from lumen.errors import CheckpointDamaged, CheckpointError
 from lumen.internals.garbage import only_young_collected
 from lumen.run.run import Run
 
-_CGROUP = "/sys/fs/cgroup"  # of this process, in a container
-_NO_MEMORY = re.compile("can't allocate memory|out of memory", re.I)  # torch's, of the host and of CUDA
-_TENSOR_BYTES = 16 << 10  # that take as long as a tensor does whatever its size
+_CGROUP = "/sys/fs/cgroup"  # memory limits of this process in a container
+_NO_MEMORY = re.compile("can't allocate memory|out of memory", re.I)  # torch's messages for host and CUDA memory
+_TENSOR_BYTES = 16 << 10  # fixed cost of writing a tensor, as the number of bytes with the same cost
 
 
 class Account(Protocol):
-    """The function that `save` calls on every rank once a save has ended."""
+    """Function that `save` calls on every rank once a save has ended."""
 
     def __call__(self, *, committed: bool) -> Iterable[PurePath]:
-        """Return the paths of the checkpoints to remove then, the same on every rank."""
+        """Return the paths of the checkpoints to remove, the same on every rank."""
 
 
 def _keep_all(*, committed: bool) -> Iterable[PurePath]:
@@ -47,26 +47,27 @@ def _keep_all(*, committed: bool) -> Iterable[PurePath]:
 
 @final
 class Saves:
-    """The checkpoints of a run: written at once, or copied at once and written in a thread while the run goes on.
+    """Checkpoint saves of a run: written immediately, or copied immediately and written in a thread during training.
 
-    At most one save is under way. Every process copies its blocks and writes it in its thread; the threads agree among
-    themselves, and rank 0's commits. When they have ended, a vote tells all ranks at one boundary, so that an error
-    in any thread ends the run on each of them. A Python that exits waits for the thread; a kill leaves what it leaves
-    of any save, a directory that is not committed.
+    At most one save is in progress. Every process copies its blocks and writes them in its thread. The threads
+    communicate over their own process groups, and the thread of rank 0 commits. When the threads have ended, a vote
+    informs all ranks at the end of the same step. An error in any thread therefore ends the run on each rank. When
+    Python exits, it waits for the thread. A kill leaves an incomplete directory, as with any save.
 
     Args:
         run: The run whose state is saved.
-        check_home: Raises if the run's directory is no longer there; None: there is none, or another rank checks it.
+        check_home: Function that raises an error if the run's directory was removed; None: no check on this rank.
         are_on: The trainer saves checkpoints.
-        stays: A resumed run stays in the directory of the run that it resumes.
-        switches: Arguments of the trainer that change what is computed, which checkpoints record.
+        stays: A resumed run keeps the directory of the run that it resumes.
+        switches: Arguments of the trainer that change the computed values; checkpoints record them.
 
     Attributes:
         are_on: The trainer saves checkpoints.
-        stays: A resumed run stays in the directory of the run that it resumes.
-        switches: Arguments of the trainer that change what is computed, which checkpoints record.
-        path: Directory of the save under way, the same on every rank; None if there is none, or it was settled.
-        moment: The moment of the run that was saved last, as given to `save`.
+        stays: A resumed run keeps the directory of the run that it resumes.
+        switches: Arguments of the trainer that change the computed values; checkpoints record them.
+        path: Directory of the save in progress, the same on every rank; None if there is no such save or `settle` ended
+            it.
+        moment: The `moment` of the save in progress, as given to `save`.
         checks_update: The optimizer is of a class that neither torch nor Lumen defines, and has made no update yet.
     """
 
@@ -89,7 +90,7 @@ class Saves:
         self._processes = run.processes
         self._thread = ThreadPoolExecutor(1, "lumen-save", torch.cuda.set_device, (_cuda_index(run.strategy.device),))
         self._writing: Future[None] | None = None
-        self._chores: list[Future[None]] = []  # of the thread beside writing
+        self._chores: list[Future[None]] = []  # removals and reservations that the thread does
         self._snapshot = Snapshot()
         self._is_reserved = False
 
@@ -102,19 +103,20 @@ class Saves:
         moment: Any = None,
         account: Account = _keep_all,
     ) -> None:
-        """Save the run as it is at this boundary. Collective: every rank must call this.
+        """Save the run at the end of this step. Collective: every rank must call this.
 
         Args:
-            path: The directory to commit; it must not exist.
+            path: The directory of the complete checkpoint; it must not exist.
             info: Plain data that a listing of runs shows.
-            asynchronous: True: copy now and write in a thread; False: write now; None: choose what is faster.
-            moment: An identifier of the present moment, to be found in `moment` afterwards.
-            account: Called on every rank once the save has ended, with whether it was committed. Returns the paths of
-                the checkpoints to remove then, the same on every rank.
+            asynchronous: True: copy now and write in a thread; False: write now; None: choose the faster way.
+            moment: An identifier of the current moment; the attribute `moment` holds it while the save is in progress.
+            account: Function called on every rank once the save has ended, with `committed`. The function returns the
+                paths of the checkpoints to remove, the same on every rank.
 
         Raises:
-            CheckpointError: This save, or the one before it, could not be written; what existed before is unchanged.
-            NonFiniteLoss: A loss that was still on its way, or a parameter, is not finite: nothing is committed.
+            CheckpointError: This save or the previous one failed; existing checkpoints are unchanged.
+            NonFiniteLoss: A loss that was not yet on the host, or a parameter, is not finite; no checkpoint is
+                committed.
         """
         try:
             self.settle()
@@ -131,31 +133,31 @@ class Saves:
             self._processes.on_rank_zero(partial(remove_checkpoints, account(committed=True)))
 
     def save_once(self, path: PurePath, info: Mapping[str, Any]) -> None:
-        """Save, unless this run saved this moment at the path before it was started again. Collective; see `save`."""
+        """Save, unless this restarted run already saved this moment at the path. Collective; arguments as in `save`."""
         run = self._run
         started_again = run.checkpoint is not None and self.stays
         if not (started_again and self._processes.on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
             self.save(path, info)
 
     def check_begin(self) -> None:
-        """Check before training what Lumen saves; the first update is checked later. Collective.
+        """Check before training that Lumen's own data can be saved; the first update is checked later. Collective.
 
         Raises:
-            CheckpointError: Something cannot be saved; the message names it.
+            CheckpointError: An entry cannot be saved; the message names the entry.
         """
         check_savable(self._run)
         self.checks_update = keeps_unknown_state(self._run.optim.optimizer)
 
     def check_home(self) -> None:
-        """Check that the run's directory is still there. Collective: every rank must call this.
+        """Check that the run's directory still exists. Collective: every rank must call this.
 
         Raises:
-            RunDirectoryError: It was removed, or another one is in its place.
+            RunDirectoryError: The directory was removed or replaced.
         """
         self._processes.on_rank_zero(self._check_home)
 
     def _write_or_begin(self, path: PurePath, collected: Collected, *, asynchronous: bool | None) -> bool:
-        """Write a checkpoint, or begin to. Returns whether it is under way. Collective: every rank must call this."""
+        """Write a checkpoint, or begin writing; return True if the save is in progress. Collective."""
         processes = self._processes
         processes.together(self.wait)
         plan = plan_writes(collected.sections, processes, collected.trained)
@@ -176,7 +178,10 @@ class Saves:
         return True
 
     def _pays(self, plan: WritePlan, at_least: int = Storage.quick_bytes, *, asynchronous: bool | None) -> bool:
-        """Whether to write in a thread. By default: if writing takes time and the copies fit well into free memory."""
+        """Return True if a thread should write the save. Collective if `asynchronous` is None.
+
+        Default: if writing is slow, and the copies need at most half of the free memory.
+        """
         if asynchronous is not None:
             return asynchronous
         available = sys.maxsize if self._is_reserved else _available_bytes()
@@ -189,7 +194,7 @@ class Saves:
         return fits and taken.total() + _TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
 
     def _copied(self, path: PurePath, plan: WritePlan, *, asynchronous: bool | None) -> dict[str, Tensors] | None:
-        """Copies of what this process writes; None if some process has no memory for them. Collective."""
+        """Return copies of this process's blocks; None if some process lacks memory for its copies. Collective."""
 
         def take() -> dict[str, Tensors] | None:
             try:
@@ -214,7 +219,7 @@ class Saves:
         return None
 
     def reserve(self, *, asynchronous: bool | None) -> None:
-        """Have threads allocate the memory for copies, which takes longer than a copy. Collective."""
+        """Allocate the memory for copies in a thread, because the allocation is slower than a copy. Collective."""
         sections, trained = self._processes.together(partial(moving_tensors, self._run))
         plan = plan_writes(sections, self._processes, trained)
         if self._pays(plan, asynchronous=asynchronous):
@@ -222,7 +227,7 @@ class Saves:
             self._chores.append(self._thread.submit(self._reserve, plan.tensors))
 
     def _reserve(self, tensors: Sections) -> None:
-        with suppress(RuntimeError, MemoryError):  # taking the copies will find out again, and know what to do
+        with suppress(RuntimeError, MemoryError):  # `_copied` handles the error
             self._snapshot.reserve(tensors)
             self._is_reserved = True
 
@@ -238,29 +243,29 @@ class Saves:
 
     @property
     def has_ended(self) -> bool:
-        """The save under way has ended on some process, as all know: `settle` accounts for it."""
+        """True if all ranks know that the save in progress ended on some rank; `settle` then completes the save."""
         return self._run.ending.vote.save_ended
 
     @property
     def is_writing(self) -> bool:
-        """Whether this process's thread is writing a save."""
+        """True if this process's thread is writing a save."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
         """Wait until this process's thread has ended.
 
         Raises:
-            CheckpointError: The save under way could not be written, or a checkpoint could not be removed.
+            CheckpointError: The save in progress failed, or a checkpoint could not be removed.
             NonFiniteLoss: A parameter is NaN or infinite, so it was not saved.
         """
         if (writing := self._writing) is not None:
-            wait([writing])  # which a signal may interrupt: then it is waited for again
+            wait([writing])  # a signal may interrupt this line: the next call waits again
             self._writing = None
             writing.result()
         self.wait_for_removals()
 
     def wait_for_removals(self) -> None:
-        """Wait until the checkpoints that this process removes are gone.
+        """Wait until this process has removed its checkpoints.
 
         Raises:
             CheckpointError: A checkpoint could not be removed.
@@ -271,10 +276,10 @@ class Saves:
             chore.result()
 
     def settle(self) -> None:
-        """Wait for the save under way, and call its `account`. Collective: every rank must call this.
+        """Wait for the save in progress, and call its `account`. Collective: every rank must call this.
 
         Raises:
-            CheckpointError: The save could not be written, or a checkpoint could not be removed.
+            CheckpointError: The save failed, or a checkpoint could not be removed.
             NonFiniteLoss: A parameter is NaN or infinite, so it was not saved.
         """
         if self.path is None and not self._run.ending.vote.save_ended:
@@ -294,11 +299,11 @@ class Saves:
             self._chores.append(self._submit(partial(remove_checkpoints, doomed)))
 
     def close(self) -> None:
-        """Wait for what is under way, ignoring its errors, and free the memory of the copies."""
+        """Wait for the save in progress, log its error if any, and free the memory of the copies."""
         try:
             with self._processes.explained():
                 self.wait()
-        except Exception as error:  # the run has ended already, by a failure that is to be seen
+        except Exception as error:  # the run has already ended with another error, which must stay visible
             _log.error("the save under way failed: %s", error)
         self._thread.shutdown()
         self._snapshot.close()
@@ -321,14 +326,14 @@ def _has_counts(path: PurePath, progress: Mapping[str, Any]) -> bool:
 
 
 def _cuda_index(device: torch.device) -> int:
-    """Index of a CUDA device, for `set_device` in a thread; -1, which changes nothing, for any other device."""
+    """Return the index of a CUDA device for `set_device` in a thread; -1 for other devices, which changes nothing."""
     if device.type != "cuda":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _available_bytes() -> int:
-    """Memory in bytes that processes on this machine can still take; a huge number where the system does not tell."""
+    """Return the memory in bytes that processes on this machine can still allocate; a huge number if it is unknown."""
     machine = _number_in("/proc/meminfo", r"^MemAvailable: +([0-9]+) kB$")
     limit = _number_in(f"{_CGROUP}/memory.max", "^([0-9]+)$")
     used = _number_in(f"{_CGROUP}/memory.stat", "^anon ([0-9]+)$")

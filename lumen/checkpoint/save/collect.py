@@ -1,4 +1,4 @@
-"""Collects what a checkpoint holds, under names that are the same for every strategy."""
+"""Collection of a checkpoint's contents, under names that are the same for every strategy."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from lumen.strategies import by_data_rank, sync_buffers
 from lumen.task.hyperparameters import HasHyperparameters, recorded_hparams
 from lumen.task.teacher import is_running_statistic
 
-COUNTS = ("step", "epoch", "micro_batches")  # of the run's progress, which a checkpoint shows
+COUNTS = ("step", "epoch", "micro_batches")  # counters of the run's progress that a checkpoint shows
 
 
 def logger_states(run: Run) -> dict[str, Any]:
-    """The states of all loggers; of those too that the run had only before it was resumed."""
+    """Return the states of all loggers, including loggers of the resumed run that this run lacks."""
     return run.records.absent | states_of(run.records.loggers)
 
 
 def _of_user(run: Run) -> dict[str, Any]:
-    """What the task, the data module and the callbacks save."""
+    """Return the states of the task, the data module and the callbacks."""
     datamodule = run.loaders.datamodule
     return {
         "callbacks": {key: state for key, state in states_of(run.hooks.callbacks).items() if state},
@@ -50,11 +50,11 @@ def _added_by_hooks(run: Run) -> dict[str, Any]:
     """Call `on_save_checkpoint` of the callbacks and then of the task.
 
     Returns:
-        "on_save_checkpoint": what each callback added, by its key; "task": what the task added.
+        "on_save_checkpoint": the additions of each callback, by its key; "task": the additions of the task.
 
     Raises:
-        CheckpointError: A key has a meaning in Lightning's checkpoints; the message names it and its owner.
-        ConfigError: Two callbacks that add something share a key.
+        CheckpointError: A key has a meaning in Lightning's checkpoints; the message names the key and its owner.
+        ConfigError: Two callbacks with additions share a key.
     """
     of_callbacks: dict[str, dict[str, Any]] = {}
     for callback, hook in run.hooks.of_callbacks("on_save_checkpoint"):
@@ -67,7 +67,7 @@ def _added_by_hooks(run: Run) -> dict[str, Any]:
 
 def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     added = Additions(owner, {})
-    if isinstance(returned := hook(added), Mapping):  # as callbacks of Lightning 1 may
+    if isinstance(returned := hook(added), Mapping):  # Lightning 1 allowed this
         added.update(returned)
     for key in added:
         added.check(key)
@@ -75,17 +75,17 @@ def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 
 
 def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
-    """Everything a resumed run needs, except for what each process has gathered by itself.
+    """Return all data that a resumed run needs, except for values that differ between processes.
 
     Args:
         run: The run, at the end of a step.
-        complete: Include what the task, the data module and the callbacks save.
+        complete: Include the states of the task, the data module and the callbacks.
 
     Returns:
         Tensors by section ("model", "optimizer", "extra"), aliases of tied tensors, and the JSON state.
 
     Raises:
-        CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
+        CheckpointError: An entry is neither plain data nor a tensor; the message names its path.
     """
     task, datamodule, extra = run.task, run.loaders.datamodule, Tensors()
     model, aliases = model_tensors(task)
@@ -119,13 +119,13 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
 
 
 def _copied_buffers(task: nn.Module) -> list[str]:
-    """Names of the floating-point buffers that a mean of checkpoints does not average."""
+    """Return names of floating-point buffers that a mean of checkpoints does not average."""
     buffers = [(name, each) for name, each in task.named_buffers() if each.is_floating_point()]
     return [name for name, each in buffers if not is_running_statistic(name, each)]
 
 
 def _capture_optimizer(run: Run) -> tuple[dict[str, JSON], Tensors]:
-    """The state of the optimizer, with the gradients that a task that optimizes by hand has kept, and its tensors."""
+    """Return the optimizer's state and its tensors, including gradients kept by a task with manual optimization."""
     tensors = Tensors()
     captured = capture_optimizer(run.task, run.optim.optimizer, run.optim.built_groups, tensors)
     if run.optim.manual is not None and (kept := run.optim.manual.kept_gradients()):
@@ -136,19 +136,19 @@ def _capture_optimizer(run: Run) -> tuple[dict[str, JSON], Tensors]:
 
 
 def check_savable(run: Run) -> None:
-    """Check before any work that what Lumen itself saves can be saved. Collective: every rank must call this.
+    """Check before any work that Lumen's own data can be saved. Collective: every rank must call this.
 
     Raises:
-        CheckpointError: Something cannot be saved; the message names it.
+        CheckpointError: An entry cannot be saved; the message names the entry.
     """
     run.processes.together(lambda: check_tensors(capture(run, complete=False)[0] | {"ranks": own_values(run)[1]}))
 
 
 def check_first_state(run: Run) -> None:
-    """Check that the state which the first update has made can be saved. Collective: every rank must call this.
+    """Check that the state which the first update has created can be saved. Collective: every rank must call this.
 
     Raises:
-        CheckpointError: Something cannot be saved or differs between ranks; the message names it.
+        CheckpointError: An entry cannot be saved or differs between ranks; the message names the entry.
     """
 
     def check() -> Tensors:
@@ -160,15 +160,15 @@ def check_first_state(run: Run) -> None:
 
 
 def check_additions(run: Run) -> None:
-    """Check that what the task, the data module and the callbacks save can be saved.
+    """Check that the states of the task, the data module and the callbacks can be saved.
 
-    Call it when training begins: before, it may not exist. Where it does not exist even then, so that asking for it
-    fails, only a save will tell.
+    Call this when training begins, because the states may not exist earlier. If `state_dict` or a hook fails even then,
+    a warning is logged, and only a save can check the states.
 
     Collective: every rank must call this.
 
     Raises:
-        CheckpointError: Something cannot be saved; the message names its owner and its key.
+        CheckpointError: An entry cannot be saved; the message names its owner and key.
     """
 
     def check() -> None:
@@ -194,13 +194,13 @@ def check_additions(run: Run) -> None:
 
 @final
 class Collected(NamedTuple):
-    """The contents of one checkpoint. The run changes none of it afterwards but the values of tensors.
+    """Contents of one checkpoint. Afterwards the run changes only the values of its tensors.
 
     Attributes:
-        sections: Tensors by section ("model", "optimizer", "extra") and name; the run's own, not copies. In "extra":
-            those that this process is to write.
+        sections: Tensors by section ("model", "optimizer", "extra") and name; the run's own, not copies. "extra"
+            contains only tensors that this process writes.
         aliases: Names of tied tensors of the section "model": alias to stored name.
-        state: Everything else, as JSON; complete on rank 0.
+        state: All other data, as JSON; complete on rank 0.
         info: Plain data for the manifest, which listings show.
         trained: Names of the parameters in "model" that the optimizer updates.
     """
@@ -216,9 +216,9 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     """Collect a run's state, and let its loggers save. Collective: every rank must call this.
 
     Raises:
-        CheckpointError: Something is neither plain data nor a tensor; the message names where it is.
-        NonFiniteLoss: A loss that was still on its way to the host is not finite.
-        TrainingError: Ranks hold what differs.
+        CheckpointError: An entry is neither plain data nor a tensor; the message names its path.
+        NonFiniteLoss: A loss that was not yet on the host is not finite.
+        TrainingError: Ranks hold different values.
     """
 
     def own() -> tuple[Any, ...]:
@@ -232,24 +232,24 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
     sync_buffers(run.strategy, run.task)
     sections, aliases, state, (values, tensors) = processes.together(own)
     state["ranks"] = by_data_rank(processes.gather_on_zero((run.strategy.data_rank, values)))
-    # callbacks of other ranks may hold something else, or nothing
+    # callbacks of other ranks may have different states or none
     shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
     sections["extra"] = shared | tensors
     shown = {name: vars(run.progress)[name] for name in COUNTS}
     shown |= {"metrics": dict(run.values.newest), "copied": _copied_buffers(run.task)}
-    for callback in run.hooks.callbacks:  # where the state holds what validations evaluate in place of the parameters
+    for callback in run.hooks.callbacks:  # path of the weights that validations evaluate
         if kept := callback.evaluated_state:
             shown["evaluated"] = f"callbacks.{callback.state_key}.{kept}"
     return Collected(sections, aliases, state, shown | dict(info), _trained(run))
 
 
 def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
-    """The tensors of model and optimizer, nearly all of a checkpoint's bytes; and the names of trained parameters."""
+    """Return the tensors of model and optimizer (nearly all bytes of a checkpoint), and names of trained parameters."""
     return {"model": model_tensors(run.task)[0], "optimizer": _capture_optimizer(run)[1]}, _trained(run)
 
 
 def _trained(run: Run) -> list[str]:
-    """Names of the parameters that the optimizer updates, the same on all processes."""
+    """Return names of the parameters that the optimizer updates, the same on all processes."""
     names = parameter_names(run.task)
     return [names[id(parameter)] for parameter in run.optim.parameters]
 
@@ -258,7 +258,7 @@ def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor],
     """Refuse to save parameters that are NaN or infinite. Collective: every rank must call this.
 
     Args:
-        collected: The checkpoint's contents, of which `trained` is used.
+        collected: The checkpoint's contents; only `trained` and the step in `info` are used.
         tensors: Tensors of the section "model" that this process writes, by name.
         processes: The processes that write the checkpoint.
 
@@ -280,7 +280,7 @@ def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor],
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that hold NaN or infinity, by their minimum and maximum: `isfinite` would need more memory."""
+    """Return names of tensors with NaN or infinity, by minimum and maximum, because `isfinite` needs more memory."""
     alike: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""Copies tensors to host memory while training waits, to be written while it goes on."""
+"""Copies of tensors in host memory, taken while training waits and written while training continues."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lumen.internals.memory import empty_host_cache
 from lumen.internals.tensors import copy_all
 
 Key = tuple[str, str]
-_FEW = 1 << 15  # numbers that torch copies by one thread
-_ALIGNED = 64  # bytes, in which each tensor of a block begins
+_FEW = 1 << 15  # elements up to which torch copies with one thread
+_ALIGNED = 64  # alignment in bytes of each tensor in a block
 
 
 @final
 class Snapshot:
-    """Copies of tensors in host memory that is used again for the next copy, since touching new pages is slow.
+    """Copies of tensors in host memory that is reused for the next copy, because touching new pages is slow.
 
-    CUDA tensors are copied to pinned memory on the device's current stream, so later kernels cannot change them before,
-    and the host does not wait.
+    CUDA tensors are copied to pinned memory on the device's current stream. Kernels launched later therefore run after
+    the copy, and the host does not wait.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,17 @@ class Snapshot:
         self._copied: list[torch.cuda.Event] = []
 
     def reserve(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Allocate the memory for copies of tensors like these, and touch all of it."""
+        """Allocate memory for copies of tensors of these shapes, and touch all of it."""
         new = _buffers_for({key: tensor for key, tensor in _flat(sections).items() if key not in self._buffers})
         for buffer in new.values():
             np.asarray(bytes_of(buffer))[:: mmap.PAGESIZE] = 0
         self._buffers |= new
 
     def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Begin to copy tensors of any device and strides; `wait` ends it. Valid until the next `take`."""
+        """Begin to copy tensors of any device and strides.
+
+        `wait` ends the copy. The copies are valid until the next `take`.
+        """
         tensors = _flat(sections)
         kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
         kept = {key: each for key, each in self._buffers.items() if kinds.get(key) == (each.dtype, each.shape)}
@@ -59,12 +62,12 @@ class Snapshot:
         return copies
 
     def wait(self) -> None:
-        """Wait until the copies from devices have ended; may be called by any thread."""
+        """Wait until the copies from devices have ended; any thread may call this."""
         for event in self._copied:
             event.synchronize()
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory of the copies."""
         pinned = any(buffer.is_pinned() for buffer in self._buffers.values())
         self._buffers, self._copied = {}, []
         if pinned:
@@ -76,7 +79,7 @@ def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is so small that many are best copied in one call, and its memory was not freed."""
+    """Return True if a tensor should be copied in one call with others: it is small, and its memory was not freed."""
     if tensor.numel() > _FEW or not (tensor.is_cpu and tensor.dtype in COPIED_TOGETHER and tensor.is_contiguous()):
         return False
     return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
@@ -90,13 +93,13 @@ def _buffers_for(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]
 
 
 def pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-    """Pinned tensors like the given ones, several in one block, since torch rounds each block up to a power of two.
+    """Return pinned tensors like the given ones, several per block, because torch rounds blocks up to a power of two.
 
-    The largest come first, and smaller ones fill the blocks.
+    The largest tensors come first, and smaller tensors fill the blocks.
     """
     places: dict[Key, tuple[int, int]] = {}
     sizes: list[int] = []
-    rooms: list[tuple[int, int]] = []  # (bytes that are left, negative; block): the widest first
+    rooms: list[tuple[int, int]] = []  # (negative number of free bytes, block); the block with most free bytes first
     for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
         needed = -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         if not rooms or -rooms[0][0] < needed:
@@ -115,5 +118,5 @@ def pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     if not lies_in_order(source):
         target.copy_(source, non_blocking=source.is_cuda)
-    else:  # by one thread, which saturates the memory; torch's wait for each other where all cores are busy
+    else:  # one thread saturates the memory bandwidth; torch's threads wait for one another if all cores are busy
         np.copyto(np.asarray(bytes_of(target)), np.asarray(bytes_of(source)))

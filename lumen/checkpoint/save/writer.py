@@ -1,4 +1,4 @@
-"""Writing a checkpoint: each process its blocks of tensors, all of them checked as a reader will, and the commit."""
+"""Writer of checkpoints: each process writes its blocks of tensors; rank 0 checks all files and commits."""
 
 from __future__ import annotations
 
@@ -43,32 +43,33 @@ def write_checkpoint(
     max_file_bytes: int = MAX_FILE_BYTES,
     processes: Processes = ALONE,
 ) -> None:
-    """Write a checkpoint that is either complete under its name or not there at all, even after a kill or power loss.
+    """Write a checkpoint that is either complete or absent under its name, even after a kill or power loss.
 
-    Every process writes its blocks, see `plan_writes`. Beyond the tensors themselves it needs the memory of one of them
-    at most. Collective: every rank must call this.
+    Every process writes the blocks that `plan_writes` assigns. In addition to the tensors, the write needs memory for
+    one tensor at most. Collective: every rank must call this.
 
     Args:
         directory: Final path, for example `runs/gpt/checkpoints/step-00000200`. A damaged checkpoint there is renamed
             to `<name>.damaged-<k>`.
         sections: Tensors of any dtype, shape, strides and device, by section ("model", "optimizer", "extra") and name;
-            or the plan that was made for them.
-        state: JSON that `lumen.checkpoint.format.codec.encode` returned, by name; rank 0's counts.
+            or the `WritePlan` for such tensors.
+        state: JSON that `lumen.checkpoint.format.codec.encode` returned, by name; only rank 0's is written.
         aliases: Names of tied tensors of the section "model" that are stored under another name: alias to stored name.
-        info: Plain data kept in the manifest, so that listing checkpoints need not open `state`; rank 0's counts.
-        max_file_bytes: Most bytes of tensors in one file; a larger block gets a file of its own.
-        processes: The processes of the run; default: this one alone.
+        info: Plain data in the manifest, so that a listing of checkpoints need not open `state`; only rank 0's is
+            written.
+        max_file_bytes: Maximum number of bytes of tensors in one file; a larger block gets its own file.
+        processes: The processes of the run; default: only this process.
 
     Raises:
-        CheckpointError: `directory` holds a committed checkpoint; a tensor or `info` cannot be saved; the processes
-            hold different tensors; or a disk refuses. It is the same on every rank. Nothing that existed before is
-            changed, and nothing half-written is left under `directory`.
+        CheckpointError: `directory` holds a complete checkpoint; a tensor or `info` cannot be saved; the processes hold
+            different tensors; or the storage refuses. The error is the same on every rank. Existing files are
+            unchanged, and no partial checkpoint remains under `directory`.
     """
     plan = sections if isinstance(sections, WritePlan) else plan_writes(sections, processes)
     storage, state_bytes, head = storage_of(directory), b"", dict[str, JSON]()
 
     def begin() -> Draft:
-        """Refuse, before any work, what cannot be saved or committed, and make room for the rest."""
+        """Refuse, before any work, data that cannot be saved or committed, and create the draft."""
         nonlocal state_bytes
         head.update(format=FORMAT_VERSION, lumen=__version__, info=_encode_info(info), aliases=dict(aliases))
         state_bytes = json.dumps(state, allow_nan=False).encode()
@@ -77,20 +78,20 @@ def write_checkpoint(
         with explained("write", directory):
             try:
                 return storage.begin(directory)
-            except FileExistsError:  # what is damaged has to make room at once
+            except FileExistsError:  # a damaged checkpoint must be renamed first
                 if not holds_damaged:
                     raise
                 set_aside(directory)
                 return storage.begin(directory)
 
     def commit(draft: Draft, written: Callable[[], list[Written]]) -> None:
-        """Add the files that only rank 0 writes, the state and last the manifest, and commit, or remove it all."""
+        """Write the state and, last, the manifest; then commit. After an error, remove the draft."""
         with explained("write", directory):
             try:
                 files, sections = _merged(written(), plan.specs)
                 files[STATE] = _write_bytes(draft.root / STATE, state_bytes)
                 _write_bytes(draft.root / MANIFEST, text_of(head | {"files": files, "sections": sections}))
-                Checkpoint.open(draft.root, verify="sizes")  # what was written is what a reader will find
+                Checkpoint.open(draft.root, verify="sizes")  # check the files as a reader does
                 if draft.root != draft.directory and _holds_damaged(directory):
                     set_aside(directory)
                 storage.commit(draft)
@@ -104,7 +105,7 @@ def write_checkpoint(
 
 
 def _merged(written: Iterable[Written], specs: Mapping[str, Mapping[str, TensorSpec]]) -> Written:
-    """The files of all processes, and the descriptions of all tensors with all of their chunks."""
+    """Merge the files of all processes, and the descriptions of all tensors with all of their chunks."""
     files: dict[str, JSON] = {}
     sections = {section: {name: _describe(each, []) for name, each in own.items()} for section, own in specs.items()}
     for records, described in written:
@@ -113,7 +114,7 @@ def _merged(written: Iterable[Written], specs: Mapping[str, Mapping[str, TensorS
             for name, entry in tensors.items():
                 if known := sections[section].get(name):
                     known["chunks"] += entry["chunks"]
-                else:  # another process's own
+                else:  # a tensor of another process
                     sections[section][name] = entry
     return files, sections
 
@@ -126,7 +127,7 @@ def _encode_info(info: Mapping[str, Any]) -> JSON:
 
 
 def _holds_damaged(directory: PurePath) -> bool:
-    """Whether a path holds something that is no intact checkpoint; an intact one is an error."""
+    """Return True if a path exists but is not an intact checkpoint; raise CheckpointError if it is intact."""
     with readable(directory):
         if not exists(directory):
             return False
@@ -140,7 +141,7 @@ def _holds_damaged(directory: PurePath) -> bool:
 
 
 def _write_files(draft: Draft, plan: WritePlan, max_file_bytes: int, rank: int) -> Written:
-    """Write this process's files. Returns their sizes and checksums, and which block lies in which file."""
+    """Write this process's files; return their sizes and checksums, and the file of each block."""
     files: dict[str, JSON] = {}
     described: dict[str, dict[str, JSON]] = {section: {} for section in plan.tensors}
     storage = storage_of(draft.root)
@@ -159,7 +160,7 @@ def _write_files(draft: Draft, plan: WritePlan, max_file_bytes: int, rank: int) 
 
 
 def _bounded(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[Tensors]:
-    """The tensors of each file, so that none exceeds `max_file_bytes`, except for a single larger tensor."""
+    """Yield the tensors of each file, so that only a file with a single tensor exceeds `max_file_bytes`."""
     group, size = Tensors(), 0
     for name, tensor in tensors.items():
         if group and size + tensor.nbytes > max_file_bytes:
@@ -188,12 +189,12 @@ def _write_bytes(path: PurePath, data: bytes) -> dict[str, int | str]:
 @final
 @dataclass(frozen=True)
 class WritePlan:
-    """The blocks that one process writes.
+    """Blocks that one process writes.
 
     Attributes:
         tensors: The blocks, by section and name: plain tensors of any device, the run's own or copies.
         offsets: The index at which each block begins, in each dimension of its tensor.
-        specs: Dtype and shape of all tensors that this process knows, also of those it writes nothing of.
+        specs: Dtype and shape of all tensors known to this process, including tensors that other processes write.
     """
 
     tensors: Sections
@@ -204,14 +205,14 @@ class WritePlan:
 def plan_writes(sections: Sections, processes: Processes, trained: Container[str] | None = None) -> WritePlan:
     """Divide tensors among processes. Collective: every rank must call this.
 
-    A block is written by one of the processes that hold a copy of it, so that each of them writes about as much.
-    Tensors that may differ between processes (buffers, untrained parameters) are all written by rank 0.
-    In sections other than "model" and "optimizer" a plain tensor belongs to its process: no other may have its name.
+    One of the processes that hold a copy of a block writes the block; each process writes about the same number of
+    bytes. Rank 0 writes all tensors that may differ between processes (buffers, untrained parameters). In sections
+    other than "model" and "optimizer", a plain tensor belongs to its process, and its name must be unique.
 
     Args:
-        sections: Tensors by section and name, whole or sharded.
-        processes: The processes among which they are divided.
-        trained: Names in "model" of tensors that are equal on all processes that hold them whole; default: all.
+        sections: Tensors by section and name, sharded or unsharded.
+        processes: The processes among which the tensors are divided.
+        trained: Names of "model" tensors that are equal on all processes that hold them unsharded; default: all.
 
     Raises:
         CheckpointError: A tensor cannot be saved, or the processes have different ones; the message names it.
@@ -222,11 +223,11 @@ def plan_writes(sections: Sections, processes: Processes, trained: Container[str
 
 
 def _own_plan(sections: Sections, processes: Processes, trained: Container[str] | None) -> WritePlan:
-    """The blocks of this process; all processes decide the same, since they ask in the same order."""
-    loads: dict[int, list[tuple[int, int]]] = {}  # bytes that each replica has got, by the number of replicas
+    """Return the blocks of this process; all processes take the same decisions in the same order."""
+    loads: dict[int, list[tuple[int, int]]] = {}  # bytes assigned to each replica, by the number of replicas
 
     def has_turn(tensor: torch.Tensor) -> bool:
-        """Assign a tensor to the replica with the fewest bytes so far. Returns whether that is this process's."""
+        """Assign a tensor to the replica with the fewest bytes; return True if this process has that replica."""
         index, count = copies(tensor, processes)
         heap = loads.setdefault(count, [(0, each) for each in range(count)])
         load, writer = heap[0]
@@ -234,12 +235,12 @@ def _own_plan(sections: Sections, processes: Processes, trained: Container[str] 
         return writer == index
 
     def is_ours(section: str, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this process writes a tensor, or the shard of it that is here."""
-        if is_sharded(tensor):  # of the copies of each shard one is written, an empty one by the first process
+        """Return True if this process writes a tensor, or its shard of the tensor."""
+        if is_sharded(tensor):  # one copy of each shard is written; an empty tensor by the first process
             return has_turn(tensor) and (local_tensor(tensor).numel() > 0 or (not tensor.numel() and is_first(tensor)))
-        if section not in _ON_ALL:  # nobody else has it
+        if section not in _ON_ALL:  # no other process has it
             return True
-        if section == "optimizer" or trained is None or name in trained:  # equal on all
+        if section == "optimizer" or trained is None or name in trained:  # equal on all processes
             return has_turn(tensor)
         return processes.rank == 0
 
@@ -261,7 +262,7 @@ def check_same(sections: Sections, processes: Processes) -> None:
     """Refuse tensors that differ between processes. Collective: every rank must call this.
 
     Raises:
-        CheckpointError: A tensor differs; the message names it.
+        CheckpointError: The dtype, shape or sharding of a tensor differs; the message names the tensor.
     """
     if processes.world_size == 1:
         return
@@ -307,5 +308,5 @@ def _is_plain_dense(tensor: torch.Tensor) -> bool:
         sharded: Any = tensor
         summed = not any(placement.is_partial() for placement in sharded.placements)
         return summed and _is_plain_dense(local_tensor(tensor))
-    wrapper = hasattr(tensor, "__tensor_flatten__")  # its bytes are elsewhere
+    wrapper = hasattr(tensor, "__tensor_flatten__")  # the data is in inner tensors
     return not (wrapper or tensor.is_quantized or tensor.is_meta) and tensor.layout == torch.strided
