@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, find each other and communicate, and how an error of one ends them all."""
+"""Processes of a run: start, rendezvous, collectives, and the propagation of an error from one process to all."""

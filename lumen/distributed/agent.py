@@ -1,4 +1,4 @@
-"""Runs workers under torch's elastic agent, but lets them end by themselves after a stop request or a peer's error."""
+"""Workers under torch's elastic agent, which end gracefully after a stop request or another worker's error."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lumen.distributed.cluster_environment import LOOPBACK
 from lumen.distributed.process_groups import loopback_store
 from lumen.internals.process_groups import never_restart, watch_workers
 
-_GRACE_S = 300.0  # after a request: for the step in progress and a checkpoint
-_PEERS_NOTICE_S = 5.0  # after a failure: the others lose the connection
-_LAST_WORDS_S = 5.0  # after SIGTERM
+_GRACE_S = 300.0  # time after a stop request, for the step in progress and a checkpoint
+_PEERS_NOTICE_S = 5.0  # time after a failure, in which the other workers lose the connection
+_LAST_WORDS_S = 5.0  # time after SIGTERM
 
 
 def run_workers(
@@ -34,14 +34,14 @@ def run_workers(
     Args:
         workers: Number of processes to start.
         command: Arguments of the Python interpreter, such as `["train.py", "--lr", "0.1"]`.
-        folder: Directory for the output of all ranks but 0, and for their error reports.
-        requests: Numbers of signals to pass on to the workers; the caller's signal handler appends to it.
-        restarts: How often the job was started again: its `TORCHELASTIC_RESTART_COUNT`.
+        folder: Directory for the output of all ranks except 0, and for their error reports.
+        requests: Numbers of signals to pass on to the workers; the caller's signal handler appends to this list.
+        restarts: Number of restarts of the job so far: its `TORCHELASTIC_RESTART_COUNT`.
 
     Returns:
-        Each failed rank with its error; ranks that were ended because another had failed are left out.
+        Each failed rank with its error; ranks that were ended because of another failure are omitted.
     """
-    store = loopback_store(LOOPBACK)  # The handler and the workers use it. Each life of a job has a new one.
+    store = loopback_store(LOOPBACK)  # Used by the handler and the workers. Each restart of a job opens a new store.
     spec = WorkerSpec(
         role="lumen", local_world_size=workers, entrypoint=sys.executable, args=tuple(command),
         rdzv_handler=StaticTCPRendezvous(LOOPBACK, store.port, rank=0, world_size=1, run_id="lumen", timeout=60),
@@ -57,10 +57,10 @@ def run_workers(
 
 @final
 class _Watch:
-    """Passes signals on to the workers alone, not to processes that they have started.
+    """Watch that passes signals on to the workers, but not to processes that the workers have started.
 
     Attributes:
-        ended: Process ids of the workers that were ended because others had failed.
+        ended: Process ids of the workers that were ended because of another worker's failure.
     """
 
     def __init__(self, requests: list[int]) -> None:
@@ -70,18 +70,18 @@ class _Watch:
         self.ended: set[int] = set()
 
     def look(self, worker_group: WorkerGroup) -> RunResult | None:
-        """Pass on new signals; returns None once no worker runs, else what the agent is to say.
+        """Pass on new signals; return the result that the agent reports, or None once no worker runs.
 
-        The agent never looks while one runs: it would end the others the moment that it sees one fail.
+        The agent itself does not check running workers: it would end all workers as soon as one fails.
         """
         running, failed = _look([worker.id for worker in worker_group.workers])
         while self._passed_on < len(self._requests):
-            # SIGINT: a SIGTERM that follows another one may be that of who sends to all processes
+            # SIGINT: a second SIGTERM may come from a program that signals all processes
             _send(running, (self._requests[0], signal.SIGINT, signal.SIGKILL)[min(self._passed_on, 2)])
             self._passed_on += 1
             self._patient_until_s = time.monotonic() + _GRACE_S
         for pid in failed:
-            with suppress(ProcessLookupError):  # data workers of one that was killed would keep its connections open
+            with suppress(ProcessLookupError):  # data workers of a killed worker would keep its connections open
                 os.killpg(pid, signal.SIGKILL)
         if failed and self._patient_until_s is None:
             self._patient_until_s = time.monotonic() + _PEERS_NOTICE_S
@@ -101,12 +101,12 @@ class _Watch:
 
 
 def _look(pids: list[int]) -> tuple[list[int], list[int]]:
-    """The processes that run and those that have failed, by pid; they are not reaped, which the agent does."""
+    """Return the pids of running and of failed processes, without reaping them, because the agent does that."""
     running, failed = [], []
     for pid in pids:
         try:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # collected
+        except ChildProcessError:  # already reaped
             continue
         if ended is None:
             running.append(pid)

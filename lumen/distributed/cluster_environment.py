@@ -1,4 +1,4 @@
-"""Reads from the environment which process of a run this is, as torchrun or SLURM has set it."""
+"""Rank of this process and sizes of the run, from the environment variables of torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lumen.distributed.worker import is_worker
 from lumen.errors import ConfigError
 from lumen.internals.proc import stat_of
 
-_SPECIAL_STEPS = 2**32 - 16  # SLURM numbers batch scripts and interactive shells from the top
-_PORTS = range(15_000, 30_000)  # below those that systems hand out
+_SPECIAL_STEPS = 2**32 - 16  # SLURM gives batch scripts and interactive shells the highest step numbers
+_PORTS = range(15_000, 30_000)  # below the ephemeral ports of systems
 LOOPBACK = "127.0.0.1"
 
 
 @final
 @dataclass(frozen=True)
 class Found:
-    """The rank of this process and the sizes of the run, as the environment tells them.
+    """Rank of this process and sizes of the run, as found in the environment.
 
     Attributes:
         rank: Rank of this process in the run, from 0.
@@ -31,9 +31,10 @@ class Found:
         local_world_size: Number of processes on this node.
         node: Rank of this node, from 0.
         nodes: Number of nodes in the run.
-        started_by: What started the processes: `torchrun` or `SLURM`; None: this one runs alone.
+        started_by: The program that started the processes: `torchrun` or `SLURM`; None: this process runs alone.
         address: URL for `torch.distributed` at which the processes meet.
-        launcher: What started this process and may start it again if it fails; None: nothing would.
+        launcher: Identifier of the program that started this process and may restart it after a failure; None: no
+            restart.
     """
 
     rank: int = 0
@@ -48,10 +49,10 @@ class Found:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Found:
-    """The rank and sizes that environment variables tell.
+    """Return the rank and sizes from environment variables.
 
     Raises:
-        ConfigError: A variable is missing or is no number, or a rank is not below its size.
+        ConfigError: A variable is missing or is not a number, or a rank is not below its size.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _checked(_torchrun(environment))
@@ -62,7 +63,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Found:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if a name or an address is that of this host alone, for no other host to reach."""
+    """Return True if a name or an address is a loopback address, which other hosts cannot reach."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -70,14 +71,14 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_names() -> dict[str, str]:
-    """Return the variables that keep the listeners of gloo and NCCL on this host; those that are set are kept."""
+    """Return the variables that keep the listeners of gloo and NCCL on this host; variables that are set are kept."""
     interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {} if interface is None else {name: os.environ.get(name, interface) for name in variables}
 
 
 def tasks_without_srun(environment: Mapping[str, str] = os.environ) -> int:
-    """How many tasks a batch job of SLURM has, if there are several and nobody has started them; else 0."""
+    """Return the number of tasks of a SLURM batch job whose several tasks were not started with srun; otherwise 0."""
     tasks = environment.get("SLURM_NTASKS", "")
     in_shell = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
     step = environment.get("SLURM_STEP_ID", "")
@@ -97,7 +98,7 @@ def _torchrun(environment: Mapping[str, str]) -> Found:
 
 
 def _parent() -> str:
-    """Id of the parent process with its start time: process ids are used again."""
+    """Return host, pid and start time of the parent process, because process ids are reused."""
     number = os.getppid()
     return f"{socket.gethostname()} {number} {' '.join(stat_of(number)[19:20])}"
 
@@ -124,7 +125,7 @@ def _slurm(environment: Mapping[str, str]) -> Found:
 
 
 def _first_host(names: str) -> str:
-    """The first of a list of hosts as SLURM writes it: `gpu[03-05,7],big1` begins with gpu03."""
+    """Return the first of a list of hosts in SLURM's notation: `gpu[03-05,7],big1` begins with gpu03."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:\[[^\]]*\]|[^,\[])*", names)[0])  # type: ignore[index]
 
 

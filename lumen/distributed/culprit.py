@@ -1,4 +1,4 @@
-"""Which process of a run does not get on, and what it does instead: read from the stacks of all."""
+"""Detection of the process that blocks a run, from the Python stacks of all processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEBUGGER = re.compile(r"[/\\](bdb|pdb|IPython[/\\].*|_?pydevd\w*([/\\].*)?|debu
 @final
 @dataclass(frozen=True)
 class Frame:
-    """A line of a stack."""
+    """Frame of a Python stack."""
 
     file: str
     line: int
@@ -41,28 +41,28 @@ class Frame:
 
     @property
     def is_lumens(self) -> bool:
-        """It is of Lumen."""
+        """True if the frame is in Lumen's code."""
         return self.file.startswith(_LUMEN)
 
     @property
     def is_wait(self) -> bool:
-        """Return True if the frame waits for a collective that Lumen has begun before."""
+        """True if the frame waits for a collective that Lumen started earlier."""
         return self.file == _WAITS and self.function == "finish"
 
     @property
     def calls_wait(self) -> bool:
-        """Return True if the frame is of the user and waits for what was begun before, as `work.wait()` does."""
+        """True if the frame is user code that waits for an operation started earlier, as `work.wait()` does."""
         return self.is_users and ".wait(" in linecache.getline(self.file, self.line)
 
     @property
     def is_users(self) -> bool:
-        """It is neither Lumen's nor that of a library."""
+        """True if the frame is user code: not code of Lumen or of an installed library."""
         installed = self.file.startswith(_libraries()) or f"{os.sep}site-packages{os.sep}" in self.file
         return not (self.is_lumens or installed or self.file.startswith("<"))
 
     @property
     def is_internal(self) -> bool:
-        """Return True for code of Lumen, of torch but for its loaders and collectives, and of Python."""
+        """True for code of Lumen, of Python, and of torch except its data loaders and collectives."""
         if self.file.startswith((_LUMEN, _TORCH)):
             return not self.file.startswith((_LOADER, _COLLECTIVES))
         is_pythons = self.file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in self.file
@@ -71,25 +71,25 @@ class Frame:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Folders of what is installed; to ask takes Python an import."""
+    """Return the folders of installed packages; cached, because the query makes Python import a module."""
     return tuple({sysconfig.get_path(name) + os.sep for name in _INSTALLED})
 
 
 def is_prompt(code: CodeType) -> bool:
-    """Whether a frame of this code is that of a debugger which waits for a command."""
+    """Return True if a frame with this code is a debugger's that waits for a command."""
     return code.co_name == "interaction" and _DEBUGGER.search(code.co_filename) is not None
 
 
 def frames_of(stacks: str) -> list[Frame]:
-    """The stack of the main thread of a process, the innermost frame first, from what faulthandler wrote of all."""
-    last = re.split(r"^(?:Current thread|Thread) 0x.*$", stacks, flags=re.M)[-1]  # the main thread began first
+    """Return the main thread's stack from faulthandler's output of all threads, innermost frame first."""
+    last = re.split(r"^(?:Current thread|Thread) 0x.*$", stacks, flags=re.M)[-1]  # the main thread comes last
     return [Frame(file, int(line), name) for file, line, name in _FRAME.findall(last)]
 
 
 @final
 @dataclass(frozen=True)
 class Worker:
-    """A data worker, or another process that one of the run has forked."""
+    """Data worker, or other process that a process of the run has forked."""
 
     pid: int
     state: str
@@ -97,12 +97,12 @@ class Worker:
 
     @property
     def own_frame(self) -> Frame | None:
-        """The innermost frame of the user in it; None: it has none, as where it waits for work."""
+        """The innermost frame of user code; None if there is no such frame, as in a worker that waits for work."""
         return next((frame for frame in frames_of(self.stacks) if frame.is_users), None)
 
     @property
     def is_unborn(self) -> bool:
-        """It stands in the fork that has made it, before any Python of its own."""
+        """True if the worker is still inside the fork, before its own Python code."""
         frames = frames_of(self.stacks)
         return bool(frames) and Path(frames[0].file).name == "popen_fork.py"
 
@@ -110,15 +110,15 @@ class Worker:
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where a process of a run stands.
+    """State and stacks of a process of a run.
 
     Attributes:
-        rank: Of the process in the run, from 0.
-        pid: The number that its system gives it.
-        state: `runs`, `stopped`, `traced` by a debugger, `ended`, or `elsewhere, on HOST`.
-        stacks: Of all its threads, as faulthandler writes them; "": it did not answer.
-        is_busy: It has used the processor more than half of the time while it was asked.
-        workers: Its data workers, if it waits for them.
+        rank: Rank of the process in the run, from 0.
+        pid: Process id.
+        state: State of the process: `runs`, `stopped`, `traced` by a debugger, `ended`, or `elsewhere, on HOST`.
+        stacks: Stacks of all its threads, as faulthandler writes them; "": the process did not answer.
+        is_busy: The process used the CPU for more than half of the time of the query.
+        workers: Data workers of the process, if the process waits for them.
     """
 
     rank: int
@@ -130,23 +130,23 @@ class Place:
 
     @cached_property
     def frames(self) -> list[Frame]:
-        """Of the main thread, the innermost first."""
+        """Frames of the main thread, innermost first."""
         return frames_of(self.stacks)
 
     @cached_property
     def _inner(self) -> list[Frame]:
-        """What libraries do for the innermost frame of Lumen or of the user."""
+        """Frames of libraries below the innermost frame of Lumen or of the user."""
         number = next((i for i, frame in enumerate(self.frames) if frame.is_lumens or frame.is_users), None)
         return self.frames[:number]
 
     @property
     def waits_for_data(self) -> bool:
-        """It waits for a data worker."""
+        """True if the process waits for a data worker."""
         return any(frame.file.startswith(_LOADER) for frame in self._inner)
 
     @property
     def waits_for_others(self) -> bool:
-        """It is in a collective, or in a backward that does not compute."""
+        """True if the process is in a collective, or in a backward that does not compute."""
         if self.frames and (self.frames[0].is_wait or self.frames[0].calls_wait):
             return True
         in_backward = bool(self._inner) and self._inner[0].file.startswith(_AUTOGRAD) and not self.is_busy
@@ -154,17 +154,17 @@ class Place:
 
     @property
     def users_frame(self) -> Frame | None:
-        """Return the innermost frame of the user that the loop has called; None: the loop itself is at work."""
+        """The innermost frame of user code called by the loop; None if the loop itself is running."""
         within = itertools.takewhile(lambda frame: not frame.file.startswith(_LOOPS), self.frames)
         return next((frame for frame in within if frame.is_users), None)
 
     @property
     def is_debugged(self) -> bool:
-        """Somebody looks at it with a debugger, or another tool that traces it."""
+        """True if a debugger or another tracing tool is attached to the process."""
         return self.state == "traced" or any(_DEBUGGER.search(frame.file) for frame in self.frames)
 
     def told(self) -> str:
-        """All that is known of it."""
+        """Describe the process with all its stacks."""
         if self.state.startswith("elsewhere"):
             return f"rank {self.rank} runs {self.state}: see what it says itself"
         if self.state == "ended":
@@ -176,7 +176,7 @@ class Place:
         return "\n".join(texts)
 
     def doing(self, *, alone: bool) -> str:
-        """What it does, in words that follow its name."""
+        """Describe the activity of the process, in words that follow its name."""
         if self.state == "stopped":
             return f"is stopped (SIGSTOP; `kill -CONT {self.pid}` lets it go on)"
         if self.state == "ended":
@@ -218,10 +218,12 @@ def _silent(state: str) -> str:
 
 
 def name_culprits(places: Sequence[Place]) -> str:
-    """Which process keeps the others waiting, and what it does: the last one to enter the collective is in none.
+    """Describe the process that keeps the others waiting: the process that is not in a collective.
+
+    If all processes are in collectives, describe their different places.
 
     Args:
-        places: Where each process of the run stands, in rank order; those on other hosts say so themselves.
+        places: Places of all processes of the run, in rank order; the other hosts describe their own processes.
     """
     here = [place for place in places if not place.state.startswith("elsewhere")]
     alone = len(places) == 1

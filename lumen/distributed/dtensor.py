@@ -1,4 +1,4 @@
-"""Tensors that are sharded over processes (DTensors): this process's shard, where it lies, and who writes it."""
+"""Helpers for sharded tensors (DTensors): the local shard, its offset, and the process that writes it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lumen.internals.fully_shard import local_block_of, shards
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, so that this process may hold only a shard of it."""
+    """Return True if a tensor is a DTensor, so that this process may hold only a shard."""
     if type(tensor) is torch.Tensor:
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # without it, and it is slow to import, there can be none
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; a DTensor exists only after the import
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that this process holds: the local tensor of a DTensor, else the tensor itself."""
+    """Return the elements on this process: the local tensor of a DTensor, else the tensor itself."""
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
 
@@ -28,12 +28,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def local_block(
     tensor: torch.Tensor, whole: torch.Size | None = None, *, copied: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of `local_tensor` in each dimension of the whole tensor; nothing is communicated.
+    """Return offset and shape of `local_tensor` in the unsharded tensor, without communication.
 
     Args:
         tensor: A DTensor or an ordinary tensor.
-        whole: The shape of another tensor that is sharded as `tensor` is; None: `tensor` itself.
-        copied: That other tensor is whole on every process.
+        whole: The unsharded shape of another tensor with the sharding of `tensor`; None: `tensor` itself.
+        copied: The other tensor is replicated on every process.
     """
     whole = tensor.shape if whole is None else whole
     if not is_sharded(tensor):
@@ -43,13 +43,13 @@ def local_block(
 
 
 def from_local(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
-    """A DTensor that is sharded as another one is, from this process's shard; nothing is communicated.
+    """Return a DTensor with the mesh and placements of `like`, from this process's shard, without communication.
 
     Args:
-        own: This process's shard, of the shape that `local_block` gives.
+        own: The shard of this process, with the shape that `local_block` returns.
         like: The DTensor whose mesh and placements are used.
-        whole: Shape of the whole tensor.
-        copied: The tensor is whole on every process.
+        whole: Shape of the unsharded tensor.
+        copied: The tensor is replicated on every process.
     """
     sharded: Any = like
     stride = torch.empty(whole, device="meta").stride()
@@ -60,7 +60,7 @@ def from_local(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copi
 
 
 def _cuts(like: torch.Tensor, whole: torch.Size, *, copied: bool) -> list[Any]:
-    """The placements for a tensor of shape `whole` beside `like`; dimensions that it lacks are replicated."""
+    """Return placements like those of `like` for a tensor of shape `whole`; missing dimensions are replicated."""
     from torch.distributed.tensor import Replicate
 
     sharded: Any = like
@@ -68,9 +68,9 @@ def _cuts(like: torch.Tensor, whole: torch.Size, *, copied: bool) -> list[Any]:
 
 
 def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
-    """Whether a process holds less than the whole of a tensor, or of one of shape `whole` that is sharded like it.
+    """Return True if a process holds only part of a tensor, or of a tensor of shape `whole` with the same placements.
 
-    A tensor made from a sharded one (an optimizer's state, say) is sharded only in dimensions whose size is the same.
+    A tensor derived from a sharded tensor, such as an optimizer's state, is sharded only in dimensions of equal size.
     """
     sharded: Any = tensor
     whole = tensor.shape if whole is None else whole
@@ -79,10 +79,12 @@ def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
 
 
 def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
-    """Return the number of the replica that this process holds of its shard, and the count; without communication.
+    """Return the index of the replica that this process holds of its shard, and the number of replicas.
+
+    No communication is needed.
 
     Returns:
-        The number of the replica, or -1 on a mesh of some of the processes that lacks rank 0, and their count.
+        The index of the replica, or -1 on a mesh of some processes without rank 0; and the number of replicas.
     """
     if not is_sharded(tensor):
         return processes.rank, processes.world_size
@@ -95,7 +97,7 @@ def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
 
 
 def is_first(tensor: torch.Tensor) -> bool:
-    """Whether this process holds the shard that begins at offset 0, or the whole; nothing is communicated."""
+    """Return True if this process holds the shard at offset 0, or the unsharded tensor; without communication."""
     if not is_sharded(tensor):
         return True
     sharded: Any = tensor
@@ -104,7 +106,7 @@ def is_first(tensor: torch.Tensor) -> bool:
 
 
 def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor as a DTensor that is sharded as `like` of the same shape is; nothing is communicated."""
+    """Return an unsharded tensor as a DTensor with the sharding of `like` (same shape), without communication."""
     if not is_sharded(like):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -1,4 +1,4 @@
-"""Starts local workers under torch's elastic agent, as a program whose words are WORKERS RESTARTS COMMAND."""
+"""Launcher of local workers under torch's elastic agent; its command-line arguments are WORKERS RESTARTS COMMAND."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _FOLDER, _LIVES = "lumen-launch-", "launcher"
 def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
     """Replace this process by a launcher that runs the same program in several workers.
 
-    It never returns, so the rest of the program runs only in processes that train.
+    This function never returns, so only processes that train run the rest of the program.
 
     Args:
         workers: Number of processes to start.
-        max_restarts: How often a job that fails is started again.
+        max_restarts: Maximum number of restarts of a failed job.
 
     Raises:
         ConfigError: The program cannot be started again, as in a notebook.
@@ -75,21 +75,21 @@ def _why_not() -> str | None:
 def launch(workers: int, command: Sequence[str], max_restarts: int = 0) -> int:
     """Run Python in several workers on this host and wait for them.
 
-    Rank 0 has the terminal; the output of the others goes to files, which are kept if the job fails. The first error
-    of all workers is printed, as the last thing. The first signal that asks to stop lets the workers finish their
-    step and save; a second one ends each where it is, but for a save under way; a third one kills.
+    Rank 0 uses the terminal. The output of the other ranks goes to files, which are kept if the job fails. The first
+    error of all workers is printed last. The first stop signal lets the workers finish their step and save. A second
+    signal ends each worker immediately, except for a save in progress. A third signal kills the workers.
 
     Args:
         workers: Number of processes to start.
         command: Arguments of the Python interpreter, such as `["train.py", "--lr", "0.1"]`.
-        max_restarts: How often a job that fails is started again; see `Trainer`.
+        max_restarts: Maximum number of restarts of a failed job, as in `Trainer`.
 
     Returns:
-        The exit code: that of the first worker that failed, 70 where one hangs, or that of the signal that stopped the
-        job.
+        The exit code: the code of the first failed worker, 70 for a hung job, or the code of the signal that stopped
+        the job.
     """
     with only_young_collected():
-        from lumen.distributed.agent import run_workers  # takes a second
+        from lumen.distributed.agent import run_workers  # the import takes a second
 
     with _own_folder() as folder, _environment(workers), _noted_signals() as requests:
         lives, refusal = Lives(max_restarts, folder), None
@@ -108,9 +108,9 @@ def launch(workers: int, command: Sequence[str], max_restarts: int = 0) -> int:
 
 @contextmanager
 def _own_folder() -> Iterator[Path]:
-    """The context with a folder for the output of the workers; folders of launchers that were killed are removed.
+    """Context with a folder for the output of the workers; folders of killed launchers are removed.
 
-    A launcher that lives holds a lock in its folder. A folder that a failed job keeps has none.
+    A running launcher holds a lock in its folder. The kept folder of a failed job has no lock file.
     """
     for other in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError), (other / _LIVES).open("r+b") as file:
@@ -126,20 +126,20 @@ def _own_folder() -> Iterator[Path]:
 
 @contextmanager
 def _environment(workers: int) -> Iterator[None]:
-    """The context with the environment variables that the agent and the workers read."""
+    """Context that sets the environment variables for the agent and the workers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     settings = {
         LAUNCHER: str(os.getpid()),
-        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # Sets of strings have one order in all workers.
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # Sets of strings have the same order in all workers.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // workers))),
         **loopback_names(),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # the others are noted here
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # `_noted_signals` handles the other signals
     }
     before = {name: os.environ.pop(name, None) for name in (*settings, NOTES, RESTART)}
     os.environ.update(settings)
     agent_log = logging.getLogger("torch.distributed.elastic")
     level = agent_log.level
-    agent_log.setLevel(logging.CRITICAL)  # what has happened is told once, here
+    agent_log.setLevel(logging.CRITICAL)  # the launcher prints the error itself
     try:
         yield
     finally:
@@ -152,7 +152,7 @@ def _environment(workers: int) -> Iterator[None]:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """The context in which signals have no effect but that their numbers are appended to the list it gives."""
+    """Context in which stop signals are only appended to the yielded list."""
     numbers: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield numbers
@@ -179,7 +179,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder: Path) -> tuple[int, str | None]:
-    """The exit code of a failed job, and what to print about it."""
+    """Return the exit code of a failed job, and the text to print."""
     rank, report = first_of(failures)
     code = failures[rank].exitcode
     if report is not None:
@@ -188,7 +188,7 @@ def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder
             text += "\nAnother rank had ended before, as if all were done: look for an exit on one rank only."
         if report["kind"] != ConfigError.__name__:
             text = f"rank {rank} failed; the output of the ranks above 0 is in {folder}\n{text}"
-        return HUNG if report["kind"] == ProcessStuck.__name__ else max(code, 1), text  # others may have ended it since
+        return HUNG if report["kind"] == ProcessStuck.__name__ else max(code, 1), text  # others may have ended it
     if requests:
         return exit_code(requests[0]), None
     if code in LEFT or -code in SIGNALS:

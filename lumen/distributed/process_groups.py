@@ -1,4 +1,4 @@
-"""The process groups that Lumen communicates over, and the store of an attempt at which processes meet."""
+"""Process groups of Lumen, and the store at which the processes of an attempt meet."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from lumen.distributed.processes import Processes
 
 
-CUDA_BACKENDS = "cpu:gloo,cuda:nccl"  # a parameter that is kept on the CPU needs one too
-# Backends give up later than the limit: Lumen's watch has by then said where all processes stand, and ended them. NCCL
-# ends the process itself.
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"  # parameters that stay on the CPU need gloo
+# Backends time out later than Lumen's watch, which first prints the stacks of all processes and ends the processes.
+# NCCL would end the process without stacks.
 _LATER_S, _NCCL_LATER_S = 30.0, 120.0
 _LEAVE_S = 10.0
 _ENDLESS_S = 1e8
@@ -38,7 +38,7 @@ _ENDLESS_S = 1e8
 
 @final
 class Groups:
-    """The process groups of this process: opened once, used by every run, closed when Python exits."""
+    """Process groups of this process: opened once, used by every run, closed when Python exits."""
 
     def __init__(self, processes: Processes, device: torch.device) -> None:
         self.is_ours = not dist.is_initialized()
@@ -51,7 +51,7 @@ class Groups:
             import_compiler()
             store: Any = dist.HashStore()  # type: ignore[attr-defined]
             if processes.world_size == 1:
-                os.environ.update(loopback_names())  # Gloo and NCCL listen although nobody connects.
+                os.environ.update(loopback_names())  # Gloo and NCCL listen even with one process.
             else:
                 store = meet(processes.address, processes.rank, processes.world_size, timeout)
             backend = CUDA_BACKENDS if device.type == "cuda" else "gloo"
@@ -66,34 +66,34 @@ class Groups:
         self._parts: list[Any] = []
         self.stacks: Stacks | None = None
         if processes.world_size > 1:
-            # The default group is left to collectives of the user: one that some ranks skip never meets one of Lumen's.
+            # Only the user's collectives use the default group: one that some ranks skip never matches one of Lumen's.
             self.control = _new_group(timeout)
             self.stacks = Stacks(processes.rank, lambda value: gather(value, self.control))
         atexit.register(self.close)
 
     def include(self, group: Any) -> None:
-        """Give a process group of some of the ranks the same timeout as the others."""
+        """Give a process group of some of the ranks the same timeout as the other groups."""
         if group is not self.default and all(group is not each for each in self._parts):
             self._parts.append(group)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of collectives from now on, in seconds; a user's own default group keeps its timeout."""
+        """Set the timeout of later collectives, in seconds; a default group that the user opened keeps its timeout."""
         if self.control is not None:
             set_timeout(self.control, _span(timeout_s + _LATER_S))
         for group in (*self._parts, *([self.default] if self.is_ours else [])):
             set_timeout(group, _span(timeout_s + self._patience_s))
 
     def open_beside(self) -> None:
-        """Open the group for collectives of a thread, unless it is open. Its timeout is long. Collective."""
+        """Open the group for collectives of a thread, with a long timeout, unless it is open. Collective."""
         if self.beside is None:
             self.beside = _new_group(self._timeout_beside)
 
     def failed(self) -> None:
-        """Note that collectives have failed: the groups are then closed without waiting for the other ranks."""
+        """Note that collectives failed, so that `close` does not wait for the other ranks."""
         self._failed = True
 
     def _all_leave(self) -> bool:
-        """Whether all ranks get here too within a moment, so that the groups can be closed together."""
+        """Return True if all ranks arrive here shortly, so that the groups can be closed together."""
         if self.control is None:
             return True
         try:
@@ -104,7 +104,7 @@ class Groups:
         return True
 
     def close(self) -> None:
-        """Close the groups that were opened here."""
+        """Close the groups that Lumen opened."""
         atexit.unregister(self.close)
         if self.stacks is not None:
             self.stacks.close()
@@ -118,8 +118,8 @@ class Groups:
                 dist.destroy_process_group()
         self.default = self.control = self.beside = None
         self._parts.clear()
-        gc.collect()  # gloo's threads end with the last reference
-        wait_for_gloo()  # one that drops its last tensor after Python's end ends the process with SIGABRT
+        gc.collect()  # gloo's threads end with the last reference to their group
+        wait_for_gloo()  # a gloo thread that frees a tensor after Python's end causes SIGABRT
 
 
 def _span(seconds: float) -> timedelta:
@@ -127,7 +127,7 @@ def _span(seconds: float) -> timedelta:
 
 
 def _new_group(timeout: timedelta) -> Any:
-    """A gloo group of all processes. Collective."""
+    """Open a gloo group of all processes. Collective."""
     return dist.new_group(backend="gloo", timeout=timeout)
 
 
@@ -137,25 +137,25 @@ def _destroy(group: Any) -> None:
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """Every rank's value of plain data, in rank order. Collective."""
+    """Return every rank's value of plain data, in rank order. Collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 _LOOK_EVERY_S = 0.01
-_ZERO_FIRST = timedelta(seconds=5)  # it says who is missing
+_ZERO_FIRST = timedelta(seconds=5)  # rank 0 times out first and names the missing ranks
 
 
 def loopback_store(host: str, port: int = 0) -> Any:
-    """Open a store that listens on a loopback address alone.
+    """Open a store that listens only on a loopback address.
 
-    Torch's store listens on all addresses of the host, whichever it is given (pytorch #173909). While this one exists,
-    a `TCPStore` that this process opens at the same port shares its listener.
+    Torch's store listens on all addresses of the host, regardless of the given address (pytorch #173909). While this
+    store exists, a `TCPStore` that this process opens at the same port shares its listener.
 
     Args:
         host: A name or an address for which `is_loopback` is true.
-        port: The port; 0: a free one.
+        port: The port; 0: any free port.
 
     Raises:
         OSError: The port is in use.
@@ -168,20 +168,20 @@ def loopback_store(host: str, port: int = 0) -> Any:
 
 
 def meet(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """A store to open process groups with. Collective: every rank must call this.
+    """Return a store for opening process groups. Collective: every rank must call this.
 
-    Torch's store counts who has come, and so cannot say who has not: rank 0 asks each by its number. It also gives all
-    a prefix for their keys, since the store of torch's elastic agent outlives its workers: restarted ones would read
-    there at which addresses dead ones listened. The number of the restart would not do, as each node's agent counts its
-    own.
+    Torch's store counts arrivals and cannot name the missing ranks. Therefore rank 0 checks each rank by its number.
+    Rank 0 also gives all ranks a common prefix for their keys. The store of torch's elastic agent outlives its workers,
+    so without a prefix restarted workers would read addresses of ended workers. The restart count is no alternative to
+    the prefix, because each node's agent has its own count.
 
-    Where the address is a loopback address all processes are on this host, and listen on that interface alone.
+    If the address is a loopback address, all processes are on this host and listen only on that interface.
 
     Args:
         address: A URL for `torch.distributed.rendezvous`.
         rank: Rank of this process in the run, from 0.
         world_size: Number of processes to wait for.
-        timeout: How long to wait for all of them.
+        timeout: Maximum time to wait for all processes.
 
     Raises:
         RuntimeError: Some processes did not arrive in time.
@@ -207,7 +207,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _agree(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
-    """A random token that rank 0 makes, and gives to each rank that asks for it by a fresh token of its own."""
+    """Return a random token that rank 0 generates and sends to each rank; each rank asks with a fresh token."""
     mine = secrets.token_hex(8)
     if rank > 0:
         store.set(f"lumen/here/{rank}", mine)
@@ -219,7 +219,7 @@ def _agree(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"timed out waiting for ranks {', '.join(map(str, missing))}")
         for each in missing:
-            if store.check([f"lumen/here/{each}"]):  # it may be a dead one's: then nobody hears the answer
+            if store.check([f"lumen/here/{each}"]):  # the key may be of an ended process, which never reads the answer
                 store.set(f"lumen/answer/{store.get(f'lumen/here/{each}').decode()}", mine)
         time.sleep(_LOOK_EVERY_S)
     return mine

@@ -1,4 +1,4 @@
-"""The processes of a run: their ranks, collectives on plain data, and how the error of one becomes the error of all."""
+"""Processes of a run: ranks, collectives on plain data, and propagation of an error from one process to all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 Failure = tuple[str, str]
 TIMEOUT_S, STARTUP_TIMEOUT_S = 600.0, 1800.0
-# What gloo, NCCL and the store say; none has an exception of its own for it.
+# Messages of gloo, NCCL and the store, which raise no specific exception classes.
 _WAITED = re.compile(r"timed? ?out waiting|wait timeout|timeout caused pair closure|collective operation timeout", re.I)
 _LOST = re.compile(
     r"gloo.*(connection (closed|reset) by peer|connection refused|broken pipe|socket closed)|"
@@ -43,9 +43,9 @@ _groups: Groups | None = None
 @final
 @dataclass(eq=False)
 class Processes:
-    """The processes of a run, as one of them sees it.
+    """Processes of a run, as seen by one of them.
 
-    Plain data is exchanged over gloo groups of their own, so it never waits for an accelerator.
+    Plain data is exchanged over separate gloo groups, so the exchange never waits for an accelerator.
 
     Args:
         rank: Rank of this process in the run, from 0.
@@ -54,14 +54,15 @@ class Processes:
         local_world_size: Number of processes on this node.
         node: Rank of this node, from 0.
         nodes: Number of nodes in the run.
-        started_by: `torchrun`, `SLURM` or `you`; None: there are no others, or they have yet to be started.
+        started_by: `torchrun`, `SLURM` or `you`; None: there are no other processes, or they are not started yet.
         address: URL for `torch.distributed` at which the processes meet.
-        launcher: What started this process and may start it again; None: nothing would.
+        launcher: Identifier of the program that started this process and may restart it; None: no restart.
 
     Attributes:
-        timeout_s: How long a process waits for the others once training has begun, and how long a step may stand still.
-        startup_timeout_s: How long it waits until then; see `trainer/watch.py`.
-        waited_s: Seconds that it has waited in `broadcast`, `gather`, `sum` and what is made of them.
+        timeout_s: Maximum time after the first step that a process waits for the others, or that a step makes no
+            progress.
+        startup_timeout_s: Maximum time before the end of the first step; `trainer/watch.py` has the details.
+        waited_s: Seconds that this process has waited in `broadcast`, `gather`, `sum` and methods that use them.
     """
 
     rank: int = 0
@@ -82,10 +83,10 @@ class Processes:
 
     @staticmethod
     def found() -> Processes:
-        """The processes that a process group or the environment describes; this one alone if nothing does.
+        """Return the processes that a process group or the environment describes; otherwise only this process.
 
         Raises:
-            ConfigError: A variable of the environment is missing or is no number, or a rank is not below its size.
+            ConfigError: An environment variable is missing or is not a number, or a rank is not below its size.
         """
         found = find()
         opened_here = _groups is not None and _groups.is_ours and dist.is_initialized()
@@ -97,33 +98,33 @@ class Processes:
 
     @property
     def is_global_zero(self) -> bool:
-        """True in the one process that writes logs and talks to the user."""
+        """True in the one process that writes logs and prints messages."""
         return self.rank == 0
 
     @property
     def are_missing(self) -> bool:
-        """Whether the other processes have yet to be started."""
+        """True if the other processes are not started yet."""
         return self.world_size > 1 and self.started_by is None
 
     def set_timeouts(self, timeout_s: float, startup_timeout_s: float) -> None:
-        """Set how long a process waits for the others, once training has begun and until then: seconds, > 0."""
+        """Set how long a process waits for the others, in seconds (> 0): after the first step, and until it is done."""
         self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
 
     def connect(
         self, device: torch.device, *, timeout_s: float = TIMEOUT_S, startup_timeout_s: float = STARTUP_TIMEOUT_S
     ) -> None:
-        """Open the process groups, unless that is done. Collective: every rank must call this.
+        """Open the process groups, unless they are open. Collective: every rank must call this.
 
-        A default group that exists is used, and left open.
+        An existing default group is used, and `close` leaves it open.
 
         Args:
-            device: The device of this process; it decides which backends are needed.
-            timeout_s: How long a process waits for the others once training has begun, > 0.
-            startup_timeout_s: How long it waits until then, > 0.
+            device: The device of this process, which determines the backends.
+            timeout_s: Maximum wait for the other processes after the first step, in seconds, > 0.
+            startup_timeout_s: Maximum wait until the first step is done, in seconds, > 0.
 
         Raises:
             ProcessStuck: Some processes did not arrive in time.
-            ConfigError: This version of torch lacks what process groups need.
+            ConfigError: The installed version of torch lacks a feature that process groups need.
         """
         global _groups
         self.set_timeouts(timeout_s, startup_timeout_s)
@@ -146,19 +147,22 @@ class Processes:
         self._groups.set_timeout(startup_timeout_s)
 
     def include(self, groups: Sequence[Any]) -> None:
-        """Give groups of some of the ranks the timeouts of the others; call it after `connect`."""
+        """Give groups of some of the ranks the timeouts of the other groups; call this after `connect`."""
         for group in groups:
             self._connected.include(group)
         self._connected.set_timeout(self.startup_timeout_s)
 
     def begin_training(self) -> None:
-        """Note that the first step is done: from now on the timeout is `timeout_s`."""
+        """Note that the first step is done: the timeout is now `timeout_s`."""
         if self._groups is not None:
             self._waits_s = self.timeout_s
             self._groups.set_timeout(self.timeout_s)
 
     def wait_for(self, seconds: float) -> None:
-        """Let collectives wait so long, if that is longer than `timeout_s`: from the first step on, by any thread."""
+        """Increase the timeout of collectives to `seconds`, unless the current one is longer; any thread may call this.
+
+        Call this only after `begin_training`, which sets the timeout.
+        """
         if self._groups is not None and seconds > self._waits_s:
             self._waits_s = seconds
             self._groups.set_timeout(seconds)
@@ -167,23 +171,23 @@ class Processes:
     def gradient_group(self) -> Any:
         """The process group for gradients; None is torch's default group.
 
-        On the CPU it is the group of the plain data, since two gloo groups next to each other are slower than one.
+        On the CPU, the group of plain data is used, because two gloo groups together are slower than one.
         """
         is_cpu = self._groups is not None and self._groups.device.type == "cpu"
         return self._control if is_cpu and self.world_size > 1 else None
 
     @property
     def stacks(self) -> Stacks | None:
-        """Where the processes of this host stand; None: there is only one."""
+        """The access to the stacks of this host's processes; None if the run has one process."""
         return None if self._groups is None else self._groups.stacks
 
     def host_of(self, rank: int) -> str:
-        """The name of the host that a process runs on."""
+        """Return the name of a rank's host."""
         return gethostname() if self.stacks is None else self.stacks.host_of(rank)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """The context of a run: the error of a rank that waits in vain says where the other ranks of its host stand.
+        """Context of a run in which the error of a waiting rank includes the stacks of the other ranks of its host.
 
         Raises:
             ProcessStuck: Another process did not take part in a collective in time.
@@ -217,7 +221,7 @@ class Processes:
             self.sum([0.0])
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Rank `source`'s value of plain data. Collective: every rank must call this."""
+        """Return rank `source`'s value of plain data. Collective: every rank must call this."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -226,14 +230,14 @@ class Processes:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value of plain data, in rank order. Collective: every rank must call this."""
+        """Return every rank's value of plain data, in rank order. Collective: every rank must call this."""
         if self.world_size == 1:
             return [value]
         with self.waiting():
             return gather(value, self._control)
 
     def gather_on_zero(self, value: T) -> list[T]:
-        """On rank 0 every rank's value of plain data, in rank order; elsewhere nothing. Collective."""
+        """Return every rank's value of plain data, in rank order, on rank 0; an empty list elsewhere. Collective."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size if self.rank == 0 else []
@@ -241,20 +245,20 @@ class Processes:
         return values
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Sums over ranks, in float64. Collective: every rank must call this."""
+        """Return sums over ranks, in float64. Collective: every rank must call this."""
         return self.begin_sum(numbers)()
 
     def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin `sum`; calling what it returns waits for the result. Collective: every rank must call this."""
+        """Begin `sum`; the returned function waits for the result. Collective: every rank must call this."""
         if self.world_size == 1:
             return lambda: list(numbers)
         totals = torch.tensor(numbers, dtype=torch.float64)
         return self._finish(dist.all_reduce(totals, group=self._control, async_op=True), totals)
 
     def begin_gather(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Begin to tell numbers, in float64; calling what it returns waits for those of all ranks, in rank order.
+        """Begin to gather numbers, in float64; the returned function waits for all ranks' numbers, in rank order.
 
-        Collective: every rank must call this, with as many numbers.
+        Collective: every rank must call this with the same count of numbers.
         """
         if self.world_size == 1:
             return lambda: [list(numbers)]
@@ -272,7 +276,7 @@ class Processes:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The context of a wait for other processes, which `waited_s` counts."""
+        """Context of a wait for other processes, which `waited_s` counts."""
         began_s = monotonic()
         try:
             yield
@@ -280,7 +284,7 @@ class Processes:
             self.waited_s += monotonic() - began_s
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
-        """The result, on every rank, of a function that rank 0 calls; its error is raised on every rank. Collective."""
+        """Call a function on rank 0; return its result, or raise its error, on every rank. Collective."""
         if self.world_size == 1:
             return function()
         answer, caught = attempt(function) if self.rank == 0 else (None, None)
@@ -289,12 +293,12 @@ class Processes:
         return answer  # type: ignore[return-value]
 
     def conclude(self, function: Callable[[], T], conclusion: Callable[[Callable[[], list[T]]], U]) -> U:
-        """What rank 0 makes of every rank's result; an error of any rank is raised on all. Collective.
+        """Combine every rank's result on rank 0; an error of any rank is raised on all. Collective.
 
         Args:
-            function: Called on every rank; its result is sent to rank 0.
-            conclusion: Called on rank 0 with a function that returns the results in rank order, or raises the error of
-                the first rank that failed. What it returns is returned on every rank.
+            function: Function called on every rank; its result is sent to rank 0.
+            conclusion: Function called on rank 0 with a function that returns the results in rank order, or raises the
+                error of the first failed rank. The return value of `conclusion` is returned on every rank.
         """
         if self.world_size == 1:
             return conclusion(lambda: [function()])
@@ -310,7 +314,7 @@ class Processes:
             return self.on_rank_zero(partial(conclusion, answers))
         except Exception as error:
             if caught is not None and str(error) == str(told(self.rank, mine[1])):
-                raise caught from None  # it also says where
+                raise caught from None  # `caught` has the traceback
             raise
 
     def together(self, function: Callable[[], T]) -> T:
@@ -322,20 +326,23 @@ class Processes:
         return answer  # type: ignore[return-value]
 
     def once_per_node(self, function: Callable[[], T]) -> T:
-        """The result of a function that the first process of each node calls; an error is raised on all. Collective."""
+        """Call a function on the first process of each node, and return its result on the node. Collective.
+
+        An error of any process is raised on all.
+        """
         mine = self.together(lambda: function() if self.local_rank == 0 else None)
         answers = self.gather((self.node, self.local_rank, mine))
         return next(answer for node, rank, answer in answers if (node, rank) == (self.node, 0))  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Close the process groups that `connect` opened; this happens by itself when Python exits."""
+        """Close the process groups that `connect` opened; Lumen also closes them when Python exits."""
         global _groups
         if _groups is not None:
             _groups.close()
         self._groups = _groups = None
 
     def beside(self) -> Processes:
-        """The same processes, over process groups of their own, for a thread to use. Collective."""
+        """Return the same processes with separate process groups, for use in a thread. Collective."""
         others = copy(self)
         others._group = "beside"
         if self.world_size > 1:
@@ -343,9 +350,9 @@ class Processes:
         return others
 
     def for_user(self) -> Processes:
-        """Return the same processes, over torch's default group.
+        """Return the same processes over torch's default group.
 
-        A call by the user that some ranks skip is then never matched with one of Lumen's.
+        A user's collective that some ranks skip therefore never matches one of Lumen's.
         """
         others = copy(self)
         others._group = "default"
@@ -367,7 +374,7 @@ ALONE = Processes()
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result of a function and None, or None and the exception that it raised."""
+    """Return the result of a function and None, or None and the exception that the function raised."""
     try:
         return function(), None
     except Exception as error:
@@ -375,15 +382,15 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def failure_of(caught: Exception | None) -> Failure | None:
-    """Class name and message of an exception, to be sent to other ranks: the exception itself may not be picklable."""
+    """Return class name and message of an exception for other ranks, because the exception may not be picklable."""
     return None if caught is None else (type(caught).__name__, str(caught))
 
 
 def raise_first(failures: Sequence[Failure | None], caught: Exception | None) -> None:
-    """Raise the error of the first rank that failed, if any; an error of Lumen's has the same class on every rank.
+    """Raise the error of the first failed rank, if any; a Lumen error has the same class on every rank.
 
     Args:
-        failures: What `failure_of` returned on each rank, in rank order.
+        failures: Results of `failure_of` on each rank, in rank order.
         caught: The exception of this rank, or None.
     """
     for rank, failed in enumerate(failures):
@@ -399,7 +406,7 @@ def _is_ours(failure: Failure | None) -> bool:
 
 
 def told(rank: int, failed: Failure) -> Exception:
-    """The error to raise here for one of another rank, of which only class name and message are known."""
+    """Return the error to raise for the failure of another rank, given by class name and message."""
     name, message = failed
     kind = getattr(errors, name, None)
     return kind(message) if kind else ProcessLost(f"rank {rank} failed: {name}: {message}")

@@ -1,4 +1,4 @@
-"""What only the first process does: for code that runs on all of them, also before and beside runs."""
+"""Functions for rank 0 only, called from code that runs on all ranks, also outside of runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 @final
 class RankZeroOnly:
-    """`@rank_zero_only`: a function that only the first process runs; elsewhere it returns None, or the default.
+    """Decorator `@rank_zero_only`: only rank 0 calls the function; other ranks return None, or the default.
 
-    Which process this is is looked up at each call, so a function may be decorated before anything has started. Nothing
-    waits: where the others need what it did, call `trainer.strategy.barrier()` after it.
+    The rank is looked up at each call, so that a function can be decorated before the processes start. Other ranks do
+    not wait for rank 0. If they need its result, call `trainer.strategy.barrier()` afterwards.
 
     Attributes:
-        rank: Number of this process in the run, from 0.
+        rank: Rank of this process in the run, from 0.
     """
 
     __name__ = "rank_zero_only"
@@ -42,7 +42,7 @@ class RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """Number of this process, as a process group or else the environment tells."""
+        """Rank of this process, from the process group or else from the environment."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else find().rank
 
     @rank.setter
@@ -57,11 +57,11 @@ rank_zero_only = RankZeroOnly()
 
 
 def rank_zero_info(message: Any, *args: Any, **options: Any) -> None:
-    """Say something once: within a run where Lumen's own messages go, `run.log` too; elsewhere in the terminal.
+    """Log a message on rank 0: within a run to Lumen's log and `run.log`; otherwise to the terminal.
 
     Args:
-        message: A text, in which `args` take the place of %s and the like, as in `logging`.
-        args: Values that take the places in the text.
+        message: A text with placeholders for `args`, such as %s, as in `logging`.
+        args: Values for the placeholders of the text.
         options: Keyword arguments of `logging.Logger.info`.
     """
     if rank_zero_only.rank != 0:
@@ -74,18 +74,18 @@ def rank_zero_info(message: Any, *args: Any, **options: Any) -> None:
 
 
 def rank_zero_debug(message: Any, *args: Any, **options: Any) -> None:
-    """The same at level DEBUG, which is seen with `Trainer(log_level="DEBUG")`."""
+    """Log a message on rank 0 at level DEBUG, which `Trainer(log_level="DEBUG")` shows."""
     if rank_zero_only.rank == 0:
         logger.debug(message, *args, **options)
 
 
 def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 2) -> None:
-    """Warn once, as `warnings.warn`.
+    """Warn on rank 0, as `warnings.warn` does.
 
     Args:
         message: The text of the warning, or the warning itself.
-        category: Kind of the warning.
-        stacklevel: Whose line the warning names; 2: the caller's.
+        category: Class of the warning.
+        stacklevel: Number of stack frames up to the line that the warning names; 2: the caller's line.
     """
     if rank_zero_only.rank == 0:
         warnings.warn(message, category, stacklevel=stacklevel)

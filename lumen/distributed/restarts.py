@@ -1,4 +1,4 @@
-"""Whether a job that failed is started again: what its workers noted, what it failed by, and what is told of it."""
+"""Restarts of a failed job: notes of its workers, the cause of the failure, the decision, and the message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from lumen.distributed.processes import Processes
 
-NOTES, RESTART = "LUMEN_NOTES", "LUMEN_RESTART"  # a folder for the workers' notes; what is to be told of a restart
+NOTES, RESTART = "LUMEN_NOTES", "LUMEN_RESTART"  # variables: folder for the workers' notes; a `Restart` as JSON
 _STEP = Struct("q")
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
 _IN_VAIN = 2
@@ -32,14 +32,14 @@ _IN_VAIN = 2
 @final
 @dataclass(frozen=True)
 class Failure:
-    """What a job failed by.
+    """Failure of a job.
 
     Attributes:
         rank: The rank that failed first.
-        what: What happened to it, in words that follow its name: `was killed by SIGKILL`.
-        code: Exit code of that process; negative: the signal that killed it.
-        kind: Class name of its exception; None: it left none.
-        step: Steps that were completed; None: training had not begun.
+        what: The event, in words that follow the name of the rank: `was killed by SIGKILL`.
+        code: Exit code of the process; negative: the signal that killed it.
+        kind: Class name of the exception; None: the process reported no exception.
+        step: Number of completed steps; None: training had not begun.
     """
 
     rank: int
@@ -52,15 +52,15 @@ class Failure:
 @final
 @dataclass(frozen=True)
 class Restart:
-    """What a job that was started again tells of that.
+    """Information that a restarted job reports about its restart.
 
     Attributes:
-        number: The how-manieth restart it is, from 1.
-        most: How many there may be.
+        number: Number of the restart, from 1.
+        most: Maximum number of restarts.
         why: Rank and reason.
-        directory: The run that was in training; None: none was.
-        reached: Steps that it had completed.
-        began_s: When it had begun, in seconds since 1970.
+        directory: The directory of the run in training; None: no run was in training.
+        reached: Number of steps that the run had completed.
+        began_s: Start time of the failed attempt, in seconds since 1970.
     """
 
     number: int
@@ -73,11 +73,11 @@ class Restart:
 
 @final
 class Lives:
-    """The lives of one job, counted by its launcher.
+    """Attempts ("lives") of one job, counted by its launcher.
 
     Args:
-        most: How many restarts there may be.
-        folder: Of this launch; each life gets one in it.
+        most: Maximum number of restarts.
+        folder: Folder of the launch; each attempt gets a subfolder.
     """
 
     def __init__(self, most: int, folder: Path) -> None:
@@ -88,7 +88,7 @@ class Lives:
         self._farthest = -1
 
     def begin(self) -> Path:
-        """The folder of the life that begins now."""
+        """Begin an attempt and return its folder."""
         self.folder = self._root / f"life-{self._count}"
         self.folder.mkdir()
         self._began_s = time.time()
@@ -97,7 +97,7 @@ class Lives:
         return self.folder
 
     def refusal(self, failures: Mapping[int, ProcessFailure]) -> str | None:
-        """Count a life that has failed. Returns why there is to be no other one; "" if that need not be said."""
+        """Count a failed attempt; return the reason against a restart ("" if it needs no message), or None to restart."""
         if not self._most:
             return ""
         failure = failure_of(failures, self.folder)
@@ -123,12 +123,12 @@ class Lives:
 
     @property
     def number(self) -> int:
-        """Of the life in progress, from 0."""
+        """Number of the attempt in progress, from 0."""
         return self._count
 
 
 def first_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, Mapping[str, Any] | None]:
-    """The rank that failed first, and its report; None: it left none."""
+    """Return the rank that failed first, and its report; None if the rank left no report."""
     reports = {rank: each.error_file_data for rank, each in failures.items() if "text" in each.error_file_data}
     causes = {rank: report for rank, report in reports.items() if report["kind"] != ProcessLost.__name__}
     silent = [rank for rank in failures if rank not in reports]
@@ -139,7 +139,7 @@ def first_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, Mapping[str, 
 
 
 def failure_of(failures: Mapping[int, ProcessFailure], notes: Path) -> Failure:
-    """What a job failed by."""
+    """Return the failure of a job."""
     rank, report = first_of(failures)
     code = failures[rank].exitcode
     if report is not None:
@@ -150,12 +150,12 @@ def failure_of(failures: Mapping[int, ProcessFailure], notes: Path) -> Failure:
 
 
 def ended(code: int) -> str:
-    """How a process ended that left no report, in words."""
+    """Describe the end of a process that left no report."""
     return f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def _is_same(before: Failure, now: Failure) -> bool:
-    """Whether a machine is not to blame: the same error at the same place, though a rank more or less may be first."""
+    """Return True if the cause is not a machine: the same error at the same step; another rank may report it first."""
     if (before.kind, before.step) != (now.kind, now.step) or now.kind in (ProcessLost.__name__, ProcessStuck.__name__):
         return False
     if now.kind is None:
@@ -164,7 +164,7 @@ def _is_same(before: Failure, now: Failure) -> bool:
 
 
 def _noted(folder: Path, rank: int = 0) -> tuple[tuple[str | None, int], int]:
-    """The run and the step that a life began at, and the step that a rank reached; -1: it did not come so far."""
+    """Return the run and the step at which an attempt began, and the step that a rank reached; -1 for no step."""
     try:
         began = json.loads((folder / "began").read_text())
         return (began["directory"], began["step"]), _STEP.unpack((folder / f"step-{rank}").read_bytes())[0]
@@ -176,17 +176,17 @@ def _noted(folder: Path, rank: int = 0) -> tuple[tuple[str | None, int], int]:
 
 
 def needs_launcher(processes: Processes, max_restarts: int) -> bool:
-    """Whether a training needs a launcher that does not run yet."""
+    """Return True if a training needs a launcher that is not running."""
     return processes.are_missing or (max_restarts > 0 and processes.started_by is None)
 
 
 def has_lives() -> bool:
-    """Whether the launcher that started this process would start it again."""
+    """Return True if the launcher that started this process would restart it."""
     return is_worker() and NOTES in os.environ
 
 
 def step_notes(rank: int, directory: Path, step: int) -> Callable[[int], None]:
-    """Note that a run is in training; returns what is told each further step. The launcher reads it after any end."""
+    """Note that a run is in training; return a function that notes each completed step for the launcher."""
     folder = Path(os.environ[NOTES])
     file = folder / f"step-{rank}"
     file.write_bytes(_STEP.pack(step))
@@ -198,5 +198,5 @@ def step_notes(rank: int, directory: Path, step: int) -> Callable[[int], None]:
 
 
 def told_restart() -> Restart | None:
-    """What is to be told of a restart, if this process was started again."""
+    """Return the information about the restart, if this process was restarted."""
     return Restart(**json.loads(os.environ[RESTART])) if is_worker() and RESTART in os.environ else None

@@ -1,4 +1,4 @@
-"""Stacks of the processes of a host, and ranks in different collectives, for a run of which one gets no further."""
+"""Python stacks of all processes of a host, and detection of ranks in different collectives, for a hung run."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from lumen.distributed.culprit import Place, Worker
 from lumen.internals.proc import has_handler, stat_of
 from lumen.internals.process_groups import group_members, recorded_collectives
 
-GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # nobody's own: faulthandler answers it below Python
-OWN_SIGNAL = GROUP_SIGNAL - 1  # of a process alone, which may be a run in one of a group
+GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # an unused signal, which faulthandler answers in C
+OWN_SIGNAL = GROUP_SIGNAL - 1  # for a run of one process, possibly inside a process of a group
 _PATIENCE_S, _LOOK_EVERY_S, _SETTLED_LOOKS = 5.0, 0.1, 10
-_LAST_LINE = re.compile(rb"(in <module>|in _run_module_as_main|^ *\.\.\.)\n\Z", re.M)  # of the main thread
+_LAST_LINE = re.compile(rb"(in <module>|in _run_module_as_main|^ *\.\.\.)\n\Z", re.M)  # end of all stacks
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 @final
 class Stacks:
-    """Lets any process of a host have the others write down their Python stacks, whatever they are doing.
+    """Access to the Python stacks of all processes of a host, regardless of the processes' activity.
 
-    Collective: every rank must make one.
+    Collective: every rank must create one.
 
     Args:
         rank: Rank of this process in the run, from 0.
-        gather: Returns every rank's value of plain data, in rank order. Collective.
+        gather: Function that returns every rank's value of plain data, in rank order. Collective.
     """
 
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
         places = gather((socket.gethostname(), os.getpid()))
         first = next(number for number, (host, _) in enumerate(places) if host == places[rank][0])
-        # an agent's folder for what its workers report goes away with it, should they be killed
+        # the agent removes its folder of error reports even if its workers are killed
         parent = os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", "")) or None
         folders = gather(tempfile.mkdtemp(prefix="lumen-stacks-", dir=parent) if rank == first else None)
         self._rank, self._places = rank, places
         self._folder = Path(folders[first])
         self._file = (self._folder / str(rank)).open("w+")
         self._claimed = (self._folder / "ending").open("a+")
-        fcntl.lockf(self._file, fcntl.LOCK_EX)  # for as long as this process lives: its pid may be another's later
+        fcntl.lockf(self._file, fcntl.LOCK_EX)  # until this process ends: another process may get the same pid later
         faulthandler.register(GROUP_SIGNAL, self._file, all_threads=True)
-        gather(None)  # a process that is asked before it listens would die of it
+        gather(None)  # the signal would kill a process without a handler
 
     def host_of(self, rank: int) -> str:
-        """The name of the host that a process runs on."""
+        """Return the name of a rank's host."""
         return str(self._places[rank][0])
 
     def look(self) -> list[Place]:
-        """Where the processes of this host stand, this one too, and which ranks run elsewhere; in rank order."""
+        """Return the places of all ranks in rank order: with stacks for this host, and without for other hosts."""
         here = self._places[self._rank][0]
         files = {rank: self._open(rank) for rank, (host, _) in enumerate(self._places) if host == here}
         with ExitStack() as closing:
@@ -74,17 +74,17 @@ class Stacks:
         ]
 
     def collect(self) -> str:
-        """The stacks of the other processes on this host; also which ranks have ended or run on other hosts."""
+        """Return the stacks of the other processes on this host, and the ranks that ended or run on other hosts."""
         return "\n".join(place.told() for place in self.look() if place.rank != self._rank)
 
     def exchange(self, own: Begun | None) -> dict[int, Begun]:
-        """Write down the collectives that this process has begun, and read those of the others on this host.
+        """Write the collectives that this process has started, and read those of other processes on this host.
 
         Args:
-            own: None: the main thread of this process does not wait in a collective.
+            own: The collectives of this process; None: its main thread does not wait in a collective.
 
         Returns:
-            Of each rank that waits in a collective what its process has begun.
+            The collectives of each rank on this host whose main thread waits in one; empty if `own` is None.
         """
         path = self._folder / f"begun-{self._rank}"
         if own is None:
@@ -95,12 +95,12 @@ class Stacks:
         draft.rename(path)
         found = {}
         for each in self._folder.glob("begun-*[0-9]"):
-            with suppress(OSError):  # that process has gone on since
+            with suppress(OSError):  # the process has continued and removed its file
                 found[int(each.name.removeprefix("begun-"))] = Begun(*json.loads(each.read_text()))
         return found
 
     def claim(self) -> bool:
-        """Whether this process is the one of its host that ends the job."""
+        """Return True if this process becomes the one on its host that ends the job."""
         try:
             fcntl.lockf(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -108,24 +108,24 @@ class Stacks:
         return True
 
     def give_up_claim(self) -> None:
-        """It does not end."""
+        """Release the claim of `claim`, so that another process may end the job."""
         fcntl.lockf(self._claimed, fcntl.LOCK_UN)
 
     def say_over(self, why: str) -> None:
-        """Tell the other processes of this host that the job ends, and why."""
+        """Announce to the other processes of this host that the job ends, with the reason."""
         (self._folder / "why").write_text(why)
         (self._folder / "why").rename(self._folder / "over")
 
     @property
     def over(self) -> str | None:
-        """Why the job ends, if another process of this host has said so."""
+        """The reason why the job ends, if another process of this host has announced it; otherwise None."""
         try:
             return (self._folder / "over").read_text()
         except OSError:
             return None
 
     def end_others(self, within_s: float) -> None:
-        """Wait for the other processes of this host to end; kill those that cannot, and what they have started."""
+        """Wait for the other processes of this host to end; kill stopped and late processes with their children."""
         deadline_s = time.monotonic() + within_s
         mine = [rank for rank, (host, _) in enumerate(self._places) if host == self._places[self._rank][0]]
         left = [rank for rank in mine if rank != self._rank]
@@ -145,7 +145,10 @@ class Stacks:
         return file is not None
 
     def _open(self, rank: int) -> Any:
-        """The file of a process, if it lives. A lock of this process would go with any of its files: none is opened."""
+        """Return the file of a process if the process is alive.
+
+        The file of this process is not opened again: closing a second file object would release its lock.
+        """
         if rank == self._rank:
             return self._file
         try:
@@ -167,19 +170,19 @@ class Stacks:
             (self._folder / f"begun-{self._rank}").unlink(missing_ok=True)
             (self._folder / str(self._rank)).unlink()
             (self._folder / "ending").unlink(missing_ok=True)
-            self._folder.rmdir()  # by the last one
+            self._folder.rmdir()  # fails except for the last process
         self._file.close()
 
 
 def look_at(processes: dict[int, tuple[int, int]], number: int) -> dict[int, Place]:
-    """Where processes of this host stand, and the data workers of those that wait for theirs.
+    """Query places of processes on this host, and the data workers of processes that wait for data.
 
     Args:
-        processes: Of each rank its pid, and a descriptor of the file that its stacks are written to.
-        number: The signal that asks for them; faulthandler answers it. What was forked since answers too.
+        processes: The pid and a descriptor of the file for stacks, by rank.
+        number: The signal that faulthandler answers with stacks, in processes and in their forked children.
 
     Returns:
-        For each rank what is known of its process.
+        The place of each rank's process.
     """
     before = {rank: _cpu_s(pid) for rank, (pid, _) in processes.items()}
     began_s = time.monotonic()
@@ -189,8 +192,8 @@ def look_at(processes: dict[int, tuple[int, int]], number: int) -> dict[int, Pla
         spent = (_cpu_s(pid) - before[rank]) / max(time.monotonic() - began_s, _LOOK_EVERY_S)
         places[rank] = Place(rank, pid, state_of(pid), texts[rank], is_busy=spent > 0.5)
     waiting = {
-        # What it has started but not forked, as a logger's service or another run, has no such handler, so that the
-        # signal would end it, or its own file.
+        # Only forked children. Other children, such as a logger's service or another run, have no handler, so that the
+        # signal would end them, or write to their own file.
         rank: [pid for pid in children(place.pid) if has_handler(number, pid) and _has_open(pid, processes[rank][1])]
         for rank, place in places.items()
         if place.waits_for_data
@@ -205,15 +208,15 @@ def look_at(processes: dict[int, tuple[int, int]], number: int) -> dict[int, Pla
 
 @cache
 def own_stacks() -> int:
-    """A descriptor of the file to which this process, and those that it forks, write their stacks at `OWN_SIGNAL`."""
+    """Return the descriptor of the file to which this process and its forks write stacks at `OWN_SIGNAL`."""
     file, path = tempfile.mkstemp(prefix="lumen-stacks-")
     os.unlink(path)
-    faulthandler.register(OWN_SIGNAL, file, all_threads=True)  # for good: a run may be in a hook of another one
+    faulthandler.register(OWN_SIGNAL, file, all_threads=True)  # permanent: a run may be inside another run's hook
     return file
 
 
 def _ask(processes: dict[int, tuple[int, int]], number: int) -> dict[int, str]:
-    """What processes write that are asked for their stacks; one that is stopped is not asked."""
+    """Signal processes and return the stacks that they write; stopped processes are skipped."""
     begins: dict[int, int] = {}
     for rank, (pid, file) in processes.items():
         if state_of(pid) != "stopped":
@@ -234,7 +237,7 @@ def _ask(processes: dict[int, tuple[int, int]], number: int) -> dict[int, str]:
 
 
 def state_of(pid: int) -> str:
-    """`runs`, `stopped`, `traced` by a debugger, or `ended`; `runs` too where there is no /proc."""
+    """Return `runs`, `stopped`, `traced` by a debugger, or `ended`; without /proc always `runs`."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
@@ -248,7 +251,7 @@ def state_of(pid: int) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process of this host has started and that live, where there is a /proc."""
+    """Return the pids of living children of a process on this host; empty without /proc."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -257,13 +260,13 @@ def children(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Seconds for which a process has used the processor."""
+    """Return the CPU time of a process in seconds."""
     fields = stat_of(pid)
     return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
 
 
 def _has_open(pid: int, file: int) -> bool:
-    """Whether a process has the file of a descriptor of this one."""
+    """Return True if a process has opened the file of this process's descriptor."""
     for path in Path(f"/proc/{pid}/fd").glob("*"):
         with suppress(OSError):
             if os.path.samestat(path.stat(), os.fstat(file)):
@@ -272,12 +275,11 @@ def _has_open(pid: int, file: int) -> bool:
 
 
 class Begun(NamedTuple):
-    """The collectives of a process whose main thread waits in one.
+    """Collectives of a process whose main thread waits in a collective.
 
     Attributes:
-        newest: Number of the newest collective that the process has begun, by the name of the process group.
-        unfinished: Name of the process group, number, and ranks of each collective that its main thread has begun and
-            that is not done.
+        newest: Number of the newest collective that the process has started, by name of the process group.
+        unfinished: Name of the process group, number, and ranks of each unfinished collective of the main thread.
     """
 
     newest: dict[str, int]
@@ -285,7 +287,7 @@ class Begun(NamedTuple):
 
 
 def collectives_begun(thread: int) -> Begun:
-    """Read torch's flight recorder of this process; nothing is found where this torch has none, or records less.
+    """Read the collectives of this process from torch's flight recorder; empty if this torch does not record them.
 
     Args:
         thread: Identifier of the main thread.
@@ -301,10 +303,10 @@ def collectives_begun(thread: int) -> Begun:
 
 
 def find_unmatched(processes: Mapping[int, Begun]) -> tuple[int, int] | None:
-    """Return two ranks that wait for one another in different collectives; None if it is not certain of any two.
+    """Return two ranks that wait for one another in different collectives; None if no such pair is certain.
 
     Args:
-        processes: What each process has begun whose main thread waits in a collective, by rank.
+        processes: Collectives of each process whose main thread waits in a collective, by rank.
     """
     for rank, other in combinations(sorted(processes), 2):
         if _is_missed_in_all(processes, rank, other) and _is_missed_in_all(processes, other, rank):
@@ -313,7 +315,7 @@ def find_unmatched(processes: Mapping[int, Begun]) -> tuple[int, int] | None:
 
 
 def _is_missed_in_all(processes: Mapping[int, Begun], rank: int, other: int) -> bool:
-    """Return True if another rank is to take part in each collective that a rank waits for, and has begun none."""
+    """Return True if `rank` waits only for collectives that `other` must join and has not started."""
     unfinished, newest = processes[rank].unfinished, processes[other].newest
     return bool(unfinished) and all(
         other in members and newest.get(group, 0) < number for group, number, members in unfinished

@@ -1,4 +1,4 @@
-"""What a worker does for the launcher that started it: it reports its error, and ends when the launcher does."""
+"""Worker's side of a launch: the worker reports its error, and ends when its launcher ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from types import TracebackType
 
 from lumen.internals.proc import stat_of
 
-LAUNCHER = "LUMEN_LAUNCHER"  # the launcher's process
+LAUNCHER = "LUMEN_LAUNCHER"  # variable with the launcher's process id
 _PR_SET_PDEATHSIG = 1
-_progress: list[Callable[[], int]] = []  # of the training in this process
+_progress: list[Callable[[], int]] = []  # function that returns the completed steps of this process
 
 
 def is_worker() -> bool:
-    """Whether Lumen's launcher started this process itself; a process that a worker has started is none."""
+    """Return True if Lumen's launcher started this process directly; False for children of a worker."""
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
@@ -33,18 +33,18 @@ def attach() -> None:
     faulthandler.enable()
     sys.excepthook = _report_uncaught
     end_with_parent()
-    if not is_worker():  # it died before that
+    if not is_worker():  # the launcher ended before `end_with_parent`
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when its parent ends, even if that is killed."""
+    """Ask Linux to send SIGTERM to this process when its parent ends, even if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end_if_orphaned() -> None:
-    """End a worker whose launcher was killed before `end_with_parent`; what a living worker has started goes on."""
+    """Exit if the launcher was killed before `end_with_parent`; keep processes that a running worker has started."""
     if not _is_alive(int(os.environ[LAUNCHER])):
         sys.exit(
             f"error: the launcher of this job (process {os.environ[LAUNCHER]}) has ended, so this process ends too. "
@@ -57,20 +57,20 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # a process of another user
         return True
-    return stat_of(process)[:1] != ["Z"]  # dead, but nobody has asked how it ended
+    return stat_of(process)[:1] != ["Z"]  # a zombie has ended
 
 
 def report(error: BaseException, text: str) -> bool:
-    """Tell the launcher why this process ends; the launcher prints the first error of all processes.
+    """Report to the launcher why this process ends; the launcher prints the first error of all processes.
 
     Args:
         error: The exception that ends this process.
         text: The traceback or message that would be printed for it.
 
     Returns:
-        Whether there is a launcher; if not, the text is to be printed here.
+        True if there is a launcher; if False, the caller must print the text.
     """
     if not is_worker():
         return False
@@ -87,7 +87,7 @@ def report(error: BaseException, text: str) -> bool:
 
 
 def report_steps(of: Callable[[], int]) -> None:
-    """From now on say in reports how many steps were completed."""
+    """Include the number of completed steps in later reports."""
     _progress[:] = [of]
 
 
