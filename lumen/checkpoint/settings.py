@@ -43,7 +43,7 @@ def settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
     """Yield each plain value inside nested dictionaries, lists and tuples with its path; omit floats in lists."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate on its device
         value = value.item()
-    if isinstance(value, Mapping) and any(not isinstance(key, str) for key in value):  # milestones
+    if isinstance(value, Mapping) and any(not isinstance(key, str) for key in value):  # scheduler milestones
         yield where, str(sorted(value.items()))
     elif isinstance(value, Mapping):
         for key, item in value.items():

@@ -194,7 +194,7 @@ def is_committed(directory: PurePath) -> bool:
     """Return True if a directory has an intact manifest of any format version: the checkpoint is complete (committed).
 
     Raises:
-        CheckpointError: This user may not read the file.
+        CheckpointError: The user may not read the file.
     """
     try:
         _read_text(directory)
@@ -326,7 +326,7 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) 
 
 
 def _apart(chunks: list[Chunk], dim: int) -> list[list[Chunk]]:
-    """Group chunks so that each boundary between groups is a cut across `dim` through the whole tensor."""
+    """Group chunks so that a cut across `dim` through the whole tensor separates neighboring groups."""
     groups: list[list[Chunk]] = []
     end = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):

@@ -1,4 +1,4 @@
-"""Object stores and other filesystems of fsspec, where the upload of the manifest completes a checkpoint.
+"""Object stores and other filesystems of fsspec: the upload of the manifest completes a checkpoint.
 
 An object store has no rename, no sync and no directories: a directory is a prefix of names of objects. An object is
 complete and durable as soon as its upload has ended. The last uploaded object, the manifest, therefore completes the

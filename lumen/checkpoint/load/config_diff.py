@@ -115,7 +115,7 @@ def _micro_batches(settings: Mapping[str, Any]) -> int | None:
 
 def _compare_data(run: Run, checkpoint: Checkpoint, *, exact: bool) -> None:
     saved, here = checkpoint.state["data"], data_read(run)
-    if saved["asked_in"] != here["asked_in"]:  # the loaders were reloaded for another epoch
+    if saved["asked_in"] != here["asked_in"]:  # the loaders were opened for different epochs
         return
     training, validation = (_others(saved[of], here[of]) for of in ("training", "validation"))
     if training and exact and run.progress.batches:

@@ -52,20 +52,21 @@ _CONVERT = (
 class Weights:
     r"""Parameters and persistent buffers to begin with, and the mapping of their names to the model's names.
 
-    The prefix of a wrapper (`module.` of DDP, `_orig_mod.` of `torch.compile`) is removed from names if the model has
-    the rest of the name, and `rename` is not set.
+    The prefix of a wrapper (`module.` of DDP, `_orig_mod.` of `torch.compile`) is removed if the model has the rest of
+    the name. `rename` disables this.
 
     Args:
         path: A checkpoint or run directory (its newest valid checkpoint); a safetensors file; a directory with
             `model.safetensors`, or with `model.safetensors.index.json` and its shards; or a URL (`s3://`, `https://`,
             `hf://`: any URL that fsspec opens) of any of these. Third-party files at a URL, and all files of a web
-            server, are first copied to the directory for temporary files (`TMPDIR`), and removed after loading.
+            server, are first copied to the directory for temporary files (`TMPDIR`). Lumen removes the copies after
+            loading.
         rename: Regular expressions and their replacements in a tensor's name, applied in order as in `re.sub`:
             `{"^encoder\\.": "net.encoder."}`.
         ignore: Regular expressions that match whole names after renaming. A matched parameter of the model keeps its
             initial value; a matched tensor of the file is not read.
-        strict: True: a name that only the model or only the file has, and a pattern without a match, is an error.
-            False: it is logged and ignored. A different shape is always an error.
+        strict: Raise an error for a name that only the model or only the file has, and for a pattern without a match.
+            False: log and ignore these names and patterns. A different shape is always an error.
         average: The average to load instead of the parameters of a checkpoint, as in `load_from_checkpoint`.
 
     Raises:

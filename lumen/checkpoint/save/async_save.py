@@ -114,7 +114,7 @@ class Saves:
                 paths of the checkpoints to remove, the same on every rank.
 
         Raises:
-            CheckpointError: This save or the previous one failed; existing checkpoints are unchanged.
+            CheckpointError: The save, or the previous one, failed; existing checkpoints are unchanged.
             NonFiniteLoss: A loss that was not yet on the host, or a parameter, is not finite; no checkpoint is
                 committed.
         """
@@ -178,7 +178,7 @@ class Saves:
         return True
 
     def _pays(self, plan: WritePlan, at_least: int = Storage.quick_bytes, *, asynchronous: bool | None) -> bool:
-        """Return True if a thread should write the save. Collective if `asynchronous` is None.
+        """Return True if a thread should write the save. Collective unless `asynchronous` is given.
 
         Default: if writing is slow, and the copies need at most half of the free memory.
         """

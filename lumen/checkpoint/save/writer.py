@@ -183,7 +183,7 @@ def _write_bytes(path: PurePath, data: bytes) -> dict[str, int | str]:
     return file.record()
 
 
-# ---------------------------------------------------------------------- who writes what
+# ---------------------------------------------------------------------- assignment of blocks to processes
 
 
 @final
