@@ -97,7 +97,7 @@ class Lives:
         return self.folder
 
     def refusal(self, failures: Mapping[int, ProcessFailure]) -> str | None:
-        """Count a failed attempt; return the reason against a restart ("" if it needs no message), or None to restart."""
+        """Count a failed attempt; return the reason against a restart ("" if no message is due), or None to restart."""
         if not self._most:
             return ""
         failure = failure_of(failures, self.folder)
