@@ -114,9 +114,9 @@ class Place:
 
     Attributes:
         rank: Rank of the process in the run, from 0.
-        pid: Process id.
+        pid: Id of the process on its host.
         state: State of the process: `runs`, `stopped`, `traced` by a debugger, `ended`, or `elsewhere, on HOST`.
-        stacks: Stacks of all its threads, as faulthandler writes them; "": the process did not answer.
+        stacks: Stacks of all threads of the process, as faulthandler writes them; "": the process did not answer.
         is_busy: The process used the CPU for more than half of the time of the query.
         workers: Data workers of the process, if the process waits for them.
     """
@@ -135,7 +135,7 @@ class Place:
 
     @cached_property
     def _inner(self) -> list[Frame]:
-        """Frames of libraries below the innermost frame of Lumen or of the user."""
+        """Library frames that the innermost frame of Lumen or of the user has called."""
         number = next((i for i, frame in enumerate(self.frames) if frame.is_lumens or frame.is_users), None)
         return self.frames[:number]
 
@@ -154,7 +154,7 @@ class Place:
 
     @property
     def users_frame(self) -> Frame | None:
-        """The innermost frame of user code called by the loop; None if the loop itself is running."""
+        """The innermost frame of user code that the loop has called; None if the loop itself is running."""
         within = itertools.takewhile(lambda frame: not frame.file.startswith(_LOOPS), self.frames)
         return next((frame for frame in within if frame.is_users), None)
 

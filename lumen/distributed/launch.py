@@ -152,7 +152,7 @@ def _environment(workers: int) -> Iterator[None]:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Context in which stop signals are only appended to the yielded list."""
+    """Context in which the numbers of stop signals are appended to the yielded list, without other effects."""
     numbers: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield numbers

@@ -159,9 +159,9 @@ class Processes:
             self._groups.set_timeout(self.timeout_s)
 
     def wait_for(self, seconds: float) -> None:
-        """Increase the timeout of collectives to `seconds`, unless the current one is longer; any thread may call this.
+        """Raise the timeout of collectives to `seconds`, unless the current timeout is longer.
 
-        Call this only after `begin_training`, which sets the timeout.
+        Any thread may call this, but only after `begin_training`, which sets the timeout.
         """
         if self._groups is not None and seconds > self._waits_s:
             self._waits_s = seconds

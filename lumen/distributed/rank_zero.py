@@ -23,7 +23,7 @@ class RankZeroOnly:
     """Decorator `@rank_zero_only`: only rank 0 calls the function; other ranks return None, or the default.
 
     The rank is looked up at each call, so that a function can be decorated before the processes start. Other ranks do
-    not wait for rank 0. If they need its result, call `trainer.strategy.barrier()` afterwards.
+    not wait for rank 0. If other ranks need the result, call `trainer.strategy.barrier()` afterwards.
 
     Attributes:
         rank: Rank of this process in the run, from 0.

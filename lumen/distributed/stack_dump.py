@@ -25,7 +25,7 @@ from lumen.internals.process_groups import group_members, recorded_collectives
 GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # an unused signal, which faulthandler answers in C
 OWN_SIGNAL = GROUP_SIGNAL - 1  # for a run of one process, possibly inside a process of a group
 _PATIENCE_S, _LOOK_EVERY_S, _SETTLED_LOOKS = 5.0, 0.1, 10
-_LAST_LINE = re.compile(rb"(in <module>|in _run_module_as_main|^ *\.\.\.)\n\Z", re.M)  # end of all stacks
+_LAST_LINE = re.compile(rb"(in <module>|in _run_module_as_main|^ *\.\.\.)\n\Z", re.M)  # end of the main thread's stack
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 

@@ -54,8 +54,8 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
 
     Args:
         value: Plain data, as listed above.
-        tensors: Dictionary that receives each tensor and array of any shape and dtype, by path. They share memory with
-            `value`.
+        tensors: Dictionary that receives each tensor and array of any shape and dtype, by path. The tensors share
+            memory with `value`.
         where: Path of `value` for error messages and names of tensors, for example "callbacks.EarlyStopping".
 
     Raises:
@@ -168,7 +168,7 @@ def decode(value: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
 
     Args:
         value: The JSON that `encode` returned.
-        tensors: All collected tensors by name, on any device. They become part of the result; arrays share their
+        tensors: All collected tensors by name, on any device. The tensors become part of the result; arrays share their
             memory.
 
     Raises:

@@ -74,7 +74,7 @@ def newest_valid(
 ) -> Checkpoint | None:
     """Open the newest checkpoint of a folder whose bytes are all correct, or return None.
 
-    Collective: every one of `processes` must call this. Together they read each byte once.
+    Collective: every one of `processes` must call this. Together the processes read each byte once.
 
     Args:
         folder: Directory of the checkpoints.

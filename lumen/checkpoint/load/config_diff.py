@@ -143,8 +143,8 @@ def _others(saved: Sequence[str | None], here: Sequence[str | None]) -> str:
 def compare_modes(run: Run, checkpoint: Checkpoint) -> None:
     """Log parameters and modules whose frozen state or mode at construction differs from the checkpoint's run.
 
-    The modes of the checkpoint take precedence. Call this before they are restored. A change by a callback since the
-    start of the run cannot be distinguished from a change of code.
+    The modes of the checkpoint take precedence. Call this before the modes are restored. A change by a callback since
+    the start of the run cannot be distinguished from a change of code.
     """
     words = {"frozen": ("trainable", "frozen"), "evaluating": ("in train mode", "in eval mode")}
     changed: dict[str, tuple[str, str]] = {}

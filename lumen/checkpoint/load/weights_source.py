@@ -53,7 +53,7 @@ class Weights:
     r"""Parameters and persistent buffers to begin with, and the mapping of their names to the model's names.
 
     The prefix of a wrapper (`module.` of DDP, `_orig_mod.` of `torch.compile`) is removed if the model has the rest of
-    the name. `rename` disables this.
+    the name, unless `rename` is set.
 
     Args:
         path: A checkpoint or run directory (its newest valid checkpoint); a safetensors file; a directory with
@@ -66,7 +66,7 @@ class Weights:
         ignore: Regular expressions that match whole names after renaming. A matched parameter of the model keeps its
             initial value; a matched tensor of the file is not read.
         strict: Raise an error for a name that only the model or only the file has, and for a pattern without a match.
-            False: log and ignore these names and patterns. A different shape is always an error.
+            If False, log and ignore these names and patterns. A different shape is always an error.
         average: The average to load instead of the parameters of a checkpoint, as in `load_from_checkpoint`.
 
     Raises:
@@ -401,8 +401,8 @@ def averaged(
         checkpoint: A checkpoint with all sections readable; a mean of checkpoints needs only `WEIGHTS`.
         average: "last:5": the mean of this checkpoint and the four before it in its directory; "best:3": the mean of
             the three best there, by the monitor; paths: the mean of these checkpoints, runs (their newest valid one) or
-            safetensors files. "EMA", "SWA" or another callback whose state holds tensors by the parameters' names (if a
-            state has several averages, the path of one in the checkpoint); "Lookahead": its slow weights. "parameters":
+            safetensors files. "EMA", "SWA" or another callback whose state holds tensors by the parameters' names; for
+            several averages in a state, the path of one in the checkpoint. "Lookahead": its slow weights. "parameters":
             the trained parameters. None: the weights that the run's validations evaluated, which are an average if the
             run had one.
         processes: The processes that read together; default: only this process.
