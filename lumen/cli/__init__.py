@@ -1,4 +1,4 @@
-"""The command line: `lumen COMMAND`."""
+"""Command line: `lumen COMMAND`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lumen.errors import HUNG, ConfigError, LumenError, ProcessStuck
 from lumen.internals.garbage import only_young_collected
 from lumen.version import __version__
 
-VERBOSE = "LUMEN_DEBUG"  # what `--verbose` sets, for the processes of the run too
+VERBOSE = "LUMEN_DEBUG"  # set by `--verbose`, and inherited by the processes of the run
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command, by default that of the process's own command line.
+    """Run one command, by default the command of the process's command line.
 
     Returns:
-        The exit code: 0; 2 for a wrong command line or configuration; 70 where a process hangs; 1 for any other error
-        of Lumen; 130 for Ctrl-C. An error of the user's own code is 1 too, and shown without the frames of libraries;
-        it is raised where words are given, and where a debugger waits for it.
+        The exit code: 0; 2 for a wrong command line or config; 70 if a process hangs; 1 for any other error of Lumen;
+        130 for Ctrl-C. An error in user code also returns 1, and is printed without the frames of libraries. The error
+        is raised instead if `args` is given, under a debugger, or in an interactive Python.
     """
     try:
         return _dispatch(sys.argv[1:], own=True) if args is None else _dispatch(args, own=False)
@@ -39,16 +39,16 @@ def main(args: list[str] | None = None) -> int:
         show(error)
         return 1
     finally:
-        stdout.flush()  # here, where a closed pipe is no error, and not when Python exits
+        stdout.flush()  # flush here, where a closed pipe is no error, and not when Python exits
 
 
 def is_verbose() -> bool:
-    """Return True if all frames of errors were asked for."""
+    """Return True if errors show all frames."""
     return os.environ.get(VERBOSE) == "1"
 
 
 def tell(error: LumenError) -> int:
-    """Print an error, or leave that to who has started this process; returns the exit code."""
+    """Print an error, or report it to the process that started this one; return the exit code."""
     if is_verbose():
         traceback.print_exc()
     text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
@@ -69,7 +69,7 @@ def _dispatch(args: list[str], *, own: bool) -> int:
     with only_young_collected():
         run = commands.find(command)
     if own:
-        gc.freeze()  # what there is now stays until the end: no need to look through it again and again
+        gc.freeze()  # All objects so far stay until the end, so garbage collection need not look through them.
 
     return run(words)
 
@@ -85,14 +85,14 @@ def _show_help() -> None:
 
 
 def _heard(words: list[str]) -> list[str]:
-    """A command line without `--verbose`, which is for this process and for those that it starts."""
-    own = words.index("--") if "--" in words else len(words)  # what follows is another command line
+    """Return a command line without `--verbose`, after setting the variable for this process and its children."""
+    own = words.index("--") if "--" in words else len(words)  # another command line follows
     if "--verbose" in words[:own]:
         os.environ[VERBOSE] = "1"
     return [word for word in words[:own] if word != "--verbose"] + words[own:]
 
 
 def without_launchers(words: list[str]) -> list[str]:
-    """A command line without what `torch.distributed.launch` puts before it; the environment says the same."""
+    """Return a command line without the argument that `torch.distributed.launch` adds; LOCAL_RANK has its value."""
     rank = os.environ.get("LOCAL_RANK")
     return [word for word in words if word not in (f"--local-rank={rank}", f"--local_rank={rank}")]

@@ -1,4 +1,4 @@
-"""Objects that settings describe: their seed, how they are built, and what the record keeps of them."""
+"""Objects that settings describe: the seed, how objects are built, and the record of their arguments."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from lumen.task.task_module import TaskModule
 
 
 def seed_of(config: Namespace, checkpoint: Any, name: str) -> int:
-    """The seed that is set, else that of the checkpoint to go on from, else a new one.
+    """Return the seed in the settings, else the seed of the checkpoint to resume from, else a new one.
 
     Args:
         config: The settings of the command.
-        checkpoint: What the settings go on from.
-        name: What the run is called.
+        checkpoint: The checkpoint from which the settings resume.
+        name: The name of the run.
     """
     if config.seed_everything is False:
         raise ConfigError("seed_everything: false: a run always has a seed. Leave it out: one is drawn and recorded.")
@@ -45,19 +45,20 @@ def seed_of(config: Namespace, checkpoint: Any, name: str) -> int:
     goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
     if not goes_on or is_weights(checkpoint):
         return draw_seed()
-    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), beside=beside)  # the run verifies the rest
+    # The run verifies the other sections.
+    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), beside=beside)
     return int(found.state["seed"]) if found else draw_seed()
 
 
 def _dirpaths(callbacks: Any, own: Path) -> list[PurePath]:
-    """Where each `ModelCheckpoint` saves, first the one that says which checkpoint is best."""
+    """Return the directory of each `ModelCheckpoint`; the callback that selects the best checkpoint comes first."""
     savers = [node for node in as_list(callbacks) if node.class_path.endswith(".ModelCheckpoint")]
     arguments = sorted((node.init_args.as_dict() for node in savers), key=lambda given: not decides(given))
     return [own if given.get("dirpath") is None else as_place(given["dirpath"]) for given in arguments]
 
 
 def build(parser: ArgumentParser, config: Namespace) -> Namespace:
-    """Build everything; errors of constructors are raised without jsonargparse's wrapping."""
+    """Build all objects; errors of constructors are raised without jsonargparse's wrapping."""
     try:
         return parser.instantiate(config)  # type: ignore[no-any-return]
     except Exception as caught:
@@ -69,10 +70,10 @@ def build(parser: ArgumentParser, config: Namespace) -> Namespace:
 
 @contextmanager
 def explained_paths(files: Iterable[str]) -> Iterator[None]:
-    """The context in which an error says where a file is that somebody's code has not found, if config files tell.
+    """Add a note to a FileNotFoundError within the context, if the missing file is near a config file.
 
     Args:
-        files: The config files: what is missing here may be in the directory of one, or around it.
+        files: The paths of the config files, whose directories and parent directories may contain the missing file.
     """
     try:
         yield
@@ -90,7 +91,7 @@ def explained_paths(files: Iterable[str]) -> Iterator[None]:
 
 
 def take(name: str, data: Any) -> Any:
-    """An argument of the model, from the data."""
+    """Return an argument of the model, taken from the data."""
     if not hasattr(data, name) and not hasattr(type(data), name):
         raise ConfigError(
             f"model.{name} is required and not set. Set it in the config or as --model.{name}, or give "
@@ -104,14 +105,14 @@ def take(name: str, data: Any) -> Any:
 def keep_given(
     node: dict[str, Any], links: list[str], model: TaskModule, data: DataModule | None, references: References
 ) -> None:
-    """Note where hyperparameters refer to the environment, and record what the model takes from the data.
+    """Record the hyperparameters that refer to the environment, and the arguments that the model takes from the data.
 
     Args:
-        node: What is recorded of the model: its class and arguments, or its arguments alone.
-        links: Names of the arguments that the model takes from the data.
+        node: The record of the model: its class and arguments, or its arguments alone.
+        links: The names of the arguments that the model takes from the data.
         model: The task that was built.
         data: The data module that was built.
-        references: References to the environment by their place in the config.
+        references: The references to the environment, by their place in the config.
     """
     for key, owner in (("model", model), ("data", data)):
         if isinstance(owner, HasHyperparameters):
@@ -121,14 +122,14 @@ def keep_given(
         if (reference := references.get(("data", "init_args", name))) is not None:
             model._refer({(name,): reference})
             continue  # a repeated run takes the value from the data again
-        with suppress(yaml.YAMLError):  # what is no plain data is taken from the data again
+        with suppress(yaml.YAMLError):  # A repeated run takes a value that is not plain data from the data again.
             yaml.safe_dump(value := getattr(data, name))
             inside = node.setdefault("init_args", {}) if is_class(node) else node
             inside[name] = escaped(value)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a config file could say it."""
+    """Return True if a config file can hold the value."""
     if isinstance(value, Mapping):
         return all(map(is_plain, value.values()))
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Classes that settings name: what a type accepts, which class a name means, what its arguments are by default."""
+"""Classes that settings name: the values a type accepts, the class a name means, and the defaults of its arguments."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import did_you_mean, local_path
 from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNINGS, RENAMED
 
-_NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}  # whose classes no class_path names
+# Modules whose classes no class_path names.
+_NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}
 
 
 def hints_in(hint: Any) -> Iterator[Any]:
-    """Yield a type, and all that it is made of."""
+    """Yield a type, and all types inside it."""
     yield hint
     for each in get_args(hint):
         yield from hints_in(each)
@@ -42,13 +43,13 @@ def members_of(hint: Any) -> Iterator[Any]:
 
 
 def is_mapping(hint: Any) -> bool:
-    """Return True if a type is that of dictionaries."""
+    """Return True if a type is a dictionary type."""
     kind = get_origin(hint) or hint
     return inspect.isclass(kind) and issubclass(kind, Mapping)
 
 
 def item_of(hint: Any, value: Any) -> Any:
-    """Return the type of the items of a dictionary or list, of the type of the whole; which it is if that is unknown.
+    """Return the type of the items of a dictionary or list; the type of the whole if the item type is unknown.
 
     Args:
         hint: The type of the whole.
@@ -62,7 +63,7 @@ def item_of(hint: Any, value: Any) -> Any:
 
 
 def bases_in(hint: Any) -> list[type]:
-    """Return the classes in a type that an object may be of: the bases of what a class_path may name."""
+    """Return the classes in a type that an object may have: the base classes of what a class_path may name."""
     return [kind for kind in classes_in(hint) if kind.__module__ not in _NO_BASES and Protocol not in kind.__bases__]
 
 
@@ -73,7 +74,7 @@ def classes_in(hint: Any) -> dict[type, None]:
 
 
 def names_a_class(text: str, hint: Any) -> bool:
-    """Return True if a text is the name of a class, where a type takes objects and no text."""
+    """Return True if a text is the name of a class, and the type takes objects but no text."""
     bases, parts = bases_in(hint), list(hints_in(hint))
     if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
         return False
@@ -81,19 +82,19 @@ def names_a_class(text: str, hint: Any) -> bool:
 
 
 def counts(hint: Any) -> bool:
-    """Return True if a type holds dictionaries by whole numbers, and none by others."""
+    """Return True if a type holds dictionaries with integer keys, and no other dictionaries."""
     return {get_args(each)[0] for each in hints_in(hint) if get_origin(each) is dict} == {int}
 
 
 def may_be_true(hint: Any) -> bool:
-    """Return True if a value of a type may be `true`, or if the type is not known here."""
+    """Return True if a value of a type may be `true`, or if the type is unknown."""
     parts = list(hints_in(hint))
     unknown = isinstance(hint, str) or any(isinstance(each, TypeVar) for each in parts)
     return unknown or any(each in (bool, object, Any, inspect.Parameter.empty) for each in parts)
 
 
 def in_words(hint: Any) -> str:
-    """Return a type as somebody who fills in a value would call it."""
+    """Return a description of a type, for a user who sets the value."""
     origin, inner = get_origin(hint), [each for each in get_args(hint) if each not in (NoneType, ..., Tensor)]
     if hint in (Any, inspect.Parameter.empty):
         return "another type"
@@ -113,11 +114,11 @@ def in_words(hint: Any) -> str:
 
 @final
 class Counterpart(NamedTuple):
-    """Class of Lumen that a class of Lightning becomes.
+    """Lumen's class that replaces a class of Lightning.
 
     Attributes:
-        name: Full name of the class of Lumen, or None.
-        instead: What to write, as a sentence.
+        name: The full name of Lumen's class, or None.
+        instead: The replacement, as a sentence.
     """
 
     name: str | None
@@ -125,7 +126,7 @@ class Counterpart(NamedTuple):
 
 
 def of_lightning(name: str) -> Counterpart | None:
-    """Return what a class of Lightning becomes, by its full name; None for a class of others."""
+    """Return the replacement of a class of Lightning, given the full name; None for a class of another package."""
     package, _, rest = name.partition(".")
     short = rest.rpartition(".")[2]
     if package not in LIGHTNINGS or not short:
@@ -137,19 +138,19 @@ def of_lightning(name: str) -> Counterpart | None:
 
 
 def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Sequence[str] = ()) -> Any:
-    """Import a class by its full name, or find it by its short one among the imported classes of its bases.
+    """Import a class by its full name, or find it by its short name among the imported subclasses of its bases.
 
     Args:
-        name: Full or short name of the class.
-        bases: Of which it must be derived from one, if any are given.
-        where: Who names it, for errors.
-        files: The config files, in whose directories its module may be.
+        name: The full or short name of the class.
+        bases: The classes of which the class must be a subclass of one; empty allows any class.
+        where: The key that names the class, for errors.
+        files: The config files, whose directories may contain the module.
 
     Returns:
-        None for a short name without a base: jsonargparse finds it by the type of its parameter.
+        The class; None for a short name without bases, which jsonargparse resolves by the type of the parameter.
 
     Raises:
-        ConfigError: There is none, or there are several.
+        ConfigError: No class or several classes have the name.
     """
     module, _, short = name.rpartition(".")
     if not module and not bases and name:
@@ -158,7 +159,7 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
         owner = import_module(module) if module else None
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # of what the user's module imports
+            raise  # the user's module imports a missing module
         text = f"{where}: cannot import {name}: there is no module {error.name}.{_where_it_may_be(error.name, files)}"
         raise ConfigError(text) from error
     known = {key: [getattr(owner, key, None)] for key in dir(owner)} if owner else classes_by_name(bases)
@@ -178,8 +179,8 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
 
 
 def classes_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
-    """Return the imported classes that are derived from some, by name; those of Lightning have only full names."""
-    for name, home in lumen._HOME.items():  # what only its name has imported is found by its short name too
+    """Return the imported subclasses of some classes, by short name; Lightning's classes have full names only."""
+    for name, home in lumen._HOME.items():  # A class that Lumen imports lazily is found by its short name too.
         if home.startswith(("lumen.integrations", "lumen.tools")):
             getattr(lumen, name)
     found: dict[str, list[type]] = {}
@@ -194,7 +195,7 @@ def classes_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
 
 
 def _is_there(kind: type) -> bool:
-    """Return False if the full name of a class means another one, as after a notebook has defined it again."""
+    """Return False if the full name of a class means a newer class, as after a notebook has defined the class again."""
     owner: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         owner = getattr(owner, name, None)
@@ -207,7 +208,7 @@ def _derived(base: type) -> Iterator[type]:
 
 
 def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
-    """Say where a module was looked for, which one has nearly its name, and which directory of a config has it."""
+    """Return where Python looked for a module, similar names, and the config's directory that contains the module."""
     parent, _, short = missing.rpartition(".")
     looked_in = [*sys.modules[parent].__path__] if parent else [os.getcwd()]
     hint = did_you_mean(short, (module.name for module in pkgutil.iter_modules(looked_in)))
@@ -225,19 +226,19 @@ def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
 
 
 def class_parser(kind: type, skip: Collection[str] = ()) -> ArgumentParser:
-    """Return a parser of the arguments of a class, but for some."""
+    """Return a parser of the arguments of a class, without the arguments to skip."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, skip=set(skip), fail_untyped=False)
     return parser
 
 
 def defaults_of(kind: Any) -> dict[str, Any]:
-    """Return what the arguments of a class have by default; nothing for a function."""
+    """Return the defaults of the arguments of a class; empty for a function."""
     return dict(class_parser(kind).get_defaults().as_dict()) if inspect.isclass(kind) else {}
 
 
 def settable_defaults(kind: type, names: Collection[str]) -> dict[str, Any]:
-    """Return what arguments of a class have by default, of those that have one that a config may set."""
+    """Return the defaults of some arguments of a class, limited to values that a config can set."""
     found, known = dict[str, Any](), defaults_of(kind)
     for name in names & known.keys():
         if takes(class_parser(kind, known.keys() - {name}), {name: known[name]}):

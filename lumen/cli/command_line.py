@@ -44,48 +44,49 @@ set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 
 class CLI:
-    """The command line of a script: reads settings, builds data, model and trainer of them, and runs a loop.
+    """Command line of a script: reads the settings, builds data, model and trainer from them, and runs a loop.
 
-    `CLI(MyTask, MyData)` is a whole `train.py`: `python train.py fit --config mine.yaml --model.width 3`. It has the
-    commands `fit`, `validate`, `test` and `predict` of `lumen`, with the same settings, checks and errors. A script's
-    own settings are added by a class derived from it, which defines `add_arguments_to_parser`; its methods
-    `before_fit`, `after_fit`, `before_validate` and so on are called around the loops.
+    `CLI(MyTask, MyData)` is a complete `train.py`: `python train.py fit --config mine.yaml --model.width 3`. The script
+    has the commands `fit`, `validate`, `test` and `predict` of `lumen`, with the same settings, checks and errors. To
+    add settings, derive a class and define `add_arguments_to_parser`. The loops are surrounded by calls of
+    `before_fit`, `after_fit`, `before_validate` and so on, if the class defines them.
 
     Args:
-        model_class: The task. Default: any, which the settings name as `model.class_path`.
-        datamodule_class: The data. Default: any or none, which the settings name as `data.class_path`.
-        save_config_callback: Called with the settings (plain data) for the callback that keeps them; None: nothing
-            does. Default: they are written to `config.yaml` in the run's directory.
-        trainer_class: Made of the settings of `trainer`.
-        trainer_defaults: Settings of `trainer` below all others; an object of yours, such as a logger, is used where
-            the settings have none, and callbacks always.
-        seed_everything_default: The seed where the settings have none; True: it is drawn and recorded.
-        parser_kwargs: `{"default_config_files": [...]}`: config files below those of `--config`, if they exist, for
-            all commands or as `{"fit": {...}}`.
-        subclass_mode_model: The settings may name a class derived from `model_class`.
-        subclass_mode_data: The settings may name a class derived from `datamodule_class`.
-        args: The words of the command line, or settings. Default: the process's own words; an error is then a message
-            and an exit code in place of an exception.
-        run: False: there are no commands, and no loop is run: use `cli.trainer`, `cli.model` and `cli.datamodule`.
-        auto_configure_optimizers: The settings may have `optimizer` and `lr_scheduler`.
+        model_class: The task class. Default: any class, which the settings name as `model.class_path`.
+        datamodule_class: The data module class. Default: any class or none; the settings name the class as
+            `data.class_path`.
+        save_config_callback: The callback class that saves the settings; called with the settings as plain data. None
+            saves nothing. Default: Lumen writes the settings to `config.yaml` in the run directory.
+        trainer_class: The class built from the settings of `trainer`.
+        trainer_defaults: Default settings of `trainer`, which all other settings override. An object, such as a logger,
+            is used if the settings have none; callbacks are always added.
+        seed_everything_default: The seed if the settings have none; True draws and records a seed.
+        parser_kwargs: `{"default_config_files": [...]}`: config files that `--config` overrides, if they exist. They
+            apply to all commands, or to one command as `{"fit": {...}}`.
+        subclass_mode_model: True if the settings may name a class derived from `model_class`.
+        subclass_mode_data: True if the settings may name a class derived from `datamodule_class`.
+        args: The command-line arguments, or the settings as a dictionary. Default: the arguments of the process; an
+            error then prints a message and exits with a code instead of raising an exception.
+        run: False to parse no command and run no loop: use `cli.trainer`, `cli.model` and `cli.datamodule`.
+        auto_configure_optimizers: True if the settings may have `optimizer` and `lr_scheduler`.
 
     Attributes:
-        subcommand: What is run: fit, validate, test or predict; None with `run=False`.
-        parser: All options that there are.
-        config: The settings; with a command those of `config[subcommand]`.
-        config_init: The same with objects in place of their settings.
-        model: The task, once it is built.
-        datamodule: The data, or None.
-        trainer: The trainer, which keeps what the run was.
+        subcommand: The command: fit, validate, test or predict; None with `run=False`.
+        parser: The parser of all options.
+        config: The settings; with a command, its settings are in `config[subcommand]`.
+        config_init: The settings of the command, with objects built from them.
+        model: The task, after it is built.
+        datamodule: The data module, or None.
+        trainer: The trainer, which keeps the results of the run.
 
     Raises:
-        ConfigError: The settings are wrong; the message says all that is.
-        SystemExit: After `--help` and `--print_config`, and in place of errors where `args` is not given.
+        ConfigError: The settings are wrong; the message lists all errors.
+        SystemExit: The options include `--help` or `--print_config`, or an error occurred and `args` is not given.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_CLI
-    _is_for_elsewhere = False  # then what this machine has says nothing
-    _program: str | None = None  # what the command line begins with; None: the script
+    _is_for_elsewhere = False  # True: ignore which devices this machine has
+    _program: str | None = None  # first word of the command line; None: the name of the script
     subcommands = staticmethod(no_subcommands)
 
     @checked
@@ -133,7 +134,7 @@ class CLI:
     # ------------------------------------------------------------------ what a script may define
 
     def add_arguments_to_parser(self, parser: OptionParser) -> None:
-        """Add options of the script's own, link some to others, set defaults.
+        """Add the script's own options, link arguments to others, and set defaults.
 
         Args:
             parser: A parser of jsonargparse: `parser.add_argument("--note", default="")`, `parser.link_arguments(
@@ -142,10 +143,10 @@ class CLI:
         """
 
     def before_instantiate_classes(self) -> None:
-        """Look at `config`, or change it, before anything is built."""
+        """Read or change `config` before anything is built."""
 
     def instantiate_classes(self) -> None:
-        """Build `datamodule`, `model` and `trainer` of `config`."""
+        """Build `datamodule`, `model` and `trainer` from `config`."""
         self.config_init = build(self.parser, self._own(self.config))
         self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
         self.trainer = self.instantiate_trainer()
@@ -154,7 +155,7 @@ class CLI:
         """Build the trainer.
 
         Args:
-            given: Arguments in place of those of the settings.
+            given: Arguments that replace those in the settings.
         """
         added = [self.config_init[key] for key in self.parser.callbacks]
         arguments = {**self.config_init.trainer.as_dict(), **given}
@@ -171,7 +172,7 @@ class CLI:
     # ------------------------------------------------------------------ reading
 
     def _read(self, args: list[str] | Mapping[str, Any], *, run: bool) -> None:
-        """Take commands and settings from words, or from settings; check all of them."""
+        """Parse the command and the settings, and check all settings."""
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         self._asked = asked = read_words(args, self._first_word, run=run)
@@ -220,10 +221,11 @@ class CLI:
         return config
 
     def _make_parser(self, schedulers: int | None = None) -> OptionParser:
-        """All options of the command.
+        """Return a parser with all options of the command.
 
         Args:
-            schedulers: How many there are in a list; None: one, or none, stands alone.
+            schedulers: The number of learning-rate schedulers in a list; None if the settings have at most one, not in
+                a list.
         """
         command, program = self.subcommand, self._first_word
         words = [program] if command is None else [program, command]
@@ -251,11 +253,16 @@ class CLI:
     # ------------------------------------------------------------------ running
 
     def _own(self, config: Namespace) -> Namespace:
-        """The settings of the command."""
+        """Return the settings of the command."""
         return config if self.subcommand is None else config[self.subcommand]
 
     def _recorded(self, *, skip_unset: bool = False, of_call: bool = False) -> dict[str, Any]:
-        """The settings of a run as plain data: what `fit --config` repeats it from; with `of_call` also the command."""
+        """Return the settings of a run as plain data, from which `fit --config` repeats the run.
+
+        Args:
+            skip_unset: True to omit settings whose value is None.
+            of_call: True to include `output`, `ckpt_path` and `average`, which apply to one call of the command.
+        """
         record: dict[str, Any] = yaml.safe_load(self.parser.dump(self._own(self.config), skip_unset=skip_unset))
         if (several := record.get("lr_scheduler")) and "class_path" not in several:
             record["lr_scheduler"] = list(several.values())
@@ -294,7 +301,7 @@ class CLI:
         self._around("after")
 
     def _build(self, processes: Processes) -> dict[str, Any]:
-        """Build everything with the run's seed; returns the settings as plain data."""
+        """Build everything with the run's seed, and return the settings as plain data."""
         config, record = self._own(self.config), self._recorded()
         if processes.world_size > 1 and not processes.are_missing:
             processes.connect(device_of(config.trainer.accelerator, processes))
@@ -313,20 +320,20 @@ class CLI:
         return self._offer.model.__name__ if "model" in self.parser.fixed else str(config.model.class_path)
 
     def _processes(self, trainer: Namespace) -> Processes:
-        """Those of the run, before anything is built."""
+        """Return the processes of the run, before anything is built."""
         strategy = self._kept.get("strategy", "auto") if trainer.strategy == "auto" else trainer.strategy
         name = "auto" if isinstance(strategy, Namespace) else strategy
         return processes_of(trainer.devices, trainer.num_nodes, trainer.accelerator, name)
 
     def _start_workers(self, workers: int, max_restarts: int) -> None:
-        """Run the script from its beginning in several processes, in place of this one."""
+        """Run the script from its beginning in several processes, instead of in this process."""
         relaunch(workers, max_restarts)
 
     def _around(self, when: str) -> None:
         getattr(self, f"{when}_{self.subcommand}", _nothing)()
 
     def _show(self, results: list[Any], config: Namespace) -> None:
-        """Print what an evaluation has found, and write it to `--output`."""
+        """Print the results of an evaluation, and write them to `--output`."""
         output, checkpoint = config.get("output"), config.ckpt_path
         if self.subcommand == "predict":
             results = [batch for loader in self.trainer.run.values.predictions for batch in loader]
@@ -341,7 +348,7 @@ class CLI:
 
 @final
 class LumenCommand(CLI):
-    """`lumen fit`, `validate`, `test` and `predict`: any task, any data."""
+    """Commands `lumen fit`, `validate`, `test` and `predict`, for any task and any data."""
 
     _program = "lumen"
 
@@ -354,10 +361,10 @@ class LumenCommand(CLI):
 
 @final
 class Checked(CLI):
-    """A command line of `lumen` that is read and checked; nothing is built.
+    """Command line of `lumen` that is read and checked only; Lumen builds nothing from it.
 
     Attributes:
-        settings: Those of its command.
+        settings: The settings of the command.
     """
 
     _is_for_elsewhere, _program = True, "lumen"
@@ -375,7 +382,7 @@ def run(command: str, words: list[str]) -> int:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """The context in which an error of Lumen's is a message and an exit code, as with the command `lumen`."""
+    """Turn an error of Lumen within the context into a message and an exit code, as the command `lumen` does."""
     try:
         yield
     except LumenError as error:
@@ -385,4 +392,4 @@ def _told() -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """The hook that a script does not define."""
+    """Do nothing, in place of a hook that the script does not define."""

@@ -1,4 +1,4 @@
-"""The commands of `lumen`: the four loops of a trainer, and what distributions register as `lumen.commands`."""
+"""Commands of `lumen`: the four loops of a trainer, and the entry points of the group `lumen.commands`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ LOOPS = {
 @final
 @dataclass(frozen=True)
 class Command:
-    """A command, as an entry point of the group `lumen.commands` names it.
+    """Command that an entry point of the group `lumen.commands` names.
 
     The help of `lumen` imports the module of this object, so that module should import little.
 
     Args:
         summary: One sentence for the help.
-        module: Full name of the module with `run(words: list[str]) -> int`, which returns the exit code, and
-            `options() -> argparse.ArgumentParser`. It is imported when the command runs, or a shell completes it.
+        module: The full name of the module that defines `run(words: list[str]) -> int`, which returns the exit code,
+            and `options() -> argparse.ArgumentParser`. Lumen imports the module to run the command, or for a shell's
+            completion.
         has_config: True if the command takes the options of `lumen fit` too.
     """
 
@@ -44,13 +45,13 @@ class Command:
 
 @final
 class Words(argparse.ArgumentParser):
-    """Reads a command line; what is wrong with it is a ConfigError.
+    """Parser of a command line, whose errors are ConfigErrors.
 
     Args:
         name: The command's name.
         command: The command, whose summary begins the help.
-        usage: Its arguments in a line.
-        more: What its help says beside its options.
+        usage: The command's arguments, in one line.
+        more: The text of the help in addition to the options.
     """
 
     def __init__(self, name: str, command: Command, usage: str, more: str) -> None:
@@ -62,10 +63,10 @@ class Words(argparse.ArgumentParser):
         self._name = name
 
     def read(self, words: list[str]) -> argparse.Namespace:
-        """The values of all options.
+        """Return the values of all options.
 
         Raises:
-            ConfigError: An option is unknown, missing, or has no such value.
+            ConfigError: An option is unknown, missing, or has a wrong value.
         """
         options = [option for action in self._actions for option in action.option_strings]
         for word in (word.partition("=")[0] for word in words if word.startswith("-")):
@@ -75,18 +76,18 @@ class Words(argparse.ArgumentParser):
         return self.parse_args(words)
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of ending the process."""
+        """Raise a ConfigError instead of ending the process."""
         raise ConfigError(f"{message}. Usage: {self.usage}")
 
 
 def known() -> list[str]:
-    """Return the names of all commands: the loops, then those with a config, then the others."""
+    """Return the names of all commands: the loops, the commands with a config, then the others."""
     names = registered_names()
     return [*LOOPS, *names[True], *names[False]]
 
 
 def registered_names() -> dict[bool, list[str]]:
-    """Return the names of registered commands, by whether they have a config; a broken one has none."""
+    """Return the names of registered commands, by whether they have a config; a broken command has no config."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for name in sorted(entry_points.registered(entry_points.COMMANDS).keys() - LOOPS.keys()):
         try:
@@ -100,7 +101,8 @@ def command_of(name: str) -> Command:
     """Import a registered command.
 
     Raises:
-        ConfigError: It is registered by nobody or by two distributions, cannot be imported, or is no `Command`.
+        ConfigError: No distribution or two distributions register the command, the import fails, or the object is not a
+            `Command`.
     """
     what = f"the command {name}"
     command = entry_points.load(entry_points.COMMANDS, name, what)
@@ -110,7 +112,7 @@ def command_of(name: str) -> Command:
 
 
 def summary_of(name: str) -> str:
-    """Return the line of a command in the help: its summary, or why it cannot be used."""
+    """Return the line of a command in the help: the summary, or the reason why the command cannot be used."""
     try:
         return LOOPS.get(name) or command_of(name).summary
     except ConfigError as error:
@@ -118,10 +120,10 @@ def summary_of(name: str) -> str:
 
 
 def find(name: str) -> Callable[[list[str]], int]:
-    """Import what runs a command, which takes seconds, for torch.
+    """Import and return the function that runs a command; the import takes seconds, because it imports torch.
 
     Raises:
-        ConfigError: There is no such command, or it cannot be imported.
+        ConfigError: The command does not exist, or its import fails.
     """
     if name in LOOPS:
         from lumen.cli import command_line

@@ -1,7 +1,7 @@
-"""What settings mean, or what is wrong with them: the key, who set it, what was found, what there is instead.
+"""Checks of the settings; an error names the key, the layer that set it, the value, and the replacement.
 
-Names are looked at first: every class, and every key that it is given. jsonargparse then reads the values, once and all
-together. Where it refuses them they are tried one by one, so that all that is wrong is said at once.
+Names are checked first: every class, and the key of every argument. jsonargparse then parses all values in one pass. If
+jsonargparse refuses the settings, the values are tried one by one, so that one error lists all problems.
 """
 
 from __future__ import annotations
@@ -42,15 +42,22 @@ _INSTEAD = {
     ("lr_scheduler", "init_args", "monitor"): "Use lr_schedule.monitor.",
     ("weights_only",): "Leave it out: nothing is ever unpickled.",
 }
-_LIGHTNINGS_OWN = {"ckpt_path", "weights_only"}  # which every config that LightningCLI saves has
-_MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and to jsonargparse
+_LIGHTNINGS_OWN = {"ckpt_path", "weights_only"}  # present in every config that LightningCLI saves
+_MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and for jsonargparse
 _ONE_OF_SEVERAL = re.compile(r"^lr_scheduler\.\d+\.scheduler$")
 _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 @final
 class NamedClass(NamedTuple):
-    """Class that the settings name: the place of its arguments, those that are given, and those that it takes."""
+    """Class that the settings name.
+
+    Attributes:
+        path: The place of the class's arguments in the settings.
+        kind: The class itself.
+        given: The arguments in the settings.
+        parameters: All parameters of the class.
+    """
 
     path: Keys
     kind: type
@@ -58,7 +65,7 @@ class NamedClass(NamedTuple):
     parameters: Mapping[str, inspect.Parameter]
 
     def fits(self, name: str) -> bool:
-        """Return True if a parameter takes the value that is given."""
+        """Return True if a parameter accepts its value in the settings."""
         value, parameter = self.given[name], self.parameters[name]
         if value is None:
             return parameter.default is None or self._takes_null(name)
@@ -66,12 +73,12 @@ class NamedClass(NamedTuple):
         return is_read and classes.takes(self._parser_of(name), plain({name: value}, self.path))
 
     def unchecked(self) -> list[str]:
-        """Names of parameters of which jsonargparse takes null, or any value, whatever their type is."""
+        """Return the names of parameters for which jsonargparse accepts null, or any value, whatever their type is."""
         given = self.given.items()
         return [name for name, value in given if value is None or is_dataclass(self.parameters[name].annotation)]
 
     def value(self, name: str) -> Any:
-        """The value that is given for a parameter, if it fits, as this has it."""
+        """Return the value of a parameter, converted to its type; the value must fit."""
         return self._parser_of(name).parse_object(plain({name: self.given[name]}, self.path))[name]
 
     def _takes_null(self, name: str) -> bool:
@@ -85,12 +92,12 @@ class NamedClass(NamedTuple):
 
 @final
 class Check:
-    """All names in the settings: those that are wrong are problems, the others take values.
+    """Check of all names in the settings: wrong names are recorded as problems, the others take values.
 
     Args:
-        settings: Nested settings, as the config has them.
+        settings: The nested settings, in the form of the config.
         top: The parser of all options.
-        elsewhere: The run is for another machine: which devices this one has says nothing.
+        elsewhere: True if the run is for another machine: the devices of this machine are not checked.
 
     Attributes:
         links: The required arguments of the model that are not set, if there is data to take them from.
@@ -125,14 +132,14 @@ class Check:
         if not tree.get("model") and "model" not in top.fixed:
             self._problems["model",] = "no model is configured. Give --config FILE, or --model module.Class."
         for key in tree:
-            if key not in known:  # now that it is known what the sections have
+            if key not in known:  # Now all arguments of the sections are known.
                 self._refuse_head(key, ["config", *sorted(known)])
 
     def parse(self) -> Namespace:
-        """Every setting as its type has it.
+        """Return all settings, converted to their types.
 
         Raises:
-            ConfigError: Says all that is wrong.
+            ConfigError: A setting is wrong; the message lists all errors.
         """
         refused: ArgumentError | None = None
         if not self._problems and all(asked.fits(name) for asked in self._asked for name in asked.unchecked()):
@@ -150,11 +157,11 @@ class Check:
         raise ConfigError("\n".join(self._problems.values()) or str(refused)) from refused
 
     def _note(self, path: Keys, text: str) -> None:
-        """Note what is wrong with a key."""
+        """Record an error of a key."""
         self._problems[path] = f"{self._settings.where(path)}: {text}"
 
     def _ask(self, path: Keys, kind: type, given: dict[str, Any], *, needy: bool = True, default: Any = None) -> None:
-        """Look at the names that a class is given, and into their values; if it is `needy`, at those that it lacks."""
+        """Check the names of a class's arguments and the values inside; if `needy`, record missing arguments too."""
         parser = ArgumentParser(exit_on_error=False)
         options = parser.add_class_arguments(kind, skip=_supplied(path), fail_untyped=False)
         parameters, defaults = _parameters(kind, options), parser.get_defaults().as_dict() | (default or {})
@@ -163,7 +170,7 @@ class Check:
             name: source for name in parameters if (source := self._top.linked.get(short_key(".".join((*path, name)))))
         }
         if getattr(kind, "NONE_IS_DEFAULT", False):
-            # configs of LightningCLI have every argument, and null for many that are not set
+            # Configs of LightningCLI have every argument, and null for many arguments that are not set.
             for name in [name for name, value in given.items() if value in (None, "null") and name in parameters]:
                 if NoneType not in classes.hints_in(parameters[name].annotation):
                     del given[name]
@@ -197,7 +204,7 @@ class Check:
                 self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set it."
 
     def _look_into(self, value: Any, path: Keys, hint: Any, default: Any = None) -> None:
-        """Find the classes in a value."""
+        """Find and check the classes in a value."""
         records: list[Any] = [
             each for each in classes.members_of(hint) if is_dataclass(each) or classes.is_mapping(each)
         ]
@@ -209,7 +216,7 @@ class Check:
             self._note(path, f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}.")
         elif (
             isinstance(value, dict) and (found := [key for key in value if type(key) is float]) and classes.counts(hint)
-        ):  # it would be cut off
+        ):  # the fraction would be cut off
             self._note(path, f"a key is a whole number, found {found[0]}. Write it as one.")
         elif isinstance(value, dict | list):
             inner = classes.item_of(hint, value)
@@ -217,7 +224,7 @@ class Check:
                 self._look_into(item, (*path, str(key)), inner)
 
     def _enter(self, path: Keys, node: Mapping[str, Any] | str, hint: Any, default: Any = None) -> None:
-        """Find a class, and look at what it is given."""
+        """Find a class, and check its arguments."""
         if self._settings.is_bare(path):
             self._say_that_it_is_bare(path, "a class")
             return
@@ -228,26 +235,27 @@ class Check:
             self._problems[*path, "class_path"] = f"{settings.where(place)}: {name} is Lightning's. {found.instead}"
             if found.name is None:
                 return
-            name = found.name  # to look at its arguments too
+            name = found.name  # check its arguments too
         try:
             kind = classes.find_class(name, classes.bases_in(hint), settings.where(place), settings.files)
         except ConfigError as error:
             self._problems[path] = f"{error}{_callback_hint(path, name)}"
             return
         if inspect.isclass(kind) and name == kind.__name__ and isinstance(node, dict):
-            node["class_path"] = get_import_path(kind)  # jsonargparse would find one of Lightning's too
+            # Given a short name, jsonargparse would also find Lightning's class.
+            node["class_path"] = get_import_path(kind)
         if inspect.isclass(kind) and "dict_kwargs" not in node:
-            # the class that gets it builds it, with what is missing
+            # The class that receives this class builds it, and supplies the missing arguments.
             built_later = any(get_origin(part) is Callable for part in classes.hints_in(hint))
             given, usual = node.get("init_args") or {}, None
             if is_class(default) and default["class_path"] == get_import_path(kind):
                 usual = default.get("init_args")
-            elif is_class(default) and isinstance(node, dict):  # jsonargparse would keep those of the other class
+            elif is_class(default) and isinstance(node, dict):  # jsonargparse would keep arguments of the other class
                 node["init_args"] = given = {**classes.settable_defaults(kind, default.get("init_args") or {}), **given}
             self._ask((*path, "init_args"), kind, given, needy=not built_later, default=usual)
 
     def _enter_fixed(self, key: str, node: Any, kind: type) -> None:
-        """Look at what the model or the data is given, whose class is the script's."""
+        """Check the arguments of the model or the data, if the script fixes the class."""
         if not is_class(node) and node:
             self._note((key,), f"expected `name: value` lines, found {node!r}.")
             return
@@ -258,7 +266,7 @@ class Check:
         self._ask((key, "init_args"), kind, node.get("init_args") or {})
 
     def _enter_schedule(self, path: Keys, entry: Any) -> None:
-        """Look at one of several schedulers, and at when it moves."""
+        """Check one of several schedulers, and its interval."""
         if not (isinstance(entry, dict) and is_class(entry.get("scheduler"))):
             self._note(path, f"expected a class, or {{scheduler: CLASS, interval: step}}, found {entry!r}.")
             return
@@ -266,7 +274,7 @@ class Check:
         self._ask(path, Schedule, {name: value for name, value in entry.items() if name != "scheduler"})
 
     def _try_trainer(self, given: Mapping[str, Any]) -> None:
-        """Find the values that the trainer refuses, one by one: alone it would name the first of them only."""
+        """Build a trainer with each value alone, to find all wrong values: a trainer reports only the first one."""
         for name, value in given.items():
             path = ("trainer", name)
             if path in self._problems or name not in _OF_TRAINER or not isinstance(value, str | int | float):
@@ -275,13 +283,13 @@ class Check:
                 continue
             alone: dict[str, Any] = {name: value}
             try:
-                # by its name alone: a strategy is built once
+                # Only a strategy's name is tried, because a strategy is built once.
                 processes_of(None, None, **alone) if name == "strategy" else Trainer(**alone)
             except ConfigError as error:
                 self._note(path, str(error).removeprefix(f"{name}: "))
 
     def _try_values(self) -> None:
-        """Find the values that do not fit, from the inside out; what a wrong one is part of is not tried."""
+        """Find the values that do not fit, innermost first; a value that contains a wrong value is not tried."""
         for asked in reversed(self._asked):
             for name in filter(asked.parameters.__contains__, asked.given):
                 path = (*asked.path, name)
@@ -304,18 +312,18 @@ class Check:
                 self._note(keys, f"expected {classes.in_words(hint)}, found {as_written(given)}.")
 
     def _say_that_it_is_bare(self, path: Keys, expected: str) -> None:
-        """Note that an option stands on the command line without the value that it needs."""
+        """Record that an option on the command line has no value, but needs one."""
         option = f"--{short_key('.'.join(path))}"
         self._note(path, f"no value is given, expected {expected}. Write {option} VALUE.")
 
     def _refuse(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str]) -> None:
-        """Note that there is no such option."""
-        name = str(path[-1])  # YAML has keys that are no text
-        hint = _INSTEAD.get(path) or instead.get(name)  # the latter for arguments of Lightning's
+        """Record that a class has no such option."""
+        name = str(path[-1])  # a key in YAML may be no text
+        hint = _INSTEAD.get(path) or instead.get(name)  # `instead`: arguments of Lightning's class
         self._note(path, f"{owner} has no option {name}.{f' {hint}' if hint else did_you_mean(name, known)}")
 
     def _refuse_head(self, key: str, known: list[str]) -> None:
-        """Note that no section and no option is called so."""
+        """Record that no section and no option has this name."""
         hint = _INSTEAD.get((key,))
         paths = ((*each.path, name) for each in self._asked if each.path for name in each.parameters)
         options = [short_key(".".join(path)) for path in paths if not any(map(str.isdigit, path))]
@@ -324,13 +332,13 @@ class Check:
 
 
 def _supplied(path: Keys) -> set[str]:
-    """The arguments of a class that Lumen gives it."""
+    """Return the arguments of a class that Lumen supplies."""
     key = _ONE_OF_SEVERAL.sub("lr_scheduler", ".".join(path).removesuffix(".init_args"))
     return set(SUPPLIED.get(key, ()))
 
 
 def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parameter]:
-    """What constructors of a class and its bases take, of some names; types that only type checkers know stay text."""
+    """Return some parameters of a class and its bases, by name; types imported only for type checkers stay text."""
 
     def signature(constructor: Any) -> Mapping[str, inspect.Parameter]:
         try:
@@ -343,13 +351,13 @@ def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parame
 
 
 def _option_hint(key: str, heads: Collection[str], options: Iterable[str], *, typed: bool) -> str:
-    """Say what else `--lr 0.1` may have meant, as a sentence after a space; "" if nothing is near.
+    """Return a sentence, after a space, that suggests other options for a wrong one; "" if no option is similar.
 
     Args:
-        key: What was written where the sections are.
-        heads: The sections, and the options that belong to none.
-        options: The arguments that the sections have, each as `SECTION.NAME`.
-        typed: It was written on the command line, where options begin with dashes.
+        key: The wrong key, at the level of the sections.
+        heads: The sections, and the options outside of the sections.
+        options: The arguments of the sections, each as `SECTION.NAME`.
+        typed: True if the key is on the command line, where options begin with dashes.
     """
     dashes = "--" if typed else ""
     by_name: dict[str, list[str]] = {}
@@ -366,7 +374,7 @@ def _option_hint(key: str, heads: Collection[str], options: Iterable[str], *, ty
 
 
 def _callback_hint(path: Keys, value: str) -> str:
-    """Say what else `--trainer.callbacks.patience 3` may have meant."""
+    """Return a sentence that suggests other options for `--trainer.callbacks.patience 3`; "" if none applies."""
     name = path[-1]
     if (
         path[:-1] != ("trainer", "callbacks")

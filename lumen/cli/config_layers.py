@@ -1,8 +1,8 @@
-"""Where settings come from, and how a later layer covers an earlier one.
+"""Layers of settings, and the rules by which a later layer overrides an earlier one.
 
-Weakest first: environment variables, config files in their order, the command line. jsonargparse merges such layers
-too, but lets arguments of a class outlive a switch to another class that has arguments of the same names, and keeps no
-note of who set what.
+The order, weakest first, is environment variables, config files as listed, the command line. jsonargparse merges such
+layers too, but it has two gaps. If another layer switches to another class, arguments with the same names survive.
+jsonargparse also does not record which layer set a value.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _GROUPS = {"parameter_groups", "lookahead", "lr_schedule", "trainer"}
 _CALLBACKS = ("trainer", "callbacks")
 _SCHEDULERS = ("lr_scheduler",)
 NODE = ("class_path", "init_args", "dict_kwargs")
-_LIGHTNINGS = "PL_"  # what variables of LightningCLI begin with
+_LIGHTNINGS = "PL_"  # prefix of LightningCLI's environment variables
 
 
 @final
 class Added(list[Any]):
-    """What `--KEY+` adds to a list of the layers below, or to its default if they have none.
+    """List of entries that `--KEY+` adds to a list of the layers below, or to the default if the layers have no list.
 
     Attributes:
-        names: What its entries are called in the whole, once it is part of one: their numbers there.
+        names: The names of the entries in the merged value, after the merge: their numbers in a list.
     """
 
     names: tuple[str, ...] = ()
@@ -44,25 +44,25 @@ class Added(list[Any]):
 
 @final
 class Bare(str):
-    """The value of a key that stands on the command line without one: a switch is on."""
+    """Value of an option that has no value on the command line: a switch that is on."""
 
 
 @final
 class Settings:
-    """The merged layers: `tree`, in which every class is `{class_path: ..., init_args: ...}` however it was written.
+    """Merged layers in `tree`, where every class has the form `{class_path: ..., init_args: ...}`.
 
     Args:
-        command: The command that they are for; None if there is none, for a script that runs its own loops.
-        known: All keys that there are.
-        groups: Those of them that hold `name: value` lines.
-        script: What the script sets, which all else covers.
-        files: Where config files are.
-        words: The command line, as `parse_words` gives it.
-        given: What the script gives in place of a command line.
+        command: The command of the settings; None for a script that runs its own loops.
+        known: The names of all keys.
+        groups: The keys whose value is a mapping of names to values.
+        script: The settings of the script, which all other layers override.
+        files: The paths of the config files.
+        words: The command line, as `parse_words` returns it.
+        given: The settings that the script passes instead of a command line.
 
     Attributes:
         files: Paths of the config files.
-        unread: Environment variables as LightningCLI has them, by what Lumen calls them.
+        unread: Environment variables that Lumen does not read, by the name that Lumen would read.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Settings:
         variables = _variables(f"LUMEN_{own}", known if command is None else None)
         unread = _variables(f"{_LIGHTNINGS}{own}", known)
         self.unread = {f"LUMEN_{name.removeprefix(_LIGHTNINGS)}": name for name in unread}
-        if own:  # a command has variables of its own, apart from those of the `Trainer` of a script
+        if own:  # The variables of a command are separate from those of the `Trainer` in a script.
             of_scripts = [name for name in sorted(os.environ) if name.startswith("LUMEN_TRAINER__")]
             self.unread |= {f"LUMEN_{own}{name.removeprefix('LUMEN_')}": name for name in of_scripts}
         self._layers = [("the script", merge({}, script or {}))]
@@ -91,7 +91,7 @@ class Settings:
         ]
         self._layers += [(file, merge({}, read_config(file))) for file in files]
         self._layers.append(("the arguments", merge({}, given or {})))
-        # One layer for all words: whether `--optimizer SGD` stands before or after `--optimizer.lr 1` is the same.
+        # All command-line arguments form one layer, so `--optimizer SGD` may come before or after `--optimizer.lr 1`.
         typed: Tree = reduce(merge, _typed((key, str(text)) for key, text in words), {})
         self._bare = {tuple(key.split(".")) for key, text in dict(words).items() if isinstance(text, Bare)}
         self._layers.append(("the command line", typed))
@@ -103,20 +103,20 @@ class Settings:
                 raise ConfigError(f"{self.where((key,))}: expected `name: value` lines, found {self.tree[key]!r}.")
 
     def where(self, path: Keys) -> str:
-        """A key as the command line has it, and the last layer that set it."""
+        """Return a key in the form of the command line, with the last layer that set the key."""
         key = ".".join(str(name) for name in path if name not in NODE)
         return next((f"{key} ({source})" for source, tree in reversed(self._layers) if _has(tree, path)), key)
 
     def is_typed(self, path: Keys) -> bool:
-        """Whether the command line has set a key, above all other layers."""
+        """Return True if the command line, the highest layer, has set a key."""
         return _has(self._layers[-1][1], path)
 
     def is_bare(self, path: Keys) -> bool:
-        """Whether a key stands on the command line without a value, so that it means `true`."""
+        """Return True if a key has no value on the command line, which means `true`."""
         return tuple(name for name in path if name not in NODE) in self._bare
 
     def class_of(self, key: str) -> str | None:
-        """The class that a key names, if it names one."""
+        """Return the class that a key names, or None."""
         node: Any = self.tree
         for name in key.split("."):
             arguments = node.get("init_args") or node if isinstance(node, dict) else {}
@@ -125,14 +125,19 @@ class Settings:
 
 
 def _variables(prefix: str, known: Collection[str] | None) -> dict[str, list[str]]:
-    """The environment variables that begin so, and the keys that they set; None: all, else those of known ones."""
+    """Return the environment variables that begin with a prefix, each with its keys.
+
+    Args:
+        prefix: The first characters of the variables' names.
+        known: The first keys to include; None includes all variables.
+    """
     found = {name: name.removeprefix(prefix).lower().split("__") for name in sorted(os.environ) if name != prefix}
     ours = {name: keys for name, keys in found.items() if name.startswith(prefix)}
     return {name: keys for name, keys in ours.items() if known is None or keys[0] in known}
 
 
 def parse_words(words: list[str]) -> list[tuple[str, str]]:
-    """Take `--key value` and `--key=value` apart; a key alone means `true`."""
+    """Split `--key value` and `--key=value` into pairs; a key without a value means `true`."""
     pairs, rest = [], deque(words)
     while rest:
         word = rest.popleft()
@@ -152,7 +157,7 @@ def parse_words(words: list[str]) -> list[tuple[str, str]]:
 
 
 def plain(tree: Any, path: Keys = ()) -> Any:
-    """A tree as jsonargparse takes it: a callback alone is in a list, several schedulers are named by their numbers."""
+    """Return a tree in jsonargparse's form: a single callback is in a list; several schedulers are named by number."""
     if isinstance(tree, dict):
         found = {key: plain(value, (*path, key)) for key, value in tree.items()}
         return [found] if path == _CALLBACKS and is_class(tree) else found
@@ -162,18 +167,22 @@ def plain(tree: Any, path: Keys = ()) -> Any:
 
 
 def merge(old: Any, new: Any, path: Keys = ()) -> Any:
-    """One value over another: mappings are merged, all else is replaced, a class by another class too."""
+    """Return a new value merged over an old one.
+
+    Mappings are merged. Any other value is replaced, also a class by a different class.
+    """
     if isinstance(new, Added):
         return _add(old, new, path)
     callback = path[:2] == _CALLBACKS and len(path) == 3 and path[-1] not in NODE
     named = path in _CLASSES or callback or (path == _CALLBACKS and isinstance(new, str)) or _is_scheduler(new, path)
     begun = isinstance(old, str) and isinstance(new, dict) and old.rpartition(".")[2].isidentifier()
     if isinstance(new, str) and not named and is_class(old) and not _same(old.get("class_path"), new):
-        return new  # a word that stands for an object: `--trainer.profiler simple`
+        return new  # The word names an object, as in `--trainer.profiler simple`.
     if path == _CALLBACKS and (isinstance(new, str) or is_class(new)) and not is_class(old):
-        old = None  # one callback stands in place of all that have names
+        old = None  # A single callback replaces all named callbacks.
     if path == _CALLBACKS and is_class(old) and isinstance(new, dict) and not is_class(new):
-        new = {name: item["class_path"] if is_class(item) else item for name, item in new.items()}  # they were no names
+        # The keys were not names.
+        new = {name: item["class_path"] if is_class(item) else item for name, item in new.items()}
     if path == _SCHEDULERS and isinstance(old, list) and isinstance(new, dict) and "class_path" not in new:
         raise ConfigError("lr_scheduler is a list: write all of it anew, or add to it by --lr_scheduler+.")
     if named or begun or is_class(old) or is_class(new):
@@ -196,19 +205,19 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
 
 
 def _is_scheduler(value: Any, path: Keys) -> bool:
-    """Whether a value is one of several schedulers, alone or with its interval beside it."""
+    """Return True if a value is one of several schedulers, alone or with its interval in the same mapping."""
     numbered = path[:1] == _SCHEDULERS and path[1:2] != () and path[1].isdigit()
     return numbered and (path[2:] == ("scheduler",) or (len(path) == 2 and isinstance(value, str)))
 
 
 def _item(value: Any, path: Keys) -> Any:
-    """An item of a list; one of several schedulers as `{scheduler: CLASS, interval: ...}`."""
+    """Return an item of a list; one of several schedulers has the form `{scheduler: CLASS, interval: ...}`."""
     item = merge(None, value, path)
     return {"scheduler": item} if path[:-1] == _SCHEDULERS and is_class(item) else item
 
 
 def _add(old: Any, new: Added, path: Keys) -> Any:
-    """A list, or a dictionary of named callbacks, with what is added to it."""
+    """Return a list, or a dictionary of named callbacks, with the new entries added."""
     items = [_item(item, (*path, "0")) for item in new]
     if isinstance(old, str) and old.startswith("["):
         old = _value(path, old)
@@ -225,14 +234,14 @@ def _add(old: Any, new: Added, path: Keys) -> Any:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return callbacks as a list, of any of the ways in which settings have them: one, several, named, none."""
+    """Return callbacks as a list, from any form that the settings allow: one, several, named, or None."""
     if isinstance(callbacks, dict) and not is_class(callbacks):
         callbacks = list(callbacks.values())
     return [each for each in (callbacks if isinstance(callbacks, list) else [callbacks]) if each is not None]
 
 
 def is_class(value: Any) -> bool:
-    """Whether a value is a class with its arguments."""
+    """Return True if a value is a class with its arguments."""
     return isinstance(value, dict) and ("class_path" in value or "init_args" in value)
 
 
@@ -247,7 +256,7 @@ def _as_class(value: Any) -> Any:
 
 
 def _same(old: str | None, new: str | None) -> bool:
-    """Whether no other class is named: `AdamW` is `torch.optim.AdamW`."""
+    """Return True unless two names mean different classes: `AdamW` matches `torch.optim.AdamW`."""
     return old is None or new is None or f".{old}".endswith(f".{new}") or f".{new}".endswith(f".{old}")
 
 
@@ -258,12 +267,12 @@ def _has(node: Any, path: Keys) -> bool:
     path = tuple(map(str, path))
     inner = {str(key): value for key, value in node.items()} if isinstance(node, dict) else {}
     if path[:1] == ("init_args",) and "init_args" not in inner:
-        path = path[1:] or path  # the class that takes these arguments is named in another layer
+        path = path[1:] or path  # another layer names the class of these arguments
     return not path or (path[0] in inner and _has(inner[path[0]], path[1:]))
 
 
 def _typed(words: Iterable[tuple[str, str]]) -> list[Tree]:
-    """A tree of each word; what follows `--KEY+` as `--KEY.NAME` is part of the entry that this has added."""
+    """Return a tree for each pair; `--KEY.NAME` after `--KEY+` belongs to the entry that `--KEY+` added."""
     added: dict[Keys, Added] = {}
     trees: list[Tree] = []
     for key, text in words:
@@ -282,7 +291,7 @@ def _typed(words: Iterable[tuple[str, str]]) -> list[Tree]:
 
 
 def nested(keys: Sequence[str], text: Any) -> Tree:
-    """The settings in which a key of several names has a value; text in braces is YAML."""
+    """Return the settings in which a key of several names has a value; text in braces is parsed as YAML."""
     if not isinstance(text, str):
         return _at(keys, text)
     listed = tuple(keys) in (_CALLBACKS, _SCHEDULERS) and text.startswith("[")
@@ -294,7 +303,7 @@ def _at(keys: Sequence[str], value: Any) -> Tree:
 
 
 def _value(keys: Sequence[str], text: str) -> Any:
-    """A text as YAML, or as it is where it is none."""
+    """Return a text parsed as YAML, or the text itself if it is not valid YAML."""
     try:
         return load_yaml(text)
     except Refused as error:
@@ -304,10 +313,10 @@ def _value(keys: Sequence[str], text: str) -> Any:
 
 
 def read_config(file: str) -> Tree:
-    """What a config file sets.
+    """Return the settings in a config file.
 
     Raises:
-        ConfigError: It cannot be read, or is no config.
+        ConfigError: The file cannot be read, or is not a config.
     """
     try:
         text = local_path(file).read_text(encoding="utf-8")
@@ -322,7 +331,7 @@ def read_config(file: str) -> Tree:
 
 
 def _near(file: str) -> str:
-    """Which config file may be meant by the name of one that is not there."""
+    """Return a hint that names existing config files with names similar to a missing one."""
     path = local_path(file)
     others = [each.name for each in path.parent.glob("*.y*ml")] if not path.exists() else []
     return did_you_mean(path.name, others, form=lambda name: str(path.with_name(name)))

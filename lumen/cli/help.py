@@ -1,4 +1,4 @@
-"""`--help`: what people set most on one screen, with a script's own options; and where all others are."""
+"""Help of a command on one screen: the most used settings, a script's own options, and where to find all others."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ _INDENT = 34
 
 
 def show_help(parser: OptionParser, settings: Settings, asked: list[tuple[str, str]]) -> None:
-    """Print what was asked for; of `--model.help` the arguments of the class that is named there, or in the settings.
+    """Print the requested help; `--model.help` prints the arguments of the class that it, or the settings, name.
 
     Args:
-        parser: All options of the command.
-        settings: Those that are set.
-        asked: Keys that end in help, with what was written behind them; "true" if nothing was.
+        parser: The parser of all options of the command.
+        settings: The settings of the command line and its other layers.
+        asked: The keys that end in help, each with its value; "true" if it has no value.
 
     Raises:
-        ConfigError: There is no such help.
-        SystemExit: All that was asked for is printed.
+        ConfigError: The requested help does not exist.
+        SystemExit: The help was printed.
     """
     if asked == [("help", "true")]:
         print(*_short(parser, min(shutil.get_terminal_size().columns, 100)), sep="\n", file=stdout)
@@ -110,7 +110,7 @@ def _short(parser: OptionParser, width: int) -> Iterator[str]:
 
 
 def _of_trainer(parser: OptionParser) -> str:
-    """The part of the whole help that is about the trainer."""
+    """Return the part of the full help that describes the trainer."""
     text = parser.format_help()
     begin = text.index("\n  --trainer ")
     end = text.find("\n\n", begin)
@@ -118,7 +118,7 @@ def _of_trainer(parser: OptionParser) -> str:
 
 
 def _own(parser: OptionParser) -> Iterator[Action]:
-    """What a script adds, and the arguments of the classes that it names."""
+    """Yield the options that a script adds, and the arguments of the classes that the script names."""
     lumens = {*parser.classes, *parser.bases, *OPTIONS, "config", "print_config", "help"} - {*parser.callbacks}
     for action in parser._actions:
         head, _, inside = action.dest.partition(".")
@@ -128,7 +128,7 @@ def _own(parser: OptionParser) -> Iterator[Action]:
 
 
 def _line(option: str, text: str, width: int) -> Iterator[str]:
-    """An option and what it is for, which goes on below itself."""
+    """Yield the lines of an option and its description, which is wrapped below itself."""
     head, lines = f"  --{option}", textwrap.wrap(text, width - _INDENT)
     if len(head) >= _INDENT:
         yield head
@@ -138,7 +138,7 @@ def _line(option: str, text: str, width: int) -> Iterator[str]:
 
 
 def _told(action: Action) -> str:
-    """What an option of a script is for, and its default."""
+    """Return the description of a script's option, with its default."""
     text = " ".join(str(action.help or "").replace("%(default)s", str(action.default)).split())
     default = "" if action.default in (None, SUPPRESS) or "default:" in text else f"(default: {action.default})"
     return f"{text} {default}".strip() or "-"

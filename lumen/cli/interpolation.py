@@ -1,6 +1,6 @@
-"""`${key.path}`, which stands for another setting, and `???`, which must be given; OmegaConf reads them.
+"""`${key.path}`, a reference to another setting, and `???`, a required setting; OmegaConf resolves them.
 
-What refers to the environment is used as its value and recorded as it is written: values there may be secrets.
+A run uses the value of a reference to the environment, but records the reference itself: the value may be secret.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _MISSING = "???"
 _SAID = {"Recursive interpolation detected": "it leads back to itself"}
 _ENVIRONMENT = "${oc.env:"
 _BRACE = re.compile(r"\$\{|[{}]")
-_HELD, _HELD_AS = re.compile("\ue000([0-9]+)\ue001"), "\ue000{}\ue001"  # no text of a config has these
+# Private-use characters, which no text of a config contains.
+_HELD, _HELD_AS = re.compile("\ue000([0-9]+)\ue001"), "\ue000{}\ue001"
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 
 
 @final
 class _Place(NamedTuple):
-    """Where a text stands, and what it is part of."""
+    """Text in the settings: its path, the container that holds it, and the text."""
 
     path: tuple[Any, ...]
     owner: Any
@@ -37,13 +38,15 @@ class _Place(NamedTuple):
 
 
 def resolve(settings: Settings) -> dict[tuple[Any, ...], Reference]:
-    """Put values into the settings where they refer to each other.
+    """Replace references between settings by their values.
 
     Returns:
-        By path, what is recorded in place of values that the environment gave; other references in it are resolved.
+        By path, the text to record instead of each value from the environment; other references in the text are
+        resolved.
 
     Raises:
-        ConfigError: One that must be given is not, or one refers to nothing or to itself; says all that is wrong.
+        ConfigError: A required setting is missing, or a reference leads to nothing or to itself; the message lists all
+            errors.
     """
     texts = list(_texts(settings.tree))
     missing = [(place, "it must be given. Set it.") for place in texts if place.text == _MISSING]
@@ -64,7 +67,7 @@ def resolve(settings: Settings) -> dict[tuple[Any, ...], Reference]:
 
 
 def put_references(record: dict[str, Any], references: Mapping[tuple[Any, ...], Reference]) -> None:
-    """Put references in place of their values where a record of the settings has these."""
+    """Replace values from the environment by their references, in a record of the settings."""
     inner = {path[:end] for path in references for end in range(len(path))}
     for path, reference in references.items():
         owner, key = record, path[-1]
@@ -78,7 +81,7 @@ def put_references(record: dict[str, Any], references: Mapping[tuple[Any, ...], 
 
 
 def _inside(owner: Any, name: Any) -> Any:
-    """What a name leads to: arguments of a class that a script fixes, or a callback that was alone, are one up."""
+    """Return the value of a name; arguments of a fixed class, or of a single callback, are one level higher."""
     if isinstance(owner, list):
         return _inside(owner[0], name) if isinstance(name, str) else owner[name]
     return (owner.get(name, owner if name == "init_args" else None)) if isinstance(owner, dict) else None
@@ -90,7 +93,7 @@ def _how_to_give(where: str) -> str:
 
 
 def escaped(value: Any) -> Any:
-    """Plain data whose texts mean themselves when they are read as settings."""
+    """Return plain data whose texts are escaped, so that reading them as settings resolves no reference."""
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -118,7 +121,7 @@ def _wrong_alone(text: str) -> str | None:
 
 
 def _put(tree: dict[str, Any], places: list[_Place]) -> Iterator[tuple[_Place, str]]:
-    """Put the values in; say what is wrong with those that have none."""
+    """Insert the values of references; yield each reference without a value, and the reason."""
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
@@ -126,7 +129,7 @@ def _put(tree: dict[str, Any], places: list[_Place]) -> Iterator[tuple[_Place, s
     for place in places:
         try:
             found = _value(written, place.path)
-            if place.path[-1] == "class_path" and is_class(found):  # a class may be written as its name alone
+            if place.path[-1] == "class_path" and is_class(found):  # a class may be written as a name alone
                 place.owner.update(found)
             else:
                 place.owner[place.path[-1]] = found
@@ -138,7 +141,7 @@ def _put(tree: dict[str, Any], places: list[_Place]) -> Iterator[tuple[_Place, s
 
 
 def _value(written: Any, path: tuple[Any, ...]) -> Any:
-    """The value at a path, as plain settings."""
+    """Return the value at a path, as plain settings."""
     from omegaconf import OmegaConf
 
     for key in path:
@@ -151,13 +154,13 @@ def _value(written: Any, path: tuple[Any, ...]) -> Any:
 def _recorded(
     tree: dict[str, Any], before: dict[str, Any], places: list[_Place], held: list[str]
 ) -> dict[tuple[Any, ...], Reference]:
-    """What is recorded in place of values of the environment.
+    """Return the texts to record instead of values from the environment.
 
     Args:
         tree: The settings with their values.
-        before: The settings as written, with `held` set apart.
+        before: The settings as written, with the references in `held` replaced by placeholders.
         places: The texts that have references.
-        held: References to the environment.
+        held: The references to the environment.
     """
     from omegaconf import OmegaConf
 
@@ -175,7 +178,7 @@ def _recorded(
 
 
 def _references(text: Any, value: Any, path: tuple[Any, ...]) -> dict[tuple[Any, ...], Reference]:
-    """A reference, and those in it where its type may read the text as a list or a mapping."""
+    """Return a reference, and the references inside it if the text may be parsed as a list or a mapping."""
     if not isinstance(text, str):
         both = zip(_texts({path[-1]: text}, path[:-1]), _texts({path[-1]: value}, path[:-1]), strict=False)
         return {old.path: Reference(old.text, new.text) for old, new in both if _ENVIRONMENT in old.text}
@@ -187,7 +190,7 @@ def _references(text: Any, value: Any, path: tuple[Any, ...]) -> dict[tuple[Any,
 
 
 def _set_apart(text: str, held: list[str]) -> str:
-    """A text in which what refers to the environment is numbered, so that OmegaConf leaves it alone."""
+    """Replace references to the environment in a text by numbered placeholders, which OmegaConf ignores."""
     begin = 0
     while (begin := text.find("${", begin)) >= 0:
         depth, end = 0, len(text)
@@ -206,11 +209,12 @@ def _set_apart(text: str, held: list[str]) -> str:
 
 
 def _as_written(node: Any, held: list[str] | None = None) -> Any:
-    """Settings by the keys of the command line: the arguments of a class are beside its name.
+    """Return settings by the keys of the command line: the arguments of a class are at the level of its name.
 
     Args:
-        node: Settings, or a part of them.
-        held: Receives what refers to the environment, which is then set apart.
+        node: The settings, or a part of them.
+        held: The list that receives references to the environment, which placeholders replace; None keeps the
+            references.
     """
     if isinstance(node, list):
         return [_as_written(item, held) for item in node]
@@ -225,13 +229,13 @@ def _as_written(node: Any, held: list[str] | None = None) -> Any:
 
 
 def _nothing_there(key: str, tree: dict[str, Any]) -> str:
-    """Say so, and which key may have been meant."""
+    """Return an error text for a reference to a missing key, with similar keys."""
     hint = did_you_mean(key, _keys(_as_written(tree))) or " Set it: what a class has by default is not seen here."
     return f"{key} is not set.{hint}"
 
 
 def _keys(node: Any, above: str = "") -> list[str]:
-    """The full keys of all values in a tree."""
+    """Return the full keys of all values in a tree."""
     if not isinstance(node, dict):
         return [above]
     return [each for key, value in node.items() for each in _keys(value, f"{above}.{key}" if above else key)]

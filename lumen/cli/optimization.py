@@ -1,4 +1,4 @@
-"""What the settings say of the optimizer and the schedules of its learning rates, and how they are built."""
+"""Optimizer and learning-rate schedulers built from the settings."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from lumen.task.task_module import TaskModule
 @final
 @dataclass
 class Schedule:
-    """When lr_scheduler moves.
+    """Interval and warm-up of lr_scheduler.
 
     Args:
-        interval: What it counts; tokens are the weights of the steps, for the schedules of lumen.optim.
-        frequency: Every how many of them it moves.
+        interval: The unit that lr_scheduler counts; tokens are the weights of the steps, for the schedules of
+            lumen.optim.
+        frequency: The number of units between two changes of the learning rate.
         monitor: The logged name that ReduceLROnPlateau reads.
-        strict: A monitor that was not logged is an error.
-        warmup_steps: Steps of linear warm-up before it, whatever it counts itself.
-        warmup_epochs: Epochs of warm-up in place of steps.
-        warmup_start: Where the warm-up begins, as a fraction of the learning rate. Unset: 0; of warmup_epochs
-            1 / (warmup_epochs + 1), so that the first epoch trains.
-        warmup_factor: A function, as module.name, of the steps or epochs so far: the fraction, in place of a line.
+        strict: True if a monitor that was not logged is an error.
+        warmup_steps: Steps of linear warm-up before lr_scheduler, whatever the interval.
+        warmup_epochs: Epochs of warm-up, instead of steps.
+        warmup_start: The first learning rate of the warm-up, as a fraction. Unset: 0; with warmup_epochs 1 /
+            (warmup_epochs + 1), so that the first epoch trains.
+        warmup_factor: A function, as module.name, of the steps or epochs so far; it returns the fraction, instead of a
+            line.
     """
 
     interval: Literal["step", "epoch", "token"] = "epoch"
@@ -46,16 +48,16 @@ class Schedule:
 @final
 @dataclass
 class ParameterGroups:
-    """What differs between the parameters of optimizer.
+    """Parameter groups of optimizer: parameters without weight decay, and learning rates by layer.
 
     Args:
-        no_decay: Parameters whose weight_decay is 0: "dimension", those of less than two dimensions; "module type",
-            biases, norms, embeddings and bare parameters such as pos_emb; names with wildcards; or, together with
-            decay, names of classes. Unset: none.
-        decay: Classes of the modules whose parameters decay, biases excepted; each other one has to be in no_decay.
-        layer_decay: Each layer learns with this share of the rate of the one above, in (0, 1].
+        no_decay: Parameters whose weight_decay is 0: "dimension", parameters of less than two dimensions; "module
+            type", biases, norms, embeddings and bare parameters such as pos_emb; names with wildcards; or, together
+            with decay, names of classes. Unset: no parameters.
+        decay: Classes of the modules whose parameters decay, except biases; no_decay must name every other class.
+        layer_decay: The factor between the learning rates of a layer and of the layer above, in (0, 1].
         blocks: The layers, for layer_decay: the name of the module that holds them, or their names, lowest first.
-        embeddings: What is below the blocks. Unset: what is defined before them.
+        embeddings: The modules below the blocks. Unset: the modules defined before the blocks.
     """
 
     no_decay: Literal["dimension", "module type"] | list[str] | None = None
@@ -71,8 +73,8 @@ class LookaheadOptions:
     """Lookahead around optimizer; see lumen.optim.Lookahead.
 
     Args:
-        k: Fast steps for one slow step. Unset: no Lookahead.
-        alpha: Part of the way that a slow step goes, in (0, 1].
+        k: Fast steps per slow step. Unset: no Lookahead.
+        alpha: The fraction of the way from slow to fast weights in a slow step, in (0, 1].
     """
 
     k: int | None = None
@@ -80,10 +82,10 @@ class LookaheadOptions:
 
 
 def configure_optimizers(config: Namespace, task: TaskModule) -> Any:
-    """What the settings ask for, as `configure_optimizers` of a task returns it.
+    """Build the optimizer and schedulers of the settings, and return them like `configure_optimizers` of a task.
 
     Raises:
-        ConfigError: Settings that do not go together, or that a class does not take.
+        ConfigError: Two settings contradict each other, or a class does not accept an argument.
     """
     if overrides(task, "configure_optimizers"):
         _log.info("optimizer: %s, instead of the task's configure_optimizers", config.optimizer.class_path)
@@ -94,7 +96,7 @@ def configure_optimizers(config: Namespace, task: TaskModule) -> Any:
 
 
 def _schedules(config: Namespace) -> list[dict[str, Any]]:
-    """Each scheduler's class, with when it moves."""
+    """Return each scheduler's class, with its interval."""
     given, when = config.get("lr_scheduler"), config.lr_schedule.as_dict()
     if given and "class_path" in given:
         return [{"scheduler": given, **when}]
@@ -109,7 +111,7 @@ def _schedules(config: Namespace) -> list[dict[str, Any]]:
 
 
 def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
-    """What the optimizer is built with: trainable parameters, in groups if any are asked for."""
+    """Return the first argument of the optimizer: trainable parameters, in groups if the settings ask for groups."""
     wanted, given = config.parameter_groups, config.optimizer.get("init_args", {})
     lr, weight_decay = given.get("lr"), given.get("weight_decay")
     if (wanted.layer_decay is None) != (wanted.blocks is None):
@@ -129,7 +131,7 @@ def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
 
 
 def _undecayed(no_decay: str | list[str] | None, decay: list[str] | None) -> Any:
-    """What does not decay, as `decay_groups` takes it."""
+    """Return the parameters without weight decay, in the form of `decay_groups`."""
     if decay is None:
         return no_decay or []
     if not isinstance(no_decay, list):

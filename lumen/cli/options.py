@@ -1,4 +1,4 @@
-"""All options of a command, and what a script of the user's own adds to them."""
+"""Options of each command, and the options that a user's script adds."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class Options:
     """Options of the command itself.
 
     Args:
-        seed_everything: The run's seed. Default, and true: drawn and recorded.
-        ckpt_path: best, last, the path of a checkpoint or run, or weights as trainer.init_from has them.
-        average: parameters, EMA, SWA, last:5 or best:3 for the mean of checkpoints, or a list of paths. Default: what
-            validations evaluated, the average of a run with EMA or SWA.
-        output: Where results are written: .json, .jsonl, .safetensors.
+        seed_everything: The run's seed. Default, and true: a random seed, which is recorded.
+        ckpt_path: The checkpoint: best, last, the path of a checkpoint or run, or weights in the form of
+            trainer.init_from.
+        average: The weights: parameters, EMA, SWA, last:5 or best:3 for the mean of checkpoints, or a list of paths.
+            Default: the weights that validations evaluated, which are the average in a run with EMA or SWA.
+        output: The file for the results: .json, .jsonl, .safetensors.
     """
 
     seed_everything: int | bool | None = None
@@ -57,7 +58,7 @@ OPTIONS = {field.name for field in fields(Options)}
 
 @final
 class _Help(DefaultHelpFormatter):
-    """Says what Lumen takes where jsonargparse says what it would: config files are `--config` alone."""
+    """Help formatter that describes Lumen's syntax instead of jsonargparse's: only `--config` takes config files."""
 
     def add_argument(self, action: Action) -> None:
         """Describe an option."""
@@ -72,15 +73,15 @@ class _Help(DefaultHelpFormatter):
 
 @final
 class OptionParser(ArgumentParser):
-    """Reads all options of a command, and those that a script adds: a parser of jsonargparse, which knows of classes.
+    """Parser of all options of a command and a script; a parser of jsonargparse that records classes.
 
     Attributes:
-        classes: The class whose arguments the options of each group are.
-        fixed: Of the model and the data those whose class the script names.
-        bases: For each option that names a class, what this has to be derived from.
-        linked: For each argument that is computed from others, which these are.
-        callbacks: The groups that are callbacks of the trainer.
-        script: What the script sets, below all other settings.
+        classes: The class of each group of options, which are the arguments of the class.
+        fixed: The classes of the model and the data, where the script names the class.
+        bases: The base class required by each option that names a class.
+        linked: The source arguments of each argument that is computed from others.
+        callbacks: The groups whose objects are callbacks of the trainer.
+        script: The defaults that the script sets, which all other settings override.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -94,14 +95,14 @@ class OptionParser(ArgumentParser):
         self.script: Tree = {}
 
     def heads(self) -> set[str]:
-        """The first words of all options."""
+        """Return the first names of all options."""
         return {key.partition(".")[0] for key in self.get_defaults().as_flat().__dict__} - {"config"} | {*self.fixed}
 
     def types_of_single(self) -> dict[str, Any]:
-        """The type of each option that is no argument of a class; those without one take any text."""
+        """Return the types of options that are not arguments of a class; an option without a type takes any text."""
         known = {*self.classes, *self.fixed, *self.bases, *OPTIONS}
         single = [each for each in self._actions if each.dest.partition(".")[0] not in known]
-        # jsonargparse keeps a type that argparse does not know of under a name of its own
+        # Jsonargparse stores a type that argparse does not know in `_typehint`.
         types = {each.dest: getattr(each, "_typehint", each.type) for each in single}
         return {name: kind for name, kind in types.items() if kind is not None}
 
@@ -112,16 +113,16 @@ class OptionParser(ArgumentParser):
         return super().add_class_arguments(theclass, nested_key, *args, **settings)
 
     def add_subclass_arguments(self, baseclass: Any, nested_key: str, *args: Any, **settings: Any) -> Any:
-        """Add the option `--NESTED_KEY`, which names a class derived from another, with this class's arguments."""
+        """Add the option `--NESTED_KEY`, which names a subclass of a base class, with the subclass's arguments."""
         self.bases[nested_key] = baseclass
         return super().add_subclass_arguments(baseclass, nested_key, *args, **settings)
 
     def add_lightning_class_args(self, kind: type, nested_key: str) -> None:
-        """Add the arguments of a class as options; an object of it is made, and is one of the callbacks if it is one.
+        """Add the arguments of a class as options; Lumen builds an object, and adds it to the callbacks if it is one.
 
         Args:
             kind: The class, such as EarlyStopping.
-            nested_key: What its options begin with.
+            nested_key: The prefix of the options.
         """
         self.add_class_arguments(kind, nested_key, fail_untyped=False)
         self.callbacks += [nested_key] if issubclass(kind, Callback) else []
@@ -129,10 +130,10 @@ class OptionParser(ArgumentParser):
     def add_optimizer_args(
         self, optimizer_class: type | tuple[type, ...] = Optimizer, nested_key: str = "optimizer", link_to: str = ""
     ) -> None:
-        """Choose an optimizer, which `--optimizer` may change and `--optimizer.NAME` has the options of.
+        """Set a default optimizer, which `--optimizer` replaces; `--optimizer.NAME` sets its arguments.
 
         Raises:
-            ConfigError: It is not the one optimizer of the task.
+            ConfigError: The nested key is not `optimizer`, or `link_to` is set: the settings have one optimizer.
         """
         self._choose(optimizer_class, "optimizer", nested_key, link_to)
 
@@ -140,10 +141,10 @@ class OptionParser(ArgumentParser):
         self, lr_scheduler_class: type | tuple[type, ...] = LRScheduler, nested_key: str = "lr_scheduler",
         link_to: str = "",
     ) -> None:  # fmt: skip
-        """Choose a scheduler, as `add_optimizer_args` does an optimizer; `--lr_schedule` says when it moves.
+        """Set a default scheduler, like `add_optimizer_args`; `--lr_schedule` sets its interval.
 
         Raises:
-            ConfigError: It is not the one of the task's one optimizer.
+            ConfigError: The nested key is not `lr_scheduler`, or `link_to` is set.
         """
         self._choose(lr_scheduler_class, "lr_scheduler", nested_key, link_to)
 
@@ -154,15 +155,16 @@ class OptionParser(ArgumentParser):
             self.set_defaults({key: f"{kind.__module__}.{kind.__qualname__}"})
 
     def set_defaults(self, *trees: Mapping[str, Any], **settings: Any) -> None:
-        """Set options by their full names, as `{"trainer.max_epochs": 5}`; files and the command line beat them."""
+        """Set options by their full names, as `{"trainer.max_epochs": 5}`; files and the command line override them."""
         given = {key: value for each in (*trees, settings) for key, value in each.items()}
         self.script = reduce(merge, (nested(key.split("."), value) for key, value in given.items()), self.script)
         for key, value in self._shown(given):
-            with suppress(KeyError, ValueError, TypeError, ArgumentError):  # what is wrong is said with all the rest
+            # The check of all settings reports wrong values.
+            with suppress(KeyError, ValueError, TypeError, ArgumentError):
                 super().set_defaults({key: value})
 
     def _shown(self, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """What the help shows of what a script sets: all but arguments of classes that are not known yet."""
+        """Yield the script's defaults for the help: all except arguments of classes that are not known yet."""
         for key, value in given.items():
             if key in {*self.classes, *self.fixed} and isinstance(value, Mapping):
                 yield from self._shown({f"{key}.{name}": item for name, item in value.items()})
@@ -176,16 +178,17 @@ class OptionParser(ArgumentParser):
         compute_fn: Callable[..., Any] | None = None,
         apply_on: str = "parse",
     ) -> None:
-        """Take an argument from others, or from the objects that are made: it is no option any more.
+        """Compute an argument from other arguments or from built objects; the argument is no longer an option.
 
         Args:
-            source: Names of arguments, such as `data.batch_size`; with `apply_on="instantiate"` of attributes.
-            target: Name of the argument, such as `model.batch_size`.
-            compute_fn: Called with the values of `source`. Default: the value as it is.
-            apply_on: "parse", of the settings; "instantiate", of the objects.
+            source: The names of arguments, such as `data.batch_size`; with `apply_on="instantiate"`, names of
+                attributes.
+            target: The name of the argument, such as `model.batch_size`.
+            compute_fn: The function that receives the values of `source`. Default: the value is copied.
+            apply_on: The values of `source`: "parse" for the settings, "instantiate" for the objects.
 
         Raises:
-            ConfigError: There are no such arguments, or they depend on each other.
+            ConfigError: An argument does not exist, or the arguments depend on each other.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         full = sources if apply_on == "instantiate" else tuple(map(self._full, sources))
@@ -196,9 +199,9 @@ class OptionParser(ArgumentParser):
         self.linked[short_key(target)] = " and ".join(sources)
 
     def without_defaults(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return settings as plain data, without what options and classes have by default.
+        """Return settings as plain data, without values that equal the defaults of options and classes.
 
-        Objects that the script sets anything of stay as they are: their classes' defaults are not theirs.
+        If the script sets part of an object, the object stays unchanged: the defaults of its class do not apply.
         """
         defaults, left = self.get_defaults().as_dict(), deepcopy(dict(record))
         groups, chosen = {*self.classes, *self.fixed}, self.script.keys() & self.bases.keys()
@@ -214,7 +217,7 @@ class OptionParser(ArgumentParser):
         return {key: value for key, value in _differing(left, defaults).items() if value != {}}
 
     def _full(self, key: str) -> str:
-        """An argument's name as jsonargparse has it: of a class that the settings name, it is in init_args."""
+        """Return an argument's name in jsonargparse's form: with init_args, if the settings name the class."""
         head, _, name = key.partition(".")
         inside = head in self.bases and name and name.partition(".")[0] not in NODE
         return f"{head}.init_args.{name}" if inside else key
@@ -226,7 +229,7 @@ def _differing(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def _nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """Every class in plain data, from the outside in."""
+    """Yield every class in plain data, outermost first."""
     if is_class(value):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -234,21 +237,21 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def short_key(key: str) -> str:
-    """A key as the command line has it, of one that also says where arguments of classes are."""
+    """Return a key in the form of the command line, without names such as init_args."""
     return ".".join(name for name in key.split(".") if name not in NODE)
 
 
 @final
 @dataclass(frozen=True)
 class Offer:
-    """What a command line lets its user choose.
+    """Choices that a command line offers.
 
     Args:
-        model: What the model is derived from; with `fixed_model`, its class.
-        data: What the data is derived from; with `fixed_data`, its class.
-        fixed_model: The settings have the model's arguments alone.
-        fixed_data: The settings have the data's arguments alone.
-        optimizers: The settings may have an optimizer, and schedulers of it.
+        model: The base class of the model; with `fixed_model`, its class.
+        data: The base class of the data; with `fixed_data`, its class.
+        fixed_model: True if the settings have only the model's arguments.
+        fixed_data: True if the settings have only the data's arguments.
+        optimizers: True if the settings may have an optimizer and its schedulers.
         trainer: The class of the trainer.
     """
 
@@ -260,12 +263,14 @@ class Offer:
     trainer: type = Trainer
 
     def add_to(self, parser: OptionParser, command: str | None, schedulers: int | None) -> None:
-        """Add the options; what only fit needs is known to each command, so that each reads a run's config.
+        """Add the options; every command accepts the options of fit, so that each command reads a run's config.
 
         Args:
-            parser: What they are added to.
-            command: The name of the command: fit, validate, test or predict; None: objects are made, and that is all.
-            schedulers: How many there are in a list; None: one, or none, stands alone.
+            parser: The parser to which the options are added.
+            command: The name of the command: fit, validate, test or predict; None if objects are built and no loop
+                runs.
+            schedulers: The number of learning-rate schedulers in a list; None if the settings have at most one, not in
+                a list.
         """
         parser.add_argument("--config", action=ActionConfigFile, help="A YAML file of settings; the last one wins.")
         unused = {"ckpt_path", "average", "output"} if command in ("fit", None) else set()
@@ -287,7 +292,7 @@ def _add_optimization(parser: OptionParser, schedulers: int | None) -> None:
     if schedulers is None:
         parser.add_subclass_arguments(LRScheduler, "lr_scheduler", skip=SUPPLIED["lr_scheduler"], **later)
     for key in (f"lr_scheduler.{number}" for number in range(schedulers or 0)):
-        # what there is for each of several is looked at by itself
+        # Each of several schedulers is checked separately, so these bypass the methods of this class.
         ArgumentParser.add_subclass_arguments(
             parser, LRScheduler, f"{key}.scheduler", skip=SUPPLIED["lr_scheduler"], **later
         )

@@ -1,4 +1,4 @@
-"""What the commands leave: a run's config.yaml, tables and text on stdout, files."""
+"""Results of the commands: a run's config.yaml, tables and text on stdout, and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lumen.run.loaders import Loaders
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 
-_MOST_LINES, _MOST_VALUES = 10, 16  # of what is shown of predictions
+_MOST_LINES, _MOST_VALUES = 10, 16  # in the output of predictions
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = 80
 _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", ".safetensors")}
@@ -34,13 +34,13 @@ _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", "
 
 @final
 class SaveConfig(Callback):
-    """Writes the resolved configuration into the run's directory; an older one that differs is kept beside it."""
+    """Callback that writes the resolved config into the run directory; an older config that differs is renamed."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         self._record = record
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Write it, now that everything is loaded and fits: a resume that fails leaves the old one alone."""
+        """Write the config after everything is loaded, so that a resume that fails keeps the old config."""
         if trainer.run_directory is None or not trainer.is_global_zero:
             return
         of_run = {"name": escaped(trainer.run_directory.name), "resume": None, "resume_parts": None}
@@ -53,7 +53,7 @@ class SaveConfig(Callback):
 
 
 def _means(text: str, record: dict[str, Any]) -> bool:
-    """Whether a file holds this configuration; one that cannot be read holds another."""
+    """Return True if a file holds this config; False if the file cannot be read as YAML."""
     try:
         return bool(load_yaml(text) == record)
     except yaml.YAMLError:
@@ -61,7 +61,7 @@ def _means(text: str, record: dict[str, Any]) -> bool:
 
 
 def check_output(command: str, path: Path) -> None:
-    """Find out before the work whether its result can be written."""
+    """Refuse an output file that cannot be written, before the command runs."""
     if path.suffix not in _SUFFIXES[command]:
         raise ConfigError(f"--output {path}: {command} writes {' or '.join(_SUFFIXES[command])} files.")
     if not path.parent.is_dir():
@@ -85,7 +85,7 @@ def show_metrics(metrics: list[dict[str, float]], loaders: Loaders, title: str) 
 
 
 def show_predictions(batches: list[Any], output: str | None) -> None:
-    """Print all strings in predictions; of other predictions the first ones, each in a line.
+    """Print all strings in predictions; if there are no strings, print the first predictions, one per line.
 
     Args:
         batches: The values that `predict_step` returned.
@@ -105,7 +105,7 @@ def show_predictions(batches: list[Any], output: str | None) -> None:
 
 
 def _texts(predictions: Any) -> Iterator[str]:
-    """The strings in predictions, in their order."""
+    """Yield the strings in predictions, in order."""
     if isinstance(predictions, str):
         yield predictions
     elif isinstance(predictions, (list, tuple)):
@@ -114,7 +114,7 @@ def _texts(predictions: Any) -> Iterator[str]:
 
 
 def _samples(batch: Any) -> Iterable[Any]:
-    """What there is in a batch for each sample, or the batch where that cannot be told."""
+    """Return the predictions of each sample in a batch; the batch itself if it cannot be divided into samples."""
     if isinstance(batch, list) or (isinstance(batch, torch.Tensor) and batch.ndim):
         return batch
     columns = list(batch.values()) if isinstance(batch, dict) else []
@@ -124,7 +124,7 @@ def _samples(batch: Any) -> Iterable[Any]:
 
 
 def _brief(value: Any) -> str:
-    """The values of a sample in a line, or how many there are."""
+    """Return the values of a sample as one line, or the shape or number of many values."""
     if isinstance(value, torch.Tensor):
         few = value.numel() <= _MOST_VALUES
         return _brief(value.tolist()) if few else f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
@@ -138,7 +138,7 @@ def _brief(value: Any) -> str:
 
 
 def write_results(results: list[Any], path: Path) -> None:
-    """Write a JSON list, a JSON line for each sample, or the joined tensors of all batches."""
+    """Write a JSON list, one JSON line per sample, or the joined tensors of all batches."""
     with replaced(path) as beside:
         if path.suffix == ".safetensors":
             write_safetensors(beside, _joined(results))

@@ -1,4 +1,4 @@
-"""What somebody sees of an error in their own code: their lines, and how many of libraries lie around them."""
+"""Traceback of an error in user code: the user's lines, and the number of library frames around them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _HEAD = re.compile(r"(Original )?Traceback \(most recent call last\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 _INSIDE = ("    ", "  [Previous line")
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
-_IN_WORKER = re.compile(r"\w+: Caught \w+ in (DataLoader worker process \d+)\.")  # and then comes the worker's own
+_IN_WORKER = re.compile(r"\w+: Caught \w+ in (DataLoader worker process \d+)\.")  # The worker's own traceback follows.
 
 
 class _Section(NamedTuple):
-    """A traceback of the several that an error may have.
+    """One traceback of the several that an error may have.
 
     Attributes:
-        frames: Each with the lines that Python shows of it, the outermost first.
-        after: The lines that follow: what was raised, its notes, and what leads to the next one.
+        frames: The frames, outermost first, each with the lines that Python prints for it.
+        after: The lines after the frames: the exception, its notes, and the line that introduces the next traceback.
     """
 
     frames: list[tuple[Frame, list[str]]]
@@ -33,9 +33,9 @@ class _Section(NamedTuple):
 
 
 def show(error: BaseException) -> None:
-    """Print an error that is none of Lumen's, or leave that to who has started this process.
+    """Print an error that Lumen did not raise, or report it to the process that started this one.
 
-    The frames of libraries are one line, unless all were asked for or the user has none.
+    All frames of libraries become one line, unless `--verbose` is set or no frame is the user's.
     """
     text = "".join(traceback.format_exception(error))
     lines = text.rstrip("\n").split("\n") if is_verbose() else folded(text)
@@ -52,10 +52,10 @@ def show(error: BaseException) -> None:
 
 
 def folded(text: str) -> list[str]:
-    """The lines of a traceback without the frames of libraries, of which it says how many there were.
+    """Return the lines of a traceback without the frames of libraries, and with the number of frames left out.
 
     Args:
-        text: As Python writes it; a data worker's own is part of the message of what torch raises for it.
+        text: The traceback as Python writes it; torch includes the traceback of a data worker in its message.
     """
     sections = _sections(text)
     own = [frame for section in sections for frame, _ in section.frames if frame.is_users]
@@ -101,7 +101,7 @@ def _library(frame: Frame) -> str:
 
 
 def _counted(libraries: Iterable[str]) -> str:
-    """How many frames of which libraries, those that there are most of first."""
+    """Return the number of frames and the names of their libraries, the most frequent first."""
     counts = Counter(libraries)
     *most, last = [name for name, _ in counts.most_common()]
     total = counts.total()
@@ -109,7 +109,7 @@ def _counted(libraries: Iterable[str]) -> str:
 
 
 def _style(line: str) -> str | None:
-    """How a terminal shows a line."""
+    """Return the style in which a terminal shows a line."""
     if line.startswith("  ..."):
         return "dim"
     if _FRAME.fullmatch(line):

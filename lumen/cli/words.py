@@ -1,4 +1,4 @@
-"""What somebody asks of a command line, taken apart: the command, where settings are, what is only to be shown."""
+"""Parsed command line: the command, the config files, the settings, and what to print instead of running."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _ALWAYS_SO: dict[str, tuple[Any, ...]] = {"parser_mode": ("yaml", "omegaconf", "
 
 
 class Shown(SystemExit):
-    """All that was asked for is printed: a script ends here, with 0."""
+    """Exit of a script, with code 0, after it has printed the help or the config."""
 
 
 @final
 class Asked(NamedTuple):
-    """A command line, or the settings that a script gives in its place.
+    """Command line, or the settings that a script passes instead of it.
 
     Attributes:
         command: The first word; None if the script runs its own loops.
-        words: Those that follow it.
-        files: Config files that are named, or else that of the run whose checkpoint is.
+        words: The words after the command.
+        files: The config files in the arguments, else the saved config of the run that `ckpt_path` names.
         settings: Each key with its text.
-        given: What the script gives in place of words.
-        help: Keys of `--help` and `--model.help`, with the class that they name.
-        left_out: What `--print_config` is to leave out; None: nothing is to be printed.
+        given: The settings that the script passes instead of command-line arguments.
+        help: The keys of `--help` and `--model.help`, with the class that each names.
+        left_out: The values that `--print_config` omits, "default" and "unset"; None without `--print_config`.
     """
 
     command: str | None
@@ -49,16 +49,16 @@ class Asked(NamedTuple):
 
 
 def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) -> Asked:
-    """Take a command line apart.
+    """Parse a command line.
 
     Args:
-        args: Words, or settings in their place.
-        program: What the command line begins with.
-        run: Whether it has a command.
+        args: The command-line arguments, or the settings as a mapping.
+        program: The first word of the command line.
+        run: True if the first argument is a command.
 
     Raises:
-        ConfigError: There is no such command, or it cannot be read.
-        Shown: The commands were asked for, and printed.
+        ConfigError: The command does not exist, or the arguments cannot be read.
+        Shown: The list of commands was printed.
     """
     given: Tree = {}
     if isinstance(args, Mapping):
@@ -96,7 +96,7 @@ def _check_command(command: Any, program: str) -> None:
 
 
 def _flags(given: list[str]) -> set[str] | None:
-    """What `--print_config` is to leave out; None if it is not there."""
+    """Return the values that `--print_config` omits; None without `--print_config`."""
     words = [word for text in given for word in text.split(",") if word not in ("", "true")]
     for word in words:
         if word not in _LEFT_OUT:
@@ -105,17 +105,21 @@ def _flags(given: list[str]) -> set[str] | None:
 
 
 def config_of_run(checkpoint: str | None) -> list[str]:
-    """The saved configuration of the run that a path of a checkpoint or run lies in."""
+    """Return the saved config of the run to which a checkpoint's or run's path belongs; empty if no config is found."""
     path = None if checkpoint is None else local_path(checkpoint)
     places = [] if path is None else [path, *path.absolute().parents[:2]]
     return [str(place / "config.yaml") for place in places if (place / "config.yaml").is_file()][:1]
 
 
 def default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
-    """The config files that a script names in `parser_kwargs`, if they are there.
+    """Return the config files that a script names in `parser_kwargs`, if they exist.
+
+    Args:
+        given: The `parser_kwargs` of the script.
+        command: The name of the command, or None.
 
     Raises:
-        ConfigError: A script gives its parser something else.
+        ConfigError: The script passes another argument to its parser.
     """
     own = given.get(command, {}) if command else {}
     given = {name: value for name, value in given.items() if name not in LOOPS} | own
@@ -129,29 +133,29 @@ def default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
 
 
 def script_command(*, has_commands: bool) -> str:
-    """Return the words that a command line of this process's script begins with, if the script trains.
+    """Return the first words of a command that runs this process's script, for training.
 
     Args:
-        has_commands: The script has the commands `fit`, `validate`, `test` and `predict`.
+        has_commands: True if the script has the commands `fit`, `validate`, `test` and `predict`.
     """
     words = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     return shlex.join([Path(sys.executable).name, *words, *["fit"] * has_commands])
 
 
 def no_subcommands() -> NoReturn:
-    """Refuse to name the commands, as LightningCLI does.
+    """Refuse to name the commands, in place of LightningCLI's attribute.
 
     Raises:
-        ConfigError: Always; the message says which commands there are.
+        ConfigError: Raised by every call; the message lists the commands.
     """
     raise ConfigError(f"CLI.subcommands: {NOT_IN_CLI['subcommands']}")
 
 
 def check_methods(kind: type) -> None:
-    """Refuse methods that LightningCLI would call.
+    """Refuse methods of a script's class that only LightningCLI would call.
 
     Raises:
-        ConfigError: There are such methods; the message says what to write instead.
+        ConfigError: The class has such methods; the message names the replacements.
     """
     own = [name for base in kind.__mro__ if not base.__module__.startswith("lumen.") for name in vars(base)]
     known = {f"{when}_{command}" for when in ("before", "after") for command in LOOPS}

@@ -1,4 +1,4 @@
-"""YAML as Lumen reads it: plain data, of which nothing is lost, and no more of it than somebody can have meant."""
+"""YAML as plain data: errors for text that would lose a value or that is unreasonably large."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import yaml
 
 from lumen.errors import ConfigError
 
-MOST_LEVELS = 100  # of lists and mappings in each other
-MOST_REPEATED = 100_000  # values that all aliases of a text may stand for
+MOST_LEVELS = 100  # nested lists and mappings
+MOST_REPEATED = 100_000  # values that all aliases of a text may expand to
 _YAML = "tag:yaml.org,2002:"
 _INT, _FLOAT, _TIMESTAMP = f"{_YAML}int", f"{_YAML}float", f"{_YAML}timestamp"
 _NO_NAMES = (f"{_YAML}merge", f"{_YAML}value")  # the keys `<<` and `=`
@@ -20,12 +20,12 @@ _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]
 
 @final
 class Refused(yaml.MarkedYAMLError):
-    """What is YAML, but would lose a value, or is more than can be meant."""
+    """Error for valid YAML that would lose a value, or that is unreasonably large."""
 
 
 @final
 class _Extent(NamedTuple):
-    """How much a node stands for, with all that aliases in it repeat."""
+    """Size of a node, including all values that its aliases repeat."""
 
     values: int
     levels: int
@@ -33,9 +33,11 @@ class _Extent(NamedTuple):
 
 @final
 class _Loader(yaml.SafeLoader):
-    """Numbers as in YAML 1.2: `1e-4` and `010`, which is ten; `00:15:00` and `2026-01-31` are text. A key stands once.
+    """YAML loader that reads numbers as YAML 1.2 does, and refuses duplicate keys.
 
-    Everything is looked at before anything is made of it: nine lines of aliases can stand for more than memory holds.
+    `1e-4` is a number, and so is `010`, which is ten; `00:15:00` and `2026-01-31` are text.
+
+    Sizes are checked before objects are built: nine lines of aliases can expand to more than memory holds.
     """
 
     def __init__(self, text: str) -> None:
@@ -46,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         self._lines: dict[tuple[yaml.Node, Any], int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The tree of what comes next in the text."""
+        """Return the node of the next part of the text."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self._path.append("" if index is None else str(getattr(index, "value", index)))
         if len(self._path) > MOST_LEVELS:
@@ -62,7 +64,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _note(self, mapping: Any, key: Any) -> None:
-        """Refuse a key that its mapping has already."""
+        """Refuse a key that its mapping already has."""
         at, line = (mapping, self.construct_object(key)), key.start_mark.line + 1
         if at in self._lines:
             both = f"lines {self._lines[at]} and {line}" if self._lines[at] != line else f"line {line}"
@@ -71,7 +73,7 @@ class _Loader(yaml.SafeLoader):
         self._lines[at] = line
 
     def _repeat(self, node: Any, alias: Any) -> None:
-        """Count what an alias stands for."""
+        """Count the values of an alias, and refuse too many."""
         if node not in self._extents:
             raise Refused(None, None, f"the alias *{alias.anchor} stands for what it is part of", alias.start_mark)
         values, levels = self._extents[node]
@@ -97,14 +99,14 @@ _Loader.add_constructor(_INT, lambda loader, node: int(loader.construct_scalar(n
 
 @final
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that would be a number to this reader or to others, and writes what is there twice twice."""
+    """YAML dumper that quotes text that some reader would parse as a number, and writes repeated values twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """There are no aliases."""
+        """Return True: no value is written as an alias."""
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Represent a text; other quotes than these lose line breaks such as U+0085."""
+        """Represent a text; only double quotes keep line breaks such as U+0085."""
         style = None if data.replace("\n", "").isprintable() else '"'
         return self.represent_scalar(f"{_YAML}str", data, style=style)
 
@@ -116,12 +118,12 @@ for each in (_Loader, _Dumper):
 
 
 def dump_yaml(value: Any) -> str:
-    """Plain data as YAML that reads back as the same."""
+    """Return plain data as YAML that reads back as equal data."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def as_written(value: Any) -> str:
-    """Return a value as a config file or the command line has it, in one line, for an error."""
+    """Return a value in the form of a config file or the command line, as one line for an error."""
     try:
         given = load_yaml(value) if isinstance(value, str) else value
         if isinstance(given, str) or value == "":
@@ -132,30 +134,31 @@ def as_written(value: Any) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Read YAML; nothing but plain data comes out.
+    """Read YAML and return plain data only.
 
     Raises:
-        yaml.YAMLError: It is none.
-        Refused: It has a key twice, or is nested too deep or repeats too much.
+        yaml.YAMLError: The text is not valid YAML.
+        Refused: The text repeats a key, is nested too deep, or expands to too many values.
     """
     loader = _Loader(text)
     try:
         return loader.get_single_data()
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # such as `!!int x`, or a number too long
+    # Such as `!!int x`, or a number with too many digits.
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise yaml.YAMLError(str(error)) from error
     finally:
         loader.dispose()
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """The same for a text that must be YAML.
+    """Read YAML, as `load_yaml` does, and raise a ConfigError for invalid YAML.
 
     Args:
         text: The YAML text.
-        source: What it is called in an error.
+        source: The name of the source, for errors.
 
     Raises:
-        ConfigError: It is none, or cannot be meant; says where.
+        ConfigError: The text is not valid YAML, or is refused; the message names the line.
     """
     try:
         return load_yaml(text)
@@ -164,7 +167,7 @@ def read_yaml(text: str, source: str) -> Any:
 
 
 def what_is_wrong(error: yaml.YAMLError) -> str:
-    """What is wrong with a text, in one line."""
+    """Return the error of a YAML text as one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
     what = ": ".join(filter(None, (error.context, error.problem)))
