@@ -1,4 +1,4 @@
-"""Strategies: on which devices the task lies, and how its processes communicate."""
+"""Strategies: the devices that hold a task, and the communication between its processes."""
 
 from lumen.strategies.factory import make_strategy as make_strategy
 from lumen.strategies.single import SingleDevice as SingleDevice

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the whole model on every process, gradients averaged once per optimizer step."""
+"""DistributedDataParallel: every process holds the whole model, and gradients are averaged once per optimizer step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lumen.strategies.step_module import Additions, Steps, describe_unused, refu
 from lumen.strategies.strategy import SAME, Alike, Strategy, sync_buffers
 
 _NO_CONTEXT = nullcontext()
-_BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel has them
+_BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _KNOWN = signature(DistributedDataParallel).parameters
-# The wrapper would communicate buffers in forwards, of which one rank may make more than another. Since torch 2.13 the
-# argument has another name.
+# The wrapper would communicate buffers in forwards, and ranks may run different numbers of forwards. The argument has a
+# new name since torch 2.13.
 _NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
 }
@@ -36,22 +36,23 @@ _NO_BUFFERS: dict[str, Any] = {
 
 @final
 class DDP(Strategy):
-    """Keeps the whole model on every process and averages gradients while the last backward of a step runs.
+    """Keeps the whole model on every process and averages gradients during the last backward of a step.
 
     The arguments are those of `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
-        find_unused_parameters: Allow steps that leave out parameters; walks over the graph of every backward.
-        static_graph: Every step uses the same parameters in the same order; not with several micro-batches a process.
-            The first step of a process is then rounded differently if there are three or more processes.
-        gradient_as_bucket_view: Let gradients be views of the buckets that are communicated, which saves a copy of all.
-        bucket_cap_mb: Size of a bucket, in MiB. Default: torch's, 25.
-        broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 when a step begins.
-        gradient_compression: Communicate gradients in 16 bits; they are then rounded.
-        timeout_s: How long a step may stand still, or a process wait for others, before the job is ended, in seconds,
-            > 0; infinite: for ever.
-        startup_timeout_s: The same until the first step is done, while data is prepared and code compiled; and, if it
-            is longer, in evaluations and between steps.
+        find_unused_parameters: Allow steps that leave out parameters; each backward then traverses the autograd graph.
+        static_graph: Assume that every step uses the same parameters in the same order; not with several micro-batches
+            per process. With three or more processes, the first step of a process is then rounded differently.
+        gradient_as_bucket_view: Let gradients be views of the communicated buckets, which saves a copy of all
+            gradients.
+        bucket_cap_mb: The size of a bucket, in MiB. Default: torch's, 25.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 when a step begins.
+        gradient_compression: Communicate gradients in 16 bits, which rounds them.
+        timeout_s: The time without progress of a step, or of waiting for other processes, after which Lumen ends the
+            job; in seconds, > 0, infinite: never.
+        startup_timeout_s: The timeout until the first step ends, while data is prepared and code compiled; if it is
+            longer than `timeout_s`, also in evaluations and between steps.
     """
 
     spans_processes = True
@@ -83,8 +84,8 @@ class DDP(Strategy):
         self._task: nn.Module
         self._by_hand = False
         self._ddp: DistributedDataParallel | None = None
-        self._has_begun = False  # whether the step has a backward that does not communicate
-        self._checkpoints = 0  # reentrant ones, before the forward in progress
+        self._has_begun = False  # True after a backward of the step that does not communicate
+        self._checkpoints = 0  # reentrant checkpoints before the forward in progress
         self._sums_later = False
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -94,15 +95,15 @@ class DDP(Strategy):
 
     @property
     def numerics(self) -> dict[str, str | bool | None]:
-        """See `Strategy.numerics`."""
+        """Settings that change the computed values and differ from the default, by name."""
         return {"gradient_compression": self._compression, "broadcast_buffers": self._broadcast_buffers and None}
 
     def connect(self) -> None:
-        """See `Strategy.connect`."""
+        """Open the process groups."""
         self.processes.connect(self.device, **self._timeouts)
 
     def setup(self, task: nn.Module) -> None:
-        """Move the task to the device; parameters and buffers become those of rank 0."""
+        """Move the task to the device, with the parameters and buffers of rank 0."""
         refuse_sparse(task, "DDP")
         self._task = task.to(self.device)
         self._by_hand = not getattr(task, "automatic_optimization", True)
@@ -117,9 +118,9 @@ class DDP(Strategy):
         self._buffers = [own_buffers(module) for module in self._task.modules()]
         self._unwrap()
         if any(self._trained) and not self._by_hand:
-            # a parameter that no rank has used must be without a gradient even where a rank had no batch
+            # A parameter that no rank uses must have no gradient, even on a rank without a batch.
             steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
-            leave_out_expanded_buffers(steps)  # `sync_buffers` can
+            leave_out_expanded_buffers(steps)  # `sync_buffers` can broadcast these
             steps.register_forward_hook(self._postpone)
             self._ddp = DistributedDataParallel(
                 steps, process_group=self.processes.gradient_group, **self._options, **_NO_BUFFERS
@@ -131,33 +132,34 @@ class DDP(Strategy):
                 self._settle(self._ddp)
 
     def _settle(self, ddp: DistributedDataParallel) -> None:
-        """Make a backward of zeros, and drop it.
+        """Run a backward of zeros, and discard its gradients.
 
-        DDP sums gradients in one order in its first backward, and in all later ones in that in which they came then.
-        A process that goes on from a checkpoint would round one step differently from one that was not interrupted.
+        DDP sums gradients in one order in its first backward; later backwards use the order in which gradients arrived
+        in the first. Without this backward, a process that resumes from a checkpoint would round one step differently
+        from an uninterrupted process.
         """
         ddp(None).backward()
         for parameter in self._parameters:
             parameter.grad = None
 
     def _unwrap(self) -> None:
-        """Remove the wrapper's hooks from the parameters now; else they stay until the garbage collector finds it."""
+        """Remove the wrapper's hooks from the parameters now, not when the garbage collector finds the wrapper."""
         if self._ddp is not None:
             del self._ddp.reducer, self._ddp.logger
             self._ddp = None
 
     def begin_step(self) -> None:
-        """Wrap the task anew if parameters were frozen, unfrozen or added, which torch's wrapper does not notice."""
+        """Wrap the task again if parameters were frozen, unfrozen or added, which torch's wrapper does not notice."""
         self._has_begun = self._sums_later = False
         if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = True  # also after a step that has failed
+            self._ddp.require_backward_grad_sync = True  # also after a failed step
         if self._broadcast_buffers and any(self._buffers):
             sync_buffers(self, self._task)
         if self._trained != [parameter.requires_grad for parameter in self._parameters] or self._finds_others():
             self._wrap()
 
     def _finds_others(self) -> bool:
-        """Whether the task's trainable parameters are no longer those that were wrapped."""
+        """Return True if the task's parameters are no longer the wrapped parameters."""
         assert self._additions is not None
         if not self._additions.noticed:
             return False
@@ -165,11 +167,11 @@ class DDP(Strategy):
         return [*map(id, self._task.parameters())] != [*map(id, self._parameters)]
 
     def communicates_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
-        """In the backward, on one process too: torch's wrapper wants one for each forward."""
+        """Return True for the backward, on one process too: torch's wrapper needs a backward for each forward."""
         return part == "backward" and self._ddp is not None
 
     def call(self, step: str, *args: Any) -> Any:
-        """Run a training step through DDP; any other on the task itself, without communication."""
+        """Run a training step through DDP, and any other step on the task itself, without communication."""
         if step == "training_step" and self._ddp is not None:
             self._checkpoints = count_reentrant_checkpoints()
             return self._ddp(step, *args)
@@ -178,8 +180,8 @@ class DDP(Strategy):
     def _postpone(self, steps: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Sum the gradients after the backward if the forward had a reentrant checkpoint.
 
-        The backward of the checkpoint is a backward of its own, after which torch's wrapper takes all gradients to be
-        complete: a parameter that is used again outside of the checkpoint would differ between ranks.
+        The checkpoint runs a backward of its own, after which torch's wrapper treats all gradients as complete. A
+        parameter that is also used outside of the checkpoint would then differ between ranks.
         """
         if args[0] is None or self._ddp is None or self._options["static_graph"]:
             return
@@ -187,10 +189,10 @@ class DDP(Strategy):
             self._ddp.require_backward_grad_sync, self._sums_later = False, True
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Communicate gradients in the last backward of a step only.
+        """Communicate gradients only in the last backward of a step.
 
         Raises:
-            ConfigError: There are several micro-batches, with `static_graph`.
+            ConfigError: A step has several micro-batches, with `static_graph`.
         """
         if last or self._ddp is None:
             return _NO_CONTEXT
@@ -204,19 +206,23 @@ class DDP(Strategy):
         return self._ddp.no_sync()
 
     def zero_loss(self) -> torch.Tensor:
-        """A loss of 0 that depends on all parameters; where it ends a step of several, on those with a gradient."""
+        """Return a loss of 0 that depends on all parameters.
+
+        If the loss ends a step of several backwards, it depends only on parameters with a gradient.
+        """
         assert self._ddp is not None
         used_only = self._has_begun and self._ddp.require_backward_grad_sync
         return self._ddp(None, used_only)  # type: ignore[no-any-return]
 
     def after_backward(self) -> None:
-        """Refuse parameters that got no gradient: ranks whose loss does use them would wait for this one.
+        """Refuse parameters without a gradient: ranks whose loss uses the parameters would wait for this rank.
 
-        Of a task that optimizes by hand, average the gradients there are now: torch's wrapper knows one backward a
-        step, of all parameters.
+        With manual optimization, average the gradients now: torch's wrapper supports one backward per step, over all
+        parameters.
 
         Raises:
-            TrainingError: Names these parameters, or those whose gradients were not summed over the ranks.
+            TrainingError: Some parameters have no gradient, or their gradients were not summed over the ranks; the
+                message names the parameters.
         """
         if self._by_hand:
             self._average()
@@ -235,7 +241,7 @@ class DDP(Strategy):
             raise TrainingError(self._name_unused(str(error))) from error
 
     def _average(self) -> None:
-        """Average the gradients over the ranks, those of parameters that some rank has used. Collective."""
+        """Average the gradients of parameters that any rank has used. Collective: every rank must call this."""
         parameters = list(self._task.parameters())
         if self.processes.world_size == 1:
             return
@@ -244,7 +250,7 @@ class DDP(Strategy):
         average(used, self.processes.world_size, self._compression, self.processes.gradient_group)
 
     def _refuse_unsummed(self) -> None:
-        """Refuse parameters that were unfrozen in the middle of a step, after the task was wrapped for it."""
+        """Refuse parameters that were unfrozen or added within a step, after the task was wrapped for the step."""
         assert self._additions is not None
         if not (self._additions.noticed or any(parameter.requires_grad for parameter in self._frozen)):
             return
@@ -265,7 +271,7 @@ class DDP(Strategy):
         return describe_unused(names, self.processes.rank, "DDP")
 
     def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
-        """See `Strategy.alike`: gradients are averaged before they are clipped."""
+        """Return the gradient norm and the sum of the parameters' norms: gradients are averaged before clipping."""
         found: dict[Alike, torch.Tensor] = {} if grad_norm is None else {"gradient norm": grad_norm}
         if named := self._named():
             parts = norms([parameter for _, parameter in named])
@@ -277,7 +283,7 @@ class DDP(Strategy):
 
     @contextmanager
     def evaluation(self, *, inference_mode: bool) -> Iterator[None]:
-        """Evaluate the bare task, after a check that it is the same on every rank.
+        """Evaluate the unwrapped task, after a check that all ranks hold equal parameters.
 
         Raises:
             TrainingError: A trainable parameter differs between ranks; raised on every rank.
@@ -307,25 +313,25 @@ class DDP(Strategy):
 
 
 def _to_bf16(state: Any, bucket: Any) -> Any:
-    """Wrap torch's own hook, because torch allows that one with NCCL only; gloo sums bfloat16 too."""
+    """Wrap torch's bf16 hook, which torch allows with NCCL only, although gloo sums bfloat16 too."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-_to_bf16.__annotations__ = default_hooks.bf16_compress_hook.__annotations__  # torch looks at them
+_to_bf16.__annotations__ = default_hooks.bf16_compress_hook.__annotations__  # torch checks the annotations
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _to_bf16}
 
 
-# ---------------------------------------------------------------------- where no wrapper of torch's makes the mean
+# ---------------------------------------------------------------------- averages without torch's wrapper.
 
 
 def average(parameters: Sequence[nn.Parameter], world: int, compression: str | None = None, group: Any = None) -> None:
     """Replace each gradient by its mean over all processes. Collective: every rank must call this.
 
     Args:
-        parameters: The same on all ranks; one without a gradient here has zeros.
-        world: Number of processes.
-        compression: Communicate in `fp16` or `bf16`; None: in the gradients' own dtype.
-        group: The process group that communicates; None: torch's default group.
+        parameters: The same parameters on all ranks; a parameter without a gradient counts as zeros.
+        world: The number of processes.
+        compression: The dtype for communication, `fp16` or `bf16`; None uses the gradients' own dtype.
+        group: The process group for communication; None uses torch's default group.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -340,7 +346,7 @@ def average(parameters: Sequence[nn.Parameter], world: int, compression: str | N
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients that are communicated together: of one dtype, up to some size."""
+    """Yield the gradients to communicate together: of one dtype, up to the size of a bucket."""
     open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
     sizes: Counter[torch.dtype] = Counter()
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""Chooses strategy, device and processes from the trainer's arguments."""
+"""Factory that chooses strategy, device and processes from the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lumen.errors.arguments import did_you_mean
 from lumen.strategies.single import SingleDevice
 from lumen.strategies.strategy import Strategy
 
-_MOST_ON_CPU = 64  # more of them than cores is slow, many more stop the machine
+_MOST_ON_CPU = 64  # more processes than cores are slow; many more stop the machine
 _NAMES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     "cuda": lambda: torch.cuda.is_available(),
     "mps": lambda: torch.backends.mps.is_available(),
     "cpu": lambda: True,
 }
-_NO_SUPPORT = ("tpu", "hpu", "ipu")  # near to others in their letters alone
+_NO_SUPPORT = ("tpu", "hpu", "ipu")  # names close to other accelerators in spelling only
 STRATEGIES = ("single", *_NAMES)
 ACCELERATORS = ("auto", "gpu", *_AVAILABLE)
 
@@ -30,17 +30,17 @@ ACCELERATORS = ("auto", "gpu", *_AVAILABLE)
 def make_strategy(
     strategy: str | Strategy, accelerator: str = "auto", devices: int | str | None = None, num_nodes: int | None = None
 ) -> Strategy:
-    """The strategy with a name, or the user's own, with its processes and device set.
+    """Return the strategy with a name, or the user's strategy, with its processes and device set.
 
     Args:
         strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or an object.
         accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` (`gpu`), `mps`.
-        devices: Number of devices on this node, with a process each; `auto` or -1: all accelerators. None: as many as
-            torchrun or SLURM started processes, else 1.
-        num_nodes: Number of nodes. None: as many as torchrun or SLURM started processes on, else 1.
+        devices: The number of devices on this node, with one process each; `auto` or -1 uses all accelerators. None:
+            the number of processes that torchrun or SLURM started, else 1.
+        num_nodes: The number of nodes. None: the number of nodes on which torchrun or SLURM started processes, else 1.
 
     Raises:
-        ConfigError: The device or strategy is not available, or the running processes are not those asked for.
+        ConfigError: The device or strategy is not available, or the running processes differ from those requested.
     """
     processes = processes_of(devices, num_nodes, accelerator, strategy)
     if isinstance(strategy, str):
@@ -59,10 +59,10 @@ def make_strategy(
 def processes_of(
     devices: int | str | None, num_nodes: int | None, accelerator: str = "auto", strategy: str | Strategy = "auto"
 ) -> Processes:
-    """The processes of a run: those that are running, or those that have yet to be started on this node.
+    """Return the processes of a run: the running processes, or the processes to start on this node.
 
     Raises:
-        ConfigError: The running processes are not those asked for, or the strategy runs only one.
+        ConfigError: The running processes differ from those requested, or the strategy runs only one process.
     """
     if isinstance(strategy, str) and strategy not in STRATEGIES:
         raise ConfigError(f"strategy: {_not_known(strategy)}")
@@ -106,10 +106,10 @@ def _running_or_asked_for(devices: int | str | None, num_nodes: int | None, acce
 
 
 def device_of(accelerator: str, processes: Processes | None = None) -> torch.device:
-    """The best device of a kind; of several CUDA devices the one with this process's local rank.
+    """Return the best device of a kind; of several CUDA devices, the one with this process's local rank.
 
     Raises:
-        ConfigError: This machine has no such device.
+        ConfigError: The machine has no such device.
     """
     available = {name: is_there() for name, is_there in _AVAILABLE.items()}
     name = "cuda" if accelerator == "gpu" else accelerator
@@ -121,7 +121,7 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
         raise ConfigError(f"accelerator: {accelerator!r} is not available here; there are: auto, {found}.{near}")
     if processes is None or name != "cuda":
         return torch.device(name)
-    visible = torch.cuda.device_count()  # one, where SLURM shows each process its own
+    visible = torch.cuda.device_count()  # 1 if SLURM shows each process only its own device
     if processes.local_rank >= visible > 1:
         raise ConfigError(
             f"accelerator: process {processes.local_rank} of {processes.local_world_size} on this node has no device: "
@@ -131,7 +131,7 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
 
 
 def unused_devices(strategy: Strategy) -> str | None:
-    """A notice for a user who runs one process although there are more devices; None if there are none."""
+    """Return a notice for a user who runs one process although more devices are visible, or None."""
     visible = torch.cuda.device_count() if strategy.device.type == "cuda" else 1
     if strategy.processes.world_size == 1 and strategy.processes.started_by is None and visible > 1:
         return f"1 of {visible} visible devices is used; devices: auto uses all"
@@ -163,7 +163,7 @@ def _count(devices: int | str | None, accelerator: str) -> int | None:
 
 
 def _import(name: str) -> Strategy:
-    """Import a strategy's module only when it is asked for, since that takes time."""
+    """Import a strategy's module, which takes time, and build the strategy."""
     made: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())()
     return made
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: each process keeps its part of every parameter, gradient and optimizer state."""
+"""Fully sharded data parallelism: each process holds its shard of every parameter, gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -31,53 +31,58 @@ _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": to
 _Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard",
                 "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]  # fmt: skip
 _KEEPS_WHOLE = {"full_shard": False, "shard_grad_op": True, "hybrid_shard": False, "no_shard": True}
-_meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # a mesh opens process groups, which nobody closes
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # a mesh opens process groups, which are never closed
 
 
 @final
 class FSDP(Strategy):
-    """Shards parameters over processes; those of a unit are gathered for its forward and backward and freed again.
+    """Shards parameters over processes, and gathers the parameters of a unit only for its forward and backward.
 
-    Built on torch's `fully_shard` (FSDP2). Units are the modules that `wrap`, `wrap_if` or `wrap_min_parameters` name;
-    else those of the task's `modules_to_shard`; else the repeated blocks, that is modules of one class that stand
-    together in an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. Parameters in no unit are gathered for the whole
-    step. A module that shares a parameter with one outside of it is no unit.
+    The strategy uses torch's `fully_shard` (FSDP2). Units are the modules that `wrap`, `wrap_if` or
+    `wrap_min_parameters` choose; else those of the task's `modules_to_shard`; else the repeated blocks. Repeated blocks
+    are modules of one class in the same `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. Parameters outside all
+    units are gathered for the whole step. A module that shares a parameter with a module outside is no unit.
 
-    `precision: bf16` or `fp16` is autocast as everywhere: the same numbers as on one device. Autograd then keeps a copy
-    of every weight in 16 bits from forward to backward, unless `activation_checkpointing` makes it again; `param_dtype`
-    avoids that and halves what is communicated, but computes something else than one device does.
+    `precision: bf16` or `fp16` uses autocast, with the same results as on one device. Autograd then keeps a 16-bit copy
+    of every weight from forward to backward, unless `activation_checkpointing` computes it again. `param_dtype` avoids
+    the copies and halves communication, but the results differ from those of one device.
 
     Args:
-        wrap: Name of a class, or several: all its modules are units.
-        wrap_if: Called with a module's name in the task and the module; returns whether it is a unit.
-        wrap_min_parameters: The smallest modules with so many parameters, beside those of units in them, are units.
-        sharding_strategy: `full_shard`; `shard_grad_op`: parameters stay whole from forward to backward;
-            `hybrid_shard`: sharded within groups of `shard_size` processes, replicated across them; `no_shard`.
-        shard_size: Processes that share one replica in `hybrid_shard`, a divisor of their number. Default: a node's.
+        wrap: The name of a class, or several names: all modules of these classes are units.
+        wrap_if: A function of a module's name in the task and the module, which returns True if the module is a unit.
+        wrap_min_parameters: The number of parameters, without those of inner units, that makes a module a unit; the
+            smallest such modules are units.
+        sharding_strategy: `full_shard`; `shard_grad_op`: parameters stay gathered from forward to backward;
+            `hybrid_shard`: parameters are sharded within groups of `shard_size` processes and replicated across groups;
+            `no_shard`.
+        shard_size: The number of processes per replica in `hybrid_shard`, a divisor of the number of processes.
+            Default: the processes of a node.
         reshard_after_forward: Free a unit's parameters between forward and backward; a number (a divisor of the
-            processes that share a replica): keep them sharded over so many. Default: as `sharding_strategy` says.
-        cpu_offload: Parameters, gradients and the optimizer's state live in the CPU's memory, and are updated there.
-        param_dtype: Parameters are gathered and computed with in `bf16` or `fp16`; inputs of the task's modules are
-            cast, those of its steps (targets) are not. Gradients and the update are in the parameters' own dtype.
-        reduce_dtype: Gradients are summed over processes in this dtype. Default: the one they are computed in.
-        output_dtype: What the task's modules return is cast to this dtype, such as `fp32` for the loss.
-        buffer_dtype: Floating-point buffers are kept in this dtype.
-        activation_checkpointing: Name of a class, or several: their forward keeps only its inputs, and is run again in
-            the backward.
-        find_unused_parameters: Allow steps that leave out parameters, where all processes call the same units; costs a
-            small message a unit and step.
-        broadcast_buffers: Buffers, such as BatchNorm's statistics, are those of rank 0 when a step begins.
-        reduce_every_backward: Sum gradients in each backward of a step, not in the last one only: takes time, but a
-            process never holds whole gradients.
-        unshard_in_evaluation: Gather all parameters once for an evaluation. Default: if they fit in half of the memory
-            that is free when the task is set up, beside its gradients and two optimizer states.
-        timeout_s: How long a step may stand still, or a process wait for others, before the job is ended, in seconds,
-            > 0; infinite: for ever.
-        startup_timeout_s: The same until the first step is done, while data is prepared and code compiled; and, if it
-            is longer, in evaluations and between steps.
+            processes per replica) keeps the parameters sharded over that many processes. Default: the value that
+            `sharding_strategy` implies.
+        cpu_offload: Keep parameters, gradients and optimizer state in CPU memory, and update them there.
+        param_dtype: The dtype, `bf16` or `fp16`, in which parameters are gathered and used. Inputs of the task's
+            modules are cast; inputs of its steps (targets) are not. Gradients and the update use the parameters' own
+            dtype.
+        reduce_dtype: The dtype in which gradients are summed over processes. Default: the dtype of their computation.
+        output_dtype: The dtype to which outputs of the task's modules are cast, such as `fp32` for the loss.
+        buffer_dtype: The dtype of floating-point buffers.
+        activation_checkpointing: The name of a class, or several names: forwards of these modules save only their
+            inputs, and run again in the backward.
+        find_unused_parameters: Allow steps that leave out parameters, if all processes call the same units; this costs
+            a small collective per unit and step.
+        broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 when a step begins.
+        reduce_every_backward: Sum gradients in each backward of a step, not only in the last: slower, but a process
+            never holds unsharded gradients.
+        unshard_in_evaluation: Gather all parameters once for an evaluation. Default: True if the parameters, with their
+            gradients and two optimizer states, fit in half of the memory that is free in `setup`.
+        timeout_s: The time without progress of a step, or of waiting for other processes, after which Lumen ends the
+            job; in seconds, > 0, infinite: never.
+        startup_timeout_s: The timeout until the first step ends, while data is prepared and code compiled; if it is
+            longer than `timeout_s`, also in evaluations and between steps.
 
     Raises:
-        ConfigError: Two arguments contradict each other, or one has no such value.
+        ConfigError: Two arguments contradict each other, or an argument has an unknown value.
     """
 
     spans_processes = True
@@ -130,16 +135,19 @@ class FSDP(Strategy):
 
     @property
     def parameter_device(self) -> torch.device:
-        """See `Strategy.parameter_device`."""
+        """Device of the parameters between steps: the CPU with `cpu_offload`."""
         return torch.device("cpu") if self._offload else self.device
 
     def communicates_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
-        """On one process too: gradients reach the parameters only in the last backward of a step."""
+        """Return False only for an evaluation before which all parameters are gathered.
+
+        On one process too, gradients reach the parameters only in the last backward of a step.
+        """
         return part != "evaluation" or not self._gathers_once
 
     @property
     def numerics(self) -> dict[str, str | bool | None]:
-        """See `Strategy.numerics`."""
+        """Settings that change the computed values and differ from the default, by name."""
         dtypes = {
             "param_dtype": self._policy.param_dtype, "reduce_dtype": self._policy.reduce_dtype,
             "output_dtype": self._output_dtype, "buffer_dtype": self._buffer_dtype,
@@ -151,7 +159,8 @@ class FSDP(Strategy):
         """Open the process groups and make the device mesh: `shard`, or `replicate` x `shard`.
 
         Raises:
-            ConfigError: The number of processes is no multiple of `shard_size`.
+            ConfigError: The number of processes is not divisible by `shard_size`, or by `reshard_after_forward` within
+                a replica.
         """
         self.processes.connect(self.device, **self._timeouts)
         world = self.processes.world_size
@@ -169,7 +178,7 @@ class FSDP(Strategy):
         key = (dist.group.WORLD, self.device.type, shape)
         if key not in _meshes:
             names = ("replicate", "shard")[-len(shape) :]
-            # groups that are split off the default one would get options of NCCL for gloo too
+            # Groups split off the default group would get NCCL's options for gloo too.
             several = self.device.type == "cuda" and len(shape) > 1
             backends: Any = {"backend_override": dict.fromkeys(names, CUDA_BACKENDS)} if several else {}
             _meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names, **backends)
@@ -178,10 +187,11 @@ class FSDP(Strategy):
             self.processes.include(self.device_mesh.get_all_groups())
 
     def setup(self, task: nn.Module) -> None:
-        """Shard the parameters; those that are not on the meta device are first made equal to rank 0's.
+        """Shard the parameters; parameters that are not on the meta device first get the values of rank 0.
 
         Raises:
-            ConfigError: A class is not found, a parameter cannot be sharded, or another strategy has sharded it.
+            ConfigError: A class is not found, a parameter cannot be sharded, or a different strategy has sharded the
+                task.
         """
         assert self.device_mesh is not None
         refuse_sparse(task, "FSDP")
@@ -193,7 +203,7 @@ class FSDP(Strategy):
         earlier, sharded = vars(task).get("_sharded", (None, None))
         if sharded is None:
             sharded = self._cut_up(task, self.device_mesh)
-            vars(task)["_sharded"] = options, sharded  # past nn.Module: the task is a module in it
+            vars(task)["_sharded"] = options, sharded  # bypasses nn.Module: the task is a module inside
         elif earlier != options:
             raise ConfigError(
                 f"this {type(task).__name__} is cut up already, by an FSDP with other options or processes. Give both "
@@ -212,7 +222,7 @@ class FSDP(Strategy):
         if by_hand:
             units += [module for module in outermost(task) if module not in units]
         for module in modules_of(task, self._checkpointed, "activation_checkpointing"):
-            # around the forward alone: torch.compile understands that, and no name changes
+            # Only the forward is checkpointed: torch.compile supports that, and no name changes.
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         for buffer in task.buffers() if self._buffer_dtype is not None else ():
             if buffer.is_floating_point():
@@ -225,7 +235,7 @@ class FSDP(Strategy):
     # ------------------------------------------------------------------ training
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that needs whole parameters: each process has a part of them only."""
+        """Refuse an optimizer that needs unsharded parameters: each process holds only a shard."""
         if needs_closure(optimizer):
             raise ConfigError(
                 f"FSDP: {type(optimizer).__name__} evaluates the loss within its step, where it needs all parameters "
@@ -238,7 +248,7 @@ class FSDP(Strategy):
             )
 
     def begin_step(self) -> None:
-        """Broadcast buffers, if they are to be, and notice parameters that were frozen or unfrozen.
+        """Broadcast buffers, if the strategy does, and detect parameters that were frozen or unfrozen.
 
         Raises:
             TrainingError: Parameters were added after `setup`.
@@ -252,7 +262,7 @@ class FSDP(Strategy):
             sync_buffers(self, self._task)
 
     def _refuse_added(self) -> None:
-        """Refuse parameters added after `setup`: they are not sharded, and nobody would sum their gradients."""
+        """Refuse parameters added after `setup`: they are not sharded, and their gradients would not be summed."""
         added = [name for name, each in self._task.named_parameters() if not isinstance(each, DTensor)]
         if added:
             raise TrainingError(
@@ -261,7 +271,7 @@ class FSDP(Strategy):
             )
 
     def call(self, step: str, *args: Any) -> Any:
-        """Run a step of the task, with the parameters that are in no unit gathered."""
+        """Run a step of the task, with the parameters outside all units gathered."""
         return self._sharded.call(step, *args)
 
     @contextmanager
@@ -275,7 +285,7 @@ class FSDP(Strategy):
             self._sharded.outputs.clear()
 
     def zero_loss(self) -> torch.Tensor | None:
-        """A loss of 0 over the outputs of the units; None if no unit was called."""
+        """Return a loss of 0 over the outputs of the units; None if no unit was called."""
         self._made_zero = True
         if len(self._sharded.units) == 1:
             return self._sharded.root(None)  # type: ignore[no-any-return]
@@ -283,10 +293,13 @@ class FSDP(Strategy):
         return torch.stack(parts).sum() if parts else None
 
     def after_backward(self) -> None:
-        """Refuse parameters without a gradient; `find_unused_parameters` lets the update skip those that no rank used.
+        """Refuse parameters without a gradient.
+
+        With `find_unused_parameters`, the update skips the parameters that no rank used.
 
         Raises:
-            TrainingError: Names them, unless `find_unused_parameters`; or names parameters whose change would be lost.
+            TrainingError: Parameters have no gradient, without `find_unused_parameters`, or a change of gathered
+                parameters would be lost. The message names the parameters.
         """
         sharded, made_zero, self._made_zero = self._sharded, self._made_zero, False
         if not sharded.is_watched:
@@ -304,7 +317,7 @@ class FSDP(Strategy):
             raise TrainingError(describe_unused(missing, self.processes.rank, "FSDP"))
 
     def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
-        """See `Strategy.alike`: the norm is that of all parts."""
+        """Return the gradient norm, which is the norm over all shards."""
         return {} if grad_norm is None else {"gradient norm": grad_norm}
 
     # ------------------------------------------------------------------ evaluation
@@ -313,7 +326,7 @@ class FSDP(Strategy):
     def evaluation(self, *, inference_mode: bool) -> Iterator[None]:
         """Gather all parameters once, if memory allows, so that no forward communicates.
 
-        Not under `torch.inference_mode`: what is gathered there can never be trained again.
+        The evaluation does not use `torch.inference_mode`: parameters gathered there could never be trained again.
         """
         if self._gathers_once:
             self._sharded.unshard()
@@ -324,8 +337,8 @@ class FSDP(Strategy):
             self._sharded.end_evaluation()
 
     def _unshards(self) -> bool:
-        """Whether all parameters are to be gathered for an evaluation; the same on all ranks. Collective."""
-        if not isinstance(self._reshard, bool):  # torch cannot go back to a number
+        """Return True if all parameters are gathered for an evaluation; equal on all ranks. Collective."""
+        if not isinstance(self._reshard, bool):  # torch cannot return to resharding over a number of processes
             return False
         if self._unshard_in_evaluation is not None:
             return self._unshard_in_evaluation
@@ -341,7 +354,7 @@ class FSDP(Strategy):
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") / self.processes.local_world_size
 
     def teardown(self) -> None:
-        """Leave the task sharded: the next stage takes it as it is."""
+        """Leave the task sharded for the next stage."""
         if self._additions is not None:
             self._additions.close()
             self._additions = None

@@ -1,4 +1,4 @@
-"""A task whose parameters are sharded over processes by torch's `fully_shard`."""
+"""Task whose parameters torch's `fully_shard` shards over processes."""
 
 from __future__ import annotations
 
@@ -27,28 +27,31 @@ from lumen.task.materialize import replace
 
 @final
 class ShardedTask:
-    """Shards the parameters of a task in place, and notes which of them each micro-batch gathers, writes or trains.
+    """Task with sharded parameters, and a record of the parameters that each micro-batch gathers, writes or trains.
 
-    Parameters and buffers that are not on the meta device are first made equal to rank 0's.
+    The constructor shards the parameters in place. Parameters and buffers that are not on the meta device first get the
+    values of rank 0.
 
     Args:
         task: The task to shard.
-        units: Modules whose parameters are gathered together, inner ones before those around them.
+        units: The modules whose parameters are gathered together, inner modules first.
         mesh: The device mesh: parameters are sharded over its last dimension, and replicated over a first one.
         device: The device of this process.
-        reshard: `reshard_after_forward` of `fully_shard`.
-        policy: `mp_policy` of `fully_shard`; inputs of the task's modules are cast, those of its steps are not.
-        output_dtype: The dtype to cast outputs of the task's modules to; None: they are not cast.
-        offload: Keep parameters, gradients and the optimizer's state on the CPU.
-        by_hand: The task's steps call backward: `units` hold all parameters, and each that is in no other one is a
-            root by itself, since none can be gathered for the whole step.
+        reshard: The value of `reshard_after_forward` of `fully_shard`.
+        policy: The value of `mp_policy` of `fully_shard`; inputs of the task's modules are cast, inputs of its steps
+            are not.
+        output_dtype: The dtype to which outputs of the task's modules are cast; None casts no outputs.
+        offload: True to keep parameters, gradients and optimizer state on the CPU.
+        by_hand: True for manual optimization: `units` hold all parameters, and each outermost unit is a root, since no
+            parameter can be gathered for the whole step.
 
     Attributes:
-        root: The module around the task that runs its steps; the unit of all parameters in no other unit.
-        units: All units, `root` last, if it is one.
-        outputs: Outputs of units in the training forward in progress, those that require gradients.
-        arrived: Names of the parameters that got a gradient since this was emptied.
-        sum: Sums numbers over the processes, where they may call different units; None: nobody compares.
+        root: The module around the task that runs its steps; the unit of all parameters outside the other units.
+        units: All units; `root` is the last one, if it is a unit.
+        outputs: The outputs of units in the current training forward that require gradients.
+        arrived: The names of the parameters that received a gradient since this set was cleared.
+        sum: The function that sums numbers over the processes, which may call different units; None skips the
+            comparison.
     """
 
     def __init__(
@@ -72,11 +75,12 @@ class ShardedTask:
         self.sum: Callable[[list[float]], list[float]] | None = None
         self.is_watched = mesh.size() > 1 and not by_hand
         self._in_forward = False
-        self._versions: dict[str, tuple[nn.Parameter, int, bool]] = {}  # of whole parameters, when they became so
+        # Gathered parameters: tensor, version and requires_grad.
+        self._versions: dict[str, tuple[nn.Parameter, int, bool]] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._hooks: dict[str, Hooks] = {}
         self._hooked: set[int] = set()
-        reshard = by_hand or reshard  # an optimizer may move before a unit is called again
+        reshard = by_hand or reshard  # an optimizer may step before a unit is called again
         self._reshards = reshard
         self._syncs = True
         self._has_run = False
@@ -89,7 +93,7 @@ class ShardedTask:
             before = [own_parameters(module)[key] for module, key in own]
             _check(own, names)
             _place(own, unit, device)
-            is_root = unit is self.root  # which is not called with what its modules compute with
+            is_root = unit is self.root  # `root` is called with the inputs of the step, which are not cast
             unit.register_forward_hook(_not_compiled(_copy_views))
             fully_shard(
                 unit,
@@ -121,7 +125,7 @@ class ShardedTask:
     # ------------------------------------------------------------------ what a micro-batch does
 
     def _watch(self, unit: nn.Module, own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
-        """Note which parameters of a unit get gradients."""
+        """Record which parameters of a unit receive gradients."""
         places = {f"{names[id(module)]}.{key}".lstrip("."): (module, key) for module, key in own}
         self._places |= places
 
@@ -134,10 +138,11 @@ class ShardedTask:
                 if whole.requires_grad and not isinstance(whole, DTensor):
                     self._hook(name, whole)
 
-        unit.register_forward_pre_hook(_not_compiled(before))  # after fully_shard's own, when its parameters are whole
+        # Runs after the hook of fully_shard, which gathers the parameters.
+        unit.register_forward_pre_hook(_not_compiled(before))
 
     def _hook(self, name: str, whole: nn.Parameter) -> None:
-        """Call a user's hooks on a parameter with its whole gradient, as under every strategy."""
+        """Call a user's hooks on a parameter with its unsharded gradient, as under every strategy."""
         on_gradient, on_accumulated = self._hooks[name]
         if on_gradient and not hooks_of(whole)[0]:
             give_hooks(whole, (on_gradient, hooks_of(whole)[1]))
@@ -150,18 +155,18 @@ class ShardedTask:
         self._hooked.add(id(whole))
 
     def _take_place(self, module: nn.Module, key: str, earlier: nn.Parameter, name: str) -> None:
-        """Redirect references to a parameter that was sharded to the one that its module holds now; keep its hooks."""
+        """Redirect references from a replaced parameter to the sharded one, and keep its hooks."""
         on_gradient, on_accumulated = hooks_of(earlier)
         on_gradient = OrderedDict() if on_gradient is None else on_gradient
-        give_hooks(own_parameters(module)[key], (on_gradient, None))  # those to come are seen too
+        give_hooks(own_parameters(module)[key], (on_gradient, None))  # later hooks are seen too
         self._hooks[name] = on_gradient, on_accumulated
         replace(earlier, partial(self._current, module, key, name), name)
 
     def _current(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
-        """The parameter that a module holds now, for references to the one that was sharded.
+        """Return the parameter that a module holds now, for references to the replaced parameter.
 
         Raises:
-            ConfigError: A training step uses it while it is not gathered.
+            ConfigError: A training step uses the parameter while it is not gathered.
         """
         parameter = own_parameters(module)[key]
         if self._in_forward and isinstance(parameter, DTensor):
@@ -173,15 +178,15 @@ class ShardedTask:
         return parameter
 
     def _note(self, name: str, whole: nn.Parameter) -> None:
-        """Note the version of a gathered parameter, since a write to it would be lost, and whether it is trainable."""
+        """Record the version and `requires_grad` of a gathered parameter, because a write to it would be lost."""
         if not isinstance(whole, DTensor):
             self._versions.setdefault(name, (whole, writes_to(whole), whole.requires_grad))
 
     def refuse_writes(self) -> None:
-        """Refuse changes of parameters that were made while they were gathered: these would be lost.
+        """Refuse changes to parameters while they were gathered: these changes would be lost.
 
         Raises:
-            TrainingError: Names the parameters that were written, frozen or unfrozen.
+            TrainingError: Parameters were written, frozen or unfrozen; the message names the parameters.
         """
         written = [name for name, (whole, version, _) in self._versions.items() if writes_to(whole) != version]
         moved = [name for name, (whole, _, trained) in self._versions.items() if whole.requires_grad != trained]
@@ -204,7 +209,7 @@ class ShardedTask:
             self.outputs += [each for each in tensors(output) if each.requires_grad]
 
     def _compare(self, unit: nn.Module | None, args: Any = ()) -> None:
-        """Refuse a step in which ranks call different units; None is the end of the forward. Collective."""
+        """Refuse a step in which ranks call different units; None means the end of the forward. Collective."""
         if self.sum is None or not self._in_forward:
             return
         number = float(len(self.units) if unit is None else self.units.index(unit))
@@ -253,8 +258,8 @@ class ShardedTask:
         """Prepare for a micro-batch.
 
         Args:
-            sync: Its backward is to sum the gradients over the processes.
-            keep: Parameters are to stay gathered after its forward.
+            sync: True if the backward sums the gradients over the processes.
+            keep: True if parameters stay gathered after the forward.
         """
         for unit in self.units:
             if sync != self._syncs:
@@ -263,26 +268,26 @@ class ShardedTask:
         self._syncs = sync
 
     def look_again(self) -> None:
-        """Set units up anew if parameters were frozen or unfrozen. Collective, if any were."""
+        """Set up the units again if parameters were frozen or unfrozen. Collective in that case."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
             self._trained = trained
-            for unit in self.units:  # a unit that was frozen has not found out in which dtype its gradients are kept
+            for unit in self.units:  # a frozen unit has no dtype for its gradients yet
                 unit.unshard()
                 unit.reshard()
 
     def reshard(self) -> None:
-        """Free all gathered parameters; each process keeps its parts."""
+        """Free all gathered parameters; each process keeps its shards."""
         self.outputs.clear()
         for unit in self.units:
             unit.reshard()
 
     def missing(self) -> list[str]:
-        """Names of the trainable parameters that have got no gradient."""
+        """Return the names of the trainable parameters without a gradient."""
         return [name for name, parameter in self.trained() if name not in self.arrived]
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The trainable parameters."""
+        """Return the trainable parameters, with their names."""
         parts = [(name, own_parameters(module)[key]) for name, (module, key) in self._places.items()]
         return [(name, each) for name, each in parts if each is not None and each.requires_grad]
 
@@ -298,14 +303,14 @@ class ShardedTask:
                 self._note(name, whole)
 
     def end_evaluation(self) -> None:
-        """Free all gathered parameters, and drop the state of forwards that had no backward."""
+        """Free all gathered parameters, and drop the state of forwards without a backward."""
         for unit in self.units if self._reshards is True else ():
             if unit is not self.root:
                 unit.set_reshard_after_forward(True, recurse=False)
         self.reset()
 
     def reset(self) -> None:
-        """Drop whatever an interrupted step has left behind."""
+        """Drop the state that an interrupted step has left."""
         if self._has_run:
             for root in self._roots:
                 forget_iteration(root)
@@ -317,7 +322,7 @@ def _own(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def _unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules and names of the parameters of a unit that are not sharded yet; tied ones once."""
+    """Return the modules and names of the parameters of a unit that are not sharded yet; tied parameters once."""
     found: dict[int, tuple[nn.Module, str]] = {}
     for module in unit.modules():
         for key, parameter in _own(module):
@@ -348,14 +353,14 @@ def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
 
 
 def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers that are not on the meta device to the device, with rank 0's values. Collective."""
+    """Move parameters and buffers to the device, with rank 0's values, except on the meta device. Collective."""
     several = dist.get_world_size() > 1
     parameters = [own_parameters(module)[key] for module, key in own]
     for tensor in (*parameters, *unit.buffers()):
         assert tensor is not None
         if isinstance(tensor, DTensor):
             continue
-        tensor.data = tensor.data.contiguous()  # fully_shard takes nothing else
+        tensor.data = tensor.data.contiguous()  # fully_shard requires contiguous tensors
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
             if several:
@@ -363,12 +368,12 @@ def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.devi
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that `torch.compile` does not trace into, like those of `fully_shard`."""
+    """Return a hook that `torch.compile` does not trace, like the hooks of `fully_shard`."""
     return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Copy outputs that are views: an in-place operation on one would drop the hook that gathers for the backward."""
+    """Copy outputs that are views: an in-place operation on a view would drop the hook that gathers in the backward."""
 
     def copied(each: Any) -> Any:
         return each.clone() if isinstance(each, torch.Tensor) and each.requires_grad and is_view(each) else each

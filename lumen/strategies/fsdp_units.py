@@ -1,4 +1,4 @@
-"""Units: the modules whose parameters FSDP gathers and frees together."""
+"""FSDP units: modules whose parameters FSDP gathers and frees together."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def find_units(
     chosen: Callable[[str, nn.Module], bool] | None = None,
     min_parameters: int | None = None,
 ) -> list[nn.Module]:
-    """The units of a task, inner ones before those around them; parameters in none of them belong to the task.
+    """Return the units of a task, inner units first; parameters outside all units belong to the task.
 
-    A module that shares a parameter with one outside of it is no unit: the next larger module holds both.
+    A module that shares a parameter with a module outside is no unit: the next larger module holds both.
 
     Args:
         task: The task whose modules are chosen from.
-        classes: Names of classes; every module of one of them is a unit.
-        chosen: Called with a module's name and the module; returns whether it is a unit.
-        min_parameters: The smallest modules that hold so many parameters, beside those of units in them, are units.
+        classes: The names of classes; every module of these classes is a unit.
+        chosen: A function of a module's name and the module, which returns True if the module is a unit.
+        min_parameters: The number of parameters, without those of inner units, that makes a module a unit; the smallest
+            such modules are units.
 
     Returns:
-        The modules that the first given argument chooses; else those of the task's `modules_to_shard`; else the blocks:
-        modules of one class that stand together in a list, a dictionary or an `nn.Sequential`.
+        The modules that the first given argument chooses; else those of the task's `modules_to_shard`; else the
+        repeated blocks: modules of one class in the same list, dictionary or `nn.Sequential`.
 
     Raises:
         ConfigError: No module has such a class, or a module cannot be a unit.
@@ -50,16 +51,17 @@ def find_units(
     else:
         units = list(_blocks(task))
     attentions = (module for module in named if isinstance(module, nn.MultiheadAttention))
-    never = {task, *(part for attention in attentions for part in attention.children())}  # it reads what is in them
+    # The forward of an attention reads parameters of its children.
+    never = {task, *(part for attention in attentions for part in attention.children())}
     possible = {unit for unit in units if unit not in never and _can_be_one(unit) and not _shares(task, unit)}
     return [module for module in reversed(named) if module in possible]
 
 
 def outermost(task: nn.Module) -> list[nn.Module]:
-    """The largest modules of a task that are called by themselves: they hold all of its parameters.
+    """Return the largest modules of a task that the task calls directly; together they hold all of its parameters.
 
     Raises:
-        ConfigError: Parameters are the task's own, or shared by several of these modules.
+        ConfigError: A parameter belongs to the task itself, or several of these modules share a parameter.
     """
     found: list[nn.Module] = []
     waiting = [*task.children()][::-1]
@@ -81,10 +83,15 @@ def outermost(task: nn.Module) -> list[nn.Module]:
 
 
 def modules_of(task: nn.Module, classes: Iterable[str], option: str) -> list[nn.Module]:
-    """Every module of one of these classes, by name of the class.
+    """Return all modules of the given classes.
+
+    Args:
+        task: The task whose modules are chosen from.
+        classes: The names of the classes.
+        option: The option that gives the classes, for errors.
 
     Raises:
-        ConfigError: The task has no module of one of them.
+        ConfigError: The task has no module of a class.
     """
     found = {type(module).__name__ for module in task.modules()}
     if missing := [name for name in classes if name not in found]:
@@ -121,7 +128,7 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
 
 
 def _blocks(module: nn.Module) -> Iterable[nn.Module]:
-    """The repeated modules that are not part of other repeated ones."""
+    """Yield the repeated modules that are not part of other repeated modules."""
     children = list(module.children())
     kinds = Counter(type(child) for child in children if next(child.parameters(), None) is not None)
     for child in children:
@@ -136,7 +143,7 @@ def _can_be_one(module: nn.Module) -> bool:
 
 
 def _shares(task: nn.Module, unit: nn.Module) -> bool:
-    """Whether a module shares a parameter with one outside of it."""
+    """Return True if a module shares a parameter with a module outside."""
     inside = {id(parameter) for parameter in unit.parameters()}
     within = set(unit.modules())
     return any(

@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""Strategy for one process on one device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _NO_CONTEXT = nullcontext()
 
 @final
 class SingleDevice(Strategy):
-    """Runs the task as it is on one device.
+    """Runs the task unwrapped on one device.
 
     Args:
-        device: Device that the task is moved to, such as "cuda:1".
-        timeout_s: How long a step may stand still before the process is ended, in seconds, > 0; infinite: for ever.
-        startup_timeout_s: The same until the first step is done, in evaluations and between steps.
+        device: The device to which the task is moved, such as "cuda:1".
+        timeout_s: The time without progress of a step after which Lumen ends the process; in seconds, > 0, infinite:
+            never.
+        startup_timeout_s: The timeout until the first step ends, in evaluations and between steps.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SingleDevice(Strategy):
         self._task: nn.Module | None = None
 
     def connect(self) -> None:
-        """Make the device the current one, so that tensors created on "cuda" are there too."""
+        """Make the device the current one, so that tensors created on "cuda" are on this device."""
         self.processes.set_timeouts(*self._timeouts)
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)
@@ -51,5 +52,5 @@ class SingleDevice(Strategy):
         return getattr(self._task, step)(*args)
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        """A context that does nothing."""
+        """Return a context that does nothing."""
         return _NO_CONTEXT

@@ -1,4 +1,4 @@
-"""The module that torch's wrappers wrap: calling it runs a step of the task, whose own `forward` stays as it is."""
+"""Module for torch's wrappers: a call runs a step of the task, so that the task's own `forward` stays unchanged."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lumen.errors.arguments import first_names
 
 @final
 class Additions:
-    """Notices whenever any module is given a parameter or a submodule; a step that adds none costs nothing.
+    """Hooks that record when any module receives a parameter or a submodule; a step without additions costs nothing.
 
     Attributes:
-        noticed: Something was added to some module since this was last set to False.
+        noticed: True if a parameter or submodule was added since this attribute was last set to False.
     """
 
     def __init__(self) -> None:
-        self.noticed = True  # nobody has looked yet
+        self.noticed = True  # nothing has been checked yet
         self._handles = [
             register_module_module_registration_hook(self._notice),
             register_module_parameter_registration_hook(self._notice),
@@ -34,18 +34,18 @@ class Additions:
         self.noticed = True
 
     def close(self) -> None:
-        """Stop noticing."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 @final
 class Steps(nn.Module):
-    """Runs steps of a task.
+    """Module that runs the steps of a task.
 
     Args:
         task: The task whose steps are run.
-        anchored: Let a loss of 0 depend on one parameter of this module's own, not on all of the task's.
+        anchored: True if a loss of 0 depends on one parameter of this module, not on all parameters of the task.
     """
 
     def __init__(self, task: nn.Module, *, anchored: bool = False) -> None:
@@ -54,11 +54,11 @@ class Steps(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(())) if anchored else None
 
     def forward(self, step: str | None, *args: Any) -> Any:
-        """Run the task's method `step`; for None return a loss of 0.
+        """Run the task's method `step`; for None, return a loss of 0.
 
         Args:
-            step: Name of the method.
-            *args: Its arguments. For None whether the loss depends on what has a gradient, and on nothing else.
+            step: The name of the method, or None.
+            *args: The arguments of the method. For None: True if the loss depends only on parameters with a gradient.
         """
         if step is not None:
             return getattr(self.task, step)(*args)
@@ -71,7 +71,7 @@ class Steps(nn.Module):
 
 
 def describe_unused(names: list[str], rank: int, strategy: str) -> str:
-    """Describe the parameters that took no part in a rank's loss, and what to set under a strategy of this name."""
+    """Return an error text that names the parameters unused in a rank's loss, and the option to set."""
     return (
         f"{len(names)} parameters took no part in the loss of rank {rank}: {first_names(names)}. Set requires_grad of "
         "them to False if they are never trained, or use strategy: "
@@ -80,7 +80,7 @@ def describe_unused(names: list[str], rank: int, strategy: str) -> str:
 
 
 def refuse_sparse(task: nn.Module, strategy: str) -> None:
-    """Refuse sparse gradients, which of all backends only gloo sums.
+    """Refuse sparse gradients, because gloo is the only backend that sums them.
 
     Raises:
         ConfigError: The task has embeddings with sparse gradients.
@@ -93,6 +93,6 @@ def refuse_sparse(task: nn.Module, strategy: str) -> None:
 
 
 def _part_of(parameter: nn.Parameter) -> torch.Tensor:
-    """A scalar 0 whose gradient is 0 in every element of the parameter."""
+    """Return a scalar 0 whose gradient is 0 in every element of the parameter."""
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return real.reshape(-1)[:1].sum() * 0.0

@@ -1,4 +1,4 @@
-"""Strategy: the base of what places a task on devices, and lets processes compute a step together."""
+"""Strategy: the base class that places a task on devices and coordinates its processes in each step."""
 
 from __future__ import annotations
 
@@ -21,116 +21,120 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Alike = Literal["gradient norm", "sum of the parameters' norms"]
-SAME = 1e-5  # relative difference of norms that devices of different kinds may compute of the same numbers
+SAME = 1e-5  # relative difference allowed between norms of equal numbers on different kinds of devices
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
 
 
 class Strategy(ABC):
-    """On which devices a task lies, and how its processes compute a step together. Nobody asks which strategy it has.
+    """Base class that places a task on devices and coordinates its processes in each step.
 
-    A subclass outside Lumen can be given to `Trainer(strategy=...)`; it needs no entry anywhere. It has to define
-    `setup`, `call` and `gradient_sync`. Gradients are to be averaged over ranks, as torch's wrappers do: losses are
-    weighted so that this average is the step's mean.
+    No other code checks the type of the strategy. A subclass outside Lumen can be given to `Trainer(strategy=...)` and
+    needs no registration. It has to define `setup`, `call` and `gradient_sync`. A subclass averages gradients over
+    ranks, as torch's wrappers do: Lumen weights losses so that this average is the step's mean.
     """
 
-    #: The processes of the run: who they are, and what of plain data they tell each other.
+    #: The processes of the run, which also exchange plain data.
     processes: Processes = ALONE
     #: The device of this process.
     device: torch.device = torch.device("cpu")
-    #: The device mesh of the run; None where there is no process group.
+    #: The device mesh of the run; None without a process group.
     device_mesh: DeviceMesh | None = None
-    #: It can run on several processes: then the trainer sets its `processes` and `device`.
+    #: True if the strategy can run on several processes: then the trainer sets `processes` and `device`.
     spans_processes: bool = False
-    #: `setup` shards parameters, and can do so while they are on the meta device.
+    #: True if `setup` shards parameters, and can do so while the parameters are on the meta device.
     shards: bool = False
 
     @property
     def data_rank(self) -> int:
         """Number of the part of every step's data that this process reads, from 0.
 
-        Processes with one data rank read the same batches and compute one gradient together, as in tensor parallelism.
-        Gradients are averaged over data ranks. Metrics, predictions and weights count each data rank once.
+        Processes with equal data ranks read the same batches and compute one gradient together, as in tensor
+        parallelism. Gradients are averaged over data ranks. Metrics, predictions and weights count each data rank once.
         """
         return self.processes.rank
 
     @property
     def data_world_size(self) -> int:
-        """Number of parts that every step's data is divided into; the number of processes is a multiple of it."""
+        """Number of parts into which every step's data is divided; the number of processes is a multiple."""
         return self.processes.world_size
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where parameters are between steps."""
+        """Device of the parameters between steps."""
         return self.device
 
     @property
     def numerics(self) -> dict[str, str | bool | None]:
-        """Its settings that change what is computed, where they are not the default; by their names."""
+        """Settings of the strategy that change the computed values and differ from the default, by name."""
         return {}
 
     def connect(self) -> None:
-        """Open the process groups, unless that is done. Collective: every rank must call this. Before `setup`."""
+        """Open the process groups, unless they are open. Collective: every rank must call this, before `setup`."""
 
     @abstractmethod
     def setup(self, task: nn.Module) -> None:
-        """Place the task's parameters and buffers. Collective: every rank must call this. Before optimizers exist."""
+        """Place the task's parameters and buffers. Collective: every rank must call this, before optimizers exist."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that cannot train parameters as this strategy places them.
+        """Refuse an optimizer that cannot train parameters placed by this strategy.
 
         Raises:
-            ConfigError: The optimizer cannot; the message names one that can.
+            ConfigError: The optimizer cannot train the parameters; the message names an alternative.
         """
 
     def communicates_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
-        """Whether ranks wait for each other there, so that none may leave one out; known from `setup` on.
+        """Return True if ranks wait for each other there, so that no rank may skip the part. Known after `setup`.
 
         Args:
-            part: A "forward" of training: a rank without a batch then runs one of another rank's. The "backward" of a
-                step's last micro-batch. A forward of an "evaluation".
+            part: The part of a step. "forward": a forward of training; if True, a rank without a batch runs a batch of
+                another rank. "backward": the backward of a step's last micro-batch. "evaluation": a forward of an
+                evaluation.
         """
         return part == "backward" and self.processes.world_size > 1
 
     @abstractmethod
     def call(self, step: str, *args: Any) -> Any:
-        """Run a step of the task (`"training_step"`, ...) through whatever wraps it."""
+        """Run a step of the task (`"training_step"`, ...) through the wrapper of this strategy."""
 
     def begin_step(self) -> None:
-        """Called before the first forward of an optimizer step. Collective: every rank must call this."""
+        """Prepare for the first forward of an optimizer step. Collective: every rank must call this."""
 
     @abstractmethod
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        """The context of one micro-batch's forward and backward; ranks communicate gradients only in the last."""
+        """Return a context for a micro-batch's forward and backward; ranks communicate gradients only in the last."""
 
     def zero_loss(self) -> torch.Tensor | None:
-        """A loss of 0 whose backward does this rank's part in that of the others, when it has no loss of its own.
+        """Return a loss of 0 whose backward takes part in the gradient collectives of the other ranks.
+
+        A rank without a loss of its own runs this backward.
 
         Returns:
-            A scalar; None if only a forward with a real batch can do that. Here: one on which nothing depends, for a
-            backward that does not communicate.
+            A scalar; None if only a forward with a real batch can take part. The base class returns a scalar that
+            depends on no parameter, for a backward without communication.
         """
         return torch.zeros((), device=self.device, requires_grad=True)
 
     def after_backward(self) -> None:
-        """Called after the backward that communicates: check that all gradients have arrived."""
+        """Check that all gradients have arrived, after the backward that communicates."""
 
     def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
-        """Numbers that all ranks must have alike after an update; here none.
+        """Return the numbers that must be equal on all ranks after an update; the base class returns no numbers.
 
         Args:
-            grad_norm: The norm of the gradients before they were clipped; None: nothing was.
+            grad_norm: The norm of the gradients before clipping; None without clipping.
 
         Returns:
-            Scalars on any device. Each is there on all ranks, or on none.
+            Scalars on any device. Each scalar exists on all ranks, or on no rank.
         """
         return {}
 
     def evaluation(self, *, inference_mode: bool) -> AbstractContextManager[Any]:
-        """The context of an evaluation, in which there is no backward: under `torch.no_grad` already.
+        """Return the context of an evaluation, which has no backward; `torch.no_grad` is already active.
 
         Args:
-            inference_mode: Under `torch.inference_mode` too; False where parameters are sharded. A strategy that calls
-                `fully_shard` reshards all modules at the end: torch keeps the root gathered after a forward alone.
+            inference_mode: True to enter `torch.inference_mode` too; False if parameters are sharded. A strategy that
+                calls `fully_shard` reshards all modules at the end, because torch keeps the root gathered after a
+                forward without a backward.
         """
         return torch.inference_mode() if inference_mode else torch.no_grad()
 
@@ -142,35 +146,39 @@ class Strategy(ABC):
         self.processes.for_user().barrier()
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Rank `source`'s value of plain data, on every rank. Collective: every rank must call this.
+        """Return rank `source`'s value of plain data on every rank. Collective: every rank must call this.
 
-        With several processes tensors arrive on the CPU.
+        With several processes, tensors arrive on the CPU.
         """
         return self.processes.for_user().broadcast(self._portable(value), source)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value of plain data, in rank order, on every rank. Collective: every rank must call this.
+        """Return the values of all ranks, in rank order, on every rank. Collective: every rank must call this.
 
-        With several processes tensors arrive on the CPU.
+        The values are plain data. With several processes, tensors arrive on the CPU.
         """
         return self.processes.for_user().gather(self._portable(value))
 
     def _portable(self, value: T) -> T:
-        """A tensor on the CPU instead: pickled on an accelerator, it would be unpickled on one that has its number."""
+        """Return a value with its tensors on the CPU.
+
+        A tensor pickled on an accelerator is unpickled on the accelerator with the same number.
+        """
         if self.processes.world_size == 1 or self.device.type == "cpu":
             return value
         return move(value, torch.device("cpu"))  # type: ignore[no-any-return]
 
     def reduce(self, tensor: torch.Tensor, reduce_op: str = "sum", dst: int | None = None) -> torch.Tensor:
-        """A tensor over ranks, element by element. Collective: every rank must call this, with equal arguments.
+        """Return a tensor reduced over ranks, element by element. Collective: every rank must call this.
 
         Args:
-            tensor: On the device of this process, of one shape and dtype on all ranks.
-            reduce_op: "sum", "mean", "max", "min" or "prod".
-            dst: The rank that gets it, while the others have their own tensor back; None: every rank gets it.
+            tensor: The tensor on this process's device, with equal shape and dtype on all ranks.
+            reduce_op: "sum", "mean", "max", "min" or "prod"; equal on all ranks.
+            dst: The rank that receives the result, equal on all ranks; other ranks get back their own tensor. None
+                sends the result to every rank.
 
         Raises:
-            ConfigError: There is no such operation or rank.
+            ConfigError: The operation or the rank does not exist.
         """
         world = self.processes.world_size
         if reduce_op not in _REDUCTIONS or (dst is not None and dst not in range(world)):
@@ -191,12 +199,12 @@ class Strategy(ABC):
 
 
 def gather_values(strategy: Strategy, value: T) -> list[T]:
-    """Return the value of the first process of each data rank, over Lumen's own group. Collective."""
+    """Return the value of each data rank's first process, over Lumen's own group. Collective."""
     return by_data_rank(strategy.processes.gather((strategy.data_rank, strategy._portable(value))))
 
 
 def by_data_rank(values: Sequence[tuple[int, T]]) -> list[T]:
-    """Return one value of each data rank, in their order.
+    """Return one value per data rank, in the order of data ranks.
 
     Args:
         values: The data rank and the value of each process.
@@ -209,7 +217,7 @@ def check_data_ranks(strategy: Strategy) -> None:
     """Refuse data ranks that do not divide the data evenly among the processes. Collective: every rank must call this.
 
     Raises:
-        ConfigError: A data rank is missing, or has more processes than another one. It is raised on every rank.
+        ConfigError: A data rank is missing, or has more processes than a different data rank. Raised on every rank.
     """
     found, world = strategy.processes.gather(strategy.data_rank), strategy.data_world_size
     if sorted(found) != sorted([*range(world)] * (len(found) // world)):
@@ -220,9 +228,9 @@ def check_data_ranks(strategy: Strategy) -> None:
 
 
 def sync_buffers(strategy: Strategy, task: nn.Module) -> None:
-    """Set the persistent buffers of a task to those of rank 0. Collective: every rank must call this.
+    """Set the persistent buffers of a task to rank 0's values. Collective: every rank must call this.
 
-    Each rank has updated buffers such as BatchNorm's statistics by its own batches, but one model is evaluated.
+    Each rank updates buffers such as BatchNorm's statistics from its own batches, but an evaluation uses one model.
     """
     if strategy.processes.world_size == 1:
         return
