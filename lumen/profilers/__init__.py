@@ -1,4 +1,4 @@
-"""Profilers: where the time of a run goes."""
+"""Profilers that measure how long each part of a run takes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NAMES: dict[str, type[SimpleProfiler | AdvancedProfiler | TorchProfiler]] = {
 
 
 def make_profiler(profiler: str | Profiler | None) -> Profiler:
-    """The profiler of a name.
+    """Return the profiler with a name.
 
     Args:
-        profiler: `simple`, `advanced` or `torch` (Lightning's `pytorch` means the same); None: one that measures
-            nothing; an object is returned as it is.
+        profiler: `simple`, `advanced` or `torch` (`pytorch`, as in Lightning, is the same). None returns a profiler
+            that measures nothing; an object is returned unchanged.
 
     Raises:
-        ConfigError: There is no profiler of this name.
+        ConfigError: No profiler has this name.
     """
     if profiler is None or isinstance(profiler, Profiler):
         return profiler or PassThroughProfiler()

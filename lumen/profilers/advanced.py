@@ -1,4 +1,4 @@
-"""Which functions of Python take the time of each part of a run, by `cProfile`."""
+"""Profiler that lists the Python functions called in each part of a run, with `cProfile`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 @final
 class AdvancedProfiler(Profiler):
-    """Shows at the end of a run, for each part of it, the functions that were called there, the slowest part first.
+    """Shows at the end of a run the functions called in each part, slowest part first.
 
-    One part is measured at a time: what is called in a part inside of another one counts there only. It slows Python
-    down, so that shares are of use and absolute times are not; on CUDA they are those of the host.
+    One part is measured at a time: a call in a part inside another part counts for the inner part only. The profiler
+    slows Python down, so compare shares, not absolute times. On CUDA, times are those of the host.
 
     Args:
-        dirpath: See `Profiler`.
-        filename: See `Profiler`.
-        line_count_restriction: Functions of each part: a number of them, or a share up to 1.0.
-        dump_stats: Write what was measured of each part to `STAGE-PART.prof` too, for `pstats` or snakeviz; without a
-            `dirpath` into `profile` in the run directory.
+        dirpath: The directory of the files. Default: the run directory.
+        filename: The name of the summary's file, `STAGE-filename.txt`. Default: the summary is printed, and appended to
+            `profile.txt` and `run.log` of the run directory.
+        line_count_restriction: The functions to show of each part: a number, or a share up to 1.0.
+        dump_stats: Write the measurement of each part to `STAGE-PART.prof` too, for `pstats` or snakeviz. The files go
+            to `dirpath`, by default to `profile` in the run directory.
     """
 
     @checked
@@ -52,15 +53,15 @@ class AdvancedProfiler(Profiler):
         self._stack: list[tuple[str, cProfile.Profile]] = []
 
     def begin(self, run: Run, directory: Path | None) -> None:
-        """See `Profiler.begin`."""
+        """Reset the measured parts."""
         super().begin(run, directory)
         self.profiled_actions = {}
 
     def start(self, action_name: str) -> None:
-        """See `Profiler.start`.
+        """Pause the outer part and profile this one.
 
         Raises:
-            ConfigError: Something else profiles Python.
+            ConfigError: Another profiler or debugger of Python is active.
         """
         if self._stack:
             self._stack[-1][1].disable()
@@ -69,24 +70,24 @@ class AdvancedProfiler(Profiler):
         _enable(profile)
 
     def stop(self, action_name: str) -> None:
-        """See `Profiler.stop`.
+        """End the part that was started last, and continue the outer part.
 
         Raises:
-            ConfigError: It is not the part in progress.
+            ConfigError: The part is not the one in progress.
         """
         end_part(self, self._stack, action_name).disable()
         if self._stack:
             _enable(self._stack[-1][1])
 
     def summary(self) -> str:
-        """The functions of each part."""
+        """Return the functions of each part as a text."""
         parts = [
             (name, *_functions(profile, self.line_count_restriction)) for name, profile in self._measured().items()
         ]
         return "\n".join(f"{name}\n{text}" for name, _, text in sorted(parts, key=lambda part: -part[1]))
 
     def describe(self) -> None:
-        """Show the summary, and write the files that were asked for."""
+        """Show the summary, and write the `.prof` files if `dump_stats` is set."""
         super().describe()
         folder = self._folder if self.dirpath is not None or self._folder is None else self._folder / "profile"
         if self.dump_stats and folder is not None:
@@ -96,7 +97,7 @@ class AdvancedProfiler(Profiler):
                 profile.dump_stats(folder / f"{self._stage}-{re.sub(r'[^0-9A-Za-z_.]+', '_', name)}{rank}.prof")
 
     def _measured(self) -> dict[str, cProfile.Profile]:
-        """The parts in which a function was called."""
+        """Return the parts in which a function was called."""
         found = {}
         for name, profile in self.profiled_actions.items():
             profile.create_stats()
@@ -108,14 +109,14 @@ class AdvancedProfiler(Profiler):
 def _enable(profile: cProfile.Profile) -> None:
     try:
         profile.enable()
-    except ValueError as error:  # since Python 3.12 there is one at a time
+    except ValueError as error:  # since Python 3.12, only one profiler can be active
         raise ConfigError(
             "AdvancedProfiler: another profiler or debugger of Python is at work. End it, or leave this one out."
         ) from error
 
 
 def _functions(profile: cProfile.Profile, restriction: int | float) -> tuple[float, str]:
-    """The seconds of a part, and its functions as a text."""
+    """Return the seconds of a part, and its functions as a text."""
     file = StringIO()
     stats = pstats.Stats(profile, stream=file).sort_stats("cumulative")
     stats.print_stats(restriction)

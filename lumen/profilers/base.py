@@ -1,4 +1,4 @@
-"""Profiler: the base of what measures the parts of a run, and how its table is printed."""
+"""Base class of profilers, and functions that print their tables."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ _STAGES = {"validate": "validation", "sanity": "validation", "test": "test", "pr
 
 
 class Profiler(ABC):
-    """Is told when each part of a run begins and ends; `Trainer(profiler=...)` takes a subclass of your own too.
+    """Base class of profilers, called when each part of a run begins and ends.
 
-    One that has `start` and `stop` is whole; `summary` makes what is shown at the end. What is measured begins with the
-    first hook of `fit` (after model, data and optimizer are built) or of an evaluation and ends before `teardown`. A
-    run without a profiler has no trace of one in its loop.
+    `Trainer(profiler=...)` accepts your own subclass too. A subclass must define `start` and `stop`; `summary` returns
+    the text shown at the end. The measurement begins with the first hook of `fit` (after model, data and optimizer are
+    built) or of an evaluation, and ends before `teardown`. A run without a profiler has no code of a profiler in its
+    loop.
 
-    A task measures a part of its own by `with self.trainer.profiler.profile("encoder"):`, which costs next to nothing
-    where there is no profiler.
+    A task measures a part of its own by `with self.trainer.profiler.profile("encoder"):`, which costs almost no time
+    without a profiler.
 
     Args:
-        dirpath: Where files go. Default: the run directory.
-        filename: The summary goes to `STAGE-filename.txt` there. Default: it is printed, and appended to `profile.txt`
-            and `run.log` of the run directory.
+        dirpath: The directory of the files. Default: the run directory.
+        filename: The name of the summary's file, `STAGE-filename.txt` in the directory. Default: the summary is
+            printed, and appended to `profile.txt` and `run.log` of the run directory.
     """
 
-    #: False: nothing is measured, and no part of a run is wrapped.
+    #: False if the profiler measures nothing; then no part of a run is wrapped.
     measures: bool = True
 
     dirpath: Path | None = None
@@ -52,23 +53,23 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """A part begins.
+        """Begin a part.
 
         Args:
-            action_name: Name of the part, such as `training_step`, `data wait (validation)` or
+            action_name: The name of the part, such as `training_step`, `data wait (validation)` or
                 `EarlyStopping.on_step_end`. Parts nest: a callback saves a checkpoint, which flushes a logger.
         """
 
     @abstractmethod
     def stop(self, action_name: str) -> None:
-        """The part that was started last is over."""
+        """End the part that was started last."""
 
     def summary(self) -> str:
-        """What was measured, as a text; "" shows nothing."""
+        """Return the measurement as a text; "" shows nothing."""
         return ""
 
     def profile(self, action_name: str) -> AbstractContextManager[None]:
-        """The context in which a part runs."""
+        """Return a context that measures a part."""
         return self._profiled(action_name)
 
     @contextmanager
@@ -80,42 +81,42 @@ class Profiler(ABC):
             self.stop(action_name)
 
     def part(self, name: str, calls: int = 1) -> AbstractContextManager[Any]:
-        """The context in which a part of the run itself runs: that of `profile`.
+        """Return a context that measures a part of the run itself; the default is `profile`.
 
         Args:
-            name: Name of the part.
-            calls: By how much to raise the count of its calls; 0 for time that belongs to another call.
+            name: The name of the part.
+            calls: The number of calls to count; 0 for time that belongs to another call.
         """
         return self.profile(name)
 
     def step(self) -> None:
-        """An optimizer step is over, with its callbacks and validation; in an evaluation: a batch."""
+        """Handle the end of an optimizer step, after its callbacks and validation; in an evaluation, of a batch."""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a run: "fit", "validate", "test" or "predict"."""
+        """Prepare for a run with stage "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str | None = None) -> None:
-        """Clean up after a run; called after errors and stop requests too."""
+        """Clean up after a run, also after errors and stop requests."""
 
     def begin(self, run: Run, directory: Path | None) -> None:
-        """Start to measure a run; called once for each.
+        """Start the measurement of a run; called once per run.
 
         Args:
-            run: The run that is measured; `run.stage` is "fit", "validate", "test" or "predict".
-            directory: The run directory; None where there is none, as in evaluations: then nothing is to be written.
+            run: The run to measure; `run.stage` is "fit", "validate", "test" or "predict".
+            directory: The run directory; None if the run has no directory, as in evaluations: then no file is written.
         """
         self._run, self._directory, self._stage = run, directory, run.stage
         self.setup(run.stage, run.processes.local_rank, None if directory is None else str(directory))
 
     def end(self) -> None:
-        """End the measurement and report it. Called after errors and stop requests too."""
+        """End the measurement and report it, also after errors and stop requests."""
         try:
             self.describe()
         finally:
             self.teardown(self._stage)
 
     def describe(self) -> None:
-        """Show the summary, in the first process."""
+        """Show the summary, in the first process only."""
         text = self.summary().rstrip()
         if not text or (self._run is not None and not self._run.processes.is_global_zero):
             return
@@ -134,13 +135,13 @@ class Profiler(ABC):
 
     @property
     def _folder(self) -> Path | None:
-        """Where files go, if anywhere."""
+        """Directory of the files, or None."""
         return self._directory if self.dirpath is None else self.dirpath
 
 
 @final
 class PassThroughProfiler(Profiler):
-    """Measures nothing: what `trainer.profiler` is where none was asked for."""
+    """Profiler that measures nothing: the value of `trainer.profiler` without a profiler."""
 
     measures = False
 
@@ -151,17 +152,17 @@ class PassThroughProfiler(Profiler):
         """Do nothing."""
 
     def profile(self, action_name: str) -> AbstractContextManager[None]:
-        """A context that does nothing."""
+        """Return a context that does nothing."""
         return nullcontext()
 
 
 def end_part(profiler: Profiler, parts: list[tuple[str, T]], name: str) -> T:
-    """Remove the part in progress from the parts that have begun. Returns what was kept of it.
+    """Remove the part in progress from the parts that have begun, and return the profiler's data of the part.
 
     Args:
         profiler: The profiler whose part ends.
-        parts: Name of each part that has begun, and what the profiler keeps of it; the innermost last.
-        name: The part that ends.
+        parts: The name and the profiler's data of each part that has begun, innermost last.
+        name: The name of the part that ends.
 
     Raises:
         ConfigError: The part is not the one in progress.
@@ -177,17 +178,17 @@ def end_part(profiler: Profiler, parts: list[tuple[str, T]], name: str) -> T:
 
 
 def in_stage(name: str, stage: str) -> str:
-    """The name of a part with its stage in brackets, where that is an evaluation."""
+    """Return the name of a part, with the stage in brackets for an evaluation."""
     return f"{name} ({_STAGES[stage]})" if stage in _STAGES else name
 
 
 def hook_stage(stage: str) -> str:
-    """The name of a stage in the names of its hooks: "validation" for "validate"."""
+    """Return the name of a stage in the names of its hooks: "validation" for "validate"."""
     return _STAGES[stage]
 
 
 def make_table(name: str, *numbers: str) -> Table:
-    """An empty table: a column of names, then columns of numbers."""
+    """Return an empty table with a column of names, then columns of numbers."""
     from rich.table import Table
 
     table = Table(box=None, show_edge=False, pad_edge=False, header_style="bold", title_justify="left", title_style="")

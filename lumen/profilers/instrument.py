@@ -1,4 +1,4 @@
-"""Times the parts of a run by wrapping the methods of this run's objects, and unwraps them afterwards."""
+"""Instrumentation that wraps methods of a run's objects to time its parts, and unwraps them afterwards."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lumen.profilers.base import Profiler, hook_stage, in_stage
 from lumen.run.run import Run
 from lumen.task.hooks import HOOKS
 
-#: Hooks that run before what is measured or after it.
+#: Hooks that run before or after the measurement.
 _OUTSIDE = ("setup", "on_exception", "teardown")
 _LOGGER_METHODS = ("log_metrics", "log_system", "log_image", "log_histogram", "log_text", "save")
 
 
 def profiled(run: Run, profiler: Profiler, directory: Path | None) -> AbstractContextManager[Any]:
-    """The context in which a profiler measures a run; it reports at the end, also after an error.
+    """Return a context in which a profiler measures a run, and reports at the end, also after an error.
 
     Args:
-        run: A run that has just been built: its loaders and optimizer may come later.
-        profiler: The profiler to tell; one that measures nothing is not told.
+        run: The run that has just been built; its loaders and optimizer may be built later.
+        profiler: The profiler; one that measures nothing is not called.
         directory: The run directory, or None.
     """
     return Overlay(run, profiler, directory) if profiler.measures else nullcontext()
@@ -35,7 +35,7 @@ def profiled(run: Run, profiler: Profiler, directory: Path | None) -> AbstractCo
 
 @final
 class Overlay:
-    """Wraps every part of a run in `profiler.part`, while this context is open."""
+    """Context that wraps every part of a run in `profiler.part`."""
 
     def __init__(self, run: Run, profiler: Profiler, directory: Path | None) -> None:
         self._run = run
@@ -66,10 +66,10 @@ class Overlay:
             except Exception:
                 if error is None:
                     raise
-                _log.exception("the profiler's report failed too")  # the first failure is the one to show
+                _log.exception("the profiler's report failed too")  # the first error is raised
 
     def _begin(self) -> None:
-        """Start, now that everything is built."""
+        """Wrap the methods and start the profiler, after everything is built."""
         run, precision, strategy = self._run, self._run.precision, self._run.strategy
         self._lay("backward", precision, "backward")
         if type(precision).unscale is not Precision.unscale:
@@ -94,7 +94,7 @@ class Overlay:
         self._profiler.begin(run, self._directory)
 
     def _lay_loaders(self) -> None:
-        """Wrap the loaders' adapters, and once more in an epoch that has opened new ones."""
+        """Wrap the loaders' adapters, and again in an epoch that has opened new adapters."""
         run = self._run
         waiting = in_stage("data wait", "validate" if run.stage == "fit" else run.stage)
         for name, adapters in (("data wait", [run.loaders.train]), (waiting, run.loaders.evaluation)):
@@ -106,7 +106,7 @@ class Overlay:
         self._replace(owner, method, self._timed(name, getattr(owner, method)))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of one object, hiding its class's, until this context is closed."""
+        """Set an attribute of one object, hiding the attribute of its class, until this context is closed."""
         self._undo.enter_context(replaced_attribute(owner, name, value))
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,6 +141,6 @@ class Overlay:
 
 
 def _owner(call: Callable[..., Any]) -> str:
-    """Name of the class that a hook is a method of."""
+    """Return the name of the class that defines a hook."""
     method = call.func if isinstance(call, partial) else call
     return type(getattr(method, "__self__", method)).__name__

@@ -1,4 +1,4 @@
-"""A table of where the time of a run goes."""
+"""Profiler that prints a table of the time of each part of a run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     from lumen.run.run import Run
 
-_TINY = 0.001  # share of the whole below which parts are shown as one
+_TINY = 0.001  # share of the total below which parts are shown as one
 
 
 @final
 @dataclass
 class Row:
-    """The time that one part of a run took.
+    """Time that one part of a run took.
 
     Attributes:
-        name: Name of the part, such as `training_step`.
-        calls: Number of times it ran.
-        total_s: Seconds in all, without those of parts inside of it.
+        name: The name of the part, such as `training_step`.
+        calls: The number of times it ran.
+        total_s: The total time in seconds, without the time of parts inside.
     """
 
     name: str
@@ -41,23 +41,24 @@ class Row:
 
 @final
 class SimpleProfiler(Profiler):
-    """Prints at the end of a run how long each part of it took; a run directory keeps it as `profile.txt`.
+    """Prints at the end of a run how long each part took; a run directory keeps the table as `profile.txt`.
 
-    The times are exclusive: what is spent in a part inside of another one (a checkpoint in a callback) counts there
-    only, so they add up to the whole. `loop` is what is left: the loop itself, its seeding, its metrics. The sanity
-    check counts as validation.
+    Times are exclusive: time in a part inside another part (a checkpoint in a callback) counts for the inner part only.
+    The times therefore add up to the total. `loop` is the remaining time: the loop itself, its seeding, its metrics.
+    The sanity check counts as validation.
 
-    Times are those of the host. On CUDA, which runs behind it, a part holds the time to launch its kernels, and the
-    first one that needs a value waits for all others: use `TorchProfiler` for the device's times, or `synchronize`.
+    Times are those of the host. On CUDA, which runs asynchronously, a part contains the time to launch its kernels. The
+    first part that needs a value waits for all earlier kernels. For device times use `TorchProfiler` or `synchronize`.
 
     Args:
-        dirpath: See `Profiler`.
-        filename: See `Profiler`.
-        synchronize: Wait for the device at both ends of each part. Each part then shows its device time too, but host
-            and device no longer overlap, so the whole takes longer.
+        dirpath: The directory of the files. Default: the run directory.
+        filename: The name of the summary's file, `STAGE-filename.txt`. Default: the table is printed, and appended to
+            `profile.txt` and `run.log` of the run directory.
+        synchronize: Wait for the device at both ends of each part. Each part then includes its device time, but host
+            and device no longer overlap, so the total takes longer.
     """
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"extended": (True, False)}  # the table is one
+    NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"extended": (True, False)}  # the profiler has only one table
 
     @checked
     def __init__(
@@ -67,33 +68,33 @@ class SimpleProfiler(Profiler):
         self.synchronize = synchronize
         self._rows: dict[str, Row] = {}
         self._stack: list[tuple[str, Row]] = []
-        self._outer = 0  # parts in progress that began before what is measured
+        self._outer = 0  # parts in progress that began before the measurement
         self._steps, self._waits, self._measuring = 0, False, False
         self._switched_at_s = perf_counter()
 
     @property
     def rows(self) -> list[Row]:
-        """The parts of the last run, the longest first."""
+        """Parts of the last run, longest first."""
         return sorted(self._rows.values(), key=lambda row: -row.total_s)
 
     def begin(self, run: Run, directory: Path | None) -> None:
-        """See `Profiler.begin`."""
+        """Reset the times and start the measurement."""
         super().begin(run, directory)
         self._waits = self.synchronize and run.strategy.device.type != "cpu"
         self._rows, self._outer, self._steps, self._measuring = {}, len(self._stack), 0, True
         self._switched_at_s = perf_counter()
 
     def start(self, action_name: str) -> None:
-        """See `Profiler.start`."""
+        """Begin a part, and count a call."""
         self._switch()
         self._stack.append((action_name, row := self._row(action_name)))
         row.calls += 1
 
     def stop(self, action_name: str) -> None:
-        """See `Profiler.stop`.
+        """End the part that was started last.
 
         Raises:
-            ConfigError: It is not the part in progress.
+            ConfigError: The part is not the one in progress.
         """
         self._switch()
         end_part(self, self._stack, action_name)
@@ -101,7 +102,7 @@ class SimpleProfiler(Profiler):
 
     @contextmanager
     def part(self, name: str, calls: int = 1) -> Iterator[None]:
-        """See `Profiler.part`."""
+        """Measure a part within the context, with a number of calls to count."""
         self.start(name)
         self._stack[-1][1].calls += calls - 1
         try:
@@ -110,28 +111,28 @@ class SimpleProfiler(Profiler):
             self.stop(name)
 
     def step(self) -> None:
-        """See `Profiler.step`."""
+        """Count a step; in an evaluation, a batch."""
         self._steps += 1
 
     def summary(self) -> str:
-        """The table as a text."""
+        """Return the table as a text."""
         return as_text(self._table()) if self._rows else ""
 
     def describe(self) -> None:
-        """Print the table, or write it to the file that has a name."""
+        """Print the table, or write it to the file if `filename` is set."""
         if self.filename is not None:
             super().describe()
         elif self._run is None or self._run.processes.is_global_zero:
             show(self._table(), self._directory)
 
     def end(self) -> None:
-        """See `Profiler.end`."""
+        """Stop the measurement and report it."""
         self._switch()
         self._measuring = False
         super().end()
 
     def _switch(self) -> None:
-        """Add the seconds since the last call to the part that ran in them."""
+        """Add the seconds since the last call to the part in progress."""
         if self._waits:
             assert self._run is not None
             torch.accelerator.synchronize(self._run.strategy.device)

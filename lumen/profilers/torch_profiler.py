@@ -1,4 +1,4 @@
-"""Traces of single operators and kernels, by `torch.profiler`."""
+"""Profiler that traces operators and kernels with `torch.profiler`."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 @final
 class TorchProfiler(Profiler):
-    """Records every operator, and on CUDA every kernel, of a few steps by `torch.profiler`.
+    """Records every operator, and on CUDA every kernel, of a few steps with `torch.profiler`.
 
-    Each cycle of `wait`, `warmup` and `active` steps writes a Chrome trace, in which the parts of the run
-    (`training_step`, `backward`, `data wait`, callbacks, ...) are labelled, and prints the operators that took longest.
-    Open it in ui.perfetto.dev or chrome://tracing, or give its directory to TensorBoard's profiler plugin. A step ends
-    with all that follows from it, so a validation inside an active step is recorded in full.
+    Each cycle of `wait`, `warmup` and `active` steps writes a Chrome trace and prints the operators that took longest.
+    The trace labels the parts of the run (`training_step`, `backward`, `data wait`, callbacks, ...). Open the trace in
+    ui.perfetto.dev or chrome://tracing, or give its directory to TensorBoard's profiler plugin. A step includes a
+    validation that follows, so a validation in an active step is recorded in full.
 
     Args:
-        wait: Steps without recording: the first ones are slower than the rest.
-        warmup: Steps that are recorded and thrown away, because recording is slow at first.
+        wait: Steps without recording: the first steps are slower than the rest.
+        warmup: Steps whose recording is discarded, because recording is slow at first.
         active: Steps that are recorded. A trace takes megabytes for each.
-        repeat: Number of cycles; 0: until the run ends.
+        repeat: The number of cycles; 0: until the run ends.
         record_shapes: Record the shapes of the operators' inputs.
         profile_memory: Record the memory that operators allocate.
         with_stack: Record where in the source each operator was called; slow.
-        row_limit: Number of operators in the printed table.
-        dirpath: Where traces go. Default: `profile` in the run directory; without one (evaluations, `fast_dev_run`)
-            no trace is written.
+        row_limit: The number of operators in the printed table.
+        dirpath: The directory of the traces. Default: `profile` in the run directory; without a run directory
+            (evaluations, `fast_dev_run`) no trace is written.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
@@ -90,28 +90,28 @@ class TorchProfiler(Profiler):
         self._newest = ""
 
     def start(self, action_name: str) -> None:
-        """See `Profiler.start`."""
+        """Begin a part, and label it in the trace."""
         label = record_function(action_name)
         label.__enter__()  # type: ignore[no-untyped-call]
         self._stack.append((action_name, label))
 
     def stop(self, action_name: str) -> None:
-        """See `Profiler.stop`.
+        """End the part that was started last.
 
         Raises:
-            ConfigError: It is not the part in progress.
+            ConfigError: The part is not the one in progress.
         """
         end_part(self, self._stack, action_name).__exit__(None, None, None)
 
     def summary(self) -> str:
-        """The newest table of operators, which was shown when its cycle was over; "" before."""
+        """Return the latest table of operators, printed at the end of its cycle; "" before the first cycle ends."""
         return self._newest
 
     def describe(self) -> None:
-        """Each cycle has been shown."""
+        """Do nothing: each cycle has been reported."""
 
     def begin(self, run: Run, directory: Path | None) -> None:
-        """See `Profiler.begin`."""
+        """Start recording a run."""
         super().begin(run, directory)
         self._steps = self._traces = 0
         activities = [ProfilerActivity.CPU]
@@ -128,18 +128,19 @@ class TorchProfiler(Profiler):
         self._profile.start()
 
     def part(self, name: str, calls: int = 1) -> AbstractContextManager[Any]:
-        """See `Profiler.part`."""
+        """Return a context that labels a part in the trace."""
         return record_function(name)
 
     def step(self) -> None:
-        """See `Profiler.step`."""
+        """Move to the next step of the cycle."""
         self._steps += 1
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # each cycle is reported before
+            # Each cycle is reported before torch clears its events.
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             self._profile.step()
 
     def end(self) -> None:
-        """Report what is recorded of an unfinished cycle."""
+        """Report an unfinished cycle, and warn if no steps were recorded."""
         self._profile.stop()
         super().end()
         if not self._traces:
@@ -168,7 +169,7 @@ class TorchProfiler(Profiler):
         self._traces += 1
 
     def _table(self, done: profile) -> Table:
-        """The operators, by their own time; on CUDA that of the kernels they launched."""
+        """Return a table of operators, sorted by their own time; on CUDA, by the time of the kernels they launched."""
         assert self._run is not None
         kind = "device" if self._run.strategy.device.type == "cuda" else "cpu"
         own_us = attrgetter(f"self_{kind}_time_total")
@@ -192,8 +193,9 @@ class TorchProfiler(Profiler):
         return table
 
     def _operators(self, done: profile) -> list[Any]:
-        """Operators and parts, without kernels of the device and the Python functions of `with_stack`."""
+        """Return operators and parts, without device kernels and the Python functions of `with_stack`."""
         events: Iterable[Any] = done.events() if self.with_stack else ()  # type: ignore[no-untyped-call]
-        python = {event.name for event in events if getattr(event, "is_python_function", False)}  # torch 2.11 has none
+        # Torch 2.11 lacks the attribute.
+        python = {event.name for event in events if getattr(event, "is_python_function", False)}
         averages = done.key_averages(group_by_input_shape=self.record_shapes)
         return [each for each in averages if each.device_type.name == "CPU" and each.key not in python]
