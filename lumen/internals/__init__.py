@@ -1,1 +1,1 @@
-"""All uses of private names of torch and Python, in one place."""
+"""Uses of private names of torch and Python, all in one place."""

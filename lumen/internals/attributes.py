@@ -1,4 +1,4 @@
-"""Attributes of objects and classes, replaced for a while."""
+"""Temporary replacement of attributes of objects and classes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @contextmanager
 def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """The context in which an object has a value as its own attribute, which hides that of its class.
+    """Set an attribute of one object within the context, hiding the attribute of its class.
 
     Args:
-        owner: An object, whose `__setattr__` is passed over; or a class that defines the attribute itself.
+        owner: An object, whose `__setattr__` is bypassed; or a class that defines the attribute itself.
         name: The name of the attribute.
         value: The value in the context.
     """

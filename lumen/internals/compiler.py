@@ -19,10 +19,10 @@ WRAPPED = "_orig_mod"
 
 
 def need_to_compile() -> None:
-    """Check that this torch has the private names that compiling in place uses.
+    """Check that torch has the private names that in-place compilation needs.
 
     Raises:
-        ConfigError: This version of torch lacks some of them.
+        ConfigError: The installed torch lacks a name.
     """
     need("compile", nn.Module(), "_compiled_call_impl", "_call_impl")
     need("compile", torch, "_dynamo")
@@ -31,37 +31,41 @@ def need_to_compile() -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled, in place or by a wrapper around it."""
+    """Return True if a module is compiled, in place or by a wrapper around it."""
     return getattr(module, "_compiled_call_impl", None) is not None or WRAPPED in module._modules
 
 
 def compile_calls(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Make a module's calls compiled ones, where torch passes over the module because its code is torch's own."""
+    """Compile a module's calls, for a module that torch skips because its code is torch's own."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    # code that belongs to this one module alone is compiled, and counts its versions alone
+    # This copy of the code belongs to one module, so torch compiles it and counts its versions separately.
     own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
     module._compiled_call_impl = torch.compile(own, **options)
 
 
 def uncompile(module: nn.Module) -> None:
-    """Undo what was compiled in place."""
+    """Undo the compilation of a module in place."""
     del module.__dict__["_compiled_call_impl"]
 
 
 def limited_versions(most: int) -> AbstractContextManager[Any]:
-    """The context in which more than `most` compiled versions of one function are an error, and none is out of date."""
+    """Return a context that limits the compiled versions of a function to `most`, and lets no version be outdated.
+
+    One more version raises an error.
+    """
     settings: dict[str, Any] = {"recompile_limit": most, "fail_on_recompile_limit_hit": True}
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # else what is unfrozen gets no gradient (#177158)
+    # Otherwise unfrozen parameters get no gradient (#177158)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
     limits: AbstractContextManager[Any] = torch._dynamo.config.patch(**settings)
     return limits
 
 
 def is_compilers(error: BaseException | None) -> Literal["versions", "other"] | None:
-    """Whether an error is torch.compile's own: of too many compiled versions, or another; None: the model's own."""
+    """Return the kind of an error of torch.compile: too many "versions", or "other"; None for the model's own error."""
     of_torch = torch._dynamo.exc
     if isinstance(error, of_torch.FailOnRecompileLimitHit):
         return "versions"
@@ -71,12 +75,15 @@ def is_compilers(error: BaseException | None) -> Literal["versions", "other"] | 
 
 
 def import_compiler() -> None:
-    """Import the compiler before process groups are opened: later it would keep the default one, and gloo's threads."""
+    """Import the compiler before process groups are opened.
+
+    A later import would keep the default process group alive, with gloo's threads.
+    """
     with suppress(ImportError):
         import_module("torch._dynamo")
 
 
 def compiled_for_s() -> float:
-    """Seconds that this process has spent compiling."""
+    """Return the seconds that this process has spent compiling."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0.0 if utils is None else float(utils.calculate_time_spent()["total_wall_time"])

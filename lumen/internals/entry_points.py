@@ -29,15 +29,15 @@ def _installed() -> Any:
 
 
 def load(group: str, name: str, what: str) -> Any:
-    """Import what is registered under a name.
+    """Import the object that is registered under a name.
 
     Args:
         group: The group of entry points.
-        name: A name of the group, or one that Lumen itself registers.
-        what: What is imported, for errors, such as "the command diff".
+        name: A name of the group, or a name that Lumen itself registers.
+        what: A description for errors, such as "the command diff".
 
     Raises:
-        ConfigError: The name is registered by nobody or by two distributions, or the import fails.
+        ConfigError: No distribution or two distributions register the name, or the import fails.
     """
     found = registered(group).get(name, [])
     if not found:
@@ -65,7 +65,7 @@ def distribution(entry: EntryPoint) -> str:
 
 
 def how_to_install() -> str:
-    """Return the sentence that says how Lumen's own entry points come to exist."""
+    """Return the sentence that says how to install Lumen's own entry points."""
     root = Path(__file__).parents[2]
     where = f"--editable {root}" if (root / "pyproject.toml").is_file() else "--force-reinstall lumen"
     return f"The installed metadata of Lumen is missing or old: run pip install {where}"

@@ -13,7 +13,7 @@ from lumen.internals.torch_versions import need
 
 
 def local_block_of(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of this process's shard of a DTensor in each dimension; nothing is communicated."""
+    """Return offset and shape of this process's shard of a DTensor in each dimension, without communication."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offsets = compute_local_shape_and_global_offset(whole, mesh, placements)
@@ -21,19 +21,21 @@ def local_block_of(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> t
 
 
 def shards(placement: Any) -> bool:
-    """Return True if a placement divides a dimension, also the second time, as FSDP2 does after tensor parallelism."""
+    """Return True if a placement shards a dimension, also a second time, as FSDP2 does after tensor parallelism."""
     return placement.is_shard() or type(placement).__name__ == "_StridedShard"
 
 
 def prepare_roots(roots: Sequence[Any], units: Sequence[Any]) -> None:
-    """Let any unit be called first, in a hook or by a data set that plays a policy: torch takes the first for a root.
+    """Allow any unit to be called first, in a hook or by a dataset that runs a policy.
+
+    Without this preparation, torch treats the module that is called first as a root.
 
     Args:
-        roots: Modules to which `fully_shard` has been applied, that are in no other one.
-        units: All to which it has been applied.
+        roots: The modules with `fully_shard` that are not part of another module with `fully_shard`.
+        units: All modules with `fully_shard`.
 
     Raises:
-        ConfigError: This version of torch lacks private names that FSDP's strategy uses.
+        ConfigError: The installed torch lacks private names that FSDP's strategy uses.
     """
     for root in roots:
         _need_to_shard(root)
@@ -50,13 +52,13 @@ def prepare_roots(roots: Sequence[Any], units: Sequence[Any]) -> None:
 
 
 def _need_to_shard(root: Any) -> None:
-    """Check that this torch has the private names.
+    """Check that torch has the private names that sharding needs.
 
     Args:
-        root: A module to which `fully_shard` has been applied.
+        root: A module with `fully_shard`.
 
     Raises:
-        ConfigError: This version of torch lacks some of them.
+        ConfigError: The installed torch lacks a name.
     """
     need("strategy: fsdp", import_module("torch.distributed.tensor._utils"), "compute_local_shape_and_global_offset")
     need("strategy: fsdp", root, "_get_fsdp_state")
@@ -72,12 +74,12 @@ def _need_to_shard(root: Any) -> None:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The groups of parameters of one unit; none if it has no parameters of its own."""
+    """Return the parameter groups of one unit; empty if the unit has no parameters of its own."""
     return list(filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]))
 
 
 def sum_unused(unit: Any) -> None:
-    """Have all trainable parameters of a unit reduced, also those that a backward gave no gradient, as zeros."""
+    """Reduce the gradients of all trainable parameters of a unit; a parameter without a gradient counts as zeros."""
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         return
@@ -99,14 +101,15 @@ def _with_zeros(group: Any, post_backward: Callable[[], None]) -> Callable[..., 
 
 
 def forget_iteration(root: Any) -> None:
-    """Drop the state of forwards that had no backward, and gradients that were not reduced."""
+    """Drop the state of forwards without a backward, and gradients that were not reduced."""
     state = root._get_fsdp_state()
     groups = [group for each in state._state_ctx.all_states for group in _groups(each)]
     parameters = [each for group in groups for each in group.fsdp_params]
     for parameter in parameters:
-        if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 it is the gradient below
+        # Since torch 2.15, the gradient `_unsharded_param.grad` below.
+        if "unsharded_accumulated_grad" in vars(parameter):
             parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):  # it has been gathered before
+        if hasattr(parameter, "_unsharded_param"):  # the parameter has been gathered before
             parameter._unsharded_param.grad = None
     if hasattr(root, "reset_iter_state"):  # since torch 2.13
         with _kept_gradients([parameter.sharded_param for parameter in parameters]):
@@ -115,7 +118,7 @@ def forget_iteration(root: Any) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     for group in groups:
-        group._training_state = TrainingState.POST_BACKWARD  # nothing is left to sum
+        group._training_state = TrainingState.POST_BACKWARD  # no gradient is left to reduce
         group._partial_reduce_output = None
     state._root_post_backward_final_callback()
     state._state_ctx.iter_forward_root = None
@@ -123,7 +126,7 @@ def forget_iteration(root: Any) -> None:
 
 @contextmanager
 def _kept_gradients(parameters: list[Any]) -> Iterator[None]:
-    """The context in which accumulated gradients are kept: torch 2.15 drops them with the rest."""
+    """Keep accumulated gradients within the context: torch 2.15 drops them with the other state."""
     gradients = [parameter.grad for parameter in parameters]
     yield
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -1,4 +1,4 @@
-"""When Python collects garbage. Only reference cycles need that; all other objects are freed at once, always."""
+"""Control of garbage collection, which frees reference cycles only; Python frees all other objects immediately."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any, Protocol, final
 
-_NEVER = 2**31 - 1  # what a C int holds
-_STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "predict"}  # as hooks spell them
-_off_for_runs: list[object] = []  # those of this process for which it is off
-_young_only: list[tuple[int, int, int]] = []  # thresholds as each context of any thread found them
+_NEVER = 2**31 - 1  # the largest C int
+_STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "predict"}  # the names of stages in hooks
+_off_for_runs: list[object] = []  # the runs of this process that have disabled collection
+_young_only: list[tuple[int, int, int]] = []  # the thresholds that each open context has found, in any thread
 _changing = Lock()
-_frozen_by_python = gc.get_freeze_count()  # Python 3.12 begins with some
+_frozen_by_python = gc.get_freeze_count()  # Python 3.12 starts with some frozen objects
 _collected_before_fork = True
 
 
 @contextmanager
 def only_young_collected() -> Iterator[None]:
-    """The context for code that makes many objects, none of them garbage, such as imports.
+    """Skip full collections within the context, for code that makes many objects but no garbage, such as imports.
 
-    Full collections in it would take a third of an import and half of a save. Several threads may be in it at once.
+    Full collections would take a third of an import and half of a save. Several threads may use the context at once.
     """
     with _changing:
         _young_only.append(gc.get_threshold())
@@ -36,12 +36,12 @@ def only_young_collected() -> Iterator[None]:
 
 
 class HasSteps(Protocol):
-    """A run, as far as it is looked at here.
+    """Attributes of a run that garbage collection uses.
 
     Attributes:
         stage: "fit", "validate", "test" or "predict".
-        hooks: What is called when: tuples of functions, by the names of hooks.
-        progress: Has the number of steps that are done.
+        hooks: The hooks of the run: tuples of functions, by the names of hooks.
+        progress: The counters of the run, with the number of completed steps.
     """
 
     stage: str
@@ -51,9 +51,9 @@ class HasSteps(Protocol):
 
 @contextmanager
 def workers_are_begun() -> Iterator[None]:
-    """The context in which a loader forks its workers, which begin without a collection until `collect_in_worker`.
+    """Disable collection within the context, in which a loader forks workers, until they call `collect_in_worker`.
 
-    What is garbage in this process is not theirs to free: a CUDA event, freed in a process that was forked, aborts it.
+    A worker must not free garbage of this process: a CUDA event freed in a forked process aborts that process.
     """
     global _collected_before_fork
     was_on = gc.isenabled()
@@ -67,7 +67,7 @@ def workers_are_begun() -> Iterator[None]:
 
 
 def collect_in_worker() -> None:
-    """Let a loader's worker collect its own garbage as usual: it has no steps. What it was forked with stays."""
+    """Let a loader's worker, which has no steps, collect its own garbage as usual; objects from before fork stay."""
     gc.freeze()
     if _collected_before_fork:
         gc.enable()
@@ -75,10 +75,10 @@ def collect_in_worker() -> None:
 
 @final
 class GarbageCollection:
-    """Collects garbage at every n-th step of a run, until it is closed, instead of whenever Python would.
+    """Garbage collection at every n-th step of a run, until it is closed, instead of Python's automatic collection.
 
     Args:
-        steps: Optimizer steps (in an evaluation: batches) between two collections, >= 1.
+        steps: The number of optimizer steps (in an evaluation: batches) between two collections, >= 1.
         run: The run, before its first hook; until then Python collects as usual.
     """
 
@@ -98,17 +98,18 @@ class GarbageCollection:
         setattr(self._run.hooks, name, (call, *calls) if first else (*calls, call))
 
     def _begin(self) -> None:
-        """Set aside what is there already, most of it torch's: looking through that too would take 0.2 s each time."""
+        """Freeze existing objects, mostly torch's: a collection that looks through them would take 0.2 s longer."""
         self._was_on = gc.isenabled()
         _off_for_runs.append(self)
         gc.disable()
         gc.collect()
-        self._froze = gc.get_freeze_count() <= _frozen_by_python  # else somebody else has, and would miss it
+        # Otherwise other code has frozen objects, and needs them frozen.
+        self._froze = gc.get_freeze_count() <= _frozen_by_python
         if self._froze:
             gc.freeze()
 
     def close(self) -> None:
-        """Let Python collect garbage as it did before."""
+        """Restore Python's garbage collection."""
         if self not in _off_for_runs:
             return
         _off_for_runs.remove(self)

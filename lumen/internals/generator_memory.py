@@ -1,7 +1,7 @@
-"""The memory where the global generators of torch, numpy and `random` store how far they have drawn.
+"""Memory that holds the positions of the global generators of torch, numpy and `random`.
 
-Reading this memory takes 0.1 us, their public methods take 1 to 20, since they copy whole states. On import the memory
-is compared with these copies. If its layout differs from the expected one, the generator counts as used.
+A read of this memory takes 0.1 us. The public methods take 1 to 20 us, because they copy whole states. On import, the
+memory is compared with these copies. If its layout differs from the expected one, the generator counts as used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SIZE = 28
 
 @final
 class Unreadable:
-    """Memory of an unknown layout: its content equals nothing."""
+    """Memory of an unknown layout; its content equals no other value."""
 
     @property
     def raw(self) -> Any:
-        """A new object."""
+        """New object at each read."""
         return object()
 
 
@@ -62,5 +62,5 @@ def _memory_of_python() -> Any:
     return _memory(id(generator) + head, struct.pack("=i6I", position, *words[:6]))
 
 
-#: Of torch's, numpy's and Python's generator the position and words that a draw changes: `raw` returns their bytes.
+#: Position and words that a draw changes, of torch's, numpy's and Python's generator; `raw` returns the bytes.
 MEMORIES = _memory_of_torch(), _memory_of_numpy(), _memory_of_python()

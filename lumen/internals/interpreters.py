@@ -1,4 +1,4 @@
-"""Starts Python so that no file of the working directory is imported in place of a module of Lumen, torch or Python."""
+"""Start of Python without imports from the working directory, which could replace modules of Lumen, torch or Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import final
 
 SAFE_PATH = "PYTHONSAFEPATH"
 _LUMEN = Path(__file__).parent.parent
-# The child imports the lumen of its parent, wherever the parent has found it.
+# A child process imports its parent's lumen, wherever it is.
 _START = """\
 import runpy, sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -29,14 +29,14 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
     Args:
         module: The full name of the module.
-        arguments: Words for its `sys.argv`.
+        arguments: The arguments of the module, for its `sys.argv`.
     """
     return [sys.executable, "-P", "-c", _START, str(_LUMEN), module, *arguments]
 
 
 @final
 class SearchPath:
-    """The `sys.path` of a process, which any other process that receives it takes over."""
+    """Copy of a process's `sys.path`; a process that unpickles this object sets its own `sys.path` to the copy."""
 
     def __init__(self) -> None:
         self._path = sys.path[:]
@@ -47,10 +47,11 @@ class SearchPath:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Hold the working directory back from interpreters that multiprocessing starts, which take over `sys.path`.
+    """Hide the working directory within the context from interpreters that multiprocessing starts.
 
-    The function that such a process calls is imported first; its first argument is a `SearchPath`, for modules of the
-    user. A process that starts programs of the user removes `SAFE_PATH` from its environment.
+    These interpreters copy `sys.path`. The function that such a process calls is imported first. Its first argument is
+    a `SearchPath`, for modules of the user. A process that starts programs of the user removes `SAFE_PATH` from its
+    environment.
     """
     before, path = os.environ.get(SAFE_PATH), sys.path[:]
     os.environ[SAFE_PATH] = "1"

@@ -19,7 +19,7 @@ except ImportError:
 
 
 def collates_as_ever() -> bool:
-    """Whether `default_collate` still handles tensors and ints by torch's own functions; False if that is unknown."""
+    """Return True if `default_collate` handles tensors and ints by torch's own functions; False if that is unknown."""
     if _COLLATES is None:
         return False
     functions, of_tensors, of_ints = _COLLATES
@@ -27,10 +27,10 @@ def collates_as_ever() -> bool:
 
 
 def pinning() -> Callable[[Any], Any]:
-    """The function that copies a batch to pinned memory.
+    """Return the function that copies a batch to pinned memory.
 
     Raises:
-        ConfigError: This version of torch has no such function.
+        ConfigError: The installed torch has no such function.
     """
     try:
         from torch.utils.data._utils.pin_memory import pin_memory
@@ -41,21 +41,21 @@ def pinning() -> Callable[[Any], Any]:
 
 
 def iterates_as_ever(kind: type[DataLoader[Any]]) -> bool:
-    """Whether a subclass of DataLoader has torch's own `__iter__`."""
+    """Return True if a subclass of DataLoader has torch's own `__iter__`."""
     ways = [(each.__iter__, getattr(each, "_get_iterator", None)) for each in (kind, DataLoader)]
     return ways[0] == ways[1]
 
 
 def end_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator now: after an error the garbage collector would wait 5 s for each."""
+    """End the workers of a DataLoader's iterator now: garbage collection would wait 5 s for each after an error."""
     getattr(iterator, "_shutdown_workers", lambda: None)()
     for worker in getattr(iterator, "_workers", ()):
-        if worker.is_alive():  # in the middle of a sample, for more than torch's 5 s
+        if worker.is_alive():  # has worked on one sample for longer than torch's 5 s
             worker.kill()
             worker.join()
 
 
 def end_persistent_workers(loader: Any) -> None:
-    """End the workers that a DataLoader keeps from pass to pass; the next pass starts new ones."""
+    """End the workers that a DataLoader keeps between passes; the next pass starts new workers."""
     end_workers(getattr(loader, "_iterator", None))
     loader._iterator = None

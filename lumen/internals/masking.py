@@ -1,4 +1,4 @@
-"""Secrets in what a run records: values of names such as `api_key` are masked, references to the environment stay."""
+"""Secrets in a run's records: values of names such as `api_key` are masked, and references to the environment stay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, final
 
 MASK = "<masked>"
 _SECRETS = {"password", "passwd", "passphrase", "secret", "credential", "apikey"}
-_SOMETIMES = {"key", "token"}  # `sort_key` and `pad_token` are none
+_SOMETIMES = {"key", "token"}  # `sort_key` and `pad_token` are no secrets
 _OWNERS = {
     "access", "account", "api", "app", "auth", "bearer", "bot", "client", "encryption", "github", "hf", "hub", "id",
     "license", "private", "refresh", "secret", "security", "service", "session", "signing", "ssh", "storage", "user",
@@ -24,16 +24,16 @@ _ITEM = re.compile(r"""([\w.-]+)(["']?[ \t]*[:=][ \t]*)("[^"]*"|'[^']*'|[^\s,{}\
 
 @final
 class Reference(str):
-    """A text with references to the environment, such as `${oc.env:TOKEN}`, that is recorded in place of its value.
+    """Text with references to the environment, such as `${oc.env:TOKEN}`, that is recorded instead of its value.
 
     Attributes:
-        value: What the text was resolved to, or None if it was read from a record.
+        value: The resolved text, or None if the reference was read from a record.
     """
 
     value: str | None
 
     def __new__(cls, text: str, value: str | None = None) -> Reference:
-        """Make one of a text as it is written in a config."""
+        """Create a reference from a text in the form of a config."""
         made = super().__new__(cls, text)
         made.value = value
         return made
@@ -44,9 +44,9 @@ References: TypeAlias = Mapping[tuple[Any, ...], Reference]
 
 
 def holds_secret(name: str, value: str) -> bool:
-    """Return True if a name says that its value is a secret: by its last word, split at `_`, `-`, `.` and case.
+    """Return True if a name means a secret: by its last word, split at `_`, `-`, `.` and case.
 
-    After another word than those of `_OWNERS`, `key` and `token` say so only of a value that looks generated.
+    After a word that is not in `_OWNERS`, `key` and `token` mean a secret only if the value looks generated.
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     last = words[-1] if words else ""
@@ -66,14 +66,14 @@ def masked(
     path: tuple[Any, ...] = (),
     inside: bool = False,
 ) -> Any:
-    """Return plain data in which every secret text is `MASK`, and every known reference stands for its value.
+    """Return plain data in which `MASK` replaces every secret text, and known references replace their values.
 
     Args:
-        value: Nested mappings, lists and tuples; they are copied, whatever else they hold is not.
+        value: The nested mappings, lists and tuples, which are copied; other values are not copied.
         name: The name of the value.
-        references: References to the environment in it.
-        path: The place of the value in the whole.
-        inside: The value is part of a secret.
+        references: The references to the environment inside the value.
+        path: The place of the value in the whole data.
+        inside: True if the value is part of a secret.
     """
     if isinstance(value, Mapping):
         items = value.items()
@@ -109,7 +109,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def masked_text(text: str) -> str:
-    """Return a text such as YAML with the values of `name: value` and `name=value` masked where they are secrets."""
+    """Return a text such as YAML, with the secret values of `name: value` and `name=value` masked."""
     text = _ITEM.sub(lambda item: f"{item[1]}{item[2]}{masked(item[3], item[1])}", text)
     return _IN_URL.sub(rf"\1:{MASK}@", text)
 
@@ -120,12 +120,12 @@ def _masked_text(text: str, name: str) -> str:
 
 
 def is_masked(value: Any) -> bool:
-    """Return True if any text in plain data was masked."""
+    """Return True if any text in plain data contains a mask."""
     return any(MASK in text for text in _texts(value))
 
 
 def first_unknown(value: Any) -> str | None:
-    """Return the first text in plain data that stands for a secret: a mask, or a reference to the environment."""
+    """Return the first text in plain data that replaces a secret: a mask, or a reference to the environment."""
     return next((text for text in _texts(value) if MASK in text or isinstance(text, Reference)), None)
 
 
@@ -139,7 +139,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def what_is_missing(error: Exception) -> str:
-    """Return what OmegaConf lacks, in one line, and how to set a variable of the environment."""
+    """Return OmegaConf's error in one line, with the command that sets a missing environment variable."""
     said = str(error).partition("\n")[0]
     name = _NOT_FOUND.search(said)
     return said if name is None else f"the environment has no {name[1]}. Set it: export {name[1]}=VALUE"

@@ -1,4 +1,4 @@
-"""Memory of devices and of the host: what torch keeps of it, and its errors when there is none."""
+"""Memory of devices and of the host: torch's caches, and errors when memory runs out."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory",
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory has not sufficed; for the CPU, and within cuDNN, torch has no class for it."""
+    """Return True if an error means out of memory; torch has no class for such errors of the CPU and within cuDNN."""
     return isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
 def drop_failed_backward() -> None:
-    """Free what a backward of this thread that has failed did not come to: autograd holds it until the next one."""
+    """Free the memory of this thread's failed backward, which autograd holds until the next backward."""
     torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def count_reentrant_checkpoints() -> int:
-    """Return how many forwards of reentrant activation checkpoints this process has made since the first call."""
+    """Return the number of forwards of reentrant activation checkpoints in this process since the first call."""
     if not _reentrant:
         _reentrant.append(0)
         plain = CheckpointFunction.forward
@@ -36,13 +36,13 @@ def count_reentrant_checkpoints() -> int:
 
 
 def empty_host_cache() -> None:
-    """Free cached pinned memory that is not in use. torch < 2.13 has no public name for it."""
+    """Free cached pinned memory that is not in use; torch < 2.13 has no public name for this."""
     empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:
         empty()
 
 
 def empty_device_cache(device: torch.device) -> None:
-    """Give back memory of an accelerator that torch keeps for tensors to come."""
+    """Free cached memory of an accelerator, which torch keeps for later tensors."""
     if device.type != "cpu":
         getattr(torch, device.type).empty_cache()

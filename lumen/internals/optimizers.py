@@ -21,41 +21,41 @@ try:
     _WRAPPER: Any = Optimizer.profile_hook_step(lambda optimizer: None).__code__
     _is_profiled = torch._C._autograd._profiler_enabled
 except (ImportError, AttributeError):
-    _WRAPPER = None  # every step is called with its wrapper, whoever listens there
-_ZERO_GRAD = Optimizer.zero_grad  # as it is now: somebody may replace it
+    _WRAPPER = None  # every step is called with its wrapper
+_ZERO_GRAD = Optimizer.zero_grad  # the function as it is now, because user code may replace it
 
 
 @final
 class StepGuard:
-    """Calls a function before every `step` of an optimizer, except for calls of `bare_step`.
+    """Hook that calls a function before every `step` of an optimizer, except for calls of `bare_step`.
 
     Args:
         optimizer: The optimizer to watch.
-        refuse: Called before each step; raises if the step must not be made.
+        refuse: The function, called before each step; raises if the step is not allowed.
     """
 
     def __init__(self, optimizer: Optimizer, refuse: Callable[[], None]) -> None:
         self._refuse = refuse
         self._handle: RemovableHandle | None = None
-        with suppress(AttributeError):  # one of a class that leaves out Optimizer.__init__ has no hooks
+        with suppress(AttributeError):  # a class that omits Optimizer.__init__ has no hooks
             self._handle = optimizer.register_step_pre_hook(self)
 
     def __call__(self, *_: Any) -> None:
-        """The pre-step hook that torch calls."""
+        """Run the check; torch calls this pre-step hook."""
         self._refuse()
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """`optimizer.step`, without the wrapper that torch puts around it where nobody listens there.
+    """Return `optimizer.step` without torch's wrapper, if no hook or profiler uses the wrapper.
 
-    The wrapper calls hooks, and opens a range for profilers, which takes some 35 us: longer than the update of a small
-    model. The figure of the benchmark `tiny`, at most 1.03, needs this: 1.00 with it and 1.06 without. Nothing else
-    looks into torch's tables of hooks.
+    The wrapper calls hooks and opens a profiler range, which takes about 35 us: longer than the update of a small
+    model. The benchmark `tiny` needs this function to stay within its limit of 1.03: it measures 1.00 with it and 1.06
+    without. No other code reads torch's tables of hooks.
     """
     step, hooks = type(optimizer).step, getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if (
@@ -75,7 +75,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """Call `optimizer.zero_grad`, or do what torch's does without the range that it opens for profilers."""
+    """Call `optimizer.zero_grad`, or do the same without the profiler range of torch's method."""
     if getattr(optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD:
         optimizer.zero_grad(set_to_none=True)
         return
@@ -85,24 +85,24 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def has_stepped(optimizer: Any) -> None:
-    """Mark a resumed optimizer as stepped, or torch would warn that the schedule has moved before it."""
+    """Mark a resumed optimizer as stepped; otherwise torch would warn that the scheduler stepped first."""
     optimizer._opt_called = True
 
 
 def has_state_dict_hooks(optimizer: Optimizer) -> bool:
-    """Whether a hook is registered that changes what an optimizer saves or loads."""
+    """Return True if a registered hook changes the state that an optimizer saves or loads."""
     kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
 
 
 def torchs_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what torch would save; nothing for a class that leaves out `Optimizer.__init__`."""
+    """Return the state dict of torch's own method; empty for a class that omits `Optimizer.__init__`."""
     return Optimizer.state_dict(optimizer) if hasattr(optimizer, "_optimizer_state_dict_pre_hooks") else {}
 
 
 @cache
 def attributes_of_all_optimizers() -> frozenset[str]:
-    """Names of the attributes that every optimizer of torch has, and of those that schedulers set on it."""
+    """Return the names of the attributes that every torch optimizer has, and of those that schedulers set on it."""
     return frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))) | {"step", "_opt_called"}
 
 
@@ -110,16 +110,16 @@ need("Lumen", LRScheduler, "_update_lr")
 
 
 def move_schedule(scheduler: LRScheduler, position: float) -> None:
-    """Set the learning rates to those of a scheduler at a position: a step, or any number between two."""
+    """Set the learning rates to a scheduler's values at a position: a step, or a number between two steps."""
     scheduler._update_lr(position)  # type: ignore[arg-type]
 
 
 def set_by_hand(state: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without the entries that follow from the others."""
+    """Return a scheduler's state without the entries that follow from other entries."""
     return {key: value for key, value in state.items() if key != "_schedule_phases"}
 
 
 def schedules_in(scheduler: Any) -> tuple[list[Any], list[int]]:
-    """The schedules that a `SequentialLR` or `ChainedScheduler` is made of, and where one follows another."""
+    """Return the schedulers inside a `SequentialLR` or `ChainedScheduler`, and the milestones between them."""
     assert isinstance(scheduler, (SequentialLR, ChainedScheduler))
     return getattr(scheduler, "_schedulers", []), getattr(scheduler, "_milestones", [])  # unknown ones are not checked

@@ -1,4 +1,4 @@
-"""What Linux says of a process of this machine, under /proc; other systems say nothing."""
+"""Properties of a process of this machine, from Linux's /proc; empty on other systems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def stat_of(pid: int | str) -> list[str]:
-    """Return the fields of a process from its state on, the third of proc(5); empty if it has ended."""
+    """Return the fields of a process in proc(5) from the third, its state, on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -15,7 +15,7 @@ def stat_of(pid: int | str) -> list[str]:
 
 
 def has_handler(number: int, pid: int | str = "self") -> bool:
-    """Return True if a process has a handler for a signal, be it one that Python does not know of."""
+    """Return True if a process has a handler for a signal, also if Python does not know the handler."""
     try:
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
     except OSError:

@@ -1,4 +1,4 @@
-"""The signals that ask a job to stop: which of them are one request, and the exit code that each leaves."""
+"""Signals that ask a job to stop: the signals that form one request, and the exit code of each signal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from lumen.internals.proc import has_handler
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: to be tried again later
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 _OTHERS_TOO = (signal.SIGHUP, signal.SIGUSR1)
 _SAME_REQUEST_S = 5.0
 
 
 def exit_code(number: int) -> int:
-    """The exit code of a job that a signal has stopped: 130 for Ctrl-C, 75 for SIGUSR1, else that of SIGTERM, 143."""
+    """Return the exit code of a job that a signal stops: 130 for Ctrl-C, 75 for SIGUSR1, else 143 as for SIGTERM."""
     if number == signal.SIGUSR1:
         return REQUEUE
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
@@ -24,26 +24,29 @@ LEFT = frozenset(map(exit_code, SIGNALS))
 
 
 def is_same_request(first: int, number: int, passed_s: float) -> bool:
-    """Whether a signal says again what another one has said.
+    """Return True if a signal repeats the request of an earlier signal.
 
-    Who stops a service or a job may send SIGTERM to all of its processes, and SIGHUP after it; launchers pass on
-    theirs. Ctrl-C is pressed by somebody who means it.
+    A service manager or scheduler may send SIGTERM to all processes of a job, and SIGHUP afterwards; launchers forward
+    their signals. Ctrl-C always counts as a new request.
 
     Args:
-        first: Number of the signal that has asked.
-        number: Number of the signal that has come now.
-        passed_s: The time between them, in seconds.
+        first: The number of the earlier signal.
+        number: The number of the later signal.
+        passed_s: The time between the signals, in seconds.
     """
     return signal.SIGINT not in (first, number) and passed_s < _SAME_REQUEST_S
 
 
 def is_obeyed(number: int, handler: Any) -> bool:
-    """Whether a signal may be taken as a request to stop. SIGHUP and SIGUSR1 are not where they mean something else.
+    """Return True if a signal counts as a request to stop.
+
+    SIGHUP and SIGUSR1 count only with their default handler, because user code may give them a different meaning.
 
     Args:
-        number: The signal that is sent.
-        handler: What `signal.getsignal` says of it.
+        number: The number of the signal.
+        handler: The handler that `signal.getsignal` returns for the signal.
     """
     if number not in _OTHERS_TOO:
         return True
-    return handler == signal.SIG_DFL and not has_handler(number)  # `faulthandler.register` makes one below Python
+    # `faulthandler.register` installs a handler that Python does not report.
+    return handler == signal.SIG_DFL and not has_handler(number)

@@ -28,29 +28,29 @@ EXTRA_STATE = "_extra_state"
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name, without those of its submodules; the module's own dictionary, not a copy."""
+    """Return a module's own parameters by name, without its submodules; the module's own dictionary, not a copy."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers by name, without those of its submodules; the module's own dictionary, not a copy."""
+    """Return a module's own buffers by name, without its submodules; the module's own dictionary, not a copy."""
     return module._buffers
 
 
 def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers that are saved in its `state_dict`."""
+    """Return a module's own buffers that its `state_dict` saves."""
     return {name: b for name, b in module._buffers.items() if is_saved(module, name)}
 
 
 def is_saved(module: nn.Module, name: str) -> bool:
-    """Return True if `state_dict` of a module has its own parameter or buffer of this name."""
+    """Return True if a module's `state_dict` contains its own parameter or buffer with this name."""
     return name not in module._non_persistent_buffers_set
 
 
 def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """The plain persistent buffers of a module and its submodules, shared ones once; fast enough for every step."""
+    """Return the plain persistent buffers of a module and its submodules, each once; fast enough for every step."""
     modules: list[nn.Module | None] = [module]
-    found = {}  # in order
+    found = {}  # a dictionary, to keep the order
     for each in modules:
         if each is None:
             continue
@@ -63,47 +63,47 @@ def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 
 def writes_to(tensor: torch.Tensor) -> int:
-    """How often a tensor has been written in place: its version counter."""
+    """Return the number of in-place writes to a tensor: its version counter."""
     return tensor._version
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another one."""
+    """Return True if autograd tracks a tensor as a view of a different tensor."""
     return tensor._is_view()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """An id of a tensor's storage, equal for all tensors that share it; on the meta device too."""
+    """Return an id of a tensor's storage, equal for all tensors that share it, also on the meta device."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def schema_of(operation: Any) -> Any:
-    """Name and arguments of an operator that a `TorchDispatchMode` is called with."""
+    """Return the name and arguments of an operator with which torch calls a `TorchDispatchMode`."""
     return operation._schema
 
 
 def copies(operation: str) -> bool:
-    """Whether the operator of a schema returns its input's values in memory of their own."""
+    """Return True if an operator with this schema name returns its input's values in new memory."""
     return operation in ("clone", "_to_copy")
 
 
 def copies_in_place(operation: str) -> bool:
-    """Whether the operator of a schema copies its second tensor (or list of them) into its first."""
+    """Return True if an operator with this schema name copies its second tensor (or list of tensors) into its first."""
     return operation in ("copy_", "_foreach_copy_")
 
 
 def takes_shape_alone(operation: str) -> bool:
-    """Whether the operator of a schema takes only shape and dtype from its input, not the values."""
+    """Return True if an operator with this schema name uses only shape and dtype of its input, not the values."""
     return operation.endswith("_like") or operation.startswith("new_")
 
 
 def reset_name(module: nn.Module) -> str:
-    """Name of the method that initialises a module's parameters, if it has one."""
+    """Return the name of the method that initialises a module's parameters, if the module has one."""
     return "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:
-    """The method that initialises a module's parameters, such as `reset_parameters`; None if it has none."""
+    """Return the method that initialises a module's parameters, such as `reset_parameters`, or None."""
     reset: Callable[[], Any] | None = getattr(module, reset_name(module), None)
     return reset
 
@@ -112,12 +112,12 @@ Hooks = tuple[Any, Any]
 
 
 def hooks_of(parameter: Any) -> Hooks:
-    """The hooks on a parameter's gradient, and those after it was accumulated: dictionaries; None where it has none."""
+    """Return two hook dictionaries of a parameter, each or None: on its gradient, and after accumulation."""
     return parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def give_hooks(parameter: Any, hooks: Hooks) -> None:
-    """Give a parameter the hook dictionaries of another one: a hook added to or removed from one is so on both."""
+    """Give a parameter the hook dictionaries of a second parameter, so that both share later changes."""
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
@@ -138,26 +138,26 @@ def copy_all(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The 2-norm of each of one or more tensors, in a few kernels."""
+    """Return the 2-norm of each of one or more tensors, in a few kernels."""
     return torch._foreach_norm(tensors)
 
 
 def lerp(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Move each tensor towards another one, in place, in a few kernels: by 0 not at all, by 1 to its end."""
+    """Interpolate each tensor in place towards its end, in a few kernels: 0 keeps the tensor, 1 sets the end."""
     torch._foreach_lerp_(tensors, ends, weight)
 
 
 def largest_elements(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The largest absolute value in each of one or more tensors; NaN where there is one."""
+    """Return the largest absolute value in each of one or more tensors; NaN if a tensor contains NaN."""
     return torch._foreach_norm(tensors, torch.inf)
 
 
 def has_load_hooks(module: nn.Module) -> bool:
-    """Return True if a module of the user's changes how it is loaded from a state dict."""
+    """Return True if a user's module changes how a state dict is loaded."""
     owner = type(module)._load_from_state_dict.__module__.partition(".")[0]
     return bool(module._load_state_dict_pre_hooks) or owner not in ("torch", "torchmetrics")
 
 
 def call_load_hooks(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Load a module, without the modules in it, from a state dict as torch does; what does not fit is left alone."""
+    """Load a module, without its submodules, from a state dict as torch does; entries that do not fit are ignored."""
     module._load_from_state_dict(state, prefix, {}, False, [], [], [])

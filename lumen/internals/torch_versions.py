@@ -1,4 +1,4 @@
-"""The versions of torch that Lumen is tested with, and the error where a private name is missing."""
+"""Versions of torch with which Lumen is tested, and the error for a missing private name."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import torch
 
 from lumen.errors import ConfigError
 
-#: The versions of torch that Lumen is tested with.
+#: Versions of torch with which Lumen is tested.
 TRIED = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 
 def need(user: str, owner: Any, *names: str) -> None:
     """Check that an object has some attributes, before they are used.
 
+    Args:
+        user: The feature that needs the attributes, for errors.
+        owner: The object that should have the attributes.
+        *names: The names of the attributes.
+
     Raises:
-        ConfigError: This version of torch lacks one of them; the message says which version to install.
+        ConfigError: The installed torch lacks an attribute; the message names the versions to install.
     """
     if missing := [name for name in names if not hasattr(owner, name)]:
         raise ConfigError(

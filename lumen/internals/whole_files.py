@@ -1,4 +1,4 @@
-"""Files that are there whole, or as they were before."""
+"""Atomic writes: a file is complete, or unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CURES = {
 
 @contextmanager
 def explained_writing(path: Path) -> Iterator[None]:
-    """The context in which an OSError becomes an error that names the file of a run and says what to do.
+    """Turn an OSError within the context into an error that names the file of a run and a remedy.
 
     Raises:
         RunDirectoryError: The file cannot be written.
@@ -33,10 +33,10 @@ def explained_writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """The context in which a file is written beside `path`, and takes its place at the end; an error leaves that alone.
+    """Return a context that writes a temporary file and moves it to `path`; an error leaves `path` unchanged.
 
     Yields:
-        Where to write. Nothing is there: what a killed process has left is removed.
+        The path of the temporary file, which does not exist yet: a file left by a killed process is removed.
     """
     beside = path.with_name(f".{path.name}.tmp")
     beside.unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file of a run that may hold a secret: whole or not at all, and readable by its owner alone.
+    """Write a file of a run that may hold a secret: atomically, and readable only by its owner.
 
     Raises:
         RunDirectoryError: The file cannot be written.
