@@ -31,7 +31,7 @@ class Command:
     The help of `lumen` imports the module of this object, so that module should import little.
 
     Args:
-        summary: One sentence for the help.
+        summary: A sentence for the help.
         module: The full name of the module that defines `run(words: list[str]) -> int`, which returns the exit code,
             and `options() -> argparse.ArgumentParser`. Lumen imports the module to run the command, or for a shell's
             completion.

@@ -102,7 +102,7 @@ class OptionParser(ArgumentParser):
         """Return the types of options that are not arguments of a class; an option without a type takes any text."""
         known = {*self.classes, *self.fixed, *self.bases, *OPTIONS}
         single = [each for each in self._actions if each.dest.partition(".")[0] not in known]
-        # Jsonargparse stores a type that argparse does not know in `_typehint`.
+        # For a type that argparse does not know, jsonargparse sets `_typehint`.
         types = {each.dest: getattr(each, "_typehint", each.type) for each in single}
         return {name: kind for name, kind in types.items() if kind is not None}
 

@@ -143,8 +143,7 @@ def load_yaml(text: str) -> Any:
     loader = _Loader(text)
     try:
         return loader.get_single_data()
-    # Such as `!!int x`, or a number with too many digits.
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # such as `!!int x`, or a number too long
         raise yaml.YAMLError(str(error)) from error
     finally:
         loader.dispose()
