@@ -122,7 +122,7 @@ def keep_given(
         if (reference := references.get(("data", "init_args", name))) is not None:
             model._refer({(name,): reference})
             continue  # a repeated run takes the value from the data again
-        with suppress(yaml.YAMLError):  # A repeated run takes a value that is not plain data from the data again.
+        with suppress(yaml.YAMLError):  # the record holds plain data only
             yaml.safe_dump(value := getattr(data, name))
             inside = node.setdefault("init_args", {}) if is_class(node) else node
             inside[name] = escaped(value)

@@ -142,7 +142,7 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
 
     Args:
         name: The full or short name of the class.
-        bases: The classes of which the class must be a subclass of one; empty allows any class.
+        bases: The allowed base classes; empty allows any class.
         where: The key that names the class, for errors.
         files: The config files, whose directories may contain the module.
 

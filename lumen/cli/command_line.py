@@ -155,7 +155,7 @@ class CLI:
         """Build the trainer.
 
         Args:
-            given: Arguments that replace those in the settings.
+            given: Arguments that override the settings.
         """
         added = [self.config_init[key] for key in self.parser.callbacks]
         arguments = {**self.config_init.trainer.as_dict(), **given}

@@ -81,7 +81,7 @@ class Settings:
         variables = _variables(f"LUMEN_{own}", known if command is None else None)
         unread = _variables(f"{_LIGHTNINGS}{own}", known)
         self.unread = {f"LUMEN_{name.removeprefix(_LIGHTNINGS)}": name for name in unread}
-        if own:  # The variables of a command are separate from those of the `Trainer` in a script.
+        if own:  # The variables of a command are separate from the variables of a script's `Trainer`.
             of_scripts = [name for name in sorted(os.environ) if name.startswith("LUMEN_TRAINER__")]
             self.unread |= {f"LUMEN_{own}{name.removeprefix('LUMEN_')}": name for name in of_scripts}
         self._layers = [("the script", merge({}, script or {}))]

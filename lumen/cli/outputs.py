@@ -34,7 +34,7 @@ _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", "
 
 @final
 class SaveConfig(Callback):
-    """Callback that writes the resolved config into the run directory; an older config that differs is renamed."""
+    """Callback that writes the resolved config into the run directory, and keeps a copy of a different older config."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         self._record = record

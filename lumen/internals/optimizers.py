@@ -102,7 +102,7 @@ def torchs_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 @cache
 def attributes_of_all_optimizers() -> frozenset[str]:
-    """Return the names of the attributes that every torch optimizer has, and of those that schedulers set on it."""
+    """Return the names of the attributes that every torch optimizer has, or that schedulers set."""
     return frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))) | {"step", "_opt_called"}
 
 

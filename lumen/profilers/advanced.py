@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @final
 class AdvancedProfiler(Profiler):
-    """Shows at the end of a run the functions called in each part, slowest part first.
+    """Profiler that shows the functions called in each part at the end of a run, slowest part first.
 
     One part is measured at a time: a call in a part inside another part counts for the inner part only. The profiler
-    slows Python down, so compare shares, not absolute times. On CUDA, times are those of the host.
+    slows Python down, so compare shares, not absolute times. On CUDA, times are host times.
 
     Args:
         dirpath: The directory of the files. Default: the run directory.

@@ -29,8 +29,8 @@ class Profiler(ABC):
     built) or of an evaluation, and ends before `teardown`. A run without a profiler has no code of a profiler in its
     loop.
 
-    A task measures a part of its own by `with self.trainer.profiler.profile("encoder"):`, which costs almost no time
-    without a profiler.
+    A task measures its own part by `with self.trainer.profiler.profile("encoder"):`, which costs almost no time without
+    a profiler.
 
     Args:
         dirpath: The directory of the files. Default: the run directory.

@@ -41,14 +41,14 @@ class Row:
 
 @final
 class SimpleProfiler(Profiler):
-    """Prints at the end of a run how long each part took; a run directory keeps the table as `profile.txt`.
+    """Profiler that prints the time of each part of a run at its end; a run directory keeps it as `profile.txt`.
 
     Times are exclusive: time in a part inside another part (a checkpoint in a callback) counts for the inner part only.
     The times therefore add up to the total. `loop` is the remaining time: the loop itself, its seeding, its metrics.
     The sanity check counts as validation.
 
-    Times are those of the host. On CUDA, which runs asynchronously, a part contains the time to launch its kernels. The
-    first part that needs a value waits for all earlier kernels. For device times use `TorchProfiler` or `synchronize`.
+    Times are host times. On CUDA, which runs asynchronously, a part contains the time to launch its kernels. The first
+    part that needs a value waits for all earlier kernels. For device times use `TorchProfiler` or `synchronize`.
 
     Args:
         dirpath: The directory of the files. Default: the run directory.

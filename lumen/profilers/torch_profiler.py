@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @final
 class TorchProfiler(Profiler):
-    """Records every operator, and on CUDA every kernel, of a few steps with `torch.profiler`.
+    """Profiler that records every operator, and on CUDA every kernel, of a few steps with `torch.profiler`.
 
     Each cycle of `wait`, `warmup` and `active` steps writes a Chrome trace and prints the operators that took longest.
     The trace labels the parts of the run (`training_step`, `backward`, `data wait`, callbacks, ...). Open the trace in

@@ -36,7 +36,7 @@ _NO_BUFFERS: dict[str, Any] = {
 
 @final
 class DDP(Strategy):
-    """Keeps the whole model on every process and averages gradients during the last backward of a step.
+    """Strategy that keeps the whole model on every process, and averages gradients in the last backward of a step.
 
     The arguments are those of `torch.nn.parallel.DistributedDataParallel`.
 
@@ -180,8 +180,8 @@ class DDP(Strategy):
     def _postpone(self, steps: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Sum the gradients after the backward if the forward had a reentrant checkpoint.
 
-        The checkpoint runs a backward of its own, after which torch's wrapper treats all gradients as complete. A
-        parameter that is also used outside of the checkpoint would then differ between ranks.
+        The checkpoint runs its own backward, after which torch's wrapper treats all gradients as complete. A parameter
+        that is also used outside of the checkpoint would then differ between ranks.
         """
         if args[0] is None or self._ddp is None or self._options["static_graph"]:
             return

@@ -40,7 +40,8 @@ def make_strategy(
         num_nodes: The number of nodes. None: the number of nodes on which torchrun or SLURM started processes, else 1.
 
     Raises:
-        ConfigError: The device or strategy is not available, or the running processes differ from those requested.
+        ConfigError: The device or strategy is not available, or the running processes differ from the requested
+            processes.
     """
     processes = processes_of(devices, num_nodes, accelerator, strategy)
     if isinstance(strategy, str):
@@ -62,7 +63,7 @@ def processes_of(
     """Return the processes of a run: the running processes, or the processes to start on this node.
 
     Raises:
-        ConfigError: The running processes differ from those requested, or the strategy runs only one process.
+        ConfigError: The running processes differ from the requested processes, or the strategy runs only one process.
     """
     if isinstance(strategy, str) and strategy not in STRATEGIES:
         raise ConfigError(f"strategy: {_not_known(strategy)}")

@@ -36,22 +36,22 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # a mesh opens process groups, 
 
 @final
 class FSDP(Strategy):
-    """Shards parameters over processes, and gathers the parameters of a unit only for its forward and backward.
+    """Strategy that shards parameters over processes, and gathers a unit's parameters for its forward and backward.
 
     The strategy uses torch's `fully_shard` (FSDP2). Units are the modules that `wrap`, `wrap_if` or
-    `wrap_min_parameters` choose; else those of the task's `modules_to_shard`; else the repeated blocks. Repeated blocks
-    are modules of one class in the same `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. Parameters outside all
-    units are gathered for the whole step. A module that shares a parameter with a module outside is no unit.
+    `wrap_min_parameters` choose; else the modules of the task's `modules_to_shard`; else the repeated blocks. Repeated
+    blocks are modules of one class in the same `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. Parameters outside
+    all units are gathered for the whole step. A module that shares a parameter with a module outside is no unit.
 
     `precision: bf16` or `fp16` uses autocast, with the same results as on one device. Autograd then keeps a 16-bit copy
     of every weight from forward to backward, unless `activation_checkpointing` computes it again. `param_dtype` avoids
-    the copies and halves communication, but the results differ from those of one device.
+    the copies and halves communication, but the results differ from the results on one device.
 
     Args:
         wrap: The name of a class, or several names: all modules of these classes are units.
         wrap_if: A function of a module's name in the task and the module, which returns True if the module is a unit.
-        wrap_min_parameters: The number of parameters, without those of inner units, that makes a module a unit; the
-            smallest such modules are units.
+        wrap_min_parameters: The number of parameters, without the parameters of inner units, that makes a module a
+            unit; the smallest such modules are units.
         sharding_strategy: `full_shard`; `shard_grad_op`: parameters stay gathered from forward to backward;
             `hybrid_shard`: parameters are sharded within groups of `shard_size` processes and replicated across groups;
             `no_shard`.

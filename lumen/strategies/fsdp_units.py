@@ -27,11 +27,11 @@ def find_units(
         task: The task whose modules are chosen from.
         classes: The names of classes; every module of these classes is a unit.
         chosen: A function of a module's name and the module, which returns True if the module is a unit.
-        min_parameters: The number of parameters, without those of inner units, that makes a module a unit; the smallest
-            such modules are units.
+        min_parameters: The number of parameters, without the parameters of inner units, that makes a module a unit; the
+            smallest such modules are units.
 
     Returns:
-        The modules that the first given argument chooses; else those of the task's `modules_to_shard`; else the
+        The modules that the first given argument chooses; else the modules of the task's `modules_to_shard`; else the
         repeated blocks: modules of one class in the same list, dictionary or `nn.Sequential`.
 
     Raises:

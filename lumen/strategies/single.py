@@ -16,7 +16,7 @@ _NO_CONTEXT = nullcontext()
 
 @final
 class SingleDevice(Strategy):
-    """Runs the task unwrapped on one device.
+    """Strategy that runs the task unwrapped on one device.
 
     Args:
         device: The device to which the task is moved, such as "cuda:1".

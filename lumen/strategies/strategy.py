@@ -55,7 +55,7 @@ class Strategy(ABC):
 
     @property
     def data_world_size(self) -> int:
-        """Number of parts into which every step's data is divided; the number of processes is a multiple."""
+        """Number of parts into which every step's data is divided; the number of processes is a multiple of it."""
         return self.processes.world_size
 
     @property
@@ -106,7 +106,7 @@ class Strategy(ABC):
     def zero_loss(self) -> torch.Tensor | None:
         """Return a loss of 0 whose backward takes part in the gradient collectives of the other ranks.
 
-        A rank without a loss of its own runs this backward.
+        A rank without its own loss runs this backward.
 
         Returns:
             A scalar; None if only a forward with a real batch can take part. The base class returns a scalar that
