@@ -49,9 +49,9 @@ class DDP(Strategy):
         bucket_cap_mb: The size of a bucket, in MiB. Default: torch's, 25.
         broadcast_buffers: Broadcast buffers, such as BatchNorm's statistics, from rank 0 when a step begins.
         gradient_compression: Communicate gradients in 16 bits, which rounds them.
-        timeout_s: The time without progress of a step, or of waiting for other processes, after which Lumen ends the
-            job; in seconds, > 0, infinite: never.
-        startup_timeout_s: The timeout until the first step ends, while data is prepared and code compiled; if it is
+        timeout_s: The longest time of a step without progress, or of a wait for other processes, before Lumen ends the
+            job; in seconds, > 0. Infinity disables the limit.
+        startup_timeout_s: The limit until the first step ends, while data is prepared and code compiled; if it is
             longer than `timeout_s`, also in evaluations and between steps.
     """
 
@@ -321,7 +321,7 @@ _to_bf16.__annotations__ = default_hooks.bf16_compress_hook.__annotations__  # t
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _to_bf16}
 
 
-# ---------------------------------------------------------------------- averages without torch's wrapper.
+# ---------------------------------------------------------------------- averages without torch's wrapper
 
 
 def average(parameters: Sequence[nn.Parameter], world: int, compression: str | None = None, group: Any = None) -> None:

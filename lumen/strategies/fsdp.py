@@ -76,9 +76,9 @@ class FSDP(Strategy):
             never holds unsharded gradients.
         unshard_in_evaluation: Gather all parameters once for an evaluation. Default: True if the parameters, with their
             gradients and two optimizer states, fit in half of the memory that is free in `setup`.
-        timeout_s: The time without progress of a step, or of waiting for other processes, after which Lumen ends the
-            job; in seconds, > 0, infinite: never.
-        startup_timeout_s: The timeout until the first step ends, while data is prepared and code compiled; if it is
+        timeout_s: The longest time of a step without progress, or of a wait for other processes, before Lumen ends the
+            job; in seconds, > 0. Infinity disables the limit.
+        startup_timeout_s: The limit until the first step ends, while data is prepared and code compiled; if it is
             longer than `timeout_s`, also in evaluations and between steps.
 
     Raises:
@@ -190,8 +190,8 @@ class FSDP(Strategy):
         """Shard the parameters; parameters that are not on the meta device first get the values of rank 0.
 
         Raises:
-            ConfigError: A class is not found, a parameter cannot be sharded, or a different strategy has sharded the
-                task.
+            ConfigError: A class is not found, a parameter cannot be sharded, or an FSDP strategy with different options
+                has sharded the task.
         """
         assert self.device_mesh is not None
         refuse_sparse(task, "FSDP")

@@ -20,9 +20,9 @@ class SingleDevice(Strategy):
 
     Args:
         device: The device to which the task is moved, such as "cuda:1".
-        timeout_s: The time without progress of a step after which Lumen ends the process; in seconds, > 0, infinite:
-            never.
-        startup_timeout_s: The timeout until the first step ends, in evaluations and between steps.
+        timeout_s: The longest time of a step without progress before Lumen ends the process; in seconds, > 0. Infinity
+            disables the limit.
+        startup_timeout_s: The limit until the first step ends, in evaluations and between steps.
     """
 
     def __init__(
