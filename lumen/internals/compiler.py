@@ -57,7 +57,7 @@ def limited_versions(most: int) -> AbstractContextManager[Any]:
     One more version raises an error.
     """
     settings: dict[str, Any] = {"recompile_limit": most, "fail_on_recompile_limit_hit": True}
-    # Otherwise unfrozen parameters get no gradient (#177158)
+    # Before torch 2.13, unfrozen parameters would get no gradient otherwise (#177158).
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
     limits: AbstractContextManager[Any] = torch._dynamo.config.patch(**settings)

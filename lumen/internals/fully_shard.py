@@ -106,7 +106,7 @@ def forget_iteration(root: Any) -> None:
     groups = [group for each in state._state_ctx.all_states for group in _groups(each)]
     parameters = [each for group in groups for each in group.fsdp_params]
     for parameter in parameters:
-        # Since torch 2.15, the gradient `_unsharded_param.grad` below.
+        # Since torch 2.15, this value is `_unsharded_param.grad`, which the next lines clear.
         if "unsharded_accumulated_grad" in vars(parameter):
             parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):  # the parameter has been gathered before

@@ -11,7 +11,7 @@ from typing import final
 
 SAFE_PATH = "PYTHONSAFEPATH"
 _LUMEN = Path(__file__).parent.parent
-# A child process imports its parent's lumen, wherever it is.
+# A child process imports lumen from the folder of its parent's lumen.
 _START = """\
 import runpy, sys
 from importlib.util import module_from_spec, spec_from_file_location

@@ -121,7 +121,9 @@ def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:
 
 
 def never_restart(agent: Any) -> None:
-    """Make an elastic agent end with its first failure, although it announces restarts to its workers before.
+    """Make an elastic agent end with its first failure.
+
+    The agent's workers receive its `max_restarts` as the number of earlier restarts, `TORCHELASTIC_RESTART_COUNT`.
 
     Args:
         agent: An elastic agent that has not run yet.
