@@ -32,7 +32,7 @@ class Schedule:
         warmup_start: The first learning rate of the warm-up, as a fraction. Unset: 0; with warmup_epochs 1 /
             (warmup_epochs + 1), so that the first epoch trains.
         warmup_factor: A function, as module.name, of the steps or epochs so far; it returns the fraction, instead of a
-            line.
+            linear warm-up.
     """
 
     interval: Literal["step", "epoch", "token"] = "epoch"
@@ -55,7 +55,7 @@ class ParameterGroups:
             type", biases, norms, embeddings and bare parameters such as pos_emb; names with wildcards; or, together
             with decay, names of classes. Unset: no parameters.
         decay: Classes of the modules whose parameters decay, except biases; no_decay must name every other class.
-        layer_decay: The factor between the learning rates of a layer and of the layer above, in (0, 1].
+        layer_decay: The learning rate of each layer, divided by the rate of the layer above, in (0, 1].
         blocks: The layers, for layer_decay: the name of the module that holds them, or their names, lowest first.
         embeddings: The modules below the blocks. Unset: the modules defined before the blocks.
     """
