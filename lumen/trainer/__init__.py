@@ -1,1 +1,1 @@
-"""The Trainer, and what surrounds a run: its directory, the settings of its process, where it starts from."""
+"""The `Trainer` and its parts: run directory, process settings, and the start of a run."""

@@ -1,4 +1,4 @@
-"""Trainer: keeps the pieces, opens a run, chooses the loop, closes."""
+"""`Trainer`: holds the settings, opens runs, and calls the training and evaluation loops."""
 
 from __future__ import annotations
 
@@ -42,91 +42,97 @@ from lumen.trainer.session import Session
 
 @final
 class Trainer(RunView):
-    """Trains, evaluates and predicts.
+    """Trainer that fits, evaluates and predicts with a task.
 
     Args:
-        max_epochs: Epochs to train. One of `max_epochs`, `max_steps` and `max_time` is required for `fit`; the first
-            one reached ends it.
+        max_epochs: Epochs to train. `fit` requires `max_epochs`, `max_steps` or `max_time`, and ends at the first
+            limit.
         max_steps: Optimizer updates to make.
-        max_time: Time to train, over all resumed parts: "DD:HH:MM:SS", a timedelta, or its keywords.
+        max_time: Training time over all resumed parts: "DD:HH:MM:SS", a timedelta, or a dictionary of timedelta's
+            keywords.
         min_epochs: Epochs before a callback may stop the run.
         min_steps: Optimizer updates before a callback may stop the run.
-        accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda`, `mps`.
-        devices: How many of each node, a process each; `auto`: all accelerators. Default: as many as torchrun or SLURM
-            started processes, else 1. Processes that nobody started are started by the run.
-        num_nodes: How many nodes. Default: as many as torchrun or SLURM started processes on, else 1.
+        accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` or `mps`.
+        devices: Number of devices per node, with one process each; `auto`: all accelerators. Default: the number of
+            processes that torchrun or SLURM started, else 1. Lumen starts missing processes.
+        num_nodes: Number of nodes. Default: the number of nodes on which torchrun or SLURM started processes, else 1.
         strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or a `Strategy`.
-        precision: `fp32`; `bf16`, `fp16` (autocast); `bf16-true`, `fp64` (parameters and batches); or a `Precision`.
-        matmul_precision: With which float32 matrices are multiplied: `highest`, `high` (TF32 on CUDA) or `medium`.
-            Default: as torch is set.
-        benchmark: Let cuDNN time its algorithms and take the fastest, so that runs differ in the last bits. Default: as
-            torch is set.
-        compile: True: compile the task's `forward` and its direct child modules; class names: every module of these
-            classes; a dictionary: options of `torch.compile` (mode, dynamic, fullgraph, backend, options) and `blocks`,
-            the class names.
-        global_batch_size: Samples of an optimizer step, whatever the hardware; the micro-batches follow from the
-            loader's batch size.
-        accumulate_grad_batches: Micro-batches of a step, without `global_batch_size`; `{4: 8}`: 8 from epoch 4 on.
-        gradient_clip_val: Largest gradient norm or element.
+        precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters and batches); or a
+            `Precision`.
+        matmul_precision: Precision of float32 matrix products: `highest`, `high` (TF32 on CUDA) or `medium`. Default:
+            torch's current setting.
+        benchmark: Let cuDNN time its algorithms and use the fastest; repeated runs then differ by rounding. Default:
+            torch's current setting.
+        compile: Modules to compile with `torch.compile`. True: the task's `forward` and its direct child modules; class
+            names: every module of these classes; a dictionary: options of `torch.compile` (mode, dynamic, fullgraph,
+            backend, options) and `blocks`, the class names.
+        global_batch_size: Samples per optimizer step on any hardware. Lumen computes the number of micro-batches from
+            the loader's batch size.
+        accumulate_grad_batches: Micro-batches per step, without `global_batch_size`; `{4: 8}`: 8 from epoch 4 on.
+        gradient_clip_val: Largest gradient norm, or largest gradient element. Default: no clipping.
         gradient_clip_algorithm: `norm` or `value`.
-        val_check_interval: When to validate: an int counts optimizer steps, a float is a fraction of an epoch, a
-            string ("00:00:15:00") or timedelta is a duration.
+        val_check_interval: Interval between validations: an int counts optimizer steps, a float is a fraction of an
+            epoch, a string ("00:00:15:00") or timedelta is a duration.
         check_val_every_n_epoch: Validate in every n-th epoch only.
-        num_sanity_val_steps: Validation batches to try before training; -1: all.
-        limit_train_batches: A count, or a fraction, of the batches of an epoch.
-        limit_val_batches: Likewise for validation; 0 turns it off.
-        limit_test_batches: Likewise for test.
-        limit_predict_batches: Likewise for prediction.
-        overfit_batches: Train on this count or fraction of the batches, the same in every epoch, and validate on as
-            many: a model that cannot learn them by heart has a defect. 0: off.
-        reload_dataloaders_every_n_epochs: Ask for new loaders at the start of every n-th epoch; 0: never.
+        num_sanity_val_steps: Validation batches to run before training; -1: all.
+        limit_train_batches: Number or fraction of the batches per training epoch. Default: all.
+        limit_val_batches: Number or fraction of the validation batches; 0: no validation. Default: all.
+        limit_test_batches: Number or fraction of the test batches. Default: all.
+        limit_predict_batches: Number or fraction of the prediction batches. Default: all.
+        overfit_batches: Train on this number or fraction of the batches, the same batches in every epoch, and validate
+            on as many. A model that cannot memorize them has a defect. 0: off.
+        reload_dataloaders_every_n_epochs: Request new loaders at the start of every n-th epoch; 0: never.
         fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing.
-        log_every_n_steps: Optimizer steps between two written values; the last step of a run is written too.
-        callbacks: A list, or a dictionary whose names serve configs; None entries are left out.
-        logger: True: `metrics.csv` and `system.csv` in the run directory; one or several: these beside them, by name
-            (`tensorboard`, `wandb`, `mlflow`, `aim`) or as objects; False or an empty list: none at all.
-        default_root_dir: Where run directories are made.
-        name: Of the run. Default: the config file's stem, else the task's class name.
-        resume: None: a new run directory `name`, `name-2`, ...; "auto": go on from the newest valid checkpoint of
-            `name`, or start it; "last": the same, but there must be one; "best" or a path of a checkpoint or run: start
-            a new run directory from there.
-        resume_parts: What a new run takes over from "best" or a path; default: everything. `model`: parameters, buffers
-            and what `on_save_checkpoint` added; else they are built anew. `optimizer`: its state and the scale of fp16;
-            else it begins empty. `schedulers`: where they stand and the learning rates; else they and the optimizer's
-            settings are those configured, moved to the step and epoch that the run begins at (one with a monitor begins
-            anew). `progress`: step, epoch, time, the callbacks' states and the seed; else step 0 of epoch 0. `data`,
-            which needs `progress`: the place in the epoch, its values so far, the data module's state; else the epoch
-            begins anew.
-        init_from: Parameters and buffers that a new run begins with: the path or URL of a checkpoint, a run or
-            safetensors files, or `Weights`, which renames and leaves out. A run that is resumed does not read it.
-        max_restarts: How often the launcher starts all processes of `fit` again after one has failed: from the newest
-            checkpoint, unless the task is to blame. Under torchrun that is its own `--max-restarts`.
-        grace_s: Seconds from the first signal until the process ends, saved or not. Default: none, 30 in evaluations.
-        seed: Of everything random: 0 to 2**63 - 1. Default: that of `seed_everything`, else drawn once and recorded;
-            when resuming the checkpoint's counts.
-        deterministic: Use deterministic algorithms only; an operation that has none is an error, or
-            with `warn` a warning.
+        log_every_n_steps: Optimizer steps between two written values. Lumen also writes the last step of a run.
+        callbacks: A list of callbacks, or a dictionary whose keys name them in configs. Lumen ignores None entries.
+        logger: True: `metrics.csv` and `system.csv` in the run directory. Names (`tensorboard`, `wandb`, `mlflow`,
+            `aim`) or objects: these loggers too. False or an empty list: no logger and no CSV files.
+        default_root_dir: Directory in which Lumen creates run directories.
+        name: Name of the run. Default: the config file's stem, else the task's class name.
+        resume: Run or checkpoint to continue. None: start a new run directory `name`, `name-2`, ...; "auto": resume
+            from the newest valid checkpoint of `name`, or start `name`; "last": the same, but a checkpoint must exist;
+            "best" or a path of a checkpoint or run: start a new run directory from this checkpoint.
+        resume_parts: Parts of the checkpoint that a new run takes over from "best" or a path. Default: all parts.
+            `model`: parameters, buffers and additions of `on_save_checkpoint`; without it the task initializes them.
+            `optimizer`: its state and the scale of fp16; without it the optimizer begins empty. `schedulers`: their
+            state and the learning rates; without it the configured settings apply, moved to the first step and epoch of
+            the run (a scheduler with a monitor restarts). `progress`: step, epoch, time, states of callbacks, and seed;
+            without it the run begins at step 0 of epoch 0. `data`, which needs `progress`: the position in the epoch,
+            its values so far, and the data module's state; without it the epoch restarts.
+        init_from: Initial parameters and buffers of a new run: the path or URL of a checkpoint, a run or safetensors
+            files, or a `Weights`, which renames and omits names. A resumed run ignores this argument.
+        max_restarts: Number of times that the launcher restarts all processes of `fit` after one has failed. Each
+            restart resumes from the newest checkpoint. Errors of the task itself are not restarted. Under torchrun, set
+            its `--max-restarts` instead.
+        grace_s: Seconds from the first signal to the end of the process, saved or not. Default: no limit in `fit`, 30 s
+            in evaluations.
+        seed: Seed of all random numbers, 0 to 2**63 - 1. Default: the seed of `seed_everything`, else a random seed
+            that Lumen records. A resumed run uses the checkpoint's seed.
+        deterministic: Use deterministic algorithms only. An operation without such an algorithm is an error, or with
+            `warn` a warning.
         detect_anomaly: Find the operation that made a loss NaN or infinite, or whose backward made a NaN; slow.
-        sync_batchnorm: Let BatchNorm see the batches of all processes: each becomes a `torch.nn.SyncBatchNorm`, which
+        sync_batchnorm: Convert each BatchNorm to `torch.nn.SyncBatchNorm`, which sees the batches of all processes and
             needs CUDA.
-        profiler: `simple`: a table of where the time goes; `advanced`: by function; `torch`: traces; or a `Profiler`.
-        inference_mode: Evaluate under `torch.inference_mode`, else under `torch.no_grad`; `on_validation_start` and
-            `_end`, and those of test and predict, under the latter. What modules hold can be trained with afterwards.
-        halve_on_oom: Repeat what does not fit into memory in halves, with the same gradient; not under FSDP.
-        gc_every_n_steps: Let Python look for garbage (objects that refer to each other in circles) after every n-th
-            optimizer step, in an evaluation after every n-th batch, and at no other time: so no process makes the
-            others wait at a moment of its own. Default: whenever Python wants to.
+        profiler: `simple`: a table of the time per part; `advanced`: by function; `torch`: traces; or a `Profiler`.
+        inference_mode: Evaluate under `torch.inference_mode`; False: under `torch.no_grad`. Hooks such as
+            `on_validation_start` and `on_validation_end` always run under `torch.no_grad`. The tensors of modules can
+            be trained afterwards.
+        halve_on_oom: Repeat a micro-batch that does not fit into memory in halves, with the same gradient; not under
+            FSDP.
+        gc_every_n_steps: Let Python collect garbage (reference cycles) only after every n-th optimizer step, or in an
+            evaluation after every n-th batch. All processes then pause at the same time. Default: Python chooses the
+            times.
         enable_progress_bar: Show progress: a bar in a terminal, plain lines elsewhere.
         enable_checkpointing: Save checkpoints in `fit`.
         enable_model_summary: Print a table of the model at the start.
-        log_level: Of `run.log` and the terminal, for Lumen and every logger of yours: DEBUG, INFO, WARNING or ERROR.
-            Libraries are heard from WARNING, unless named: `{root: INFO, urllib3: DEBUG, mypackage.data: ERROR}`. How
-            the run began and ended, and the traceback of what it failed by, are in `run.log` at every level.
+        log_level: Lowest level of `run.log` and the terminal, for Lumen and your own loggers: DEBUG, INFO, WARNING or
+            ERROR. Libraries are shown from WARNING, unless named: `{root: INFO, urllib3: DEBUG, mypackage.data:
+            ERROR}`. At every level, `run.log` contains the start and end of the run, and the traceback of a failure.
         log_format: Format of all lines in `run.log`, as for `logging.Formatter`: `[%(asctime)s][%(name)s] %(message)s`.
     """
 
     INSTEAD, NEUTRAL, NONE_IS_DEFAULT = INSTEAD, NEUTRAL, True
-    _given: dict[str, Any] | None  # arguments as plain data
+    _given: dict[str, Any] | None  # arguments as plain data; None if the command line keeps the config
 
     @defaults_from_environment
     @checked
@@ -255,7 +261,7 @@ class Trainer(RunView):
         self._started, self._asks_task = False, True
 
     def _leave_no_traces(self, callbacks: list[Callback], log_level: str, **plan: Any) -> None:
-        """Let the next run write, log, profile and restart nothing: a search or a tool throws that run away.
+        """Turn off files, logs, profiler and restarts for the next run, which a search or a tool discards.
 
         Args:
             callbacks: The callbacks of the run, in place of the trainer's.
@@ -289,16 +295,17 @@ class Trainer(RunView):
 
         Args:
             model: The task to train.
-            train_dataloaders: A training loader, several, or a data module; None if the task brings its loaders.
-            val_dataloaders: One validation loader or several, beside a training loader.
+            train_dataloaders: A training loader, several, or a data module; None if the task provides its loaders.
+            val_dataloaders: One validation loader or several, in addition to training loaders.
             datamodule: A data module, in place of loaders.
-            ckpt_path: As `resume` of the trainer, for this run.
-            weights_only: Accepted for users of Lightning; nothing is ever unpickled.
-            configure_optimizers: Used instead of the task's.
+            ckpt_path: Checkpoint or run to continue, as the trainer's `resume`, for this call only.
+            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
+            configure_optimizers: Function that replaces the task's `configure_optimizers`.
 
         Raises:
-            LumenError: Something is wrong; see `lumen.errors`.
-            KeyboardInterrupt: The run was asked to stop; a checkpoint was saved and the resuming command printed.
+            LumenError: A setting, the data, a checkpoint or the training is wrong; see the classes in `lumen.errors`.
+            KeyboardInterrupt: A signal asked the run to stop; Lumen has saved a checkpoint and printed the resuming
+                command.
         """
         check_training(model, train_dataloaders, optimizer_given=configure_optimizers is not None)
         task, data = model, one_source(train_dataloaders, datamodule, val_dataloaders)
@@ -333,19 +340,19 @@ class Trainer(RunView):
         """Evaluate on the validation data.
 
         Args:
-            model: What to evaluate. Default: that of the run before, with its data if none is given, and with the best
-                parameters that it saved if it had a monitor.
-            dataloaders: A loader, several, or a data module; None if the task brings its loaders.
-            ckpt_path: Parameters to load first: "best" or "last" of the run, or what `init_from` may be. Default: those
-                that the task has, with a warning where nobody has trained or loaded them.
+            model: The task to evaluate. Default: the task of the previous run, with its data unless data is given. If
+                that run had a monitor, Lumen loads its best parameters.
+            dataloaders: A loader, several, or a data module; None if the task provides its loaders.
+            ckpt_path: Parameters to load first: "best" or "last" of the run, or any value of `init_from`. Default: the
+                task's current parameters, with a warning if they were never trained or loaded.
             verbose: Let the progress bar show the values at the end.
             datamodule: A data module, in place of loaders.
-            weights_only: Accepted for users of Lightning; nothing is ever unpickled.
-            average: What to evaluate of the checkpoint at `ckpt_path`, such as "parameters" or "last:5"; see
-                `load_from_checkpoint`. The task then holds it.
+            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
+            average: Weights of the checkpoint at `ckpt_path` to evaluate, such as "parameters" or "last:5"; see
+                `load_from_checkpoint`. The task keeps them afterwards.
 
         Returns:
-            One dictionary of logged values per loader; the same on every rank.
+            One dictionary of logged values per loader, equal on every rank.
         """
         source = one_source(dataloaders, datamodule)
         run = evaluate_all(self, "validate", model, source, ckpt_path, average=average, verbose=verbose)
@@ -362,7 +369,7 @@ class Trainer(RunView):
         *,
         average: str | Sequence[str | PurePath] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data; see `validate`."""
+        """Evaluate on the test data; arguments and result are those of `validate`."""
         source = one_source(dataloaders, datamodule)
         run = evaluate_all(self, "test", model, source, ckpt_path, average=average, verbose=verbose)
         return run.values.by_loader()
@@ -378,11 +385,14 @@ class Trainer(RunView):
         *,
         average: str | Sequence[str | PurePath] | None = None,
     ) -> list[Any] | None:
-        """Predict; see `validate`. With `return_predictions=False` only hooks see the outputs, as `PredictionWriter`'s.
+        """Predict for each batch; the arguments are those of `validate`.
+
+        With `return_predictions=False` only hooks receive the outputs, such as the hooks of `PredictionWriter`.
 
         Returns:
-            What `predict_step` returned for each batch, in order; with several loaders a list of such lists. Every rank
-            has those of all, then with tensors on the CPU: `predict_step` must return what can be pickled.
+            The results of `predict_step` for each batch, in order; with several loaders a list of such lists. With
+            several processes every rank has the results of all ranks, with tensors on the CPU, so these results must be
+            picklable.
         """
         source = one_source(dataloaders, datamodule)
         keeps = return_predictions is not False
@@ -392,10 +402,10 @@ class Trainer(RunView):
         return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
 
     def _use_config(self, seed: int, command: str) -> None:
-        """Take over what the command line knows, which keeps the whole config itself.
+        """Set values that the command line provides; the command line itself writes the config.
 
         Args:
-            seed: The seed with which everything was built.
+            seed: The seed with which the command line built all objects.
             command: First words of a command that trains.
         """
         self.seed, self._given, self._command = seed, None, command
@@ -408,12 +418,12 @@ class Trainer(RunView):
         Collective: every rank must call this.
 
         Args:
-            filepath: The directory to commit; an existing checkpoint is never overwritten.
+            filepath: The checkpoint directory to create. Lumen never overwrites an existing checkpoint.
             info: Plain data for listings of runs.
-            unknown: What else Lightning's takes: an error that says what serves instead.
+            unknown: Other arguments of Lightning's method; each raises an error that names the replacement.
 
         Raises:
-            CheckpointError: It could not be written; nothing that existed was touched.
+            CheckpointError: The checkpoint could not be written; existing files are unchanged.
         """
         refuse_unknown("save_checkpoint", unknown, INSTEAD_IN_SAVE)
         _ = self.optimizers  # only a training can be saved
