@@ -1,4 +1,4 @@
-"""RunView: the part of a trainer that callbacks and tasks may read."""
+"""`RunView`: the part of a trainer that callbacks and tasks may read."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 
 Status = Literal["initializing", "running", "finished", "interrupted"]
-#: Lightning's names of what a run does at a moment, by Lumen's.
+#: Lightning's names of the stages of a run, by Lumen's names.
 _STAGES: dict[str, str | None] = {"fit": "train", "sanity": "sanity_check", "": None}
 
 
 @final
 @dataclass(frozen=True)
 class TrainerState:
-    """What a trainer does, in plain words, which compare equal to Lightning's enumerations.
+    """State of a trainer, as strings that compare equal to Lightning's enumerations.
 
     Attributes:
-        status: "initializing" before the first run, "running", "finished"; "interrupted" by an error or a stop request.
-        fn: The call that is running or was the last one: "fit", "validate", "test" or "predict"; None before it.
-        stage: What it does now: "train", "sanity_check", "validate", "test" or "predict"; None when it is over.
+        status: "initializing" before the first run, "running", "finished", or "interrupted" by an error or a stop
+            request.
+        fn: The running or last call: "fit", "validate", "test" or "predict"; None before the first call.
+        stage: The present stage: "train", "sanity_check", "validate", "test" or "predict"; None outside of a run.
     """
 
     status: Status
@@ -54,28 +55,28 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """The last run has ended as it should."""
+        """True if the last run has finished without an error or a stop request."""
         return self.status == "finished"
 
     @property
     def stopped(self) -> bool:
-        """No run is in progress, but there was one."""
+        """True if the last run has ended, for any reason."""
         return self.status in ("finished", "interrupted")
 
 
 class RunView:
-    """Trainer as callbacks and tasks read it; nothing here changes a run, but for `should_stop`.
+    """View of a trainer for callbacks and tasks. Only `should_stop` and a few methods change the run.
 
-    `Trainer` is its one child: what a callback may use is in one place, how a run is made in another. The names are
-    Lightning's, but for those that docs/site/trainer.md lists as Lumen's own. Arguments of the trainer are as they are
-    after `fast_dev_run` and `overfit_batches`, and none can be set afterwards.
+    `Trainer` is the only subclass: this class has the members for callbacks, and `Trainer` opens runs. The names are
+    Lightning's, except for the names that docs/site/trainer.md lists as Lumen's own. Arguments of the trainer have
+    their values after `fast_dev_run` and `overfit_batches`, and are read only.
 
     Attributes:
-        plan: How long the run is and what happens when.
-        strategy: On which devices tasks lie, and how a step is computed there.
-        callbacks: Those that were given, and the default ones.
-        loggers: Where its record goes beside `metrics.csv`, or that alone; empty: there is none.
-        run_directory: Where it writes; None if it writes nothing.
+        plan: Length of the run, and times of validations and logs.
+        strategy: The strategy, which places tasks on devices and computes steps there.
+        callbacks: The given and the default callbacks.
+        loggers: The given loggers, or the logger of `metrics.csv` by default; empty without loggers.
+        run_directory: The run directory; None if the run writes nothing.
     """
 
     plan: Plan
@@ -87,16 +88,16 @@ class RunView:
     _status: Status
     _fn: str | None
     _given_optimizers: Callable[[], Any] | None = None
-    _counted: Progress | None = None  # of the newest fit
+    _counted: Progress | None = None  # progress of the newest fit
     _command = ""  # first words of a command that trains, such as "lumen fit"
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say what is read in place of an attribute that only Lightning's trainer has.
+        """Raise an error that names the replacement of an attribute of Lightning's trainer.
 
         Raises:
-            AttributeError: There is none of this name.
+            AttributeError: The trainer has no attribute of this name.
         """
-        if hasattr(type(self), name):  # one that has failed for want of another
+        if hasattr(type(self), name):  # a property that raised an AttributeError: raise that error again
             object.__getattribute__(self, name)
         near = difflib.get_close_matches(name, [each for each in dir(type(self)) if not each.startswith("_")])
         hint = ATTRIBUTES.get(name) or (f"Did you mean {' or '.join(near)}?" if near else "")
@@ -108,7 +109,7 @@ class RunView:
         return other
 
     def __getstate__(self) -> Any:
-        """Refuse to pickle a run, whose data, devices and processes stay where they are.
+        """Refuse to pickle a trainer that has run, because its data, devices and processes cannot move.
 
         Raises:
             ConfigError: The trainer has run.
@@ -121,10 +122,11 @@ class RunView:
         return super().__getstate__()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what a run would never read.
+        """Refuse to set an attribute that a run never reads.
 
         Raises:
-            ConfigError: It is an argument, or what a run tells; or it is an attribute of Lightning's trainer alone.
+            ConfigError: The name is an argument of the trainer, a read-only property, or an attribute of Lightning's
+                trainer only.
         """
         found = getattr(type(self), name, None)
         if name in ATTRIBUTES or (isinstance(found, property) and found.fset is None):
@@ -135,10 +137,10 @@ class RunView:
 
     @classmethod
     def add_argparse_args(cls, *_: Any, **__: Any) -> NoReturn:
-        """Not here: a command line is `lumen.CLI`.
+        """Raise an error that names the replacement: `lumen.CLI`.
 
         Raises:
-            ConfigError: Always; it says what to write.
+            ConfigError: Always, with the code to write instead.
         """
         raise ConfigError(
             "Trainer.add_argparse_args is of Lightning 1. Use lumen.CLI, which has the trainer's options."
@@ -146,22 +148,22 @@ class RunView:
 
     @classmethod
     def from_argparse_args(cls, *_: Any, **__: Any) -> NoReturn:
-        """Not here; see `add_argparse_args`.
+        """Raise an error that names the replacement: `lumen.CLI`.
 
         Raises:
-            ConfigError: Always; it says what to write.
+            ConfigError: Always, with the code to write instead.
         """
         raise ConfigError("Trainer.from_argparse_args is of Lightning 1. Use lumen.CLI, or write Trainer(**settings).")
 
     @property
     def run(self) -> Run:
-        """The run in progress, or the last one: its parts, for callbacks that need more than the trainer shows.
+        """Run in progress, or the last run, for callbacks that need more than the trainer shows.
 
-        The parts (`progress`, `values`, `ending`, `saves`, ...) are listed in `lumen.run.run.Run`. Their members may
-        change from one version to the next.
+        `lumen.run.run.Run` lists its parts (`progress`, `values`, `ending`, `saves`, ...). Their members may change
+        between versions.
 
         Raises:
-            ConfigError: None has been started.
+            ConfigError: The trainer has not started a run yet.
         """
         if self._run is None:
             raise ConfigError("this trainer has not started a run yet; call fit, validate, test or predict.")
@@ -169,47 +171,47 @@ class RunView:
 
     @property
     def global_step(self) -> int:
-        """Optimizer updates completed by the newest `fit`, which an evaluation leaves as they are; 0 before it."""
+        """Optimizer updates completed by the newest `fit`; 0 before the first `fit`. Evaluations do not change it."""
         return 0 if self._counted is None else self._counted.step
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed, likewise."""
+        """Epochs completed by the newest `fit`; 0 before the first `fit`."""
         return 0 if self._counted is None else self._counted.epoch
 
     @property
     def state(self) -> TrainerState:
-        """What the trainer does: `status`, `fn` and `stage`, `finished` and `stopped`."""
+        """State of the trainer: `status`, `fn`, `stage`, `finished` and `stopped`."""
         stage = "" if self._run is None else self._run.stage
         return TrainerState(self._status, self._fn, _STAGES.get(stage, stage))
 
     @property
     def interrupted(self) -> bool:
-        """The last run has ended by an error, or because it was asked to."""
+        """True if an error or a stop request ended the last run."""
         return self._status == "interrupted"
 
     @property
     def lightning_module(self) -> TaskModule | None:
-        """The task of the run in progress, or of the last one; None before it. Nothing is wrapped around it."""
+        """Task of the run in progress, or of the last run; None before the first run. No wrapper surrounds the task."""
         return None if self._run is None else self._run.task
 
     @property
     def model(self) -> TaskModule | None:
-        """The same as `lightning_module`."""
+        """Same object as `lightning_module`."""
         return self.lightning_module
 
     @property
     def ckpt_path(self) -> str | None:
-        """Path of the checkpoint whose parameters the run has read; None: of none."""
+        """Path of the checkpoint from which the run has read its parameters, or None."""
         checkpoint = None if self._run is None else self._run.checkpoint
         return None if checkpoint is None else str(checkpoint.path)
 
     @property
     def should_stop(self) -> bool:
-        """Set it to True, on one rank or on all, to end training at the end of the step in progress.
+        """Request to end training. Set True, on one rank or on all, to end training after the step in progress.
 
-        That holds in every hook and step of the task and of callbacks. Elsewhere (in a thread, in the hooks of a
-        callback that says `stops_at_steps = False`), several processes hear of it in the step after it.
+        This applies in all hooks and steps of the task and of callbacks. If a thread or a callback with `stops_at_steps
+        = False` sets it, several processes stop one step later.
         """
         return self._run is not None and self._run.progress.should_stop
 
@@ -223,25 +225,28 @@ class RunView:
         self.run.ending.request_stop(value=value)
 
     def skip_update(self) -> None:
-        """Make no update of the step in progress: its batches are used, but no step is counted, no schedule moves.
+        """Skip the update of the step in progress.
 
-        To be called in `on_before_optimizer_step`, on every rank; elsewhere it is a `TrainingError`.
+        The batches of the step count as used, but the step does not count and no schedule moves. Every rank must call
+        this in `on_before_optimizer_step`. Elsewhere it raises a `TrainingError`.
         """
         if not self.run.log.in_train_step or self.run.step.is_updating:
             raise TrainingError("skip_update: no update is about to be made. Call it in on_before_optimizer_step.")
         self.run.step.skip_update()
 
     def roll_back(self, before: int = 0, after: int = 0) -> None:
-        """Undo the step in progress, and go on from a checkpoint without it and so many steps around it.
+        """Undo the step in progress: resume from a checkpoint, and leave out this step and its neighbors.
 
-        The run is closed and opened again, as one that goes on after a kill, from its newest checkpoint that is older
-        than all that is left out; newer ones are removed. The batches left out count as used and as no step. Where
-        there is no such checkpoint, the run ends with a `TrainingError`. To be called within a training step, on every
-        rank; elsewhere it is a `TrainingError`.
+        Lumen closes the run and reopens it, as after a kill, from the newest checkpoint that is older than all left-out
+        steps. Lumen removes newer checkpoints. Left-out batches count as used, but not as steps. Without such a
+        checkpoint the run ends with a `TrainingError`.
+
+        Every rank must call this within a training step. Elsewhere it raises a `TrainingError`.
 
         Args:
-            before: Steps before this one that are left out too, >= 0; each as many micro-batches as this one.
-            after: Steps after it, likewise.
+            before: Number of steps before this step to leave out too, >= 0. Each has as many micro-batches as this
+                step.
+            after: Number of steps after this step to leave out too, >= 0.
         """
         at_least(0, before=before, after=after)
         if not self.run.log.in_train_step or self.run.step.is_updating:
@@ -251,13 +256,13 @@ class RunView:
 
     @property
     def progress(self) -> Progress:
-        """How far the run is; to be read only."""
+        """Progress of the run; read only."""
         return self.run.progress
 
     def request_agreement(self) -> None:
-        """Have all processes agree, after `on_step_end`, whether the run ends at this boundary: before it is saved.
+        """Request a vote of all processes, after `on_step_end` and before saving, on whether the run ends at this step.
 
-        To be called in `on_step_end`, on every rank.
+        Every rank must call this, in `on_step_end`.
         """
         self.run.ending.request_agreement()
 
@@ -288,7 +293,7 @@ class RunView:
 
     @property
     def evaluating(self) -> bool:
-        """True during validation, the sanity check and a test."""
+        """True during validation, the sanity check or a test."""
         return self._is_in("validate", "sanity", "test")
 
     def _is_in(self, *stages: str) -> bool:
@@ -296,63 +301,63 @@ class RunView:
 
     @property
     def received_sigterm(self) -> bool:
-        """This process was sent SIGTERM: the run leaves once all know of it."""
+        """True if this process has received SIGTERM. The run ends as soon as all processes know."""
         return self._run is not None and self._run.ending.vote.requested == SIGTERM
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizer, in a list; of a task that optimizes by hand all that it has."""
+        """List with the optimizer; with manual optimization, all optimizers of the task."""
         if not hasattr(self.run.optim, "optimizer"):
             raise ConfigError("there is no optimizer: it exists during fit, once configure_optimizers has returned.")
         return list(self.run.optim.optimizers)
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers and when they step."""
+        """Schedulers, each with its interval and frequency."""
         return list(self.run.optim.schedulers)
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger."""
+        """First logger, or None."""
         return next(iter(self.loggers), None)
 
     @property
     def log_dir(self) -> str | None:
-        """The run directory."""
+        """Run directory, or None if the run writes nothing."""
         return None if self.run_directory is None else str(self.run_directory)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Every `ModelCheckpoint`; the first is `checkpoint_callback`."""
+        """All `ModelCheckpoint` callbacks, in order."""
         return savers_of(self.callbacks)
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The `ModelCheckpoint` that says which checkpoint is best: the first with a monitor, else the first."""
+        """`ModelCheckpoint` that decides which checkpoint is best: the first with a monitor, else the first."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """Every `EarlyStopping`, in their order."""
+        """All `EarlyStopping` callbacks, in order."""
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first of them."""
+        """First `EarlyStopping` callback, or None."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """The progress bar."""
+        """Progress bar, or None."""
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     # ------------------------------------------------------------------ values
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest value of every logged name: a tensor without dimensions, on the CPU. Waits for the device.
+        """Newest value of every logged name: a tensor without dimensions, on the CPU. Waits for the device.
 
-        Tensors are float64 if a parameter of the task is, else float32; `newest_values` has all digits.
+        Tensors are float64 if a parameter of the task is float64, else float32; `newest_values` has all digits.
         """
         if self._run is None:
             return {}
@@ -362,11 +367,11 @@ class RunView:
 
     @property
     def newest_values(self) -> dict[str, float]:
-        """The newest value of every logged name, with all digits. Waits for the device.
+        """Newest value of every logged name, with all digits. Waits for the device.
 
-        Values of an epoch or a validation are the same on every rank, of what all ranks have seen; values of the step
-        in progress are of this rank's micro-batches. A name logged as `x_step` and `x_epoch` is there as `x` too: the
-        newest of both.
+        Values of an epoch or a validation cover all ranks, and are equal on every rank. Values of the step in progress
+        cover this rank's micro-batches. A name logged as `x_step` and `x_epoch` also appears as `x`: the newer of the
+        two values.
         """
         run, steps = self.run, dict[str, Any](self.run.log.train.step_values())
         values = run.values.newest | steps if run.log.in_train_step else steps | run.values.newest
@@ -378,7 +383,7 @@ class RunView:
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """Those of `callback_metrics` that loggers are given, under the names that they have there."""
+        """Entries of `callback_metrics` that loggers receive, under the loggers' names."""
         if self._run is None:
             return {}
         train = self._run.log.train
@@ -387,9 +392,9 @@ class RunView:
 
     @property
     def progress_bar_metrics(self) -> dict[str, float | torch.Tensor]:
-        """What the newest training step has logged with `prog_bar=True`, else its loss. Waits for no device.
+        """Values that the newest training step logged with `prog_bar=True`, else its loss. Does not wait for a device.
 
-        Tensors have no dimensions, and lie where the step has put them; values are of this rank.
+        Tensors have no dimensions, and stay on the device of the step. Values are those of this rank.
         """
         values: dict[str, float | torch.Tensor] = self.run.log.train.step_values(for_the_bar)
         if not values and self.run.step.loss is not None:
@@ -397,10 +402,13 @@ class RunView:
         return values
 
     def step_loss(self) -> torch.Tensor:
-        """The mean loss of the step over all processes, in `on_before_optimizer_step`: a scalar tensor. Collective.
+        """Return the mean loss of the step over all processes, a scalar tensor, in `on_before_optimizer_step`.
+
+        Collective: every rank must call this.
 
         Raises:
-            ConfigError: No callback has `reads_step_loss = True`, so it was not kept; or the task optimizes by hand.
+            ConfigError: No callback has `reads_step_loss = True`, so Lumen did not keep the losses; or the task uses
+                manual optimization.
         """
         if self.run.optim.manual is not None:
             raise ConfigError(
@@ -416,19 +424,22 @@ class RunView:
         return self.run.step.weighting.mean(own, self.strategy.reduce)
 
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of the step's gradient, in `on_before_optimizer_step` that before clipping: a scalar. Collective."""
-        return total_norm(dict.fromkeys(self.run.optim.parameters))  # optimizers by hand may share some
+        """Return the norm of the step's gradient: a scalar tensor.
+
+        In `on_before_optimizer_step` the gradient is not clipped yet. Collective: every rank must call this.
+        """
+        return total_norm(dict.fromkeys(self.run.optim.parameters))  # manual optimizers may share parameters
 
     # ------------------------------------------------------------------ arguments, and processes
 
     @property
     def max_steps(self) -> int:
-        """The limit; -1: there is none."""
+        """Limit of optimizer steps; -1: no limit."""
         return -1 if self.plan.max_steps is None else self.plan.max_steps
 
     @property
     def max_epochs(self) -> int:
-        """The limit; -1: there is none."""
+        """Limit of epochs; -1: no limit."""
         return -1 if self.plan.max_epochs is None else self.plan.max_epochs
 
     @property
@@ -443,10 +454,12 @@ class RunView:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of a step in each process, in the epoch in progress; with `global_batch_size` they follow.
+        """Micro-batches per step in each process, in the epoch in progress.
+
+        With `global_batch_size` Lumen computes the number from the training loader.
 
         Raises:
-            ConfigError: They follow from the training loader, which is not open yet.
+            ConfigError: The number depends on the training loader, which is not open yet.
         """
         if self.plan.global_batch_size is None:
             return self.plan.accumulate_in(self.current_epoch)
@@ -460,17 +473,17 @@ class RunView:
 
     @property
     def gradient_clip_val(self) -> float | None:
-        """Largest gradient norm or element; None: nothing is clipped."""
+        """Largest gradient norm or element; None: no clipping."""
         return self.plan.clip_value if self.plan.clip_norm is None else self.plan.clip_norm
 
     @property
     def gradient_clip_algorithm(self) -> str | None:
-        """By "norm" or by "value"; None: nothing is clipped."""
+        """"norm" or "value"; None: no clipping."""
         return None if self.gradient_clip_val is None else "value" if self.plan.clip_norm is None else "norm"
 
     @property
     def val_check_interval(self) -> int | float | timedelta:
-        """When to validate: optimizer steps as an int, a share of an epoch as a float, or a duration."""
+        """Interval between validations: optimizer steps (int), a fraction of an epoch (float), or a timedelta."""
         if self.plan.val_every_s is not None:
             return timedelta(seconds=self.plan.val_every_s)
         every, share = self.plan.val_every_n_steps, self.plan.val_every_epoch_fraction
@@ -478,42 +491,42 @@ class RunView:
 
     @property
     def check_val_every_n_epoch(self) -> int:
-        """Validate in every n-th epoch only."""
+        """Number of epochs between validations."""
         return self.plan.val_every_n_epochs
 
     @property
     def num_sanity_val_steps(self) -> int | float:
-        """Validation batches to try before training; infinite: all."""
+        """Validation batches to run before training; infinite: all."""
         return math.inf if self.plan.sanity_batches < 0 else self.plan.sanity_batches
 
     @property
     def limit_train_batches(self) -> int | float:
-        """A count, or a share, of the batches of an epoch."""
+        """Number or fraction of the batches per training epoch."""
         return self._limit("train")
 
     @property
     def limit_val_batches(self) -> int | float:
-        """Likewise for validation."""
+        """Number or fraction of the validation batches."""
         return self._limit("validate")
 
     @property
     def limit_test_batches(self) -> int | float:
-        """Likewise for test."""
+        """Number or fraction of the test batches."""
         return self._limit("test")
 
     @property
     def limit_predict_batches(self) -> int | float:
-        """Likewise for prediction."""
+        """Number or fraction of the prediction batches."""
         return self._limit("predict")
 
     @property
     def overfit_batches(self) -> int | float:
-        """A count, or a share, of the batches that every epoch repeats; 0.0: off."""
+        """Number or fraction of the batches that every epoch repeats; 0.0: off."""
         return self._limit("train") if self.plan.same_batches else 0.0
 
     @property
     def reload_dataloaders_every_n_epochs(self) -> int:
-        """New loaders are asked for at the start of every n-th epoch; 0: never."""
+        """Number of epochs after which Lumen requests new loaders; 0: never."""
         return self.plan.reload_every_n_epochs
 
     @property
@@ -527,42 +540,42 @@ class RunView:
 
     @property
     def processes(self) -> Processes:
-        """Who takes part in the run, and what of plain data they tell each other."""
+        """Processes of the run, with methods to exchange plain data between them."""
         return self.strategy.processes
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return self.processes.world_size
 
     @property
     def global_rank(self) -> int:
-        """Number of this process."""
+        """Rank of this process, from 0."""
         return self.processes.rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its node."""
+        """Rank of this process on its node, from 0."""
         return self.processes.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Number of this node."""
+        """Number of this node, from 0."""
         return self.processes.node
 
     @property
     def num_nodes(self) -> int:
-        """How many there are."""
+        """Number of nodes of the run."""
         return self.processes.nodes
 
     @property
     def num_devices(self) -> int:
-        """Devices of this node that the run uses; a process has one."""
+        """Number of devices of this node that the run uses; each process has one device."""
         return self.processes.local_world_size
 
     @property
     def device_ids(self) -> list[int]:
-        """Their numbers on this node."""
+        """Numbers of this node's devices that the run uses."""
         return list(range(self.num_devices))
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
@@ -579,15 +592,15 @@ class RunView:
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The data module of the run."""
+        """Data module of the run, or None."""
         return self.run.loaders.datamodule
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """Optimizer steps of the whole run, for schedules that need their length, as long as the data is now.
+        """Optimizer steps of the whole run at the data's present length, for schedules that need the number.
 
         Raises:
-            ConfigError: Neither `max_steps` nor `max_epochs` with a loader of known length says so.
+            ConfigError: The run has no `max_steps`, and no `max_epochs` with a loader of known length.
         """
         if self.run.loaders.train is None:
             open_loaders(self.run)
@@ -595,14 +608,14 @@ class RunView:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of a training epoch, as one process would count; infinite if the loader has no length."""
+        """Micro-batches of a training epoch, as a single process counts; infinite if the loader has no length."""
         if (adapter := self.run.loaders.train) is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
         return self._batches("train", adapter)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of the epoch in progress, as long as the data is now; None if the loader has no length."""
+        """Optimizer steps of the epoch in progress at the data's present length; None if the loader has no length."""
         if self.run.loaders.train is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
         lengths = self.run.loaders.epoch_lengths()
@@ -610,58 +623,59 @@ class RunView:
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, or several, as the user gave them; None before they are opened.
+        """Training loader, or several, as the user gave them; None before Lumen opens them.
 
-        A run reads it in its own way, so that a look at it changes nothing; with several processes it is that of all.
+        Lumen reads loaders in its own way, so iterating over this loader changes nothing in the run. With several
+        processes the loader covers the data of all processes.
         """
         return self._source("fit")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader, or several, likewise."""
+        """Validation loader, or several, as the user gave them; None before Lumen opens them."""
         return self._source("validate")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loader, or several, likewise."""
+        """Test loader, or several, as the user gave them; None before Lumen opens them."""
         return self._source("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loader, or several, likewise."""
+        """Prediction loader, or several, as the user gave them; None before Lumen opens them."""
         return self._source("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader that the sanity check tries, as one process would count."""
+        """Batches of each validation loader in the sanity check, as a single process counts."""
         return self._of_evaluation("sanity", "fit")
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader, as one process would count; infinite for one without a length."""
+        """Batches of each validation loader, as a single process counts; infinite for a loader without a length."""
         return self._of_evaluation("validate", "fit", "validate")
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Batches of each test loader, likewise."""
+        """Batches of each test loader, as a single process counts; infinite for a loader without a length."""
         return self._of_evaluation("test", "test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches of each prediction loader, likewise."""
+        """Batches of each prediction loader, as a single process counts; infinite for a loader without a length."""
         return self._of_evaluation("predict", "predict")
 
     @property
     def enable_validation(self) -> bool:
-        """`fit` has a validation; known once its loaders are open, before `on_fit_start`."""
+        """True if `fit` has a validation; known after its loaders are open, before `on_fit_start`."""
         return bool(self.num_val_batches)
 
     @property
     def is_last_batch(self) -> bool:
-        """The micro-batch of this process in progress, or the newest one, is its last of the epoch.
+        """True if this process's present or newest micro-batch is its last of the epoch.
 
         Raises:
-            ConfigError: The loader has no length, so that only its end will tell.
+            ConfigError: The loader has no length, so the last batch is unknown.
         """
         run, batches = self.run, self.num_training_batches
         if batches == math.inf:
@@ -673,7 +687,7 @@ class RunView:
 
     @property
     def is_epoch_end(self) -> bool:
-        """All batches of the epoch are done, in a validation or `on_train_epoch_end`; False if the run ends before."""
+        """True in a validation or `on_train_epoch_end` if all batches of the epoch are done."""
         return self.run.ending.ends_epoch
 
     def _source(self, stage: str) -> Any:

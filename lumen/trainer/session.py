@@ -1,26 +1,26 @@
-"""Session: a run from its opening to its close, in phases. What they acquire is released however the run ends.
+"""Session: a run from opening to close, in phases. Each phase releases what it acquired, however the run ends.
 
-`opened` enters the phases in this order, and leaves them in the opposite one. One that fails leaves those before it.
-A run that rolls back leaves the phases from `make_run` on, and `fit` enters these again for a new run: the turn, the
-directory and the logs are kept.
+`opened` enters the phases in this order, and exits them in reverse order. If a phase fails, Lumen exits the phases
+before it. A run that rolls back exits the phases from `make_run` on. `fit` enters these phases again for a new run, and
+keeps the lock of the thread, the directory and the logs.
 
 | phase | acquires | releases |
 |---|---|---|
-| `take_turn` | the turn of this thread: one run at a time in a process | the turn, for the next thread |
+| `take_turn` | the lock that allows one run at a time in a process | the lock, for the next thread |
 | `limit_grace` | a thread that ends the process in time after a signal | the thread |
 | `note_status` | the trainer's state "running" | "finished" or "interrupted" |
-| `switch_torch` | torch's global switches, the compiler's limit of recompilations | both as they were |
+| `switch_torch` | torch's global settings, the compiler's limit of recompilations | previous values of both |
 | `show_messages` | handlers of loggers, for the terminal | the handlers |
 | `connect_processes` | the processes of the run, which agree on its name | nothing: groups stay; explains a failure |
-| `claim_directory` | the run directory and its lock, in `fit` | the lock; the directory of a `fit` without a start |
+| `claim_directory` | the run directory and its lock, in `fit` | the lock; the directory of a `fit` that never started |
 | `write_logs` | `run.log` and the log of each rank | the files, with the failure in them |
 | `make_run` | the checkpoint to resume, the seed, the parts | the record of time; `detect_anomaly` |
 | `watch_progress` | the thread that ends a hanging job; debuggers of several ranks | both |
-| `open_loggers` | the loggers, once all ranks know what any of them logs | each logger, with how the run ended |
-| `catch_signals` | handlers of the signals that ask to stop | the handlers before them |
-| `collect_garbage` | Python's garbage collection, every n steps | it as it was |
-| `attach_task` | task and data module, which know the run now | workers; earlier saves, strategy; calls `teardown` |
-| `report_end` | nothing | nothing: calls `on_exception`, and says how to resume |
+| `open_loggers` | the loggers, after all ranks know which ranks log | each logger, with how the run ended |
+| `catch_signals` | handlers of the signals that request a stop | previous handlers |
+| `collect_garbage` | Python's garbage collection, every n steps | previous setting |
+| `attach_task` | task and data module, which know the run now | workers; pending saves, strategy; calls `teardown` |
+| `report_end` | nothing | nothing: calls `on_exception`, and logs how to resume |
 | `profile` | the profiler's timers around the parts of the run | the timers, with a report |
 """
 
@@ -69,31 +69,31 @@ if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
 
-#: Arguments of a trainer that change what is computed, and that no part of the run has.
+#: Arguments of a trainer that change results, and that no part of the run stores.
 _SWITCHES = ("matmul_precision", "benchmark", "deterministic", "sync_batchnorm")
 
 
 @final
 class Session:
-    """A run that is opened, used and closed; a phase sets what later phases need.
+    """Sequence of phases that opens, uses and closes a run; each phase sets attributes that later phases need.
 
     Args:
         trainer: The trainer that opens the run; not in a run yet.
         stage: "fit", "validate", "test" or "predict".
-        task: The task to run on.
+        task: The task of the run.
         data: A data module, or a loader or several.
         val_loaders: Loaders of the validation, when `data` is the loader of `fit`.
 
     Attributes:
         datamodule: The data module; None if loaders were given.
-        trains: The stage is "fit".
-        replaced: Callbacks of the trainer that the task's have replaced.
-        grace: Ends the process in time after a signal.
+        trains: True if the stage is "fit".
+        replaced: Callbacks of the trainer that the task's callbacks have replaced.
+        grace: The thread that ends the process in time after a signal.
         directory: The run directory; None if the run writes nothing.
-        check_home: Checks on rank 0 that the directory is still there; else None.
-        loggers: Loggers of this process, the run's own record included.
-        run: The run that is opened.
-        watch: Ends the watch over the run, if set.
+        check_home: Function that checks on rank 0 if the directory still exists; None on other ranks.
+        loggers: Loggers of this process, including the logger of `metrics.csv`.
+        run: The open run.
+        watch: Event that ends the watch over the run, if set.
     """
 
     grace: Grace
@@ -111,10 +111,10 @@ class Session:
         self.loggers: list[Logger] = []
 
     def check(self) -> None:
-        """Check the hooks, let the task's callbacks join, and start other processes if they are missing.
+        """Check the hooks, add the task's callbacks, and start other processes if they are missing.
 
         Raises:
-            ConfigError: The trainer is in a run, or something cannot be run.
+            ConfigError: The trainer is in a run, or a setting or hook cannot work.
         """
         trainer, task = self.trainer, self.task
         if trainer._status == "running":
@@ -129,7 +129,7 @@ class Session:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """The context of the session, once it is checked; `new_run` opens one run after the other in it."""
+        """Enter the phases of the session, after `check`; within this context `new_run` opens one run after another."""
         with ExitStack() as entered:
             for phase in PHASES:
                 entered.enter_context(phase(self))
@@ -137,10 +137,10 @@ class Session:
 
     @contextmanager
     def new_run(self) -> Iterator[Run]:
-        """The context of a run.
+        """Open a run within the context.
 
         Raises:
-            KeyboardInterrupt: The run was asked to stop.
+            KeyboardInterrupt: A signal asked the run to stop.
         """
         with ExitStack() as entered:
             for phase in PHASES_OF_RUN:
@@ -149,15 +149,15 @@ class Session:
 
 
 def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callbacks.Callback]:
-    """Ask a task for its callbacks, before anything looks at the trainer's, which they join and where they stay.
+    """Add the task's callbacks to the trainer, where they stay, before anything reads the trainer's callbacks.
 
-    An evaluation after `fit` keeps what has saved there, which knows the best checkpoint.
+    An evaluation after `fit` keeps the `ModelCheckpoint` of `fit`, which knows the best checkpoint.
 
     Returns:
-        Those of the trainer that have lost their place.
+        The callbacks of the trainer that the task's callbacks replaced.
 
     Raises:
-        ConfigError: What the task gives are no callbacks, or they contradict the trainer's settings.
+        ConfigError: The task returned other objects than callbacks, or its callbacks contradict the trainer's settings.
     """
     replaced: list[callbacks.Callback] = []
     if trainer._asks_task and overrides(task, "configure_callbacks"):
@@ -172,17 +172,17 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
         if not trainer.enable_checkpointing or (stage != "fit" and trainer.run_directory is not None):
             given = [each for each in given if not isinstance(each, callbacks.ModelCheckpoint)]
         trainer.callbacks, replaced = callbacks.joined(trainer.callbacks, given)
-    trainer.plan = callbacks.scheduled(trainer.plan, trainer.callbacks, replaced)  # one may have joined by hand, too
+    trainer.plan = callbacks.scheduled(trainer.plan, trainer.callbacks, replaced)  # the user may have added a callback, too
     return replaced
 
 
 @contextmanager
 def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
-    """The context in which a trainer runs a stage: a session with one run, whose arguments these are.
+    """Run a stage within the context: a session with one run.
 
     Raises:
-        ConfigError: The trainer is in a run, or something cannot be run.
-        KeyboardInterrupt: The run was asked to stop.
+        ConfigError: The trainer is in a run, or a setting or hook cannot work.
+        KeyboardInterrupt: A signal asked the run to stop.
     """
     session = Session(trainer, stage, task, data, val_loaders)
     session.check()
@@ -206,7 +206,7 @@ def limit_grace(session: Session) -> Iterator[None]:
 
 @contextmanager
 def note_status(session: Session) -> Iterator[None]:
-    """Let the trainer's state say that a run is in progress, and afterwards how it ended."""
+    """Set the trainer's state to "running", and afterwards to "finished" or "interrupted"."""
     trainer = session.trainer
     trainer._status, trainer._fn = "running", session.stage
     try:
@@ -219,7 +219,7 @@ def note_status(session: Session) -> Iterator[None]:
 
 @contextmanager
 def switch_torch(session: Session) -> Iterator[None]:
-    """Set torch's global switches as the trainer's arguments ask."""
+    """Set torch's global settings from the trainer's arguments."""
     trainer = session.trainer
     switches = torch_settings(
         deterministic=trainer.deterministic, detect_anomaly=trainer.detect_anomaly,
@@ -231,7 +231,7 @@ def switch_torch(session: Session) -> Iterator[None]:
 
 @contextmanager
 def show_messages(session: Session) -> Iterator[None]:
-    """Show messages in the terminal, and say what is remarkable about the arguments."""
+    """Show messages in the terminal, and log notices and warnings about the arguments."""
     trainer, task = session.trainer, session.task
     with apart_from_others(has_files=False), console_log(trainer.log_settings, shown=trainer.is_global_zero):
         if notice := unused_devices(trainer.strategy):
@@ -263,7 +263,7 @@ def connect_processes(session: Session) -> Iterator[None]:
 
 @contextmanager
 def claim_directory(session: Session) -> Iterator[None]:
-    """Let the first process claim and lock the directory of a training that writes. Collective."""
+    """Claim and lock the run directory on the first process, if a `fit` writes files. Collective."""
     trainer, origin, processes = session.trainer, session.trainer.origin, session.trainer.processes
     if not session.trains:
         yield
@@ -289,9 +289,9 @@ def claim_directory(session: Session) -> Iterator[None]:
 
 @contextmanager
 def write_logs(session: Session) -> Iterator[None]:
-    """Open `run.log` on the first process; with several each has a file of its own too, named after the start.
+    """Open `run.log` on the first process; with several processes also a log per rank, named after the start time.
 
-    The failure that ends a run is written into the logs of each process, with its traceback.
+    Each process logs the failure that ends a run, with its traceback.
     """
     trainer, directory, processes = session.trainer, session.directory, session.trainer.processes
     if directory is None:
@@ -306,10 +306,10 @@ def write_logs(session: Session) -> Iterator[None]:
             (directory / "logs").mkdir(parents=True, exist_ok=True)
             file = directory / "logs" / f"{began}-rank{processes.rank}.log"
             closing.enter_context(log_file(file, trainer.log_settings))
-            processes.barrier()  # All files are open before anything can fail and give the directory back.
+            processes.barrier()  # All files are open before a failure can remove the directory.
         record("the run is in %s", directory)
         try:
-            with processes.explained():  # The record names the error that is raised.
+            with processes.explained():  # `run.log` then names the error that is raised.
                 yield
         except (Exception, SystemExit) as error:
             if not _is_by_signal(error):
@@ -320,7 +320,7 @@ def write_logs(session: Session) -> Iterator[None]:
 
 @contextmanager
 def make_run(session: Session) -> Iterator[None]:
-    """Find the checkpoint to resume and the seed, and make the parts of the run. Collective."""
+    """Find the checkpoint to resume and the seed, and create the parts of the run. Collective."""
     trainer, directory, processes = session.trainer, session.directory, session.trainer.processes
     origin, checkpoint = trainer.origin, None
     writes = directory is not None and processes.is_global_zero
@@ -353,7 +353,7 @@ def make_run(session: Session) -> Iterator[None]:
 
 @contextmanager
 def watch_progress(session: Session) -> Iterator[None]:
-    """Watch for a hang; let `breakpoint()` ask on one of several ranks."""
+    """Watch for a hang, and let `breakpoint()` open its prompt on only one of several ranks."""
     with debuggable(session.trainer.processes), watched(session.run, session.trainer.run_directory) as session.watch:
         yield
 
@@ -375,7 +375,7 @@ def open_loggers(session: Session) -> Iterator[None]:
 
 def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None:
     checkpoint = session.run.checkpoint if session.trainer.origin.stays else None
-    for logger in session.loggers:  # Without a state nobody knows how far its record goes.
+    for logger in session.loggers:  # Without a state the length of its record is unknown.
         logger.open(directory, resumed=checkpoint is not None and logger.state_key in checkpoint.state["loggers"])
         closing.push(partial(_finalize, logger))
 
@@ -389,7 +389,7 @@ def catch_signals(session: Session) -> Iterator[None]:
 
 @contextmanager
 def collect_garbage(session: Session) -> Iterator[None]:
-    """Collect garbage every n-th step and at no other time, if the trainer's argument asks for that."""
+    """Collect garbage only at every n-th step, if the trainer's argument requests this."""
     every = session.trainer.gc_every_n_steps
     with nullcontext() if every is None else closed(GarbageCollection(every, session.run)):
         yield
@@ -397,9 +397,9 @@ def collect_garbage(session: Session) -> Iterator[None]:
 
 @contextmanager
 def attach_task(session: Session) -> Iterator[None]:
-    """Let the task and the data module know the run; afterwards call their `teardown` and end the parts of the run."""
+    """Attach the task and the data module to the run; afterwards call their `teardown` and close the parts of the run."""
     run, task, datamodule = session.run, session.task, session.datamodule
-    with ExitStack() as closing:  # The last callback is called first, and each one whatever happens in others.
+    with ExitStack() as closing:  # ExitStack calls the last callback first, and all callbacks after errors too.
         closing.callback(run.strategy.teardown)
         closing.callback(run.close)
         closing.callback(run.saves.close)
@@ -407,7 +407,7 @@ def attach_task(session: Session) -> Iterator[None]:
             closing.callback(hook, session.stage)
         if datamodule is not None:
             closing.callback(fitted(datamodule, "teardown"), session.stage)
-        closing.callback(session.watch.set)  # From there on it may wait for a save as long as that takes.
+        closing.callback(session.watch.set)  # From here on the run may wait for a save without a limit.
         task._attach(run, session.trainer)
         if datamodule is not None:
             datamodule._attach(run, session.trainer)
@@ -416,7 +416,7 @@ def attach_task(session: Session) -> Iterator[None]:
 
 @contextmanager
 def report_end(session: Session) -> Iterator[None]:
-    """Call the hooks of a run that fails or was asked to stop, and say how to resume it."""
+    """Call `on_exception` of a run that fails or is asked to stop, and log how to resume it."""
     run = session.run
     try:
         yield
@@ -425,18 +425,18 @@ def report_end(session: Session) -> Iterator[None]:
     except BaseException as error:
         note_place(run, error)
         if run.processes.world_size == 1:
-            with suppress(Exception):  # a device that has failed gives no values
+            with suppress(Exception):  # values cannot be read from a failed device
                 run.records.write_row()
         for hook in run.hooks.on_exception:
             try:
                 hook(error)
-            except Exception:  # the first failure is the one to show
+            except Exception:  # the user needs the first failure
                 _log.exception("on_exception failed too")
         raise
 
 
 def _leave(session: Session) -> None:
-    """Say how to resume, and end as the signal asks."""
+    """Log how to resume, and end the process as the signal requires."""
     run = session.run
     number = run.ending.vote.stop_signal
     leaving = interruption(number)
@@ -466,7 +466,7 @@ def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:
     """Return rank 0's name of the run. Collective.
 
     Raises:
-        ConfigError: Callbacks differ between ranks. Bars, summaries and throughput may: they never communicate.
+        ConfigError: Callbacks differ between ranks. Bars, summaries and throughput may differ: they never communicate.
     """
     shown = (callbacks.ThroughputMonitor, callbacks.ModelSummary, callbacks.ProgressBar)
     acting = [(type(each).__qualname__, each.state_key) for each in trainer.callbacks if not isinstance(each, shown)]
@@ -486,7 +486,7 @@ def _in_words(acting: Iterable[tuple[str, str]]) -> str:
 
 
 def _check_places(trainer: Trainer) -> None:
-    """Every process writes its share of a checkpoint itself."""
+    """Raise if this process cannot write where callbacks save: every process writes its own part of a checkpoint."""
     given = [each.given_dirpath for each in trainer.callbacks if isinstance(each, callbacks.ModelCheckpoint)]
     given += [each.dirpath for each in trainer.callbacks if isinstance(each, callbacks.OnExceptionCheckpoint)]
     for place in given:
@@ -495,9 +495,9 @@ def _check_places(trainer: Trainer) -> None:
 
 
 def _give_back_if_unused(trainer: Trainer, directory: Path) -> None:
-    """Leave nothing behind of a run that failed before its training began: its name stays free."""
+    """Remove the directory of a run that failed before its training began, so that its name stays free."""
     if not _stays(trainer):
-        shutil.rmtree(directory, ignore_errors=True)  # the failure is what is to be seen
+        shutil.rmtree(directory, ignore_errors=True)  # the user needs to see the failure, not this error
 
 
 def _stays(trainer: Trainer) -> bool:
@@ -506,10 +506,10 @@ def _stays(trainer: Trainer) -> bool:
 
 
 def _finalize(logger: Logger, kind: Any, error: BaseException | None, traceback: Any) -> None:
-    """Tell a logger that the run has ended, and how."""
+    """Finalize a logger with the status of the run: "success", "interrupted" or "failed"."""
     logger.finalize("success" if error is None else "interrupted" if _is_by_signal(error) else "failed")
 
 
 def _is_by_signal(error: BaseException) -> bool:
-    """Whether a run ends because it was asked to."""
+    """Return True if the error ends a run that was asked to stop."""
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in LEFT)

@@ -101,9 +101,9 @@ class Trainer(RunView):
             its values so far, and the data module's state; without it the epoch restarts.
         init_from: Initial parameters and buffers of a new run: the path or URL of a checkpoint, a run or safetensors
             files, or a `Weights`, which renames and omits names. A resumed run ignores this argument.
-        max_restarts: Number of times that the launcher restarts all processes of `fit` after one has failed. Each
-            restart resumes from the newest checkpoint. Errors of the task itself are not restarted. Under torchrun, set
-            its `--max-restarts` instead.
+        max_restarts: Number of times that the launcher restarts all processes of `fit` after one has failed, from the
+            newest checkpoint. No restart follows if the same error of the task recurs at the same step. Under torchrun,
+            set its `--max-restarts` instead.
         grace_s: Seconds from the first signal to the end of the process, saved or not. Default: no limit in `fit`, 30 s
             in evaluations.
         seed: Seed of all random numbers, 0 to 2**63 - 1. Default: the seed of `seed_everything`, else a random seed
