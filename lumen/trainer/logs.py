@@ -1,7 +1,7 @@
-"""What is said in a run: in the terminal and in `run.log`, by Lumen, by the user's loggers and by libraries.
+"""Logs of a run: messages of Lumen, the user's loggers and libraries, in the terminal and in `run.log`.
 
-Handlers for the loggers of others hang on the root while the run lasts. What the root had before, hears what it heard
-before, and all of it is put back.
+Handlers for loggers other than Lumen's are on the root logger during the run. Existing root handlers receive the same
+records as before. The end of the run restores the root logger.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ STATUS_SUFFIX = ".status"
 
 @final
 class LogSettings:
-    """What is heard of which logger, and how a line of a log file is written.
+    """Levels of loggers, and the line format of log files.
 
     Args:
-        level: DEBUG, INFO, WARNING or ERROR; or a level for each logger of some names and those below them, in which
-            `root` is all others, by default INFO. Without a level of its own a library is heard from WARNING.
-        form: As for `logging.Formatter`; None for Lumen's.
+        level: DEBUG, INFO, WARNING or ERROR; or a dictionary of levels by logger name, each also for the loggers below.
+            The key `root` stands for all other loggers, by default INFO. Libraries without a level are shown from
+            WARNING.
+        form: A format as for `logging.Formatter`; None for Lumen's format.
 
     Raises:
-        ConfigError: There is no such level or format.
+        ConfigError: The level or the format is invalid.
     """
 
     def __init__(self, level: str | Mapping[str, str], form: str | None = None) -> None:
@@ -56,11 +57,11 @@ class LogSettings:
 
     @property
     def own(self) -> int:
-        """Lumen's level."""
+        """Level of Lumen's logger."""
         return self.named.get("lumen", self.root)
 
     def hear(self, record: logging.LogRecord) -> bool:
-        """Whether a record of a logger that is not Lumen's is one to show."""
+        """Return True if a record of a logger other than Lumen's is to be shown."""
         name = record.name
         if name == "lumen" or name.startswith("lumen."):
             return False
@@ -72,7 +73,7 @@ class LogSettings:
 
 @final
 class _Formatter(logging.Formatter):
-    """Formatter of a log file; in the default format only loggers other than Lumen's are named."""
+    """Formatter of a log file; the default format omits the name of Lumen's logger."""
 
     def __init__(self, form: str | None) -> None:
         super().__init__(_OTHERS_FORMAT if form is None else form)
@@ -87,7 +88,7 @@ class _Formatter(logging.Formatter):
 
 @cache
 def _is_of_a_library(name: str) -> bool:
-    """Whether a logger is named after what is installed, and is not the user's."""
+    """Return True if the logger is named after the standard library or an installed package, not the user's code."""
     module = None if name == "__main__" else sys.modules.get(name.partition(".")[0])
     places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
     own = sysconfig.get_path("stdlib")
@@ -100,7 +101,7 @@ def _is_of_a_library(name: str) -> bool:
 
 @final
 class _Others(logging.Handler):
-    """Passes on what loggers say that are not Lumen's."""
+    """Handler that forwards records of loggers other than Lumen's."""
 
     def __init__(self, target: logging.Handler, settings: LogSettings) -> None:
         super().__init__()
@@ -109,18 +110,18 @@ class _Others(logging.Handler):
         self.addFilter(settings.hear)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass it on, to the terminal only if nobody else shows it there."""
+        """Forward a record; to the terminal only if no other handler shows it there."""
         if not self.is_console:
             self._target.handle(record)
         elif not any(_is_on_the_terminal(handler) for each in _above(record.name) for handler in each.handlers):
             if os.getpid() == self._process:
                 self._target.handle(record)
-            else:  # a forked worker: the console's lock may be held for ever there
+            else:  # a forked worker, in which the console's lock may be held forever
                 print(self._target.format(record), file=stderr, flush=True)
 
 
 def _above(name: str) -> Iterator[logging.Logger]:
-    """A logger and all those that get its records."""
+    """Yield a logger and all loggers that receive its records."""
     found: logging.Logger | None = logging.getLogger(name)
     while found is not None:
         yield found
@@ -128,14 +129,14 @@ def _above(name: str) -> Iterator[logging.Logger]:
 
 
 def _is_on_the_terminal(handler: logging.Handler) -> bool:
-    """Whether it writes where this process does: that of `logging.basicConfig`, or rich's; no file, no test's."""
+    """Return True if the handler writes to this process's stdout or stderr, as `logging.basicConfig` and rich do."""
     stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
     return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
 @contextmanager
 def _of_others(target: logging.Handler, settings: LogSettings) -> Iterator[None]:
-    """Let loggers say what is to be heard, and pass on what is not Lumen's."""
+    """Set the levels of other loggers and forward their records to `target` within the context."""
     root, level = logging.root, logging.root.level
 
     def was_heard(record: logging.LogRecord) -> bool:
@@ -156,11 +157,11 @@ def _of_others(target: logging.Handler, settings: LogSettings) -> Iterator[None]
 
 @contextmanager
 def console_log(settings: LogSettings, *, shown: bool = True) -> Iterator[None]:
-    """Show what is said in the terminal; in the manner of the user's program where it shows that already.
+    """Show messages in the terminal within the context, unless the user's program already shows them.
 
     Args:
-        settings: From which level each logger is heard.
-        shown: False in a process that leaves the terminal to another one.
+        settings: The level of each logger.
+        shown: False in a process that leaves the terminal to another process.
     """
     above = logging.root.handlers if logger.propagate else []
     listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
@@ -178,29 +179,31 @@ def console_log(settings: LogSettings, *, shown: bool = True) -> Iterator[None]:
 
 @final
 class _LogFile(logging.FileHandler):
-    """A log of a run. Where it cannot be written, on a full disk for example, that is said once, and nothing ends."""
+    """Log file of a run. If it cannot be written, for example on a full disk, one warning is printed and the run
+    continues."""
 
     _is_broken = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say it, in one line."""
+        """Print one warning."""
         if not self._is_broken:
             self._is_broken = True
             print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=stderr)
 
     def close(self) -> None:
-        """Close the file; what it cannot take any more is lost."""
+        """Close the file, and ignore errors."""
         with suppress(OSError):
             super().close()
 
 
 def record(message: str, *args: Any, error: BaseException | None = None) -> None:
-    """Say how a run stands. Its log files have it whatever `log_level` is: `lumen runs` reads them.
+    """Log the status of a run. The log files have it at every `log_level`, because `lumen runs` reads them.
 
     Args:
-        message: How, as for a logger.
+        message: The status, as for a logger.
         args: Values for the placeholders of the message.
-        error: What has failed, with its traceback: only for the files, since whoever gets the error shows it.
+        error: The error that ended the run, logged with its traceback. It goes to the files only, because the caller
+            shows it.
     """
     level = logging.INFO if error is None else logging.ERROR
     if error is None and logger.isEnabledFor(level):
@@ -215,7 +218,7 @@ def record(message: str, *args: Any, error: BaseException | None = None) -> None
 
 @contextmanager
 def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
-    """Append messages to a file, and with a format of the user the lines that `lumen runs` reads to a second file.
+    """Append messages to a file within the context. With the user's format, a second file has the lines for `lumen runs`.
 
     Raises:
         RunDirectoryError: The file cannot be written.
@@ -236,10 +239,10 @@ def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
 
 @contextmanager
 def apart_from_others(*, has_files: bool) -> Iterator[None]:
-    """The context of a run: how it stands is not in the files of the run in whose hook it is.
+    """Keep the status of this run out of the log files of an outer run, whose hook opened this run.
 
     Args:
-        has_files: It has log files of its own: then nothing of it is in those of the other.
+        has_files: True if this run has log files of its own; then all its messages stay out of the outer files.
     """
     files: list[logging.Handler] = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
     files += [handler for handler in logging.root.handlers if isinstance(handler, _Others) and not handler.is_console]
@@ -249,7 +252,7 @@ def apart_from_others(*, has_files: bool) -> Iterator[None]:
 
 @contextmanager
 def filtered(handlers: list[logging.Handler], is_heard: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
-    """The context in which handlers get only the records that a filter lets through."""
+    """Add a filter to handlers within the context."""
     for handler in handlers:
         handler.addFilter(is_heard)
     try:

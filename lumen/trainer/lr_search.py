@@ -1,4 +1,4 @@
-"""The learning rate: trained with ever larger ones, the loss tells where it falls fastest."""
+"""Search for a learning rate: train with increasing rates, and find the steepest descent of the loss."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Mode = Literal["exponential", "linear"]
 
 @final
 class LearningRateCurve:
-    """What a search for a learning rate has found.
+    """Result of a search for a learning rate.
 
     Attributes:
-        mode: How the rates grow.
-        results: "lr": the rates; "loss": the smoothed loss at each, before its update. As long as each other.
+        mode: Growth of the rates: "exponential" or "linear".
+        results: "lr": the rates; "loss": the smoothed loss at each rate, before its update. Both lists are equally
+            long.
     """
 
     def __init__(self, mode: Mode) -> None:
@@ -32,14 +33,14 @@ class LearningRateCurve:
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the loss falls fastest from one rate to the next.
+        """Return the rate at which the loss falls fastest from one rate to the next.
 
         Args:
-            skip_begin: Rates at the beginning that are not looked at.
-            skip_end: Likewise at the end.
+            skip_begin: Number of rates to ignore at the beginning.
+            skip_end: Number of rates to ignore at the end.
 
         Returns:
-            None: the curve is too short, or the loss never falls.
+            The rate, or None if the curve is too short or the loss never falls.
         """
         index = self._steepest(skip_begin, skip_end)
         return None if index is None else self.results["lr"][index]
@@ -59,10 +60,10 @@ class LearningRateCurve:
         Args:
             suggest: Mark the suggestion.
             show: Show all figures of pyplot.
-            ax: The axes to draw into; None: those of a new figure.
+            ax: The axes to draw into; None: the axes of a new figure.
 
         Returns:
-            The matplotlib figure that the curve was drawn into.
+            The matplotlib figure with the curve.
 
         Raises:
             ConfigError: matplotlib is not installed.
@@ -95,14 +96,15 @@ class LearningRateCurve:
 
 @final
 class RisingRate(Callback):
-    """Trains each step with the next larger rate, and keeps the smoothed loss.
+    """Callback that trains each step with the next larger rate, and records the smoothed loss.
 
-    Groups keep the ratios that their rates have when training begins: the rate is that of the first.
+    The rate is that of the first parameter group. Other groups keep the ratios that their rates have when training
+    begins.
 
     Args:
-        curve: Where rates and losses go.
-        rates: Those of the steps.
-        early_stop_threshold: Stop when the loss is more than so many times the least one; None: never.
+        curve: The curve to which rates and losses are appended.
+        rates: The rates of the steps.
+        early_stop_threshold: Factor of the smallest loss so far at which the search stops; None: never.
     """
 
     stops_at_steps = False
@@ -115,21 +117,21 @@ class RisingRate(Callback):
         self._is_first = self._is_over = False
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Take the place of the schedules."""
+        """Remove the schedules, and compute the ratios of the groups' rates."""
         trainer.run.optim.drop_schedulers()
         rates = [group.get("initial_lr", group["lr"]) for group in trainer.optimizers[0].param_groups]
         self._ratios = [rate / rates[0] if rates[0] else 1.0 for rate in map(float, rates)]
 
     def on_before_zero_grad(self, trainer: Trainer, task: TaskModule, optimizer: Any) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._is_first = True
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: Any) -> None:
-        """Set the rate of the update, and note the loss before it."""
+        """Set the rate of the update, and record the loss before it."""
         step, (rates, losses) = trainer.global_step, self._curve.results.values()
         for group, ratio in zip(optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = self._rates[step] * ratio
-        if not self._is_first or step < len(rates):  # the loss of a step that an optimizer evaluates again, or of fp16
+        if not self._is_first or step < len(rates):  # repeated by a closure or by fp16
             return
         self._is_first = False
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * float(trainer.step_loss())
@@ -142,15 +144,15 @@ class RisingRate(Callback):
             self._least = smoothed
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Stop where the loss has exploded."""
+        """Stop if the loss has exploded."""
         trainer.should_stop |= self._is_over
 
 
 def rising(min_lr: float, max_lr: float, steps: int, mode: Mode) -> list[float]:
-    """The rates of a search, both ends included.
+    """Return the rates of a search, both ends included.
 
     Raises:
-        ConfigError: They do not rise, or are no rates.
+        ConfigError: The bounds, the number of steps or the mode is invalid.
     """
     if not 0 < min_lr < max_lr or steps < 2 or mode not in ("exponential", "linear"):
         raise ConfigError(

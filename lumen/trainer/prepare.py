@@ -1,4 +1,4 @@
-"""An opened run before and after its loop: origin, data, modules, parameters, optimizer; and back to a checkpoint."""
+"""Phases of a run around its loop: checkpoint, data, model, optimizer, end of training, rollback."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ from lumen.trainer.telling import checkpoints_of, home_of, note_steps, tell_end,
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
-Source = Weights | str | Path | None  # of parameters to evaluate with
-Averages = str | Sequence[str | PurePath] | None  # to evaluate in place of a checkpoint's parameters
+Source = Weights | str | Path | None  # of the parameters to evaluate
+Averages = str | Sequence[str | PurePath] | None  # averages to evaluate in place of a checkpoint's parameters
 
 
 @final
 class Origin:
-    """Where a run begins; the arguments are those of `Trainer`.
+    """Origin of a run: a checkpoint, weights, or neither. The arguments are those of `Trainer`.
 
     Attributes:
-        restarted: The run has begun in an earlier attempt of the same launch, and goes on where it was.
-        left_out: The micro-batches, from and to, that a run which has rolled back leaves out; None: it has not.
-        unsaved: Buffers with `persistent=False`, and their values when the run began.
+        restarted: True if the run began in an earlier attempt of the same launch, and resumes.
+        left_out: Ranges (from, to) of micro-batches that a run leaves out after a rollback; None without a rollback.
+        unsaved: Buffers with `persistent=False`, with their values at the beginning of the run.
 
     Raises:
         ConfigError: Two of the arguments contradict each other.
@@ -80,10 +80,10 @@ class Origin:
             )
 
     def asked_for(self, ckpt_path: str | Path | None) -> Origin:
-        """The origin of one `fit`, which may ask for a checkpoint itself.
+        """Return the origin of one `fit`, which may have its own `ckpt_path`.
 
         Raises:
-            ConfigError: The trainer asks for another one.
+            ConfigError: The trainer's `resume` names a different checkpoint.
         """
         if ckpt_path is None:
             return copy(self)
@@ -92,28 +92,28 @@ class Origin:
         return Origin(ckpt_path, None if self._parts == PARTS else self._parts, self._weights)
 
     def roll_back(self, left_out: list[list[int]]) -> None:
-        """Let the next run of the session begin at its newest checkpoint, and leave out micro-batches."""
+        """Make the next run of the session begin at its newest checkpoint and leave out micro-batches."""
         self.restarted, self.left_out = True, left_out
 
     def anew(self) -> Origin:
-        """The origin of a trial: the same parameters to begin with, and no checkpoint."""
+        """Return the origin of a trial: the same initial weights, without a checkpoint."""
         return Origin(None, None, self._weights)
 
     @property
     def stays(self) -> bool:
-        """Whether a resumed run stays in its directory; from "best" or a path a new one starts."""
+        """True if a resumed run stays in its directory. From "best" or a path a new run starts."""
         return self.restarted or self._resume in ("auto", "last")
 
     @property
     def parts(self) -> frozenset[Part]:
-        """Of a checkpoint that the run takes over."""
+        """Parts of the checkpoint that the run takes over."""
         return PARTS if self._has_own else self._parts
 
     def check(self) -> None:
-        """Find out whether there are weights to begin with, before a directory is claimed.
+        """Check that the initial weights exist, before a directory is claimed.
 
         Raises:
-            CheckpointError: There are none.
+            CheckpointError: The weights do not exist.
         """
         if self._weights is not None and not self.stays:
             check_there(self._weights.path)
@@ -121,16 +121,16 @@ class Origin:
     def find(
         self, own: Sequence[PurePath], earlier: Sequence[PurePath], processes: Processes, *, writes: bool
     ) -> Checkpoint | None:
-        """The checkpoint to go on from, if there is one. Collective: every rank must call this.
+        """Find the checkpoint to resume, or return None. Collective: every rank must call this.
 
         Args:
-            own: The folders of this run's, that with the best one first.
-            earlier: Likewise of the run of this name.
-            processes: Those of the run.
-            writes: The run will write there: damaged ones are moved out of its way.
+            own: The checkpoint folders of this run, with the best checkpoint's folder first.
+            earlier: The checkpoint folders of the earlier run of this name, in the same order.
+            processes: The processes of the run.
+            writes: True if the run writes there: Lumen then moves damaged checkpoints out of the way.
 
         Raises:
-            CheckpointError: The one asked for is not there, or damaged.
+            CheckpointError: The requested checkpoint does not exist or is damaged.
         """
         checkpoint = find_checkpoint("auto", own[0], processes, beside=own[1:]) if self.restarted else None
         self._has_own = checkpoint is not None
@@ -138,7 +138,7 @@ class Origin:
             checkpoint = find_checkpoint(self._resume, earlier[0], processes, beside=earlier[1:])
         if checkpoint is not None:
             if writes and self.stays:
-                newer = partial(folder.find_newer, checkpoint.path, own)  # damaged ones, whose names will be needed
+                newer = partial(folder.find_newer, checkpoint.path, own)  # damaged ones that block names
                 processes.on_rank_zero(lambda: [folder.set_aside(each) for each in newer()])
             _log.info("going on from %s", checkpoint.path)
             if self._weights is not None:
@@ -146,11 +146,11 @@ class Origin:
         return checkpoint
 
     def seed_of(self, checkpoint: Checkpoint | None, given: int | None) -> int:
-        """The seed of the run: the checkpoint's, the one given, that of `seed_everything`, or one that torch draws.
+        """Return the seed: from the checkpoint, the argument or `seed_everything`, else a random seed.
 
         Raises:
-            ConfigError: The one given, or that of `seed_everything`, is not the checkpoint's.
-            CheckpointMismatch: The checkpoint has no run.
+            ConfigError: The argument, or the seed of `seed_everything`, differs from the checkpoint's seed.
+            CheckpointMismatch: The checkpoint has weights only, without a run.
         """
         name = "seed_everything" if given is None else "seed"
         given = chosen_seed() if given is None else given
@@ -166,16 +166,16 @@ class Origin:
         return draw_seed() if given is None else given
 
     def fill(self, trainer: Trainer, run: Run, ckpt_path: Source, average: Averages) -> Checkpoint | None:
-        """Load the model, if there is anything to load.
+        """Load the model from a checkpoint or weights, if the run has any.
 
         Args:
-            trainer: The trainer of the run, which knows where its checkpoints lie.
-            run: With its model built and placed.
-            ckpt_path: What an evaluation asks for.
-            average: What an evaluation asks for in place of the checkpoint's parameters.
+            trainer: The trainer of the run, which knows the folders of its checkpoints.
+            run: The run, with its model built and placed.
+            ckpt_path: The argument of an evaluation.
+            average: The averages that an evaluation requests in place of the checkpoint's parameters.
 
         Returns:
-            The checkpoint that was read.
+            The checkpoint that was read, or None.
         """
         task, stage, checkpoint = run.task, run.stage, run.checkpoint
         folders = checkpoints_of(trainer)
@@ -211,25 +211,25 @@ class Origin:
 def prepare(
     trainer: Trainer, run: Run, ckpt_path: Source, average: Averages, given: Callable[[], Any] | None
 ) -> Checkpoint | None:
-    """Prepare the data, set up, place and load the model. Collective: every rank must call this.
+    """Prepare the data, set up the model, place it and load it. Collective: every rank must call this.
 
     Args:
         trainer: The trainer that has opened the run.
-        run: Just opened, of any stage.
-        ckpt_path: The parameters to evaluate with; None: those that the task has, or that the run begins with.
-        average: What to evaluate in place of the checkpoint's parameters; None: these.
-        given: What `fit` was given in place of the task's `configure_optimizers`, for searches in `setup`.
+        run: A run of any stage that has just been opened.
+        ckpt_path: Parameters to evaluate; None: the task's current parameters, or the initial parameters of the run.
+        average: Averages to evaluate in place of the checkpoint's parameters, or None.
+        given: The function that `fit` was given to replace the task's `configure_optimizers`, for searches in `setup`.
 
     Returns:
-        The checkpoint that the run goes on from.
+        The checkpoint from which the run resumes, or None.
     """
     trainer._given_optimizers = given
     strategy, task, datamodule, stage = run.strategy, run.task, run.loaders.datamodule, run.stage
-    if not (overrides(task, "configure_model") or overrides(task, "setup")):  # its modules are all there
+    if not (overrides(task, "configure_model") or overrides(task, "setup")):  # all modules already exist
         trainer.compilation.check(task)
     seed_generators(make_key(run.seed, Domain.INIT, 1))
     run.processes.once_per_node(partial(_prepare_data, datamodule, task, is_first=run.processes.node == 0))
-    seed_generators(make_key(run.seed, Domain.INIT, 1))  # once more: only one process of a node has drawn there
+    seed_generators(make_key(run.seed, Domain.INIT, 1))  # again, because only one process per node has drawn numbers
     if datamodule is not None:
         fitted(datamodule, "setup")(stage)
     for hook in run.hooks.setup:
@@ -246,7 +246,7 @@ def prepare(
     strategy.setup(task)
     if run.plan.halve_on_oom:
         check_halving(run)
-    layers.materialize(run.seed, strategy.parameter_device)  # what the strategy has cut up
+    layers.materialize(run.seed, strategy.parameter_device)  # for parameters that the strategy has sharded
     return trainer.origin.fill(trainer, run, ckpt_path, average)
 
 
@@ -257,18 +257,18 @@ def _prepare_data(datamodule: DataModule | None, task: TaskModule, *, is_first: 
 
 
 def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[], Any] | None) -> None:
-    """Build and load what training needs, up to the sanity check. Collective: every rank must call this.
+    """Build and load all parts of training, up to the sanity check. Collective: every rank must call this.
 
-    A finished run begins too: it has nothing left to train, and ends as it did before.
+    A finished run begins too, has nothing left to train, and ends immediately.
 
     Args:
         trainer: The trainer that has opened the run.
         run: A run of the stage "fit" that has just been opened.
-        configure_optimizers: Used instead of the task's.
+        configure_optimizers: Function that replaces the task's `configure_optimizers`, or None.
 
     Raises:
-        LumenError: Something does not fit: the optimizer to the task, a schedule to the run's length, the checkpoint to
-            the configuration; or something cannot be saved.
+        LumenError: The optimizer does not match the task, a schedule the run's length, or the checkpoint the
+            configuration; or an object cannot be saved.
     """
     checkpoint = prepare(trainer, run, None, None, configure_optimizers)
     task, optim = run.task, run.optim
@@ -284,11 +284,11 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
     origin = trainer.origin
     if checkpoint is not None:
         load_run(run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero)
-        if not origin.stays:  # a new run may go on where a callback ended the old one
+        if not origin.stays:  # a new run may continue after a callback ended the old run
             run.ending.request_stop(value=False)
     open_loaders(run)
     if run.plan.accumulates:
-        run.strategy.gradient_sync(last=False)  # one that cannot says so now, not in the epoch that needs it first
+        run.strategy.gradient_sync(last=False)  # an unsupported strategy raises now, not in a later epoch
     if checkpoint is not None:
         compare(run, checkpoint, origin.parts)
     optim.follow(teachers_of(task))
@@ -298,14 +298,14 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         lengths = run.loaders.epoch_lengths()
         check_horizons(optim.schedulers, horizon_of(run.plan, lengths, resumed=run.checkpoint is not None))
     if run.saves.are_on:
-        run.saves.check_begin()  # what cannot be saved is found now, not after the first epoch
+        run.saves.check_begin()  # raises now, not after the first epoch, if an object cannot be saved
     if origin.left_out is None:
         saved = places_of(run.task, buffers=True, persistent=True)
         found = places_of(run.task, buffers=True).items()
         origin.unsaved = [(place, place[0][place[1]].clone()) for name, place in found if name not in saved]
     else:
         run.progress.leave_out(origin.left_out)
-        for (held, key), value in origin.unsaved:  # as a new process would make them
+        for (held, key), value in origin.unsaved:  # the values of a new process
             if (buffer := held.get(key)) is not None and buffer.shape == value.shape:
                 fill(buffer, value)
             else:
@@ -327,7 +327,7 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
 
 
 def end_training(trainer: Trainer, run: Run) -> None:
-    """Call the last hooks, and say how the run has ended."""
+    """Call the last hooks, and log how the run ended."""
     for hook in run.hooks.on_fit_end:
         hook()
     run.saves.check_home()
@@ -339,18 +339,18 @@ def end_training(trainer: Trainer, run: Run) -> None:
 
 
 def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
-    """Remove the checkpoints that know the micro-batches to leave out; the session's next run begins before these.
+    """Remove all checkpoints that include the micro-batches to leave out. The session's next run begins before these.
 
     Collective: every rank must call this.
 
     Args:
         trainer: The trainer in `fit`.
-        run: Its run, in which hooks of all ranks have asked to go back.
-        left_out: The micro-batches of the run, from and to, to leave out.
+        run: The trainer's run, in which hooks of all ranks have requested the rollback.
+        left_out: The range (from, to) of the run's micro-batches to leave out.
 
     Raises:
-        StopRequested: The run was asked to leave meanwhile; once it is resumed, it goes back.
-        TrainingError: There is no checkpoint from before them.
+        StopRequested: A signal asked the run to stop meanwhile; the resumed run rolls back.
+        TrainingError: No older checkpoint exists.
     """
     run.ending.agree()
     if run.ending.vote.stop_signal is not None:
@@ -377,11 +377,11 @@ def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
         progress.step, kept.path.name, left_out[0], left_out[1] - 1,
     )  # fmt: skip
     trainer.origin.roll_back([*progress.left_out, left_out])
-    trainer.strategy.connect()  # sets the timeouts back to those of a start, which may compile
+    trainer.strategy.connect()  # resets the timeouts to those of a start, which may compile
 
 
 def _newer(folders: Sequence[PurePath], micro_batches: int) -> list[PurePath]:
-    """The checkpoints of more than so many micro-batches."""
+    """Return the checkpoints that include more than `micro_batches` micro-batches."""
     found = [path for each in folders for path in folder.find_checkpoints(each)]
     return [path for path in found if folder.read_info(path)["micro_batches"] > micro_batches]
 
@@ -397,16 +397,16 @@ def evaluate_all(
     keeps_outputs: bool = True,
     verbose: bool = True,
 ) -> Run:
-    """Open a run of a stage, evaluate every loader of it, and close it. Collective: every rank must call this.
+    """Open a run of a stage, evaluate all its loaders, and close it. Collective: every rank must call this.
 
     Args:
-        trainer: Not in a run.
+        trainer: The trainer, which is not in a run.
         stage: "validate", "test" or "predict".
-        model: None: that of the run before.
-        data: A loader, several, or a data module; None: the task's, or those of the run before.
+        model: The task; None: the task of the previous run.
+        data: A loader, several, or a data module; None: the task's loaders, or the data of the previous run.
         ckpt_path: Parameters to load first.
-        average: Averages to load in their place.
-        keeps_outputs: Keep what `predict_step` returns.
+        average: Averages to load in place of the checkpoint's parameters.
+        keeps_outputs: Keep the results of `predict_step`.
         verbose: Let the progress bar show the values at the end.
 
     Returns:
@@ -433,7 +433,7 @@ def evaluate_all(
 def _of_last_run(
     trainer: Trainer, stage: str, task: TaskModule | None, data: Any, ckpt_path: Source
 ) -> tuple[TaskModule, Any, Source]:
-    """What to evaluate, where a call leaves that to the run before it."""
+    """Return task, data and checkpoint of an evaluation; the previous run provides those that the call omits."""
     if task is not None:
         return task, data, ckpt_path
     if trainer._run is None:

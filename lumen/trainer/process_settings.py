@@ -1,4 +1,4 @@
-"""The process of a run: one run at a time, torch's switches while it lasts, and what it runs on, for the record."""
+"""Settings of a run's process: the lock for one run at a time, torch's global settings, and `environment.json`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lumen.task.task_module import TaskModule
 def torch_settings(
     *, deterministic: bool | str, detect_anomaly: bool, matmul_precision: str | None, benchmark: bool | None
 ) -> Iterator[None]:
-    """Torch's global switches for the time of a run; None leaves one as it is."""
+    """Set torch's global settings within the context; None keeps the current setting."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn, finds = torch.backends.cudnn.benchmark, detect_anomaly or torch.is_anomaly_enabled()
     with _float32_matmul(matmul_precision), torch.autograd.set_detect_anomaly(finds):
@@ -42,24 +42,24 @@ def torch_settings(
         try:
             yield
         finally:
-            if deterministic:  # the function imports torch's compiler, which takes longer than many a run
+            if deterministic:  # only then, because the function imports torch's compiler, which is slow
                 torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             torch.backends.cudnn.benchmark = cudnn
 
 
 @contextmanager
 def _float32_matmul(precision: str | None) -> Iterator[None]:
-    """Set the precision with which float32 matrices are multiplied.
+    """Set the precision of float32 matrix products within the context.
 
-    The function that torch has had for long is used to set it: after the per-backend switches have been, the compiler
-    of torch < 2.14 refuses to work. Those are read and put back all the same, for who has set them.
+    This calls torch's older function. After use of the newer per-backend settings, the compiler of torch < 2.14 raises
+    an error. The per-backend values are still saved and restored, because the user may have set them.
     """
     if precision is None:
         yield
         return
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before, known = [backend.fp32_precision for backend in backends], "highest"
-    with suppress(RuntimeError):  # they were set, and torch has no name for it
+    with suppress(RuntimeError):  # torch has no name for the user's combination of per-backend settings
         known = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -71,7 +71,7 @@ def _float32_matmul(precision: str | None) -> Iterator[None]:
 
 
 def write_environment(directory: Path, strategy: Strategy) -> None:
-    """Record what the run runs on, as `environment.json`."""
+    """Write software, devices and processes of the run to `environment.json`."""
     record: dict[str, Any] = {
         "command": masked_words(sys.orig_argv),
         "working_directory": os.getcwd(),
@@ -94,14 +94,14 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
 
 @cache
 def _software() -> dict[str, Any]:
-    """What stays for as long as the process: each is a file that is read, some of them large."""
+    """Return facts that are constant in a process. Reading them is slow, so they are cached."""
     versions = {}
     for package in ("lumen", "torch", "numpy", "torchmetrics", "safetensors"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     libc = "".join(platform.libc_ver())
     return {
-        # not platform.platform(), which starts a process
+        # platform.platform() would start a process
         "platform": "-".join(filter(None, [platform.system(), platform.release(), platform.machine(), libc])),
         "python": platform.python_version(),
         "packages": versions,
@@ -109,11 +109,11 @@ def _software() -> dict[str, Any]:
 
 
 _turn = threading.RLock()
-_open: list[TaskModule] = []  # of the runs of that thread; each but the first is in a hook of the one before
+_open: list[TaskModule] = []  # tasks of the thread's open runs; each later run is inside a hook of the run before
 
 
 def _begin_anew() -> None:
-    """A forked child has no run: what was its parent's goes on there."""
+    """Reset the lock in a forked child, which has no run."""
     global _turn
     _turn = threading.RLock()
     _open.clear()
@@ -124,18 +124,18 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 @contextmanager
 def turn(task: TaskModule, datamodule: DataModule | None, *, trains: bool) -> Iterator[None]:
-    """The context of a run, in which no other thread of this process has one.
+    """Hold the lock for a run within the context: no other thread of this process can have a run.
 
-    The generators, torch's switches and the logs are those of the whole process, so that of two runs at once neither
-    would be exact. One that is in a hook of another leaves the generators and the data module as that one had them.
+    Generators, torch's settings and logs belong to the whole process, so two runs at once would not be exact. A run
+    inside a hook of another run restores that run's generators and data module.
 
     Args:
         task: The task that the run trains or evaluates.
-        datamodule: Its data module, if it has one.
-        trains: The run is one of `fit`, which needs gradients, also in a hook of an evaluation.
+        datamodule: The data module of the run, or None.
+        trains: True for a run of `fit`, which needs gradients, even inside a hook of an evaluation.
 
     Raises:
-        ConfigError: The task is in a run already.
+        ConfigError: The task is already in a run.
     """
     if not _turn.acquire(blocking=False):
         logger.warning(

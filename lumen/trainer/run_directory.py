@@ -1,4 +1,4 @@
-"""The directory of one run: claimed by one job, and locked for as long as that job lives."""
+"""Run directory: a job claims it, and holds its lock until the job ends."""
 
 import errno
 import fcntl
@@ -23,29 +23,29 @@ from lumen.console import logger as _log
 from lumen.errors import ConfigError, RunDirectoryError
 
 _LOCK = ".lock"
-_MOST_LAUNCHERS = 256  # noted: of several agents at least one is there in the next attempt too
-_PATIENCE_S = 1.0  # the lock of a dying job, or of a process that only looks, is gone by then
+_MOST_LAUNCHERS = 256  # number of launchers to write down; at least one of them exists in the next attempt too
+_PATIENCE_S = 1.0  # time in which a dying job, or a process that only reads, releases the lock
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
-# Within one process record locks do not exclude each other, and closing any descriptor of the file drops them: a run
-# named here is never locked or opened again. Forked children do not inherit the locks and start without these entries.
+# Within one process record locks do not exclude each other, and closing any descriptor of the file drops them. A run
+# in this dictionary is never locked or opened again. Forked children inherit neither the locks nor these entries.
 _held_here: dict[str, dict[str, Any]] = {}
-_claims: Counter[str] = Counter()  # by this process, of each directory and its numbered ones
+_claims: Counter[str] = Counter()  # number of claims by this process, by directory without its number
 os.register_at_fork(after_in_child=_held_here.clear)
 
 
 @final
 class RunDirectory:
-    """A run's directory, held by this process until `release` or its end; also a context manager.
+    """Directory of a run, held by this process until `release` or its end; also a context manager.
 
-    It is held by a POSIX record lock on `.lock`, because forked data workers do not inherit such a lock and the kernel
-    frees it however the process ends.
+    The lock is a POSIX record lock on `.lock`: forked data workers do not inherit it, and the kernel frees it however
+    the process ends.
 
     Attributes:
         path: The directory, for example `runs/gpt`.
-        checkpoints: Directory of the run's checkpoints.
-        restarted: An earlier attempt of the same launch had it.
+        checkpoints: The directory of the run's checkpoints.
+        restarted: True if an earlier attempt of the same launch claimed the directory.
     """
 
     def __init__(self, path: Path, descriptor: int, *, restarted: bool) -> None:
@@ -55,20 +55,20 @@ class RunDirectory:
 
     @staticmethod
     def claim(root: Path, name: str, *, reuse: bool, launchers: Collection[str] = ()) -> "RunDirectory":
-        """Create or take over a run's directory, lock it, and remove what killed saves left in it.
+        """Create or take over a run's directory, lock it, and remove files of interrupted saves.
 
-        A program that a launcher starts again after a failure claims for each of its runs the directory it had before.
+        If a launcher restarts a program after a failure, each of its runs claims its previous directory.
 
         Args:
             root: Directory of all runs; created if absent.
             name: The run's name, a plain directory name.
             reuse: True takes `root/name`, new or not. False creates a new directory: `root/name`, or if that exists
                 `root/name-2`, `root/name-3` and so on.
-            launchers: What started the processes of this run, and may start them again.
+            launchers: Identifiers of the launchers that started the run's processes and may restart them.
 
         Raises:
-            ConfigError: `name` is no plain directory name.
-            RunDirectoryError: A live job has it, or it cannot be created or written.
+            ConfigError: `name` is not a plain directory name.
+            RunDirectoryError: A live job holds the directory, or it cannot be created or written.
         """
         if not re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", name):
             raise ConfigError(
@@ -77,12 +77,12 @@ class RunDirectory:
         with _explained(root / name):
             with suppress(FileExistsError):
                 make_directory(root)
-                with suppress(PermissionError):  # what may not be read cannot be synced
+                with suppress(PermissionError):  # an unreadable directory cannot be synced
                     fsync_directory(root.parent)
             path = root / name
             _claims[key := os.path.realpath(path)] += 1
             digests = sorted(hashlib.sha256(each.encode()).hexdigest()[:12] for each in launchers)[:_MOST_LAUNCHERS]
-            # This differs from all other claims but those of the same run in earlier attempts of the same launch.
+            # Only claims of the same run in earlier attempts of the same launch are equal to this claim.
             claim = {"launchers": digests, "name": name, "number": _claims[key]}
             earlier = _of_earlier_attempt(path, claim) if launchers else None
             if reuse and earlier is None:
@@ -102,12 +102,12 @@ class RunDirectory:
 
     @staticmethod
     def was_claimed(path: Path) -> bool:
-        """Whether a directory is one that a job has claimed once."""
+        """Return True if a job has ever claimed a directory."""
         return os.path.lexists(path / _LOCK)
 
     @staticmethod
     def last_holder(path: Path) -> dict[str, Any]:
-        """What the job that holds or held a run's directory has noted; empty if none did."""
+        """Return the notes of the job that holds or held a run's directory; empty without notes."""
         if holder := _held_here.get(os.path.realpath(path)):
             return dict(holder)
         with suppress(OSError), _opened(path) as descriptor:
@@ -116,10 +116,10 @@ class RunDirectory:
 
     @staticmethod
     def is_locked(path: Path) -> dict[str, Any] | None:
-        """Return the live job that holds a run's directory, as `host`, `pid` and `started`, or None if there is none.
+        """Return the live job that holds a run's directory, as `host`, `pid` and `started`, or None.
 
         Raises:
-            RunDirectoryError: This user may not look.
+            RunDirectoryError: This user may not read the directory.
         """
         if holder := _held_here.get(os.path.realpath(path)):
             return dict(holder)
@@ -128,10 +128,10 @@ class RunDirectory:
         return None
 
     def check(self) -> None:
-        """Check that the directory is the one that was claimed; warn if its checkpoints were removed.
+        """Check that the directory is still the claimed one; warn if its checkpoints were removed.
 
         Raises:
-            RunDirectoryError: The directory was removed or moved, or another one is in its place.
+            RunDirectoryError: The directory was removed, moved or replaced.
         """
         if self._descriptor is None:
             return
@@ -157,7 +157,7 @@ class RunDirectory:
             self.checkpoints.mkdir()
 
     def _place(self) -> str:
-        """Where the directory is now, as far as the system says."""
+        """Return the present path of the directory, if the system knows it."""
         with suppress(OSError):
             return os.path.dirname(os.readlink(f"/proc/self/fd/{self._descriptor}"))
         return "another place"
@@ -196,18 +196,18 @@ def _create_new(path: Path) -> Path:
 
 
 def _of_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
-    """The directory that an earlier attempt of the same launch has claimed with this number, if it did."""
+    """Return the directory that an earlier attempt of the same launch claimed with this number, or None."""
     numbered = re.compile(re.escape(path.name) + r"(-[0-9]+)?")
     for name in filter(numbered.fullmatch, os.listdir(path.parent)):
         holder = RunDirectory.last_holder(path.with_name(name))
-        is_same_run = all(holder.get(key) == claim[key] for key in ("name", "number"))  # a run may be called run-2
+        is_same_run = all(holder.get(key) == claim[key] for key in ("name", "number"))  # a user may name a run run-2
         if is_same_run and {*claim["launchers"]} & {*holder.get("launchers", ())}:
             return path.with_name(name)
     return None
 
 
 def _lock(path: Path, claim: dict[str, Any]) -> int:
-    """Lock a run's directory, note who holds it, and return the lock's open descriptor."""
+    """Lock a run's directory, write down the holder, and return the lock's open descriptor."""
     key, began = os.path.realpath(path), datetime.now(UTC).isoformat(timespec="seconds")
     me = {"host": socket.gethostname(), "pid": os.getpid(), "started": began, **claim}
     if (holder := _held_here.setdefault(key, me)) is not me:
@@ -227,7 +227,7 @@ def _lock(path: Path, claim: dict[str, Any]) -> int:
 
 
 def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
-    """Return whether no other process holds the lock; it is then ours, unless the file system has no locks."""
+    """Return True if no other process holds the lock; then lock it, unless the file system has no locks."""
     try:
         fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -245,7 +245,7 @@ def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
 def _read_holder(descriptor: int) -> dict[str, Any]:
     try:
         return dict(json.loads(os.pread(descriptor, 8192, 0)))
-    except (ValueError, TypeError):  # it is about to write it
+    except (ValueError, TypeError):  # the holder is about to write the notes
         return {"host": "unknown", "pid": "unknown", "started": "unknown"}
 
 

@@ -1,6 +1,6 @@
-"""The settings of a script, kept in the run's directory as `config.yaml` keeps those of a config file.
+"""Records the settings of a script in the run directory, as `config.yaml` does for config files.
 
-Environment variables stand in for arguments of the trainer that a script leaves out.
+Environment variables also set arguments of the trainer that a script omits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEFT_OUT = ("self", "seed", "resume", "resume_parts")
 
 
 def plain(value: Any) -> Any:
-    """A value as YAML holds it: objects become the names of their classes, with hyperparameters if they have some."""
+    """Convert a value to YAML types: objects become class names, with their hyperparameters if they have any."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Integral):
@@ -54,11 +54,11 @@ def plain(value: Any) -> Any:
 
 
 def record_script(trainer: Trainer, run: Run) -> None:
-    """Write it into the directory of a run, on rank 0 alone; not where the command line keeps a config.
+    """Write the settings of a script into the run directory, on rank 0; skipped for runs of the command line.
 
     Args:
         trainer: The trainer that the script has made.
-        run: Its run, which has just begun.
+        run: The trainer's run, which has just begun.
     """
     if trainer._given is None or trainer.run_directory is None or not trainer.is_global_zero:
         return
@@ -68,7 +68,7 @@ def record_script(trainer: Trainer, run: Run) -> None:
     if run.loaders.datamodule is not None:
         found["data"] = plain(run.loaders.datamodule)
     found["trainer"] = {name: value for name, value in settings.items() if name not in _LEFT_OUT}
-    import yaml  # not before a run: a script imports little beside torch
+    import yaml  # imported only here, to keep the import of Lumen fast
 
     text = yaml.safe_dump(masked(found), sort_keys=False, allow_unicode=True)
     write_private(trainer.run_directory / SCRIPT_FILE, _HEAD + text)
@@ -84,12 +84,12 @@ _OURS, _LIGHTNINGS = "LUMEN_TRAINER__", "PL_TRAINER_"
 
 
 def defaults_from_environment(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Let `LUMEN_TRAINER__MAX_STEPS=9` stand for an argument that a trainer is not given; each that does is said.
+    """Let variables such as `LUMEN_TRAINER__MAX_STEPS=9` set omitted arguments of a trainer, and log each.
 
     Values are read as YAML.
 
     Raises:
-        ConfigError: By the constructor: a variable names no argument, or is one that Lightning's trainer would read.
+        ConfigError: By the constructor: a variable names no argument, or has the prefix of Lightning's variables.
     """
     names = list(inspect.signature(constructor).parameters)[1:]
 
@@ -104,7 +104,7 @@ def defaults_from_environment(constructor: Callable[Concatenate[S, P], None]) ->
                 continue
             if name not in names:
                 raise ConfigError(f"the environment variable {variable}: Trainer has no argument {name}. Unset it.")
-            import yaml  # which a script without such variables does not wait for
+            import yaml  # imported only here, because most scripts set no such variable
 
             try:
                 kwargs[name] = yaml.safe_load(text)

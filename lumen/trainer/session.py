@@ -16,7 +16,7 @@ keeps the lock of the thread, the directory and the logs.
 | `write_logs` | `run.log` and the log of each rank | the files, with the failure in them |
 | `make_run` | the checkpoint to resume, the seed, the parts | the record of time; `detect_anomaly` |
 | `watch_progress` | the thread that ends a hanging job; debuggers of several ranks | both |
-| `open_loggers` | the loggers, after all ranks know which ranks log | each logger, with how the run ended |
+| `open_loggers` | the loggers, after all ranks know what is logged | each logger, with how the run ended |
 | `catch_signals` | handlers of the signals that request a stop | previous handlers |
 | `collect_garbage` | Python's garbage collection, every n steps | previous setting |
 | `attach_task` | task and data module, which know the run now | workers; pending saves, strategy; calls `teardown` |
@@ -172,7 +172,7 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
         if not trainer.enable_checkpointing or (stage != "fit" and trainer.run_directory is not None):
             given = [each for each in given if not isinstance(each, callbacks.ModelCheckpoint)]
         trainer.callbacks, replaced = callbacks.joined(trainer.callbacks, given)
-    trainer.plan = callbacks.scheduled(trainer.plan, trainer.callbacks, replaced)  # the user may have added a callback, too
+    trainer.plan = callbacks.scheduled(trainer.plan, trainer.callbacks, replaced)  # the user may have added one
     return replaced
 
 
@@ -397,7 +397,7 @@ def collect_garbage(session: Session) -> Iterator[None]:
 
 @contextmanager
 def attach_task(session: Session) -> Iterator[None]:
-    """Attach the task and the data module to the run; afterwards call their `teardown` and close the parts of the run."""
+    """Attach task and data module to the run; afterwards call `teardown` and close the parts of the run."""
     run, task, datamodule = session.run, session.task, session.datamodule
     with ExitStack() as closing:  # ExitStack calls the last callback first, and all callbacks after errors too.
         closing.callback(run.strategy.teardown)

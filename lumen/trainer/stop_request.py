@@ -1,4 +1,4 @@
-"""What a signal does to a run: it finishes its step, saves and leaves. The handlers before it are put back."""
+"""Signal handling of a run: the first signal finishes the step, saves and ends the run. Previous handlers are restored."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from lumen.trainer.telling import tell_stop
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
-_LAST_WORDS_S = 2.0  # a terminal or a store that stands still keeps nobody
-_EVALUATION_S = 30.0  # an evaluation has nothing to save
-_SECOND_S = 5.0  # after the second signal: a main thread that runs Python obeys within milliseconds
+_LAST_WORDS_S = 2.0  # limit for the last messages, which a blocked terminal or store may delay
+_EVALUATION_S = 30.0  # default limit of an evaluation, which saves nothing
+_SECOND_S = 5.0  # limit after the second signal; a main thread that runs Python obeys within milliseconds
 _OVER, _LATE = 0, -1
 
 
 @final
 class Grace:
-    """A thread that waits for signals, and then for the end of the run; in time it ends the process itself.
+    """Thread that waits for a signal, and ends the process if the run does not end in time.
 
-    It hears of signals from the system: a main thread that stands in a collective calls no handler.
+    The thread reads signals from the operating system's wakeup descriptor, because a main thread inside a collective
+    calls no handler.
 
     Args:
-        limit_s: Seconds that the run may take from the first signal on. None: no limit, but 30 s for a run that saves
-            nothing and is asked by another signal than Ctrl-C.
-        saves: The run saves checkpoints.
+        limit_s: Seconds from the first signal until the run must end. None: no limit, but 30 s for a run that saves
+            nothing, unless the signal is Ctrl-C.
+        saves: True if the run saves checkpoints.
     """
 
     def __init__(self, limit_s: float | None, *, saves: bool) -> None:
@@ -57,12 +58,13 @@ class Grace:
     def listening(
         self, numbers: Collection[int], tell: Callable[[int, str], None], obeys: Callable[[], bool]
     ) -> Iterator[None]:
-        """The context, in the main thread, in which the first signal lets the time begin.
+        """Start the time limit at the first signal within the context. Call it in the main thread.
 
         Args:
             numbers: Signals that ask the run to stop; they have handlers.
-            tell: Called with the signal and the reason when the process ends, to say how the run stands.
-            obeys: Returns True if the main thread leaves for a second signal, or a save is under way.
+            tell: Function that logs the status of the run; called with the signal and the reason before the process
+                ends.
+            obeys: Function that returns True if the main thread obeys a second signal, or a save is in progress.
         """
         self._numbers, self._tell, self._obeys = numbers, tell, obeys
         before = signal.set_wakeup_fd(self._hears, warn_on_full_buffer=False)
@@ -72,7 +74,7 @@ class Grace:
             signal.set_wakeup_fd(before)
 
     def close(self) -> None:
-        """End the thread, since the run is over."""
+        """End the thread after the run."""
         os.write(self._hears, bytes([_OVER]))
         self._thread.join()
         os.close(self._hears)
@@ -98,15 +100,16 @@ class Grace:
                 self._exit(second, "at once")
 
     def _limit_after(self, number: int) -> tuple[float, str]:
-        """How long the run has after a signal, in seconds and in words."""
+        """Return the time limit after a signal, in seconds and in words."""
         if self._limit_s is not None:
             return self._limit_s, f"grace_s={self._limit_s:g}"
-        if self._saves or self._is_interactive or number == signal.SIGINT:  # who pressed Ctrl-C can press it again
+        if self._saves or self._is_interactive or number == signal.SIGINT:  # the user can press Ctrl-C again
             return math.inf, ""
         return _EVALUATION_S, f"{_EVALUATION_S:g} s, which grace_s changes"
 
     def _next(self, limit_s: float) -> int:
-        """The next signal that asks the run to stop; `_OVER` if the run has ended, `_LATE` after so many seconds."""
+        """Return the next signal that asks the run to stop, `_OVER` if the run has ended, or `_LATE` after `limit_s`
+        seconds."""
         until_s = time.monotonic() + limit_s
         poll = select.poll()
         poll.register(self._heard, select.POLLIN)
@@ -130,14 +133,15 @@ class Grace:
 
 
 def call_within(limit_s: float, function: Callable[[], object]) -> None:
-    """Call a function, and wait for its end for so long at most: the run may hang with a lock that it needs."""
+    """Call a function in a thread, and wait at most `limit_s` seconds: the run may hang with a lock that the function
+    needs."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(limit_s)
 
 
 def _hear_no_more() -> None:
-    """A forked child tells its parent nothing of the signals it gets."""
+    """Detach a forked child from the wakeup descriptor, so that its signals do not reach the parent."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 
@@ -147,15 +151,15 @@ os.register_at_fork(after_in_child=_hear_no_more)
 
 @contextmanager
 def stop_signals(trainer: Trainer, run: Run, grace: Grace) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 lets the step finish and the run save.
+    """Let the first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 within the context finish the step, save and end the run.
 
-    A second one waits for no more than a save. SIGHUP and SIGUSR1 are left alone where they are ignored, as under
-    nohup, or have a handler of the user's.
+    A second signal ends the run at once, except that a save in progress is completed. Lumen does not handle SIGHUP and
+    SIGUSR1 if they are ignored, as under nohup, or have a handler of the user.
 
     Args:
         trainer: The trainer of the run.
-        run: The run that they ask to stop.
-        grace: How long it has then.
+        run: The run to stop.
+        grace: The thread that limits the time after the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -168,7 +172,7 @@ def stop_signals(trainer: Trainer, run: Run, grace: Grace) -> Iterator[None]:
     request = _StopRequest(run, before)
     for number in SIGNALS:
         handler = signal.getsignal(number)
-        if isinstance(handler, _StopRequest) or is_obeyed(number, handler):  # of the run around this one
+        if isinstance(handler, _StopRequest) or is_obeyed(number, handler):  # handler of an outer run
             before[number] = signal.signal(number, request)
     try:
         with grace.listening(before.keys(), tell, lambda: request.has_left or run.saves.is_writing):
@@ -180,14 +184,14 @@ def stop_signals(trainer: Trainer, run: Run, grace: Grace) -> Iterator[None]:
 
 @final
 class _StopRequest:
-    """The signal handler of a run.
+    """Signal handler of a run.
 
     Args:
         run: The run that a signal asks to stop.
-        before: The handlers before it, by signal; the second signal puts them back.
+        before: The previous handlers, by signal; the second signal restores them.
 
     Attributes:
-        has_left: A second signal has made the main thread leave the run.
+        has_left: True if a second signal has made the main thread exit the run.
     """
 
     def __init__(self, run: Run, before: Mapping[int, Any]) -> None:
@@ -197,15 +201,15 @@ class _StopRequest:
         self._meanwhile: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Ask the run to stop; leave it if it was asked already."""
+        """Ask the run to stop; exit the run if it was already asked."""
         vote = self._run.ending.vote
         if os.getpid() != self._process:  # a forked worker: the main process decides
             return
         if vote.requested is not None and is_same_request(vote.requested, number, time.monotonic() - self._first_s):
             return
-        if self._is_telling and self._meanwhile is None:  # interrupted, what is being written would be written twice
+        if self._is_telling and self._meanwhile is None:  # an interrupted message would be written twice
             self._meanwhile = number
-        elif vote.requested is not None:  # also where a terminal that stands still keeps the answer from being written
+        elif vote.requested is not None:  # even if a blocked terminal delays the answer
             self._leave(number)
         else:
             self._first_s = time.monotonic()  # before the request: a signal may come between these lines
@@ -227,5 +231,6 @@ class _StopRequest:
 
 
 def interruption(number: int | None) -> BaseException:
-    """How a process ends that was asked to: as Python does for Ctrl-C, else with the signal's exit code."""
+    """Return the exception that ends a process on request: KeyboardInterrupt for Ctrl-C, else SystemExit with an exit
+    code."""
     return KeyboardInterrupt() if number in (None, signal.SIGINT) else SystemExit(exit_code(int(number or 0)))
