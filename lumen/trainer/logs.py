@@ -179,8 +179,7 @@ def console_log(settings: LogSettings, *, shown: bool = True) -> Iterator[None]:
 
 @final
 class _LogFile(logging.FileHandler):
-    """Log file of a run. If it cannot be written, for example on a full disk, one warning is printed and the run
-    continues."""
+    """Log file of a run. If it cannot be written, as on a full disk, Lumen prints one warning and continues."""
 
     _is_broken = False
 
@@ -218,7 +217,9 @@ def record(message: str, *args: Any, error: BaseException | None = None) -> None
 
 @contextmanager
 def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
-    """Append messages to a file within the context. With the user's format, a second file has the lines for `lumen runs`.
+    """Append messages to a file within the context.
+
+    If the user set `log_format`, a second file has the lines for `lumen runs`.
 
     Raises:
         RunDirectoryError: The file cannot be written.

@@ -478,7 +478,7 @@ class RunView:
 
     @property
     def gradient_clip_algorithm(self) -> str | None:
-        """"norm" or "value"; None: no clipping."""
+        """Kind of clipping: "norm" or "value"; None: no clipping."""
         return None if self.gradient_clip_val is None else "value" if self.plan.clip_norm is None else "norm"
 
     @property

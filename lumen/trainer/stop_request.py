@@ -1,4 +1,4 @@
-"""Signal handling of a run: the first signal finishes the step, saves and ends the run. Previous handlers are restored."""
+"""Signals that stop a run: the first lets it finish its step and save. Afterwards the handlers are restored."""
 
 from __future__ import annotations
 
@@ -108,8 +108,7 @@ class Grace:
         return _EVALUATION_S, f"{_EVALUATION_S:g} s, which grace_s changes"
 
     def _next(self, limit_s: float) -> int:
-        """Return the next signal that asks the run to stop, `_OVER` if the run has ended, or `_LATE` after `limit_s`
-        seconds."""
+        """Return the next signal that asks the run to stop, `_OVER` for an ended run, or `_LATE` after `limit_s`."""
         until_s = time.monotonic() + limit_s
         poll = select.poll()
         poll.register(self._heard, select.POLLIN)
@@ -133,8 +132,7 @@ class Grace:
 
 
 def call_within(limit_s: float, function: Callable[[], object]) -> None:
-    """Call a function in a thread, and wait at most `limit_s` seconds: the run may hang with a lock that the function
-    needs."""
+    """Call a function in a thread, and wait at most `limit_s` seconds, because a hung run may hold a lock."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -231,6 +229,5 @@ class _StopRequest:
 
 
 def interruption(number: int | None) -> BaseException:
-    """Return the exception that ends a process on request: KeyboardInterrupt for Ctrl-C, else SystemExit with an exit
-    code."""
+    """Return the exception for a stop request: KeyboardInterrupt for Ctrl-C, else SystemExit with an exit code."""
     return KeyboardInterrupt() if number in (None, signal.SIGINT) else SystemExit(exit_code(int(number or 0)))

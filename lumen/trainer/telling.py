@@ -1,6 +1,6 @@
-"""What a run says of itself: where it is, with what it trains, how it has ended, and what can be done then.
+"""Messages of a run: its setup, its end, its failure or restart, and the command to resume it.
 
-Its bar and its validations are told by `lumen/callbacks/progress_bar.py`.
+The messages of progress and validations are in `lumen/callbacks/progress_bar.py`.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 
 _WORTH_TELLING_S = 60.0
-_NEARLY_THE_SAME = 0.85  # val_los and val_loss are; _loss, as in f"{stage}_loss", is not
+_NEARLY_THE_SAME = 0.85  # val_los is similar to val_loss; _loss, as in f"{stage}_loss", is not
 
 
 def resume_command(run_directory: Path, command: str, beyond: tuple[str, int | str] | None = None) -> str:
-    """Return the command, or of a script or in a notebook the line, that resumes a run.
+    """Return the command that resumes a run; for a script or notebook, the line of code.
 
     Args:
         run_directory: The run's directory.
-        command: The words that a command line for such a run begins with, such as `lumen fit`; empty: it has none.
-        beyond: The limit that the run has reached, and a larger value, with which to train on; None: keep the limits.
+        command: First words of a command line for the run, such as `lumen fit`; empty without a command line.
+        beyond: The limit that the run has reached, with a larger value to train further; None: keep the limits.
     """
     if not in_notebook and command and (config := run_directory / "config.yaml").exists():
         further = f" --trainer.{beyond[0]} {beyond[1]}" if beyond else ""
@@ -68,7 +68,7 @@ def resume_command(run_directory: Path, command: str, beyond: tuple[str, int | s
 
 
 def tell_setup(run: Run) -> None:
-    """Say in one line on what a run trains, how, and how much in each step; only what is known."""
+    """Log in one line the devices, strategy, precision, step size and seed of a run; unknown facts are omitted."""
     if run.processes.is_global_zero:
         strategy = run.strategy
         how = [strategy.__class__.__name__] * strategy.spans_processes
@@ -77,7 +77,7 @@ def tell_setup(run: Run) -> None:
 
 
 def _devices(strategy: Strategy) -> str:
-    """What the processes of a run compute on, in words."""
+    """Describe the devices of a run."""
     processes, device = strategy.processes, strategy.device
     world, nodes = processes.world_size, processes.nodes
     own = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
@@ -92,7 +92,7 @@ def _devices(strategy: Strategy) -> str:
 
 
 def _step_size(run: Run) -> Iterator[str]:
-    """How many samples a step has, if that is the same in all of them."""
+    """Yield the number of samples per step, if all steps have the same number."""
     adapter, processes = run.loaders.train, run.processes.world_size
     size = None if adapter is None else adapter.cut().get("batch_size")
     if adapter is None or size is None or len(run.plan.accumulate) > 1:
@@ -104,7 +104,7 @@ def _step_size(run: Run) -> Iterator[str]:
 
 
 def tell_end(trainer: Trainer, run: Run) -> None:
-    """Say why a run is over, what was best, and what can be done with it.
+    """Log why a run is over, its best value, and commands to use it further.
 
     Args:
         trainer: The trainer of the run.
@@ -117,7 +117,7 @@ def tell_end(trainer: Trainer, run: Run) -> None:
     directory = trainer.run_directory
     if directory is None or not trainer.is_global_zero:
         return
-    with suppress(FileNotFoundError):  # it is not measured, or could not be written
+    with suppress(FileNotFoundError):  # the time is not measured, or could not be written
         if run.records.goodput.is_on and (spent := goodput(directory)).wall_s >= _WORTH_TELLING_S:
             _log.info("%s", spent)
     for line in _what_now(trainer, run, directory):
@@ -125,7 +125,7 @@ def tell_end(trainer: Trainer, run: Run) -> None:
 
 
 def _tell_idle_monitors(run: Run) -> None:
-    """Say which monitors never had a value because the run was too short; in a longer one that is an error."""
+    """Log monitors that never had a value because the run was too short. In a longer run this is an error."""
     waiting: dict[str, list[str]] = {}
     for each in run.hooks.callbacks:
         if isinstance(each, EarlyStopping | ModelCheckpoint) and each.monitor not in (None, *run.values.newest):
@@ -160,7 +160,7 @@ def _what_now(trainer: Trainer, run: Run, directory: Path) -> Iterator[str]:
 
 
 def _longer(run: Run) -> tuple[str, int | str] | None:
-    """The limit that has ended a run, with twice its value; None: the run cannot be resumed beyond a limit."""
+    """Return the limit that ended a run, with twice its value; None if the run cannot be resumed beyond a limit."""
     plan, progress = run.plan, run.progress
     if progress.should_stop or not may_move_further(run.optim.schedulers):
         return None
@@ -176,13 +176,13 @@ def _longer(run: Run) -> tuple[str, int | str] | None:
 
 
 def tell_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") -> None:
-    """Say by what a run was stopped, where, what of it is saved, and how to go on.
+    """Log which signal stopped a run, at which step, its newest checkpoint, and how to resume it.
 
     Args:
         trainer: The trainer of the run.
-        run: The run, at its last boundary unless it has overrun.
-        number: The signal that it obeys.
-        reason: Why the run is left where it stands, such as "not done within grace_s=8"; "" for a run at a boundary.
+        run: The run, at the end of a step unless its time limit has passed.
+        number: The signal.
+        reason: The reason to end the run within a step, such as "not done within grace_s=8"; "" at the end of a step.
     """
     by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"
     at = f"stopped at step {run.progress.step} {by}"
@@ -197,14 +197,14 @@ def tell_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") 
 
 
 def tell_failure(error: BaseException, step: int, trainer: Trainer, directory: Path, *, stays: bool) -> None:
-    """Write what a run fails by into its logs; the error says where these are, and how to go on.
+    """Log the error that ends a run, and add notes to it: where the logs are, and how to resume.
 
     Args:
-        error: What it fails by, which gets notes: they are shown below its traceback.
-        step: The one that it fails in, as many are done.
+        error: The error; Python shows its notes below the traceback.
+        step: The number of steps completed before the failure.
         trainer: The trainer of the run.
-        directory: The one that the run writes to.
-        stays: The directory is kept.
+        directory: The run directory.
+        stays: True if the directory is kept.
     """
     first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
     record("failed: %s (step %d)", first_line, step, error=error)
@@ -218,16 +218,16 @@ def tell_failure(error: BaseException, step: int, trainer: Trainer, directory: P
 
 
 def home_of(trainer: Trainer) -> Path:
-    """Return the run directory, or of a run that writes none the one that it would have."""
+    """Return the run directory; for a run that writes nothing, the directory that it would have."""
     return trainer.run_directory or trainer.default_root_dir / str(trainer.name)
 
 
 def checkpoints_of(trainer: Trainer, home: Path | None = None) -> list[PurePath]:
-    """Return the folders of a run's checkpoints, first that of the callback that says which is best.
+    """Return the checkpoint folders of a run, beginning with that of the callback that decides the best checkpoint.
 
     Args:
         trainer: The trainer of the run.
-        home: The run's directory; default: that of the trainer's own run.
+        home: The run's directory. Default: the directory of the trainer's own run.
     """
     default = (home or home_of(trainer)) / "checkpoints"
     folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
@@ -235,8 +235,8 @@ def checkpoints_of(trainer: Trainer, home: Path | None = None) -> list[PurePath]
 
 
 def _newest(trainer: Trainer) -> PurePath | None:
-    """The newest checkpoint of a trainer's run."""
-    with suppress(LumenError, OSError):  # a store that does not answer shall not hide why the run ends
+    """Return the newest checkpoint of a trainer's run, or None."""
+    with suppress(LumenError, OSError):  # an unreachable store must not hide why the run ends
         saved = [path for path in map(newest_committed, checkpoints_of(trainer)) if path is not None]
         if len(saved) > 1:
             saved.sort(key=lambda path: read_info(path)["micro_batches"])
@@ -245,7 +245,7 @@ def _newest(trainer: Trainer) -> PurePath | None:
 
 
 def note_steps(run: Run, directory: Path | None) -> None:
-    """Note where a training begins, and each of its steps, for a launcher that may start it again."""
+    """Write down the first step and each later step of a training, for a launcher that may restart it."""
     if has_lives() and directory is not None:
         progress = run.progress
         report_steps(lambda: progress.step)
@@ -254,7 +254,7 @@ def note_steps(run: Run, directory: Path | None) -> None:
 
 
 def tell_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
-    """Say in one line that the run was started again: why, from where, and what that costs."""
+    """Log in one line that the run was restarted: the reason, the step, and the lost steps and time."""
     if not trainer.is_global_zero:
         return
     if trainer.max_restarts and not is_worker():
@@ -266,7 +266,7 @@ def tell_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     step, since_s = 0, restart.began_s
     if checkpoint is not None:
         step = int(checkpoint.state["progress"]["step"])
-        with suppress(OSError):  # it is in an object store
+        with suppress(OSError):  # the checkpoint is in an object store
             since_s = max(since_s, Path(checkpoint.path, MANIFEST).stat().st_mtime)
     lost = max(restart.reached - step, 0)
     record(

@@ -1,4 +1,4 @@
-"""Trial: a training of a copy, which leaves no trace in what it is a copy of."""
+"""Trials: short trainings of a copy that leave the original unchanged."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from lumen.trainer.trainer import Trainer
 
 @final
 class Trials:
-    """Trains copies of a task as a trainer would, on its device, for a few steps and without its callbacks and records.
+    """Trainings of copies of a task, for a few steps, on the trainer's device, without its callbacks and loggers.
 
     Args:
-        trainer: Whose settings count; it may be in a run, whose data and seed are taken then.
-        task: The one whose copies are trained; it is left as it is.
-        data: A loader, several, or a data module; None: those of the run in progress, else the task's own.
-        configure_optimizers: Makes the optimizer of a copy; None: its own method does.
+        trainer: The trainer whose settings apply. If it is in a run, the trials use the data and seed of this run.
+        task: The task to copy; it stays unchanged.
+        data: A loader, several, or a data module; None: the data of the run in progress, else the task's loaders.
+        configure_optimizers: Function that builds the optimizer of a copy; None: the task's own method.
 
     Attributes:
-        given: What makes the optimizer of the run in progress, if `fit` was given it in place of the task's method.
-        owners: The task, and the data module if there is one.
+        given: The function that `fit` was given to replace the task's `configure_optimizers`, or None.
+        owners: The task, and the data module if any.
 
     Raises:
-        ConfigError: There are several processes.
+        ConfigError: The trainer has several processes.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Trials:
         """Train a copy.
 
         Args:
-            callback: The only callback of that training.
-            settings: Attributes and hyperparameters to set on the copies of the task and the data module first.
-            plan: What differs from the trainer's plan.
+            callback: The only callback of this training.
+            settings: Attributes and hyperparameters to set first, on the copies of the task and the data module.
+            plan: Fields that differ from the trainer's plan.
         """
         self.free()
         trainer, task, data = self._trial(callback, plan), _copied(self._task), _copied_data(self._data)
         for name, value in (settings or {}).items():
             set_everywhere([task, data], name, value)
-        configure = copy.deepcopy(self.given, {id(self._task): task})  # as the run's is made
+        configure = copy.deepcopy(self.given, {id(self._task): task})  # the copy's optimizer is built like the run's
         if configure is not None and configure is self.given:
             raise ConfigError(
                 "a search trains a copy of the task, but the function that fit was given as configure_optimizers knows "
@@ -85,27 +85,27 @@ class Trials:
             trainer.fit(task, data, configure_optimizers=configure)
 
     def free(self) -> None:
-        """Give the memory of trials back, once nobody holds what they have failed by."""
-        gc.collect()  # tensors of a failed step are in circles with its traceback
+        """Free the memory of trials, after their errors are no longer referenced."""
+        gc.collect()  # tensors of a failed step and its traceback form reference cycles
         empty_device_cache(self._trainer.strategy.device)
 
     def _trial(self, callback: Callback, plan: dict[str, Any]) -> Trainer:
         trainer = copy.copy(self._trainer)
-        trainer.strategy = copy.copy(trainer.strategy)  # it holds what it has placed
+        trainer.strategy = copy.copy(trainer.strategy)  # because a strategy refers to the modules that it has placed
         if not isinstance(trainer.precision, (str, int, type)):
-            trainer.precision = copy.copy(trainer.precision)  # `setup` gives it a state of its own
+            trainer.precision = copy.copy(trainer.precision)  # because `setup` changes its state
         trainer.compilation = Compilation(self._trainer.compilation.setting)
         plan = {"max_epochs": None, "max_time_s": None, "min_steps": 0, "min_epochs": 0} | plan
         limits = trainer.plan.limits | {"validate": 0}
         trainer._leave_no_traces([callback], "ERROR", **plan, sanity_batches=0, limits=limits)
         trainer.origin = trainer._origin = trainer.origin.anew()
-        trainer.fast_dev_run, trainer.seed = 1, self._seed  # no directory, and no word on schedules
+        trainer.fast_dev_run, trainer.seed = 1, self._seed  # no directory, and no warnings about schedules
         trainer.run_directory, trainer._run, trainer._status = None, None, "initializing"
         return trainer
 
 
 def set_everywhere(owners: list[Any], name: str, value: Any) -> list[str]:
-    """Set an attribute and a hyperparameter where there is one. Returns where, in words."""
+    """Set an attribute and a hyperparameter on all owners that have it, and return the changed places in words."""
     found = []
     for owner in owners:
         if not isinstance(owner, (TaskModule, DataModule)):
@@ -120,7 +120,7 @@ def set_everywhere(owners: list[Any], name: str, value: Any) -> list[str]:
 
 
 def has_anywhere(owners: list[Any], name: str) -> bool:
-    """Whether one of them has an attribute or a hyperparameter of this name."""
+    """Return True if an owner has an attribute or a hyperparameter of this name."""
     return any(hasattr(owner, name) or name in owner.hparams for owner in owners)
 
 
@@ -135,7 +135,7 @@ def _copied(task: TaskModule) -> TaskModule:
 
 
 def _copied_data(data: Any) -> Any:
-    """Loaders or a data module of their own, since streams move; their data sets with indices are the same objects."""
+    """Copy loaders or a data module, because streams advance; copies share map-style data sets."""
     try:
         return copy.deepcopy(data, _shared(data))
     except (RuntimeError, TypeError) as error:
@@ -146,7 +146,7 @@ def _copied_data(data: Any) -> Any:
 
 
 def _shared(value: Any) -> dict[int, Any]:
-    """By their ids, the data sets with indices that loaders, a data module or a collection of such things hold."""
+    """Return, by id, the map-style data sets in loaders, a data module, or collections of these."""
     if isinstance(value, Dataset) and not isinstance(value, IterableDataset):
         return {id(value): value}
     held = vars(value) if isinstance(value, (DataLoader, DataModule, CombinedLoader)) else value

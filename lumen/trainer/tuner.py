@@ -1,4 +1,4 @@
-"""Tuner: the searches, called by hand, or by callbacks as a run begins, before it has loaders and optimizers."""
+"""Tuner: searches for a learning rate or a batch size, called directly or by callbacks in `setup`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Mode = Literal["power", "binsearch"]
 
 @final
 class LargestBatch(Callback):
-    """Notes how large batches are.
+    """Callback that records the size of the largest batch.
 
     Attributes:
-        samples: Of the largest so far.
+        samples: Samples of the largest batch so far.
     """
 
     def __init__(self) -> None:
         self.samples = 0
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Look at a batch."""
+        """Record the size of a batch."""
         self.samples = max(self.samples, trainer.run.log.batch_samples)
 
 
@@ -46,12 +46,13 @@ def _search(
     """Return the largest micro-batch that fits into memory.
 
     Args:
-        attempt: Trains a little with a size; returns how large batches were, or None if memory did not suffice.
-        most: The size of a step, if that is known: no larger batch is tried.
+        attempt: Function that trains a few steps with a size, and returns the size of its batches, or None if memory
+            did not suffice.
+        most: The size of a step, if known: larger batches are not tried.
         first: The first size to try.
-        trials: How many sizes are tried at most.
-        mode: "power": doubled until memory ends; "binsearch": then halved between what fits and what does not.
-        margin: This part less is used, where "binsearch" has met the end of memory.
+        trials: Largest number of sizes to try.
+        mode: "power": double until memory ends; "binsearch": then bisect between the sizes that fit and do not fit.
+        margin: Fraction to subtract from the result, if "binsearch" has reached the end of memory.
 
     Raises:
         TrainingError: Not even one sample fits.
@@ -77,12 +78,12 @@ def _search(
     if mode == "binsearch" and too_large is not None:
         fits = max(1, int(fits * (1 - margin)))
     _log.info("batch size: %d fits into memory%s", fits, f", {too_large} does not" if too_large is not None else "")
-    # A step of a known size is cut into equal parts, of at most so many samples.
+    # A step of a known size is cut into equal parts of at most `fits` samples.
     return fits if most is None else -(-most // -(-most // fits))
 
 
 def _attempt(trials: Trials, plan: Plan, name: str, steps: int, size: int) -> int | None:
-    """Train a copy for a few steps with a batch size. Returns how large batches were; None: memory did not suffice."""
+    """Train a copy for a few steps with a batch size. Return the size of its batches, or None if memory ran out."""
     largest, accumulates = LargestBatch(), plan.global_batch_size is not None or plan.accumulates
     try:
         trials.run(
@@ -92,7 +93,7 @@ def _attempt(trials: Trials, plan: Plan, name: str, steps: int, size: int) -> in
     except DataError:
         if size == 1 or largest.samples:
             raise
-        return None  # with drop_last there is no batch of this size
+        return None  # with drop_last, no batch has this size
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -110,15 +111,15 @@ _RATE_NAMES = ("lr", "learning_rate")
 
 @final
 class Tuner:
-    """Finds a learning rate, or a batch size that fits into memory, with a few steps of training.
+    """Search for a learning rate, or for a batch size that fits into memory, with a few training steps.
 
-    What is trained is a copy, by the trainer's settings, but without its callbacks, loggers and checkpoints. The task,
-    the data, all random numbers and the trainer are afterwards as they were, but for the attribute that is set: `fit`
-    gives the bits that it gives with this value written by hand. In `setup` of a callback, where neither loaders nor
-    optimizers exist, a run may search for itself: that is what `LearningRateFinder` and `BatchSizeFinder` do.
+    Lumen trains a copy with the trainer's settings, but without its callbacks, loggers and checkpoints. Afterwards the
+    task, the data, all random numbers and the trainer are unchanged, except for the attribute that is set. `fit` is
+    then bitwise identical to a `fit` with this value set by hand. A callback can also search in `setup`, before loaders
+    and optimizers exist, as `LearningRateFinder` and `BatchSizeFinder` do.
 
     Args:
-        trainer: The one that `fit` is to be called of; it has one process.
+        trainer: The trainer for the later `fit`; it must have one process.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -139,29 +140,31 @@ class Tuner:
         attr_name: str = "",
         configure_optimizers: Callable[[TaskModule], Any] | None = None,
     ) -> lr_search.LearningRateCurve:
-        """Train with ever larger learning rates (Smith, Cyclical Learning Rates, 2015).
+        """Train with increasing learning rates (Smith, Cyclical Learning Rates, 2015).
 
-        Schedules do not move; parameter groups keep the ratios of their rates, and the rate is that of the first.
+        Schedules do not move. The rate is that of the first parameter group; other groups keep the ratios of their
+        rates.
 
         Args:
-            model: Of which a copy is trained, from the parameters that it has.
+            model: The task; Lumen trains a copy, beginning with its current parameters.
             train_dataloaders: A loader, several, or a data module; None: the task's, or those of the run in progress.
             datamodule: A data module, in place of loaders.
             min_lr: The first rate, more than 0.
             max_lr: The last rate.
-            num_training: Steps, at least 2.
-            mode: "exponential": each rate is a multiple of the one before; "linear": they have equal distances.
-            early_stop_threshold: Stop when the smoothed loss is more than so many times the least one; None: never.
+            num_training: Number of steps, at least 2.
+            mode: "exponential": the ratio of consecutive rates is constant; "linear": their difference is constant.
+            early_stop_threshold: Factor of the smallest smoothed loss at which the search stops; None: never.
             update_attr: Set the attribute or hyperparameter to the suggestion.
-            attr_name: Of the attribute or hyperparameter of the task. Default: `lr` or `learning_rate`.
-            configure_optimizers: Makes the optimizer of a task, in place of its own method.
+            attr_name: Name of the task's attribute or hyperparameter. Default: `lr` or `learning_rate`.
+            configure_optimizers: Function that builds the optimizer of a task, in place of the task's own method.
 
         Returns:
             The curve, with `suggestion()`, `results` and `plot()`.
 
         Raises:
-            ConfigError: There are several processes, the task optimizes by hand, or it has no such attribute.
-            TrainingError: There is no suggestion, but the attribute was to be set.
+            ConfigError: The trainer has several processes, the task uses manual optimization, or it has no such
+                attribute.
+            TrainingError: The curve gives no suggestion for the attribute to set.
         """
         if not model.automatic_optimization:
             raise ConfigError(
@@ -177,7 +180,7 @@ class Tuner:
             )
         name = rate_name(model, attr_name) if update_attr else ""
         curve = lr_search.LearningRateCurve(mode)
-        with suppress(NonFiniteLoss):  # the curve ends there
+        with suppress(NonFiniteLoss):  # the curve ends at this rate
             trials.run(lr_search.RisingRate(curve, rates, early_stop_threshold), max_steps=num_training)
         trials.free()
         if update_attr:
@@ -203,28 +206,28 @@ class Tuner:
         batch_arg_name: str = "batch_size",
         margin: float = 0.05,
     ) -> int:
-        """Find the largest batch that training fits into memory, and set it.
+        """Find the largest batch size that fits into memory, and set it.
 
-        With `global_batch_size` that is the micro-batch, and training stays the same: only how each step is cut
-        changes, so at most all of it is tried, and the size cuts it evenly. Without it a step becomes larger.
+        With `global_batch_size` the result is the micro-batch size, and training stays the same. It is at most
+        `global_batch_size`, and cuts a step into equal parts. Without `global_batch_size` steps become larger.
 
         Args:
-            model: Of which copies are trained.
+            model: The task to copy for each trial.
             train_dataloaders: A data module; None: the task's loader, or the data of the run in progress.
             datamodule: A data module.
-            mode: "power": double until memory ends; "binsearch": then search between what fits and what does not.
+            mode: "power": double until memory ends; "binsearch": then bisect between the sizes that fit and do not fit.
             steps_per_trial: Updates of each trial, at least 1.
             init_val: The first size, at least 1.
-            max_trials: How many trials there may be, at least 1.
-            batch_arg_name: Of the attribute or hyperparameter of the task or the data module that the loader is made
-                with.
-            margin: With "binsearch" this part less is used, from 0 to 1.
+            max_trials: Largest number of trials, at least 1.
+            batch_arg_name: Name of the task's or data module's attribute or hyperparameter from which the loader takes
+                its size.
+            margin: Fraction to subtract from the result of "binsearch", at least 0 and less than 1.
 
         Returns:
             The size that was set.
 
         Raises:
-            ConfigError: There are several processes, or nobody has such an attribute.
+            ConfigError: The trainer has several processes, or the attribute does not exist.
             TrainingError: Not even one sample fits.
         """
         at_least(1, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials)
@@ -249,7 +252,7 @@ class Tuner:
 
 
 def rate_name(model: TaskModule, given: str) -> str:
-    """The attribute or hyperparameter that the rate is set as."""
+    """Return the name of the task's attribute or hyperparameter for the rate."""
     found = [name for name in ([given] if given else _RATE_NAMES) if has_anywhere([model], name)]
     if len(found) == 1:
         return found[0]
@@ -262,22 +265,22 @@ def rate_name(model: TaskModule, given: str) -> str:
 
 @final
 class LearningRateFinder(Callback):
-    """Finds a learning rate when a run begins, and trains with it; see `Tuner.lr_find`.
+    """Callback that finds a learning rate when a run begins, and trains with it; see `Tuner.lr_find`.
 
-    A run that goes on from a checkpoint has the rate that was found, and does not search.
+    A run that resumes from a checkpoint uses the saved rate, and does not search.
 
     Args:
         min_lr: The first rate, more than 0.
         max_lr: The last rate.
-        num_training_steps: Steps of the search, at least 2.
-        mode: "exponential": each rate is a multiple of the one before; "linear": they have equal distances.
-        early_stop_threshold: Stop when the smoothed loss is more than so many times the least one; None: never.
-        update_attr: Set the attribute or hyperparameter; else the run trains with the rate that it has.
-        attr_name: Of the attribute or hyperparameter of the task. Default: `lr` or `learning_rate`.
+        num_training_steps: Number of steps of the search, at least 2.
+        mode: "exponential": the ratio of consecutive rates is constant; "linear": their difference is constant.
+        early_stop_threshold: Factor of the smallest smoothed loss at which the search stops; None: never.
+        update_attr: Set the attribute or hyperparameter; False: the run trains with its present rate.
+        attr_name: Name of the task's attribute or hyperparameter. Default: `lr` or `learning_rate`.
         plot: Write the curve into the run directory: `lr_find.csv`, and `lr_find.png` if matplotlib is installed.
 
     Attributes:
-        optimal_lr: The curve; None: there was no search.
+        optimal_lr: The curve; None without a search.
     """
 
     @checked
@@ -302,7 +305,7 @@ class LearningRateFinder(Callback):
         self._found: Any = None  # the name, and the rate
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Search, unless the run goes on from a checkpoint."""
+        """Search, unless the run resumes from a checkpoint."""
         if stage != "fit":
             return
         self.optimal_lr = self._found = None
@@ -323,11 +326,11 @@ class LearningRateFinder(Callback):
                 figure.savefig(trainer.run_directory / "lr_find.png", dpi=120)
 
     def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the rate that was found."""
+        """Save the rate that was found."""
         checkpoint["found"] = self._found
 
     def on_load_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Set the rate that was found, before optimizers are built."""
+        """Set the saved rate, before optimizers are built."""
         self._found = checkpoint["found"]
         if self._found is not None:
             set_everywhere([task], *self._found)
@@ -335,22 +338,23 @@ class LearningRateFinder(Callback):
 
 @final
 class BatchSizeFinder(Callback):
-    """Finds the largest batch that training fits into memory, and trains with it; see `Tuner.scale_batch_size`.
+    """Callback that finds the largest batch size that fits into memory, and trains with it.
 
-    With `global_batch_size` of the trainer that is the micro-batch, and the training is the same as with any other;
-    without it a step becomes larger. A run that goes on from a checkpoint has the size that was found, and does not
-    search.
+    The search is `Tuner.scale_batch_size`. With `global_batch_size` of the trainer the result is the micro-batch size,
+    and training stays the same. Without it steps become larger. A run that resumes from a checkpoint uses the saved
+    size, and does not search.
 
     Args:
-        mode: "power": double until memory ends; "binsearch": then search between what fits and what does not.
+        mode: "power": double until memory ends; "binsearch": then bisect between the sizes that fit and do not fit.
         steps_per_trial: Updates of each trial, at least 1.
         init_val: The first size, at least 1.
-        max_trials: How many trials there may be, at least 1.
-        batch_arg_name: Of the attribute or hyperparameter of the task or the data module that the loader is made with.
-        margin: With "binsearch" this part less is used, from 0 to 1.
+        max_trials: Largest number of trials, at least 1.
+        batch_arg_name: Name of the task's or data module's attribute or hyperparameter from which the loader takes its
+            size.
+        margin: Fraction to subtract from the result of "binsearch", at least 0 and less than 1.
 
     Attributes:
-        optimal_batch_size: The size; None: there was no search.
+        optimal_batch_size: The size; None without a search.
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": "It ends where a batch no longer fits, or after max_trials."}
@@ -372,18 +376,18 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size: int | None = None
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Search, unless the run goes on from a checkpoint."""
+        """Search, unless the run resumes from a checkpoint."""
         if stage == "fit":
             self.optimal_batch_size = None
             if trainer.run.checkpoint is None:
                 self.optimal_batch_size = Tuner(trainer).scale_batch_size(task, **self._settings)
 
     def on_save_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the size that was found."""
+        """Save the size that was found."""
         checkpoint["found"] = self.optimal_batch_size
 
     def on_load_checkpoint(self, trainer: Trainer, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Set the size that was found, before loaders are made."""
+        """Set the saved size, before loaders are created."""
         self.optimal_batch_size = checkpoint["found"]
         if self.optimal_batch_size is not None:
             set_everywhere([task, trainer.datamodule], self._settings["batch_arg_name"], self.optimal_batch_size)

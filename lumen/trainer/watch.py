@@ -1,4 +1,4 @@
-"""Watch: says where a process stands that gets no further, and ends a job that hangs; debuggers of several ranks."""
+"""Watch over a run: reports where a hung process is and terminates the job; lets debuggers work with several ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SAVES = Saves.settle.__code__.co_filename
 _STEPS = {train_step.__code__, manual_step.__code__}
 _COLLECTIVES = str(Path(torch.distributed.__file__).parent) + os.sep
 _LOOKERS = {"ipykernel", "debugpy", "pydevd"}
-_TIMES = 5  # so much longer than the longest so far may take what has no other limit
+_TIMES = 5  # the limit is at least this factor times the longest time so far
 _LONGEST_PERIOD_S, _LOOKS = 1.0, 40
 _TELLING_S, _LEAVING_S = 5.0, 5.0
 _TAKES_LONG = (
@@ -52,17 +52,17 @@ _CALL_EQUALLY_OFTEN = (
     "batch_idx counts the batches of all ranks, and one rank may have a batch more. Log values with self.log, which "
     "needs no collective, or call collectives in hooks such as on_validation_epoch_end."
 )
-_UNMATCHED_AFTER_S = 3.0  # A step that waits less long is not looked at.
+_UNMATCHED_AFTER_S = 3.0  # shorter waits are not checked for unmatched collectives
 
 
 @contextmanager
 def watched(run: Run, directory: Path | None) -> Iterator[threading.Event]:
-    """The context of a run that ends the job where it hangs: where no step and no batch is done for too long.
+    """Watch a run within the context, and terminate the job if it hangs: if no step and no batch completes in time.
 
-    Too long is `timeout_s` in a step and where other processes are waited for; until the first step is done, in an
-    evaluation and between steps it is `startup_timeout_s`; and 5 times what the longest of its kind has taken, if that
-    is more. At half of it there is a warning. Where somebody may be looking, with a debugger or in a notebook, there
-    are only warnings.
+    The limit is `timeout_s` in a step and in waits for other processes. It is `startup_timeout_s` before the first
+    step, between steps and in evaluations. The limit is 5 times the longest duration of the same kind so far, if that
+    is more. At half of the limit Lumen logs a warning. In a debugger, a notebook or an interactive session Lumen only
+    warns.
 
     Yields:
         An event that ends the watch, if set.
@@ -80,13 +80,13 @@ def watched(run: Run, directory: Path | None) -> Iterator[threading.Event]:
 
 @final
 class _Watch:
-    """The thread that watches another one.
+    """Thread that watches the thread of a run.
 
     Args:
         run: The run that is watched.
-        directory: The run directory, where it writes the stacks; None if the run writes nothing.
-        over: Set when the run is over.
-        thread: The number of the thread that the run is in.
+        directory: The run directory, to which the stacks are written; None if the run writes nothing.
+        over: Event that is set when the run is over.
+        thread: The id of the run's thread.
     """
 
     def __init__(self, run: Run, directory: Path | None, over: threading.Event, thread: int) -> None:
@@ -95,13 +95,13 @@ class _Watch:
         self._file, self._is_fit = own_stacks(), run.stage == "fit"
         self._is_traced = sys.gettrace() is not None
         self._posted: dict[int, Begun] = {}
-        self._longest_s = {True: 0.0, False: 0.0}  # without a step or batch: in a step, and elsewhere
+        self._longest_s = {True: 0.0, False: 0.0}  # longest time without progress: True in a step, False elsewhere
 
     def keep(self) -> None:
-        """Look until the run is over."""
+        """Watch until the run is over."""
         processes, vote = self._processes, self._run.ending.vote
         beats, idle_s, is_in_step, patience, warned = vote.polls, 0.0, False, 1, False
-        used = 0.0  # The share of the limit, since a slow disk may take longer than a collective that follows it.
+        used = 0.0  # Fraction of the limit, which differs between a slow disk and a collective after it.
         period_s = min(_LONGEST_PERIOD_S, min(processes.timeout_s, processes.startup_timeout_s) / _LOOKS)
         while True:
             before_s = time.monotonic()
@@ -111,11 +111,11 @@ class _Watch:
                 call_within(_TELLING_S, partial(self._record, why))
                 self._exit()
             if vote.polls != beats:
-                if is_in_step or self._has_begun:  # what it takes to start says nothing of later
+                if is_in_step or self._has_begun:  # the time of the start does not predict later times
                     self._longest_s[is_in_step] = max(self._longest_s[is_in_step], idle_s)
                 beats, idle_s, used, patience, warned = vote.polls, 0.0, 0.0, 1, False
                 continue
-            # not what the clock says: the time in which this process was itself stopped is not counted
+            # limited, so that the time in which this process was suspended does not count
             passed_s = min(time.monotonic() - before_s, 2 * period_s)
             is_in_step, limit_s, is_asked = self._limit()
             if is_asked:
@@ -141,7 +141,7 @@ class _Watch:
                 )
 
     def _unmatched(self, idle_s: float) -> tuple[int, int] | None:
-        """Return two ranks of this host that wait for one another in different collectives, once it is certain."""
+        """Return two ranks of this host that wait for each other in different collectives, seen twice, or None."""
         if self._stacks is None:
             return None
         waits = idle_s > _UNMATCHED_AFTER_S and self._waits()
@@ -151,20 +151,20 @@ class _Watch:
         return pair if pair is not None and all(before.get(rank) == posted[rank] for rank in pair) else None
 
     def _frames(self) -> Iterator[FrameType]:
-        """Yield the frames of the thread that is watched, the innermost first."""
+        """Yield the frames of the watched thread, the innermost first."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             yield frame
             frame = frame.f_back
 
     def _waits(self) -> bool:
-        """Return True if the thread that is watched waits in a collective."""
+        """Return True if the watched thread waits in a collective."""
         codes = ((frame.f_code, frame.f_lineno) for frame in self._frames())
         lines = [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in codes]
         return Place(self._processes.rank, os.getpid(), "runs", "\n".join(lines)).waits_for_others
 
     def _limit(self) -> tuple[bool, float, bool]:
-        """Whether the run is in a step, how long it may stand where it is, in seconds, and if a debugger asks there."""
+        """Return whether the run is in a step, its time limit in seconds, and whether a debugger prompts."""
         processes, codes = self._processes, [frame.f_code for frame in self._frames()]
         in_step, asked = not _STEPS.isdisjoint(codes), any(map(is_prompt, codes))
         files = [code.co_filename for code in codes]
@@ -180,14 +180,17 @@ class _Watch:
 
     @property
     def _has_begun(self) -> bool:
-        """The first step of a training is done, or this is none."""
+        """True after the first step of a training, and in all other stages."""
         return bool(self._run.step.weighted_windows) or not self._is_fit
 
     def _warn(self, text: str) -> None:
         call_within(_TELLING_S, partial(_log.warning, "%s", text))
 
     def _claim(self, beats: int) -> list[Place]:
-        """Where all processes stand, if this one is to end the job; nothing: another one does, or it goes on."""
+        """Return the places of all processes if this process is to end the job.
+
+        The list is empty if a different process ends the job, or if the run has progressed meanwhile.
+        """
         if self._stacks is not None and not self._stacks.claim():
             return []
         places = self._stacks.look() if self._stacks is not None else [self._own_place()]
@@ -201,9 +204,9 @@ class _Watch:
             self._stacks.give_up_claim()
 
     def _end(self, places: Sequence[Place], headline: str, advice: str, *, warns: bool = True) -> None:
-        """Write down where all processes are, and end the job; whatever cannot be written is left out.
+        """Write the stacks of all processes to a file and the log, and end the job; failures to write are ignored.
 
-        Only warn where somebody may be looking: in a notebook, a debugger, an interactive session.
+        In a notebook, a debugger or an interactive session only warn.
         """
         here = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive) or self._is_traced
         if here or not _LOOKERS.isdisjoint(sys.modules) or any(place.is_debugged for place in places):
@@ -223,15 +226,15 @@ class _Watch:
         self._exit(_LEAVING_S)
 
     def _exit(self, others_s: float = 0.0) -> NoReturn:
-        """End this process, whatever it is doing, once the others of its host have ended."""
-        for child in active_children():  # data workers would not notice
+        """End this process in any state, after waiting for the other processes of its host."""
+        for child in active_children():  # data workers would continue
             with suppress(OSError, ValueError):
                 child.kill()
         if self._stacks is not None and others_s:
             self._stacks.end_others(others_s)
         if self._stacks is not None:
-            faulthandler.dump_traceback_later(_LEAVING_S, exit=True, file=self._file)  # a device may hold it up here
-            with suppress(Exception):  # The last collectives of this process are kept with the stacks.
+            faulthandler.dump_traceback_later(_LEAVING_S, exit=True, file=self._file)  # a device may block this process
+            with suppress(Exception):  # Save the last collectives of this process with the stacks.
                 for recorder in RECORDERS:
                     if b'"entries"' in (recorded := recorded_collectives(recorder)):
                         self._write(f"collectives-{recorder}-rank{self._processes.rank}.json", recorded, [])
@@ -242,7 +245,7 @@ class _Watch:
         record("failed: ProcessStuck: %s (step %d)", headline, step, error=ProcessStuck(headline))
 
     def _write(self, what: str, content: bytes, written: list[Path]) -> None:
-        """Write a file into the folder of logs, with the host and the step in its name; note it if that works."""
+        """Write a file into the folder of logs, with host and step in its name, and append its path to `written`."""
         if self._directory is not None:
             file = Path(self._directory, "logs", what)
             file = file.with_stem(f"{file.stem}-{socket.gethostname()}-step{self._run.progress.step}")
@@ -257,10 +260,10 @@ class _Watch:
 
 @contextmanager
 def debuggable(processes: Processes) -> Iterator[None]:
-    """The context of a run in which `breakpoint()` and `pdb.set_trace()` ask in one process.
+    """Let `breakpoint()` and `pdb.set_trace()` prompt in one process only within the context.
 
-    Of the workers of Lumen's launcher only rank 0 shows what it writes: the others would take its input away and say
-    nothing, so they go on. Without a terminal, and with another debugger in PYTHONBREAKPOINT, nothing is changed.
+    Lumen's launcher shows the output of rank 0 only. Other workers would silently take its input, so they continue
+    instead. Without a terminal, or with another debugger in PYTHONBREAKPOINT, nothing changes.
     """
     if processes.world_size == 1:
         yield
