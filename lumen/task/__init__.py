@@ -1,1 +1,1 @@
-"""What users subclass, and what is done to it before it trains: hooks found, layers materialised, compiled."""
+"""Base classes of user code, and its preparation before training: hooks, initialization and compilation."""

@@ -1,4 +1,4 @@
-"""`torch.compile` for the duration of a run: in place, so that names and checkpoints stay what they are."""
+"""`torch.compile` for the duration of a run, in place: names of parameters and checkpoints do not change."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from lumen.task.task_module import TaskModule
 
 _OPTIONS = ("mode", "dynamic", "fullgraph", "backend", "options")
 _GRAPH_MODES, _GRAPHS = ("reduce-overhead", "max-autotune"), "triton.cudagraphs"
-_LEFT_ALONE = ("log", "log_dict", "print")  # of a task: they belong to the host, and change from step to step
-_VERSIONS = 32  # of one piece of code: for each shape, with and without gradients, in training and in evaluation
+_LEFT_ALONE = ("log", "log_dict", "print")  # not compiled: these methods of a task run on the host, and change
+_VERSIONS = 32  # per piece of code: for each shape, with and without gradients, in training and in evaluation
 
 
 @final
 class Compilation(AbstractContextManager["Compilation"]):
-    """Compiles modules of a task; when the context ends they are as they were.
+    """Context in which modules of a task are compiled; at its end they are restored.
 
-    Shapes are static unless `dynamic` says otherwise. By torch's own choice a second shape makes code for all shapes,
-    which then rounds the first shape differently too: a resumed run, which meets the shapes in another order, would
-    not end with the bits of the undisturbed one.
+    Shapes are static unless `dynamic` is set. By default torch compiles code for all shapes at the second shape, which
+    also changes the rounding of the first shape. A resumed run meets the shapes in a different order, and would not be
+    bitwise identical to the uninterrupted run.
 
     Args:
-        setting: False: nothing. True: the task's `forward` and its direct child modules. A class name or a list of
-            them: every module of these classes. A dictionary: options of `torch.compile` (`mode`, `dynamic`,
+        setting: False: no module. True: the task's `forward` and its direct child modules. A class name or a list of
+            class names: every module of these classes. A dictionary: options of `torch.compile` (`mode`, `dynamic`,
             `fullgraph`, `backend`, `options`) and optionally `blocks`, the class names.
 
     Raises:
@@ -61,20 +61,20 @@ class Compilation(AbstractContextManager["Compilation"]):
         self._during = ExitStack()
 
     def replays_graphs(self, device: torch.device) -> bool:
-        """Whether compiled code is replayed as CUDA graphs, whose outputs are overwritten by the next replay."""
+        """Return True if compiled code is replayed as CUDA graphs, so that the next replay overwrites its outputs."""
         asked = self._options.get("mode") in _GRAPH_MODES or (self._options.get("options") or {}).get(_GRAPHS)
         return self._on and device.type == "cuda" and bool(asked)
 
     def check_graphs(self, device: torch.device, *, shards: bool, accumulates: bool) -> None:
-        """Refuse what cannot be replayed as CUDA graphs; does nothing if none are.
+        """Raise an error if CUDA graphs cannot be replayed; do nothing without CUDA graphs.
 
         Args:
-            device: The device that the task runs on.
-            shards: The strategy moves parameters.
-            accumulates: A step has several micro-batches in each process.
+            device: The device of the task.
+            shards: True if the strategy moves parameters.
+            accumulates: True if a step has several micro-batches in each process.
 
         Raises:
-            ConfigError: The strategy moves parameters, or there are several micro-batches.
+            ConfigError: The strategy moves parameters, or a step has several micro-batches.
         """
         if not self.replays_graphs(device):
             return
@@ -90,10 +90,10 @@ class Compilation(AbstractContextManager["Compilation"]):
             )
 
     def check(self, task: nn.Module) -> None:
-        """Refuse what cannot be compiled, before anything is compiled.
+        """Check that the task can be compiled, before compiling it.
 
         Raises:
-            ConfigError: No module has such a class, there is nothing to compile, or torch refuses an option.
+            ConfigError: No module has such a class, no module can be compiled, or torch refuses an option.
         """
         if not self._on:
             return
@@ -105,10 +105,10 @@ class Compilation(AbstractContextManager["Compilation"]):
             raise ConfigError(f"compile: torch.compile refuses its options: {_first_line(error)}") from error
 
     def apply(self, task: nn.Module) -> None:
-        """Compile the modules, which takes place when they are first called; those compiled already are left alone.
+        """Compile the modules at their first call; modules that are already compiled stay unchanged.
 
         Raises:
-            ConfigError: As `check` raises for the same task.
+            ConfigError: The task cannot be compiled; see `check`.
         """
         self.check(task)
         for module in self._targets(task) if self._on else ():
@@ -137,7 +137,7 @@ class Compilation(AbstractContextManager["Compilation"]):
     def __enter__(self) -> Compilation:
         if self._on:
             self._during.enter_context(limited_versions(_VERSIONS))
-            # The compiler would follow a call of `log` into Lumen, and compile what it finds there in step after step.
+            # The compiler would follow a call of `log` into Lumen, and recompile that code in each step.
             for name in _LEFT_ALONE:
                 disabled = torch.compiler.disable(vars(TaskModule)[name])  # type: ignore[no-untyped-call]
                 self._during.enter_context(replaced_attribute(TaskModule, name, disabled))
@@ -148,7 +148,7 @@ class Compilation(AbstractContextManager["Compilation"]):
     ) -> None:
         self._during.__exit__(kind, error, trace)
         if self._compiled:
-            torch.compiler.reset()  # versions are counted for a piece of code: the next run's task has the same
+            torch.compiler.reset()  # versions are counted per code, which the next run's task shares
         while self._compiled:
             uncompile(self._compiled.pop())
         if self._on:
@@ -156,7 +156,7 @@ class Compilation(AbstractContextManager["Compilation"]):
 
 
 def _callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Module]:
-    """The modules with parameters directly in a module; for a list or dictionary of modules, those in it."""
+    """Yield the child modules that have parameters; for a list or dictionary of modules, yield its entries."""
     for child in module.children():
         if isinstance(child, torch.jit.ScriptModule):
             continue
@@ -170,12 +170,12 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile a module in place, without a wrapper around it."""
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**options)
-    else:  # torch passes over code of its own: `nn.Sequential.compile()` does nothing
+    else:  # torch skips its own code: `nn.Sequential.compile()` does nothing
         compile_calls(module, options)
 
 
 def _explain(error: BaseException | None) -> None:
-    """Raise a clear error for one of torch.compile's own; return for any other."""
+    """Raise a clear error for an error of torch.compile; return for any other error."""
     if error is None or (about := is_compilers(error)) is None:
         return
     if about == "versions":

@@ -1,4 +1,4 @@
-"""DataModule: where the data comes from, apart from the task that uses it."""
+"""`DataModule`: the loaders of training and evaluation, separate from the task."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dat
 
 
 class Attached:
-    """Mixin: the run that a task or data module is attached to while it lasts."""
+    """Mixin of a task or data module that refers to its run while the run lasts."""
 
     _run: AttachedRun | None = None
     _trainer: AnyTrainer | None = None
 
     def _attach(self, run: AttachedRun | None, trainer: AnyTrainer | None) -> None:
-        """Let the object know its run, and the trainer that has opened the run."""
+        """Set the run, and the trainer that has opened the run."""
         self._run, self._trainer = run, trainer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the run out of copies, and of what is sent to workers."""
+        """Return the state without the run, for copies and for workers."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_run", "_trainer")}
 
 
 class DataHooks:
-    """Where batches come from and how they reach the device: the part that tasks and data modules share."""
+    """Loaders and batch transfer hooks, shared by tasks and data modules."""
 
-    #: False: `prepare_data` is called on the first node alone, whose files all nodes see.
+    #: False: Lumen calls `prepare_data` on the first node only, for a file system that all nodes share.
     prepare_data_per_node = True
-    #: Accepted for users of Lightning: a process may always be without a batch.
+    #: Accepted for compatibility with Lightning: in Lumen a process may always have no batch.
     allow_zero_length_dataloader_with_multiple_devices = False
 
     def prepare_data(self) -> None:
-        """Download and unpack, once per node; keep no state here."""
+        """Download and unpack data, once per node; keep no state here."""
 
     def train_dataloader(self) -> Any:
-        """The training loader."""
+        """Return one training loader or several."""
 
     def val_dataloader(self) -> Any:
-        """One validation loader or a list."""
+        """Return one validation loader or a list."""
 
     def test_dataloader(self) -> Any:
-        """One test loader or a list."""
+        """Return one test loader or a list."""
 
     def predict_dataloader(self) -> Any:
-        """One prediction loader or a list."""
+        """Return one prediction loader or a list."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch before it is copied to the device."""
@@ -67,7 +67,7 @@ class DataHooks:
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on the device: augmentation there is keyed like dropout."""
+        """Change a batch on the device. Random augmentation here is reproducible, like dropout."""
         return batch
 
 
@@ -75,7 +75,7 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
     """Loaders for training, validation, test and prediction.
 
     Return ordinary `torch.utils.data.DataLoader`s. Lumen keeps their data set, collate function, workers and pinning,
-    and decides which sample comes when; `shuffle=True` means an order that is a pure function of (seed, epoch).
+    and chooses the order of samples. With `shuffle=True` the order depends only on (seed, epoch).
     """
 
     @classmethod
@@ -89,15 +89,15 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
         num_workers: int = 0,
         **options: Any,
     ) -> Self:
-        """A data module of data sets that there are already: that of the training is shuffled.
+        """Create a data module from existing data sets; the training data is shuffled.
 
         Args:
-            train_dataset: A data set, or several in a list or dictionary; likewise the others.
-            val_dataset: None: there is no such loader; likewise the others.
-            test_dataset: None: `test` has no data.
-            predict_dataset: None: `predict` has no data.
-            batch_size: Samples of a batch in each process; given to the class too, if that takes it.
-            num_workers: Processes that load each of them; given to the class too, if that takes it.
+            train_dataset: A data set, or several in a list or dictionary; None: no training loader.
+            val_dataset: A data set, or several; None: no validation loader.
+            test_dataset: A data set, or several; None: no test loader.
+            predict_dataset: A data set, or several; None: no prediction loader.
+            batch_size: Samples of a batch in each process; passed to the class too, if its constructor takes it.
+            num_workers: Number of worker processes per loader; passed to the class too, if its constructor takes it.
             options: Arguments of the class.
         """
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
@@ -119,29 +119,29 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> Self:
-        """Build the data module from the hyperparameters of a checkpoint, and give it the state that it had.
+        """Build the data module from the hyperparameters of a checkpoint, and restore its state.
 
         Args:
             checkpoint_path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
-            map_location: Accepted for users of Lightning; its state lies on the CPU.
-            hparams_file: Not here: give what a checkpoint does not have as `overrides`.
-            weights_only: Accepted for users of Lightning; nothing is ever unpickled.
+            map_location: Accepted for compatibility with Lightning; the state is on the CPU.
+            hparams_file: Not supported: pass arguments that the checkpoint lacks as `overrides`.
+            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
             overrides: Constructor arguments that replace saved ones.
 
         Raises:
-            ConfigError: A file of hyperparameters is given.
+            ConfigError: `hparams_file` was given.
             CheckpointDamaged: Bytes of the checkpoint are missing or changed.
-            CheckpointMismatch: The class cannot be built so.
+            CheckpointMismatch: The class cannot be built from the saved arguments.
         """
         return cls._built_from(checkpoint_path, hparams_file, overrides=overrides)
 
     def __str__(self) -> str:
-        """One line for each kind of loader: how many samples it has, in batches of how many."""
+        """Return one line per kind of loader, with its number of samples and batch size."""
         return "\n".join([type(self).__name__, *(f"  {name}: {_described(self, name)}" for name in LOADERS)])
 
     @property
     def trainer(self) -> AnyTrainer | None:
-        """The trainer of the run; None before the first one."""
+        """Trainer of the run; None before the first run."""
         return self._trainer
 
     def setup(self, stage: str) -> None:
@@ -151,15 +151,15 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
         """Clean up after a stage."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data and tensors to keep in checkpoints."""
+        """Return plain data and tensors to save in checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
 
 
 def _loaders(dataset: Any, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
-    """The loader of a data set, or those of several in a list or dictionary."""
+    """Return the loader of a data set, or the loaders of several in a list or dictionary."""
     sizes = {"batch_size": batch_size, "num_workers": num_workers}
     if isinstance(dataset, Mapping):
         return {name: _loaders(each, shuffle=shuffle, **sizes) for name, each in dataset.items()}
@@ -172,7 +172,7 @@ def _loaders(dataset: Any, *, shuffle: bool, batch_size: int, num_workers: int) 
 
 
 def _described(owner: DataModule, method: str) -> str:
-    """A loader of a data module in words, or those of several."""
+    """Describe the loaders of one method of a data module."""
     try:
         return _in_words(getattr(owner, method)())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`save_hyperparameters`: the arguments that a task or a data module was built with."""
+"""`save_hyperparameters`: saves the constructor arguments of a task or a data module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lumen.internals.masking import References, masked
 
 @final
 class Hyperparameters(dict[str, Any]):
-    """A dictionary whose entries are attributes too: `hparams.lr` is `hparams["lr"]`."""
+    """Dictionary whose entries are attributes too: `hparams.lr` is `hparams["lr"]`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -31,23 +31,23 @@ class Hyperparameters(dict[str, Any]):
 
 
 class HasHyperparameters:
-    """Mixin of `TaskModule` and `DataModule`."""
+    """Mixin of `TaskModule` and `DataModule` with hyperparameters."""
 
-    #: The hyperparameters that a config took from the environment, by their place in `hparams`.
+    #: Hyperparameters that a config took from environment variables, by their path in `hparams`.
     _hparams_references: References = MappingProxyType({})
 
     @property
     def hparams(self) -> Hyperparameters:
-        """What `save_hyperparameters` collected; saved in every checkpoint."""
+        """Hyperparameters collected by `save_hyperparameters`; saved in every checkpoint."""
         return self.__dict__.setdefault("_hparams", Hyperparameters())  # type: ignore[no-any-return]
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """The entries of `hparams` as `save_hyperparameters` left them, whatever has been set since."""
+        """Entries of `hparams` after `save_hyperparameters`, without later changes."""
         return Hyperparameters(self.__dict__.get("hparams_as_saved", {}))
 
     def _refer(self, references: References) -> None:
-        """Note which hyperparameters a config took from the environment."""
+        """Record which hyperparameters a config took from environment variables."""
         self._hparams_references = {**self._hparams_references, **references}
 
     def save_hyperparameters(
@@ -57,19 +57,20 @@ class HasHyperparameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
+        """Save the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
 
-        The arguments of every class of the object are collected, also when a base class makes the call.
+        Lumen collects the arguments of all classes of the object, even if a base class makes the call.
 
         Args:
-            names: Only these arguments (names), or instead one dictionary, namespace or dataclass to keep as it is.
-            ignore: Names to leave out, in the calls of base classes too: arguments that are no plain data, such as a
-                module.
-            frame: That of the `__init__`, where a function called there calls this. Default: the caller's.
-            logger: False: keep them in `hparams` and in checkpoints alone, not in what loggers record.
+            names: Names of the only arguments to save; or instead one dictionary, namespace or dataclass to save as it
+                is.
+            ignore: Names to omit, also in the calls of base classes: arguments that are not plain data, such as
+                modules.
+            frame: Frame of the `__init__`, if a function called there makes this call. Default: the caller's frame.
+            logger: False: save them in `hparams` and in checkpoints only, not in the records of loggers.
 
         Raises:
-            ConfigError: `__init__` has no such argument, or there is nothing to keep by name.
+            ConfigError: `__init__` has no such argument, or the given object has no named entries.
         """
         own = inspect.currentframe()
         collected = _constructor_arguments(self, frame or (own.f_back if own else None))
@@ -93,10 +94,10 @@ class HasHyperparameters:
 
     @classmethod
     def _built_from(cls, checkpoint_path: str | PurePath, hparams_file: None, **how: Any) -> Self:
-        """Build an object of the class from a checkpoint; `load_from_checkpoint` says how.
+        """Build an object of the class from a checkpoint, with the options of `load_from_checkpoint`.
 
         Raises:
-            ConfigError: A file of hyperparameters is given.
+            ConfigError: `hparams_file` was given.
         """
         if hparams_file is not None:
             raise ConfigError(
@@ -104,18 +105,18 @@ class HasHyperparameters:
                 "hyperparameters. Give others by name, load_from_checkpoint(PATH, lr=0.1), or "
                 "**yaml.safe_load(open(FILE))."
             )
-        from lumen.checkpoint.load.load_weights import build  # the one way up: checkpoints are floors above
+        from lumen.checkpoint.load.load_weights import build  # imported here: checkpoints are a layer above
 
         return build(cls, checkpoint_path, **how)  # type: ignore[type-var]  # a task or a data module
 
 
 def recorded_hparams(owner: HasHyperparameters) -> dict[str, Any]:
-    """Return hyperparameters as files keep them: secrets are masked, references to the environment kept."""
+    """Return hyperparameters for files: secrets are masked, references to environment variables kept."""
     return masked(owner.hparams, references=owner._hparams_references)  # type: ignore[no-any-return]
 
 
 def logged_hparams(owner: HasHyperparameters) -> dict[str, Any]:
-    """Return the recorded hyperparameters that loggers get."""
+    """Return the hyperparameters for loggers."""
     unlogged = vars(owner).get("hparams_unlogged", ())
     return {name: value for name, value in recorded_hparams(owner).items() if name not in unlogged}
 
@@ -134,7 +135,7 @@ def _as_dictionary(given: Any) -> dict[str, Any]:
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
-    """Arguments of the `__init__` calls of one object, found on the stack; a subclass's value wins."""
+    """Return the arguments of the object's `__init__` calls on the stack; a subclass's value wins."""
     collected: dict[str, Any] = {}
     while frame is not None:
         names, _, keywords, values = inspect.getargvalues(frame)

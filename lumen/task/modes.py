@@ -1,4 +1,4 @@
-"""The modes of modules, checked when training begins; all that an evaluation leaves in a task is undone."""
+"""Train and eval modes of modules, and removal of inference tensors after evaluations."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lumen.internals.tensors import own_buffers, own_parameters
 
 @final
 class Modes:
-    """The mode of every module in a model, train or eval, to be restored.
+    """Train or eval mode of every module in a model, to be restored.
 
     Args:
-        model: The module that holds all others.
+        model: The module that contains all others.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,9 +31,9 @@ class Modes:
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
-        """The context of hooks whose choice stays: modes that they set, by `train`, `eval` or hand, are not restored.
+        """Keep the modes that hooks set within the context, by `train`, `eval` or by hand, when modes are restored.
 
-        Calls of `eval` are noticed as calls, since during an evaluation all modules are in eval mode already.
+        Lumen records calls of `train` and `eval`, because during an evaluation `eval` changes no mode.
         """
         train, entered = nn.Module.train, [module.training for _, module, _ in self._before]
 
@@ -50,12 +50,12 @@ class Modes:
                     self._chosen.add(id(module))
 
     def leave_to(self, hook: Callable[[], None]) -> None:
-        """Let a hook set the modes after the evaluation: none is restored then."""
+        """Let a hook set the modes after the evaluation, and restore no mode."""
         hook()
         self._chosen.update(id(module) for _, module, _ in self._before)
 
     def restore(self) -> None:
-        """Restore each module's mode, unless it was chosen by a hook meanwhile."""
+        """Restore each module's mode, unless a hook has set the mode meanwhile."""
         for _, module, training in self._before:
             if id(module) not in self._chosen:
                 module.training = training
@@ -69,10 +69,10 @@ class Modes:
             )
 
     def warn_if_left_in_eval(self, built: Collection[str]) -> None:
-        """Warn of modules in eval mode whose parameters are trained, unless hooks or an overridden `train` chose so.
+        """Warn of trained modules in eval mode, unless a hook or an overridden `train` chose this mode.
 
         Args:
-            built: Names of the modules that were in eval mode before any hook of training.
+            built: Names of the modules that were in eval mode before the first hook of training.
         """
         if names := list(self._left_in_eval(self._before[0][1], "", built)):
             first = "self" + re.sub(r"\.(\d+)", r"[\1]", f".{names[0]}" if names[0] else "")
@@ -84,11 +84,11 @@ class Modes:
             )  # fmt: skip
 
     def _left_in_eval(self, module: nn.Module, name: str, built: Collection[str]) -> Iterator[str]:
-        """Names of the outermost modules that nobody has put into eval mode on purpose."""
+        """Yield the names of the outermost modules in eval mode that no hook has put there."""
         if not module.training:
             if name in built and id(module) not in self._chosen and _is_trained(module):
                 yield name
-        elif type(module).train is nn.Module.train:  # an override decides about the modules below
+        elif type(module).train is nn.Module.train:  # an overridden `train` decides about the modules below
             for child_name, child in module.named_children():
                 if type(child).train is nn.Module.train:
                     yield from self._left_in_eval(child, f"{name}.{child_name}" if name else child_name, built)
@@ -105,19 +105,19 @@ def _is_trained(module: nn.Module) -> bool:
 
 @contextmanager
 def ordinary_afterwards(task: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-    """The context after which the tensors of a task and its optimizer are no inference tensors.
+    """Replace the inference tensors of a task and its optimizer at the end of the context.
 
-    Autograd and in-place updates refuse tensors made under `torch.inference_mode`. Parameters stay the objects that
-    they are; buffers, attributes of modules and entries of the optimizer's state are replaced by copies.
+    Autograd and in-place updates refuse tensors made under `torch.inference_mode`. Parameters stay the same objects.
+    Buffers, attributes of modules and entries of the optimizer's state are replaced by copies.
 
     Args:
-        task: The task whose parameters, buffers and modules' attributes are looked at.
-        optimizer: The optimizer whose state is looked at; None if there is none.
+        task: The task whose parameters, buffers and module attributes are replaced.
+        optimizer: The optimizer whose state is replaced, or None.
     """
     try:
         yield
     finally:
-        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the tensor, or another could get its id
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the tensor, because its id could be reused
         for module in task.modules():
             for parameter in own_parameters(module).values():
                 if parameter is not None and _is_inference(parameter):
@@ -130,9 +130,9 @@ def ordinary_afterwards(task: nn.Module, optimizer: Optimizer | None) -> Iterato
 
 
 def make_trainable(task: nn.Module) -> None:
-    """Replace what a task has of inference tensors, as one that was built in a hook of an evaluation: it may train.
+    """Replace the inference tensors of a task that was built in a hook of an evaluation, so that it can be trained.
 
-    Parameters are new objects; those that several modules share stay shared.
+    Parameters are new objects; shared parameters stay shared.
     """
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     with ordinary_afterwards(task, None):
@@ -146,7 +146,7 @@ def make_trainable(task: nn.Module) -> None:
 
 
 def _is_inference(tensor: torch.Tensor) -> bool:
-    return not is_lazy(tensor) and tensor.is_inference()  # one without a shape yet does not tell
+    return not is_lazy(tensor) and tensor.is_inference()  # a lazy parameter raises an error
 
 
 def _replace(holder: dict[str, Any], copies: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:

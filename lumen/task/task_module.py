@@ -1,4 +1,4 @@
-"""TaskModule: the part of a training that is the user's own."""
+"""`TaskModule`: base class of the user's model, losses and optimizer."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ if TYPE_CHECKING:
 
 
 class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Attached, nn.Module):
-    """A model, its losses and its optimizer.
+    """Model with its losses and its optimizer.
 
-    Subclass it and define `training_step` and `configure_optimizers`; everything else is optional. A step is called
-    with what its signature has: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`. A batch is
-    what the loader gives, on the device; `batch_idx` counts an epoch's micro-batches as one process would.
+    Subclass it and define `training_step` and `configure_optimizers`; all other methods are optional. Lumen calls a
+    step with the arguments of its signature: `(batch)`, `(batch, batch_idx)` or `(batch, batch_idx, dataloader_idx)`. A
+    batch is what the loader returns, on the device. `batch_idx` counts an epoch's micro-batches as a single process
+    would.
 
-    A task may bring its own data: it has the loaders and transfer hooks of a `DataModule`, which go first.
+    A task may have the loaders and transfer hooks of a `DataModule`. If the run also has a data module, the task's
+    transfer hooks apply where the data module lacks them.
 
-    A task is an ordinary `nn.Module`: its steps can be called without a trainer, `self.log` then does nothing.
+    A task is an ordinary `nn.Module`: its steps can be called without a trainer, and `self.log` then does nothing.
     """
 
-    _is_filled = False  # training or a file has given it its parameters
+    _is_filled = False  # True if the parameters come from training or a file
     _is_configured = False  # configure_model has been called
-    _opener: AnyTrainer | None = None  # while it is asked for its callbacks
+    _opener: AnyTrainer | None = None  # trainer that is calling `configure_callbacks`
 
-    #: False: `training_step` calls backward and the optimizers' steps itself; see `OptimizerHooks`.
+    #: False: `training_step` itself calls backward and the optimizers' steps; see `OptimizerHooks`.
     automatic_optimization = True
-    #: False: `load_from_checkpoint` reports names that differ, and leaves them alone. A run is always resumed whole.
+    #: False: `load_from_checkpoint` only reports missing and unexpected names. A resumed run always loads all names.
     strict_loading = True
-    #: A batch, to be set by the task for its own use and that of callbacks.
+    #: Example batch, which a task may set for its own use and for callbacks.
     example_input_array: Any = None
 
     # ------------------------------------------------------------------ steps
@@ -62,18 +64,18 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
 
         Returns:
             A scalar loss: the mean over the micro-batch's samples; or `(loss, weight)`: the mean over `weight` units
-            (tokens, boxes); or a dictionary with `"loss"` (and `"weight"`); or None to leave this micro-batch out.
-            The gradient of a step is that of the mean over all units of all its micro-batches. A weight is a number
-            >= 0; as a tensor on an accelerator it makes the host wait once a micro-batch, so return a number or
-            define `batch_weight`.
+            (tokens, boxes); or a dictionary with `"loss"` (and `"weight"`); or None to omit this micro-batch. The
+            gradient of a step is that of the mean over all units of all its micro-batches. A weight is a number >= 0. A
+            weight on an accelerator makes the host wait once per micro-batch, so return a number or define
+            `batch_weight`.
         """
         raise ConfigError(f"{type(self).__name__} has no training_step. Define `training_step(self, batch)`.")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch during `fit` or `validate`: no gradients, eval mode."""
+        """Evaluate one batch during `fit` or `validate`, without gradients and in eval mode."""
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch during `test`."""
+        """Evaluate one batch during `test`, without gradients and in eval mode."""
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict for one batch. Default: `self(batch)`, or `self(inputs)` for a batch `(inputs, ...)`."""
@@ -81,9 +83,9 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         return self(batch[0] if isinstance(batch, (list, tuple)) else batch)
 
     def batch_weight(self, batch: Any) -> float:
-        """Units (tokens, boxes) in a batch as it comes from the loader, when the loss is a mean over units.
+        """Return the units (tokens, boxes) in a batch from the loader, if the loss is a mean over units.
 
-        Defining it is optional: it makes the total of a step known before its first forward, so gradients need no
+        This method is optional. With it, Lumen knows the total of a step before its first forward, so gradients need no
         second pass.
         """
         raise ConfigError("batch_weight is not defined")
@@ -92,16 +94,16 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         """Build the optimizer.
 
         Returns:
-            An optimizer; or `([optimizer], [scheduler])`, each scheduler stepped per epoch or given as a dictionary;
-            or `{"optimizer": optimizer, "lr_scheduler": scheduler or dictionary}`. The dictionary of a scheduler has
-            `scheduler`, and optionally `interval` ("epoch", the default, "step" or "token"), `frequency` (1), `monitor`
-            (the logged name that `ReduceLROnPlateau` reads; it moves only if that has a new value since it moved last),
-            `strict` (True: a monitor without a value yet is an error), `warmup_steps` or `warmup_epochs` (0), a warm-up
-            before it, and `warmup_start` or `warmup_factor`, as in `lumen.optim.Warmup`. With "token" the lengths of a
-            schedule of `lumen.optim` are units of weight: what `training_step` returns or `batch_weight` gives.
+            An optimizer; or `([optimizer], [scheduler])`, each scheduler stepped per epoch or given as a dictionary; or
+            `{"optimizer": optimizer, "lr_scheduler": scheduler or dictionary}`. The dictionary of a scheduler has
+            `scheduler`, and optionally: `interval` ("epoch", the default, "step" or "token"); `frequency` (1);
+            `monitor`, the logged name that `ReduceLROnPlateau` reads: it steps only if the name has a new value since
+            its last step; `strict` (True: a monitor without a value is an error); `warmup_steps` or `warmup_epochs`
+            (0), a warm-up before it; and `warmup_start` or `warmup_factor`, as in `lumen.optim.Warmup`. With "token"
+            the lengths of a schedule of `lumen.optim` are units of weight, from `training_step` or `batch_weight`.
 
-            An optimizer whose `step` needs a closure (LBFGS) gets one that evaluates all micro-batches of the step
-            anew: the same batches, random numbers, weighting and clipping; see `lumen.loop.step.Closure`.
+            If the optimizer's `step` needs a closure (LBFGS), the closure evaluates all micro-batches of the step
+            again, with the same batches, random numbers, weighting and clipping; see `lumen.loop.step.Closure`.
         """
         raise ConfigError(
             f"{type(self).__name__} has no configure_optimizers and the config has no optimizer. "
@@ -109,39 +111,41 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         )
 
     def configure_callbacks(self) -> Any:
-        """Callbacks of this task: one, a list, or a dictionary.
+        """Return callbacks of this task: one, a list, or a dictionary.
 
-        Called first of all whenever a run is opened; `self.trainer` is there. They join the trainer's, and stay with
-        it. One takes the place of all that are of its class or of a base of it, so of a default one too.
+        Lumen calls this first when it opens a run; `self.trainer` is set. The callbacks join the trainer's, and stay
+        there. Each replaces the trainer's callbacks of its class or of a base class, including default callbacks.
         """
         return []
 
     def configure_model(self) -> None:
-        """Build the layers here instead of in `__init__`, if no process can hold all of them.
+        """Build the layers here instead of in `__init__`, if no process has memory for all of them.
 
-        It is called once, before the first stage. Parameters are built on the meta device, buffers really. When the
-        strategy has cut them up, Lumen gives the parameters their values by `init_weights`; the same ones under every
-        strategy. `self.device_mesh` is the grid of processes.
+        Lumen calls this once, before the first stage. Parameters are built on the meta device, buffers on a real
+        device. After the strategy has sharded the parameters, Lumen initializes them with `init_weights`, with equal
+        values under every strategy. `self.device_mesh` is the mesh of the run's devices.
         """
 
     def init_weights(self, module: nn.Module, name: str) -> None:
-        """Give the parameters of a module their first values, in place, if it was built in `configure_model`.
+        """Initialize the parameters of a module in place, if the module was built in `configure_model`.
 
-        It is called for every module that has such parameters or holds modules that have, without gradients, with all
-        generators keyed by the seed and the name; the parameters are real, whole and on the CPU. A module may also
-        write parameters of the modules in it, which get their own values before; they are then held whole together.
+        Lumen calls this without gradients, for every module that has such parameters or contains such modules. All
+        generators are seeded by the run's seed and the module's name. The parameters are real, unsharded and on the
+        CPU. A module may also write parameters of its submodules, which are initialized before it; these parameters are
+        then in memory together.
 
         Args:
-            module: Default: its `reset_parameters()` is called, if it has one.
-            name: Its name in the task, such as "net.blocks.3.attention"; "" is the task.
+            module: The module to initialize. Default: call its `reset_parameters()`, if it has this method.
+            name: The module's name in the task, such as "net.blocks.3.attention"; "" is the task.
         """
         if reset := own_reset(module):
             reset()
 
     def modules_to_shard(self) -> Iterable[nn.Module]:
-        """The modules whose parameters `lumen.FSDP` gathers and frees together, best the blocks of a deep model.
+        """Return the modules whose parameters `lumen.FSDP` gathers and frees together, such as the blocks of a deep model.
 
-        Defining it is optional; FSDP chooses by itself otherwise, and its arguments go first.
+        This method is optional: by default FSDP chooses the modules. Arguments of `lumen.FSDP` take precedence over
+        this method.
         """
         raise ConfigError("modules_to_shard is not defined")
 
@@ -163,39 +167,41 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         sync_dist: bool = True,
         **unknown: Any,
     ) -> None:
-        """Record a number. Never waits for a device, never communicates: any ranks may call it, any number of times.
+        """Log a value. Never waits for a device, never communicates: any ranks may call this, any number of times.
 
-        Values of an epoch or evaluation are those of all processes together, the same on every rank, wherever they can
-        be read; so are the step values that are written. Those of the step in progress (`trainer.callback_metrics`)
-        are this process's own.
+        Values of an epoch or evaluation cover all processes, and are equal on every rank, wherever they are read. The
+        same holds for step values that Lumen writes. Values of the step in progress (`trainer.callback_metrics`) are
+        those of this process.
 
         Args:
-            name: Unique within a stage; with `on_step` and `on_epoch` the two are named `x_step` and `x_epoch`.
-            value: A number, a tensor of one element, or a `torchmetrics.Metric`, which is computed over the epoch and
-                reset at its end; training and an evaluation within it may feed the same one. (A metric of the task that
-                is not logged computes over all processes too, where all call `compute`, as in
-                `on_validation_epoch_end`; within a step, over this process's batches.)
-            prog_bar: Show it in the progress bar.
-            logger: Pass it to the loggers.
-            on_step: Write it at every `log_every_n_steps`-th step and at the last of a run, averaged over the step's
-                micro-batches. Default: True for numbers in training steps.
-            on_epoch: Write its mean over the epoch. Default: True everywhere else.
-            weight: Samples (tokens, boxes) the value stands for in means, >= 0; with 0 it has no part. A tensor is read
-                at once, which waits where it lies on a device. Default: the samples of this batch.
-            reduce_fx: How values become one over an epoch and over the processes: "mean" (the default), "sum", "min"
-                or "max", or the function of torch or Python that does so, such as `torch.sum`. In a hook around
-                steps, as `on_validation_epoch_end`, a number stands for no samples: of several processes the mean of
-                theirs is right where it is the same on all, as what torchmetrics' `compute`, `all_gather` or
-                `callback_metrics` gave. Any other needs a word, and one warning asks for it: `reduce_fx` ("sum" for
-                counts; "mean" means it), a `weight`, or a torchmetrics object.
-            add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`, or `/NAME` where they are
-                in a dictionary. False: the name as it is; one that several of them log is of the samples of all these.
-            batch_size: Lightning's name of `weight`; give one of the two.
-            sync_dist: Accepted for users of Lightning; values are always those of all processes.
-            unknown: What else Lightning's takes: an error that says what serves instead.
+            name: Name of the value, unique within a stage; with `on_step` and `on_epoch` the two are named `x_step` and
+                `x_epoch`.
+            value: A number, a tensor of one element, or a `torchmetrics.Metric`, which Lumen computes over the epoch
+                and resets at its end. Training and an evaluation within it may log the same metric object. (A metric of
+                the task that is not logged also computes over all processes, if all of them call `compute`, as in
+                `on_validation_epoch_end`; within a step it computes over this process's batches.)
+            prog_bar: Show the value in the progress bar.
+            logger: Pass the value to the loggers.
+            on_step: Write the value at every `log_every_n_steps`-th step and at the last step of a run, averaged over
+                the step's micro-batches. Default: True for numbers in training steps.
+            on_epoch: Write the mean over the epoch. Default: True everywhere else.
+            weight: Number of samples (tokens, boxes) that the value represents in means, >= 0; with 0 it is ignored. A
+                tensor is read immediately, which waits for its device. Default: the samples of this batch.
+            reduce_fx: Reduction over an epoch and over the processes: "mean" (the default), "sum", "min" or "max", or
+                the equivalent function of torch or Python, such as `torch.sum`. In a hook around steps, such as
+                `on_validation_epoch_end`, a number represents no samples. With several processes its mean is correct
+                only if the number is equal on all, as results of torchmetrics' `compute`, `all_gather` or
+                `callback_metrics` are. For other numbers a warning asks once for `reduce_fx` ("sum" for counts; "mean"
+                confirms the mean), a `weight`, or a torchmetrics object.
+            add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`, or `/NAME` for loaders in a
+                dictionary. False: keep the name; if several loaders log it, the value covers the samples of all these
+                loaders.
+            batch_size: Lightning's name of `weight`; pass only one of the two.
+            sync_dist: Accepted for compatibility with Lightning; values always cover all processes.
+            unknown: Other arguments of Lightning's method; each raises an error that names the replacement.
 
         Raises:
-            ConfigError: There is no step or epoch to log at, or an argument is none: says which and what to write.
+            ConfigError: No step or epoch is in progress, or an argument is invalid; the message says what to write.
         """
         run = self._run
         if run is None or not run.stage:
@@ -234,10 +240,10 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         on_epoch: bool | None = None,
         **options: Any,
     ) -> None:
-        """`log` each entry of a mapping (a `MetricCollection` too) with the same options.
+        """Call `log` for each entry of a mapping (also a `MetricCollection`), with the same options.
 
         Raises:
-            ConfigError: It is no mapping; or as of `log`.
+            ConfigError: The argument is not a mapping; or an error of `log`.
         """
         for name, value in items_of(dictionary):
             self.log(name, value, prog_bar, logger, on_step, on_epoch, **options)
@@ -248,21 +254,22 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             console.print_values(*values, sep=sep, end=end)
 
     def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
-        """The tensors of all processes. Collective: every rank must call this, as often as the others.
+        """Return the tensors of all processes. Collective: every rank must call this equally often.
 
-        So a step may do this only where every rank has a batch, which in the last one of an epoch may not be so.
+        A step may therefore call this only if every rank has a batch, which can fail at the end of an epoch.
 
         Args:
             data: A tensor or number, or a collection of them, of equal shapes on all ranks.
-            group: Not here: all processes take part.
-            sync_grads: Let gradients flow back to the ranks that gave the tensors, summed over all ranks.
+            group: Not supported: all processes take part.
+            sync_grads: Let gradients flow back to the ranks of the tensors, summed over all ranks.
 
         Returns:
-            The same with tensors, each of a first dimension more: the ranks. With one process they are as given.
+            The same collection of tensors, each with a new first dimension: the rank. With a single process the tensors
+            have no new dimension.
 
         Raises:
-            ConfigError: A group is given.
-            TrainingError: Shapes or types differ; raised on every rank.
+            ConfigError: `group` was given.
+            TrainingError: Shapes or types differ between ranks; raised on every rank.
         """
         if group is not None:
             raise ConfigError(
@@ -291,7 +298,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
 
     @contextmanager
     def _opened_by(self, trainer: AnyTrainer) -> Iterator[None]:
-        """The context in which a trainer asks the task for its callbacks."""
+        """Set `self.trainer` within the context, while a trainer asks the task for its callbacks."""
         self._opener = trainer
         try:
             yield
@@ -300,7 +307,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
 
     @property
     def trainer(self) -> AnyTrainer:
-        """The trainer of the run.
+        """Trainer of the run.
 
         Raises:
             ConfigError: The task is not in a run.
@@ -312,34 +319,34 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
 
     @property
     def device(self) -> torch.device:
-        """Where its steps run; outside of a run, where the parameters are."""
+        """Device of the task's steps; outside of a run, the device of its parameters."""
         if self._run is not None and self._run.stage:
             return self._run.strategy.device
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu"))
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The devices of the run as a grid, from `configure_model` on; None where there is one device."""
+        """Mesh of the run's devices, from `configure_model` on; None for a single device."""
         return None if self._run is None else self._run.strategy.device_mesh
 
     @property
     def global_step(self) -> int:
-        """Optimizer updates completed; after `fit`, in an evaluation too, those of it."""
+        """Optimizer updates completed by the newest `fit`; evaluations do not change the number."""
         return 0 if self._run is None else self.trainer.global_step
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed, likewise."""
+        """Epochs completed by the newest `fit`."""
         return 0 if self._run is None else self.trainer.current_epoch
 
     @property
     def global_rank(self) -> int:
-        """Number of this process."""
+        """Rank of this process, from 0."""
         return 0 if self._run is None else self._run.processes.rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its node."""
+        """Rank of this process on its node, from 0."""
         return 0 if self._run is None else self._run.processes.local_rank
 
     @property
@@ -349,41 +356,41 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
 
     @property
     def logger(self) -> Any:
-        """The first logger, or None."""
+        """First logger, or None."""
         return self.trainer.logger
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its floating-point parameters and buffers, the first that there is; else torch's default."""
+        """Dtype of the first floating-point parameter or buffer; torch's default without one."""
         held = chain(self.parameters(), self.buffers())
         found = (tensor.dtype for tensor in held if tensor.is_floating_point())
         return next(found, torch.get_default_dtype())
 
     @property
     def on_gpu(self) -> bool:
-        """Its steps run on a CUDA device."""
+        """True if the task's steps run on a CUDA device."""
         return self.device.type == "cuda"
 
     @property
     def fabric(self) -> None:
-        """None: there is no Fabric."""
+        """Always None: Lumen has no Fabric."""
         return None
 
     def to_onnx(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here: the file is written from a run, by the command line.
+        """Raise an error that names the replacement: `lumen export`.
 
         Raises:
-            ConfigError: Always; it says what to write.
+            ConfigError: Always, with the command to write instead.
         """
         raise ConfigError(
             "to_onnx: write lumen export RUN --format onnx --output FILE.onnx, or call torch.onnx.export."
         )
 
     def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here: torch.export has taken the place of TorchScript.
+        """Raise an error that names the replacement: torch.export, which has replaced TorchScript.
 
         Raises:
-            ConfigError: Always; it says what to write.
+            ConfigError: Always, with the command to write instead.
         """
         raise ConfigError(
             "to_torchscript: write lumen export RUN --format torch-export --output FILE.pt2, which torch.export.load "
@@ -391,10 +398,10 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         )
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here: TensorRT reads what torch.export writes.
+        """Raise an error that names the replacement: TensorRT reads files of torch.export.
 
         Raises:
-            ConfigError: Always; it says what to write.
+            ConfigError: Always, with the command to write instead.
         """
         raise ConfigError(
             "to_tensorrt: write lumen export RUN --format torch-export --output FILE.pt2, and give what "
@@ -404,12 +411,12 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
     # ------------------------------------------------------------------ its parameters
 
     def freeze(self) -> Self:
-        """Take every parameter out of training and set eval mode."""
+        """Freeze every parameter and set eval mode."""
         self.requires_grad_(False)
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Put every parameter into training, but for those of teachers, and set train mode."""
+        """Unfreeze every parameter, except for those of teachers, and set train mode."""
         self.requires_grad_(True)
         for teacher in teachers_of(self):
             teacher.requires_grad_(False)
@@ -431,37 +438,38 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
 
         Args:
             checkpoint_path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
-            map_location: Where its parameters and buffers go. Default: where the task builds them.
-            hparams_file: Not here: give what a checkpoint does not have as `overrides`.
-            strict: Missing and unexpected names are errors; otherwise they are reported and left alone. A shape or
-                dtype that differs is an error always. Default: `strict_loading` of the task.
-            weights_only: Accepted for users of Lightning; nothing is ever unpickled.
-            average: Default: the weights that validations evaluated, which of a run with EMA or SWA are the average.
-                "parameters": the parameters of training; "EMA", "SWA", another callback whose state holds tensors by
-                the parameters' names, or "Lookahead" for its slow weights; or the mean of several checkpoints:
-                "last:5" of this one and the four before it, "best:3" of the three best in its folder, or paths.
+            map_location: Device of the parameters and buffers. Default: the device on which the task builds them.
+            hparams_file: Not supported: pass arguments that the checkpoint lacks as `overrides`.
+            strict: Raise an error for missing and unexpected names; False: only report these names. A different shape
+                or dtype is always an error. Default: `strict_loading` of the task.
+            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
+            average: Weights to load. Default: the weights that validations evaluated; for a run with EMA or SWA these
+                are the average. "parameters": the parameters of training. "EMA", "SWA", or a different callback whose
+                state has tensors by parameter name, or "Lookahead" for its slow weights. Or the mean of several
+                checkpoints: "last:5" of this one and the four before it, "best:3" of the three best in its folder, or
+                paths.
             overrides: Constructor arguments that replace saved ones.
 
         Raises:
-            ConfigError: There is no such average; or an argument cannot be taken.
+            ConfigError: The average does not exist, or an argument is invalid.
             CheckpointDamaged: Bytes of the checkpoint are missing or changed.
-            CheckpointMismatch: The checkpoint is of another model.
+            CheckpointMismatch: The checkpoint belongs to a different model.
         """
         device = device_of("load_from_checkpoint", map_location)
         task = cls._built_from(checkpoint_path, hparams_file, overrides=overrides, strict=strict, average=average)
         return task if device is None else task.to(device)
 
     def _configure(self) -> None:
-        """Call `configure_model` before a run does."""
+        """Call `configure_model`, so that the run does not call it again."""
         self.configure_model()
         self._is_configured = True
 
     def _note_filled(self) -> None:
-        """Note that training or a file gives the task its parameters."""
+        """Record that the parameters come from training or a file."""
         self._is_filled = True
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; an evaluation then no longer warns of parameters that nobody has trained."""
+        """Load the state, and turn off the warning of evaluations about untrained parameters."""
         self._is_filled = True
         return super().load_state_dict(*args, **kwargs)
 

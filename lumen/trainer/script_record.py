@@ -89,7 +89,8 @@ def defaults_from_environment(constructor: Callable[Concatenate[S, P], None]) ->
     Values are read as YAML.
 
     Raises:
-        ConfigError: By the constructor: a variable names no argument, or has the prefix of Lightning's variables.
+        ConfigError: A variable names no argument, or has the prefix of Lightning's variables; raised by the
+            constructor.
     """
     names = list(inspect.signature(constructor).parameters)[1:]
 
