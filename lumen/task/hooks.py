@@ -1,4 +1,4 @@
-"""Methods of users: which of them are called, with which arguments, and what is refused before a run."""
+"""User methods: which of them a run calls, with which arguments, and checks of them before a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lumen.task.data_module import LOADERS, DataHooks, DataModule
 from lumen.task.model_hooks import ModelHooks
 from lumen.task.task_module import TaskModule
 
-#: Every hook, in the order in which `ModelHooks` and the docstring of `Callback` have them.
+#: All hooks, in the order of `ModelHooks` and of `Callback`'s docstring.
 HOOKS = tuple(name for name in vars(ModelHooks) if not name.startswith("_") and "model_" not in name)
-#: Hooks of the task alone around an evaluation, that set the modes of its modules.
+#: Hooks around an evaluation that only the task has, and that set the modes of its modules.
 MODE_HOOKS = tuple(name for name in vars(ModelHooks) if "model_" in name)
-#: Parts of a step of automatic optimization that a task may make itself.
+#: Parts of a step of automatic optimization that a task may override.
 OWN_STEPS = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients",
     "lr_scheduler_step",
@@ -74,22 +74,22 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
 _OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
 _LIBRARIES = ("torch", "torchmetrics", "lumen")
 _STATES = ("state_dict", "load_state_dict")
-#: What is called of each owner with arguments that are known before.
+#: Methods of each owner that Lumen calls with fixed arguments.
 _CALLED: Mapping[str, tuple[str, ...]] = {
     "task": (*HOOKS, *MODE_HOOKS, *_OF_DATA, "configure_model", "configure_optimizers", "configure_callbacks"),
     "data module": (*_OF_DATA, "setup", "teardown", *_STATES),
     "callback": (*HOOKS, *_STATES),
 }
-#: What a misspelt method may have meant too.
+#: More names that a misspelt method may have meant.
 _ALSO_MEANT: Mapping[str, tuple[str, ...]] = {"task": _STEPS, "data module": (), "callback": ("around_validation",)}
-_NAMES = {"pl_module": "task"}  # arguments that have another name in Lightning
+_NAMES = {"pl_module": "task"}  # Lightning's names of arguments, with Lumen's
 _AFTER_THE_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_step_end")
-_ALIKE = 0.9  # of difflib: one letter of ten; `training_stage` is further from `training_step`
+_ALIKE = 0.9  # ratio of difflib: one wrong letter in ten; `training_stage` differs more from `training_step`
 
 
 @final
 class Hooks:
-    """The functions to call for each hook, looked up once: a hook that nobody overrides costs an empty loop.
+    """Functions to call for each hook, found once: a hook without overrides costs an empty loop.
 
     Args:
         task: The task, whose hook is called last, without the arguments `trainer` and `task`.
@@ -97,9 +97,10 @@ class Hooks:
         trainer: The trainer, the first argument of every callback's hook.
 
     Attributes:
-        callbacks: The callbacks, as they were given.
-        around_validation: Each gives the context of a validation in `fit`.
-        may_stop_at_steps: There is a hook between the last backward of a step and its end that may wish to stop.
+        callbacks: The callbacks, as given.
+        around_validation: Functions that return the context of a validation in `fit`, one per callback that overrides
+            it.
+        may_stop_at_steps: True if a hook between the last backward of a step and its end may stop the run.
     """
 
     def __init__(self, task: TaskModule, callbacks: Sequence[Any], trainer: Any) -> None:
@@ -126,7 +127,7 @@ class Hooks:
         return [(each, partial(getattr(each, name), *self._first_arguments)) for each in found]
 
     def call_last(self, name: str, call: Callable[..., Any]) -> None:
-        """Call a function after all others of a hook."""
+        """Add a function that is called after all others of a hook."""
         setattr(self, name, (*getattr(self, name), call))
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
@@ -134,9 +135,9 @@ class Hooks:
 
 
 def overrides(thing: Any, method: str) -> bool:
-    """Whether a user's class or object overrides a method that Lumen's base class defines as doing nothing."""
+    """Return True if a user's class or object overrides a method that does nothing in Lumen's base class."""
     own = vars(thing)
-    found = own[method] if method in own else getattr(type(thing), method, None)  # None: the object goes without it
+    found = own[method] if method in own else getattr(type(thing), method, None)  # None: turned off
     return callable(found) and not str(found.__module__).startswith(_BASES)
 
 
@@ -145,14 +146,14 @@ _BASES = ("lumen.task.task_module", "lumen.task.model_hooks", "lumen.task.optimi
 
 
 def check_task(task: Any, data: Any = None) -> None:
-    """Check that a task was given, and that it is one.
+    """Check that the object is a task.
 
     Args:
         task: The object that was given as the task.
         data: The object that was given as the data, for the advice.
 
     Raises:
-        ConfigError: It is no `TaskModule`, or its `__init__` does not call that of `TaskModule`.
+        ConfigError: The object is not a `TaskModule`, or its `__init__` does not call that of `TaskModule`.
     """
     if not isinstance(task, TaskModule):
         advice = "Subclass lumen.TaskModule."
@@ -172,14 +173,14 @@ def check_task(task: Any, data: Any = None) -> None:
 
 
 def check_loaders(where: str, loaders: Any) -> None:
-    """Check that an argument for loaders has nothing else.
+    """Check that an argument for loaders has only loaders.
 
     Args:
         where: The name of the argument.
         loaders: A loader, or several in lists and dictionaries.
 
     Raises:
-        ConfigError: There is a data module, a task or a class.
+        ConfigError: The argument contains a data module, a task or a class.
     """
     if isinstance(loaders, (list, tuple, dict)):
         for each in loaders.values() if isinstance(loaders, dict) else loaders:
@@ -193,28 +194,28 @@ def check_loaders(where: str, loaders: Any) -> None:
 
 
 def check_training(task: Any, data: Any, *, optimizer_given: bool) -> None:
-    """Check that a task was given, and that it defines the methods that training calls.
+    """Check that the object is a task, and that it defines the methods that training calls.
 
     Args:
         task: The object that was given as the task.
         data: The object that was given as the data.
-        optimizer_given: It needs no `configure_optimizers`.
+        optimizer_given: True if the task needs no `configure_optimizers`.
 
     Raises:
-        ConfigError: It is no task, or a method is missing.
+        ConfigError: The object is not a task, or a method is missing.
     """
     check_task(task, data)
     if not overrides(task, "training_step"):
-        task.training_step()  # that of `TaskModule` says so
+        task.training_step()  # the method of `TaskModule` raises the error
     if not optimizer_given and not overrides(task, "configure_optimizers"):
         task.configure_optimizers()
 
 
 def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> None:
-    """Refuse methods that are hooks in Lightning but are not called here, and hooks that cannot be called.
+    """Raise an error for hooks of Lightning that Lumen does not call, and for hooks with a wrong signature.
 
     Raises:
-        ConfigError: There are such methods; the message says what to write instead.
+        ConfigError: A class defines such methods; the message says what to write instead.
     """
     for kind, owner in _owners(task, datamodule, callbacks):
         if dead := [name for name in NOT_CALLED[kind] if _defines(owner, name)]:
@@ -237,19 +238,19 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
 
 
 def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
-    """A sentence for each method that nothing calls and whose name is close to that of a hook its owner lacks."""
+    """Return a warning for each method that is never called and has nearly the name of a missing hook."""
     found = []
     for kind, owner in _owners(task, datamodule, callbacks):
         lacking = [name for name in (*_CALLED[kind], *_ALSO_MEANT[kind]) if not overrides(owner, name)]
         for name in _own_methods(owner, kind):
             near = difflib.get_close_matches(name, lacking, n=1, cutoff=_ALIKE)
-            if near and name[-1].isalpha():  # `train_dataloader_` is a helper's name
+            if near and name[-1].isalpha():  # a name such as `train_dataloader_` is intended
                 found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {near[0]}?")
     return found
 
 
 def overridden_state_dicts(task: TaskModule) -> list[str]:
-    """Return a sentence for each class in a task whose `state_dict` is not that of its library."""
+    """Return a warning for each class in a task that overrides the `state_dict` of its library."""
     kinds = dict.fromkeys(type(module) for module in task.modules())
     return [
         f"{kind.__name__}.state_dict is not called: checkpoints have all parameters and buffers. Leave a buffer out by "
@@ -267,7 +268,7 @@ def _owners(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable
 
 
 def _defines(owner: Any, name: str) -> bool:
-    """Whether a user's class, one of its bases or mixins, or the object itself has a method of this name."""
+    """Return True if the user's class, a user's base class or mixin, or the object itself has a method of this name."""
     found = vars(owner).get(name)
     for each in type(owner).__mro__:
         found = vars(each).get(name) if found is None and not _is_foreign(each) else found
@@ -279,12 +280,12 @@ def _is_lumens(kind: type) -> bool:
 
 
 def _is_foreign(kind: type) -> bool:
-    """Whether a class is Lumen's, torch's or Python's own."""
+    """Return True if the class belongs to Lumen, torch or Python."""
     return _is_lumens(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
 
 
 def _own_methods(owner: Any, kind: str) -> list[str]:
-    """Names of the methods that a user's classes add: not those of mixins, nor any that override others."""
+    """Return names of methods that a user's classes add, without methods of mixins and overrides."""
     own: dict[str, Any] = {}
     others = set(NOT_CALLED[kind])
     for each in type(owner).__mro__:
@@ -297,14 +298,14 @@ def _own_methods(owner: Any, kind: str) -> list[str]:
 
 
 def _refuse_property(owner: Any, name: str) -> None:
-    """Refuse what would be evaluated where a hook is looked for, and is never called."""
+    """Raise an error for a property with a hook's name: reading it would evaluate it, and Lumen would never call it."""
     found = inspect.getattr_static(type(owner), name, None)
     if isinstance(found, (property, cached_property)):
         raise ConfigError(f"{type(owner).__name__}.{name} is a property, but a hook is a method. Leave @property out.")
 
 
 def _check_signature(owner: Any, name: str, before: int, *, whole: bool = False) -> None:
-    """Refuse a hook that cannot be called with its arguments, before it is called."""
+    """Raise an error before the run for a hook that does not accept its arguments."""
     hook, arguments = getattr(owner, name), _arguments(name, before)
     taken = _taken(hook, arguments)
     if taken is None or (whole and taken < len(arguments)):
@@ -315,7 +316,7 @@ def _check_signature(owner: Any, name: str, before: int, *, whole: bool = False)
 
 
 def _refuse_what_does_not_run(method: Callable[..., Any]) -> None:
-    """Refuse a function whose call runs nothing of it."""
+    """Raise an error for a coroutine or generator function: calling it would not run its code."""
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
         word = "`async`" if inspect.iscoroutinefunction(method) else "`yield`"
         raise ConfigError(f"{as_defined(method)}: nothing would run of it when it is called. Write it without {word}.")
@@ -327,7 +328,7 @@ def as_defined(method: Callable[..., Any]) -> str:
 
 
 def _arguments(name: str, before: int) -> list[str]:
-    """Names of the arguments that a hook is called with."""
+    """Return the names of the arguments that a hook is called with."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     declared = getattr(DataModule if name in _STATES else TaskModule, name)
     parameters = list(inspect.signature(declared).parameters.values())[1:]
@@ -335,14 +336,14 @@ def _arguments(name: str, before: int) -> list[str]:
 
 
 def _taken(hook: Callable[..., Any], arguments: list[str]) -> int | None:
-    """How many of its arguments, from the first on, a hook takes; None: it cannot be called.
+    """Return how many of its arguments, from the first on, a hook accepts; None if it cannot be called.
 
-    One that takes fewer has none of them at another place: `(self, outputs, batch, batch_idx)` in a callback, which is
-    given the trainer first, is a mistake.
+    A hook with fewer arguments must not have them at other positions. `(self, outputs, batch, batch_idx)` in a
+    callback, whose first argument is the trainer, is a mistake.
     """
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # a function of C that does not tell
+    except ValueError:  # a function of C without a signature
         return len(arguments)
     for count in range(len(arguments), -1, -1):
         try:
@@ -356,12 +357,12 @@ def _taken(hook: Callable[..., Any], arguments: list[str]) -> int | None:
 
 
 def fitted(owner: Any, name: str, before: int = 0) -> Callable[..., Any]:
-    """A bound hook, to be called with all of its arguments: those that its signature leaves out are dropped.
+    """Return a bound hook to call with all its arguments; those that its signature omits are dropped.
 
     Args:
         owner: A task, data module or callback.
         name: The name of the hook.
-        before: How many of (trainer, task) it is given first.
+        before: Number of leading arguments from (trainer, task).
     """
     hook, arguments = getattr(owner, name), _arguments(name, before)
     taken = _taken(hook, arguments)
@@ -370,41 +371,41 @@ def fitted(owner: Any, name: str, before: int = 0) -> Callable[..., Any]:
 
 @final
 class _Shorter:
-    """Calls a hook with the first of its arguments.
+    """Callable that passes only the first arguments to a hook.
 
     Args:
         hook: A method that is bound to its owner.
-        taken: How many it takes.
+        taken: The number of arguments that it accepts.
     """
 
     def __init__(self, hook: Callable[..., Any], taken: int) -> None:
         self._hook, self._taken, self.__self__ = hook, taken, getattr(hook, "__self__", hook)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the hook. Returns what it returned."""
+        """Call the hook and return its result."""
         return self._hook(*arguments[: self._taken])
 
 
 def mentioned_in(task: TaskModule, stage: str, text: str) -> list[str]:
-    """Return the methods of a task for a stage, "test" or "predict", whose code has a text, such as a name to log."""
+    """Return the task's methods for "test" or "predict" whose code contains a string, such as a logged name."""
     names = [f"{stage}_step", *(name for name in dir(TaskModule) if name.startswith(f"on_{stage}_"))]
     codes = {name: getattr(getattr(type(task), name, None), "__code__", None) for name in names}
     return [name for name, code in codes.items() if code is not None and text in texts_in(code)]
 
 
 def texts_in(code: CodeType) -> Iterator[str]:
-    """Yield the strings that are written in code, and in the functions within it."""
+    """Yield the string constants in code, including nested functions."""
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, CodeType):
             yield from texts_in(constant)
-        elif isinstance(constant, (tuple, frozenset)):  # the keys of a dictionary, what `in` looks through
+        elif isinstance(constant, (tuple, frozenset)):  # keys of a dictionary, or operands of `in`
             yield from (each for each in constant if isinstance(each, str))
 
 
 def texts_of(owners: Iterable[Any]) -> set[str]:
-    """Return the strings in the code of objects' classes, but for Lumen's and torch's."""
+    """Return the strings in the code of the objects' classes, except for classes of Lumen and torch."""
     kinds = {kind for owner in owners for kind in type(owner).__mro__}
     own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lumen", "torch", "builtins", "abc")]
     methods = (getattr(value, "__func__", value) for kind in own for value in vars(kind).values())

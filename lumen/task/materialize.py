@@ -1,7 +1,7 @@
-"""Layers built in `configure_model`: parameters first on the meta device, then initialised module by module.
+"""Layers built in `configure_model`: parameters are built on the meta device, then initialized module by module.
 
-No process ever holds more of them than its shards and one module, and their values have the same bits under every
-strategy: what a module draws is keyed by the seed and the module's name.
+A process never holds more parameters than its shards and one module. Values are bitwise identical under every strategy,
+because the seed and the module's name determine a module's random numbers.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ _ADVICE = (
 @final
 @dataclass(eq=False)
 class Built:
-    """A parameter that was built on the meta device, with the operations that gave it its values.
+    """Parameter that was built on the meta device, with the operations that initialized it.
 
     Attributes:
-        name: Its first name in the task.
-        dtype: The dtype in which it was built, and in which it is initialised.
+        name: The parameter's first name in the task.
+        dtype: The dtype in which it was built and is initialized.
         made: Names of the operations that wrote it, in order.
-        fed: The last operation copied real data, which the meta device loses.
-        by_itself: All operations were made by initialisers of modules, such as `reset_parameters`.
-        value: An object that parameters have in common whose values are copies of each other.
+        fed: True if the last operation copied real data, which the meta device loses.
+        by_itself: True if initializers of modules, such as `reset_parameters`, made all operations.
+        value: An object that parameters share if their values are copies of each other.
         casts: The dtypes to which the values were cast since `value` was set.
-        built: `made` as it was after `configure_model`; None before.
-        loses: `fed` as it was after `configure_model`.
-        places: The modules that hold it, with its name in each; more than one if it is tied.
-        target: The parameter to fill: as it was built, or as a strategy has replaced it.
-        whole: The whole parameter, while modules that write it are initialised.
-        real: The parameter on the device with its values, or this process's part of it; None before.
-        has_gaps: No operation has written it, or not all of its elements.
-        source: The parameter whose values it takes, if it is a copy and `init_weights` treats both alike.
-        through: The dtypes to which the values of `source` are cast on the way.
+        built: The list `made` after `configure_model`; None before.
+        loses: The value of `fed` after `configure_model`.
+        places: The modules that hold it, with its name in each; several if it is tied.
+        target: The parameter to fill: the built one, or its replacement by a strategy.
+        whole: The unsharded parameter, while modules that write it are initialized.
+        real: The parameter on the device with its values, or this process's shard; None before.
+        has_gaps: True if operations have written no element, or not all elements.
+        source: The parameter to copy values from, if it is a copy and `init_weights` treats both alike.
+        through: The dtypes to which the copied values of `source` are cast.
     """
 
     name: str
@@ -89,25 +89,25 @@ class Built:
     through: tuple[torch.dtype, ...] = ()
 
     def write(self, operation: str, *, by_itself: bool, fed: bool) -> None:
-        """Note an in-place operation, which has given it other values."""
+        """Record an in-place operation, which has changed the values."""
         self.made.append(operation)
         self.by_itself, self.fed = self.by_itself and by_itself, fed
         self.value, self.casts = object(), ()
 
     def take(self, source: Built) -> None:
-        """Note that it was given the values of another parameter."""
+        """Record a copy of the values of another parameter."""
         self.made, self.by_itself, self.fed = [*source.made], source.by_itself, source.fed
         self.value, self.casts = source.value, source.casts
         if self.dtype != source.dtype:
             self.casts = (*self.casts, self.dtype)
 
     def forget(self) -> None:
-        """Note that its values are gone."""
+        """Forget the recorded operations."""
         self.made.clear()
         self.by_itself = True
 
     def blank(self, device: str) -> nn.Parameter:
-        """A parameter of its shape, filled with NaN, so that elements that are never written can be found."""
+        """Return a parameter of this shape, filled with NaN, so that elements that are never written can be found."""
         fill = torch.nan if self.dtype.is_floating_point or self.dtype.is_complex else 0
         values = torch.full(self.target.shape, fill, dtype=self.dtype, device=device)
         return nn.Parameter(values, requires_grad=self.target.requires_grad)
@@ -119,20 +119,20 @@ class Built:
 
 
 def put(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Set a parameter of a module, by its name there."""
+    """Set a parameter of a module, by its name in the module."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         own_parameters(module)[key] = parameter
-    else:  # torch's RNNs keep a list of their own
+    else:  # torch's RNNs keep a second list of their parameters
         setattr(module, key, parameter)
 
 
 @final
 class Recorder(TorchDispatchMode):
-    """Records how parameters get their values: by in-place operations, through views too, and by copies.
+    """Mode that records how parameters are initialized: by in-place operations, also through views, and by copies.
 
     Attributes:
-        written: The parameters that were written since this was emptied.
-        refused: Ids of storages that must not be written, with what they hold, for the error.
+        written: The parameters that were written since this set was emptied.
+        refused: Ids of storages that must not be written, with the name of the parameter, for the error.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         self.written: set[Built] = set()
         self.refused: dict[int, str] = {}
         self._is_by_itself = False
-        self._known: dict[int, tuple[Built, _Layout, Any]] = {}  # the storage, or another could get its place
+        self._known: dict[int, tuple[Built, _Layout, Any]] = {}  # keeps the storage, because its id could be reused
 
     def know(self, tensor: torch.Tensor, parameter: Built) -> None:
         """Record operations on a tensor as operations on a parameter."""
@@ -151,17 +151,17 @@ class Recorder(TorchDispatchMode):
         self._known.pop(storage_of(tensor), None)
 
     def find(self, tensor: torch.Tensor) -> Built | None:
-        """The parameter whose memory a tensor shares, wholly or in part; None if it is unknown."""
+        """Return the parameter whose memory a tensor shares, wholly or in part, or None."""
         return self._known.get(storage_of(tensor), (None,))[0]
 
     def whole(self, tensor: torch.Tensor) -> Built | None:
-        """The parameter that a tensor is the whole of, in the same layout; None for any other view."""
+        """Return the parameter if the tensor covers it in the same layout; None for other views and tensors."""
         parameter, layout, _ = self._known.get(storage_of(tensor), (None, None, None))
         return parameter if layout == _layout(tensor) else None
 
     @contextmanager
     def own_initialiser(self, module: nn.Module) -> Iterator[None]:
-        """The context in which writes by a module's own initialiser are marked as such, whoever calls it."""
+        """Mark the writes of a module's own initializer within the context, regardless of its caller."""
         name = reset_name(module)
         reset = getattr(module, name, None)
 
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
                 self.written.add(parameter)
 
     def _note_results(self, operation: str, result: Any, given: list[Any]) -> None:
-        """Record tensors on the meta device that an operation made from parameters' values."""
+        """Record tensors on the meta device that an operation computed from parameters."""
         if takes_shape_alone(operation):
             return
         sources = [(each, source) for each in tensors(given) if (source := self.find(each))]
@@ -232,45 +232,45 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """An id of the memory of this process's part of a tensor; equal for its views."""
+    """Return an id of the memory of this process's part of a tensor; views have equal ids."""
     return storage_id(local_tensor(tensor))
 
 
 @final
 class Replaced(nn.Parameter):
-    """A parameter that was replaced: operations on it act on the parameter that has taken its place."""
+    """Parameter that was replaced: operations on it use its replacement."""
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch with the parameter that has taken its place."""
+        """Call a function of torch with the replacement."""
         return function(*convert(args, current), **convert(kwargs or {}, current))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the parameter that has taken its place."""
+        """Return a copy of the replacement."""
         return deepcopy(current(self), memo)
 
 
 def current(value: Any) -> Any:
-    """The parameter that has taken a replaced one's place; any other object as it is."""
+    """Return the replacement of a replaced parameter; return any other object unchanged."""
     if type(value) is not Replaced:
         return value
     return value.__dict__["_current"]()
 
 
 def become(old: nn.Parameter, new: nn.Parameter, module: nn.Module, key: str) -> nn.Parameter:
-    """Replace a parameter by a new one, keeping the old object where torch can swap their contents.
+    """Replace a parameter by a new one, and keep the old object if torch can swap their contents.
 
     Args:
-        old: A leaf parameter; its hooks stay.
-        new: The parameter with the new contents, which nothing else refers to.
+        old: A leaf parameter; its hooks are kept.
+        new: The parameter with the new contents; no other reference to it may exist.
         module: The module that holds `old`.
         key: The parameter's name in `module`.
 
     Returns:
-        The parameter that the module is to hold: `old`, unless weak references or views of it exist.
+        The parameter for the module: `old`, or `new` if weak references to `old` or views of it exist.
     """
     hooks = hooks_of(old)
-    with suppress(RuntimeError):  # somebody has weak references to it, or views of it
+    with suppress(RuntimeError):  # weak references to `old`, or views of it, exist
         torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
         give_hooks(old, hooks)
         return old
@@ -280,11 +280,11 @@ def become(old: nn.Parameter, new: nn.Parameter, module: nn.Module, key: str) ->
 
 
 def replace(old: nn.Parameter, find: Callable[[], Any], name: str) -> None:
-    """Make every reference to a parameter lead to the one that has taken its place.
+    """Make every reference to a parameter lead to its replacement.
 
     Args:
         old: The replaced parameter; its memory is freed.
-        find: Returns the parameter that has taken its place; called at each use.
+        find: Function that returns the replacement; called at each use.
         name: The parameter's name, for the error if a gradient still reaches `old` through a view.
     """
 
@@ -304,7 +304,7 @@ def replace(old: nn.Parameter, find: Callable[[], Any], name: str) -> None:
 
 
 def refer_to_current(optimizer: Optimizer) -> None:
-    """Make an optimizer train the parameters that have taken the place of replaced ones.
+    """Make an optimizer train the replacements of replaced parameters.
 
     Raises:
         ConfigError: The optimizer then has one parameter twice.
@@ -327,9 +327,9 @@ def refer_to_current(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
-    """The context in which parameters that modules are given are moved to the meta device; buffers stay.
+    """Move parameters to the meta device when modules register them within the context; buffers stay.
 
-    The parameter objects stay the same, so that tied ones stay tied.
+    The parameter objects stay the same, so tied parameters stay tied.
     """
     register = nn.Module.register_parameter
 
@@ -351,7 +351,7 @@ def _on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
 
 @final
 class DeferredInit:
-    """Builds what a task defines in `configure_model`, and initialises it once a strategy has placed it.
+    """Layers of a task's `configure_model`: built on the meta device, and initialized after a strategy has placed them.
 
     Args:
         task: The task with the `configure_model` to call.
@@ -367,10 +367,10 @@ class DeferredInit:
         self._made: dict[int, Built] = {}
 
     def configure(self) -> None:
-        """Call `configure_model`, once in the life of a task, with parameters on the meta device.
+        """Call `configure_model`, once per task object, with parameters on the meta device.
 
         Raises:
-            ConfigError: `configure_model` needs parameters' values, or puts buffers on the meta device too.
+            ConfigError: `configure_model` needs values of parameters, or puts buffers on the meta device too.
         """
         task, recorder = self._task, Recorder()
         if task._is_configured:
@@ -400,16 +400,16 @@ class DeferredInit:
 
     @torch.no_grad()
     def materialize(self, seed: int, device: torch.device) -> None:
-        """Give every parameter on the meta device its values, or this process's shards of them.
+        """Initialize every parameter on the meta device, or this process's shards of it.
 
-        Nothing is communicated. The global generators are afterwards as they were before.
+        This method does not communicate. It restores the global generators.
 
         Args:
-            seed: The run's seed, which with a module's name keys what the module draws.
+            seed: The run's seed; with a module's name it determines the module's random numbers.
             device: The device on which parameters are created.
 
         Raises:
-            ConfigError: Some parameters get no values, or others than `configure_model` gave them.
+            ConfigError: Some parameters get no values, or different values than in `configure_model`.
         """
         self._find()
         if not self._owned:
@@ -431,7 +431,7 @@ class DeferredInit:
     def _find(self) -> None:
         """Find the parameters on the meta device, sharded ones too, and the first module that holds each."""
         found: dict[int, Built] = {}
-        self._recorder.refused.clear()  # of tensors that a strategy has moved since, whose memory may be another's now
+        self._recorder.refused.clear()  # a strategy may have moved these tensors, and freed their memory
         for prefix, module in self._task.named_modules():
             for key, tensor in own_parameters(module).items():
                 if tensor is None or not tensor.is_meta:
@@ -457,7 +457,7 @@ class DeferredInit:
         return (each for owner in module.modules() for each in self._owned.get(owner, ()))
 
     def _initialise(self, name: str, module: nn.Module, seed: int) -> None:
-        """Call a module's initialiser; after those of its submodules if it writes their parameters, as in building."""
+        """Initialize a module, after its submodules if it writes their parameters, as constructors do."""
         written = self._run(name, module, seed)
         if any(each.whole is None for each in written):
             for below_name, below in reversed([*module.named_modules(prefix=name)][1:]):
@@ -467,7 +467,7 @@ class DeferredInit:
         self._finished.add(module)
 
     def _run(self, name: str, module: nn.Module, seed: int) -> set[Built]:
-        """Initialise a module whose parameters have no values yet. Returns the parameters that were written."""
+        """Call `init_weights` for a module with blank parameters. Return the parameters that were written."""
         for parameter in self._owned.get(module, ()):
             if parameter.whole is None:
                 parameter.whole = parameter.blank("cpu")
@@ -478,7 +478,7 @@ class DeferredInit:
                 parameter.whole.fill_(torch.nan if parameter.whole.is_floating_point() else 0)
             parameter.forget()
         tied = [(key, each) for key, each in own_parameters(module).items() if id(each) in self._made]
-        for key, each in tied:  # it has its values from its first owner: here it is written in vain
+        for key, each in tied:  # its first owner has initialized it, so writes here go to a blank
             assert each is not None
             put(module, key, self._made[id(each)].blank("cpu"))
         self._recorder.written.clear()
@@ -491,7 +491,7 @@ class DeferredInit:
         return set(self._recorder.written)
 
     def _close(self, parameter: Built, device: torch.device) -> None:
-        """Keep this process's shard of an initialised parameter, and free the rest."""
+        """Keep this process's shard of an initialized parameter, and free the rest."""
         whole, target, parameter.whole = parameter.whole, parameter.target, None
         assert whole is not None
         self._recorder.forget(whole)
@@ -500,7 +500,7 @@ class DeferredInit:
         )
         kept = placed_like(whole.detach().to(target.dtype), target)
         if is_sharded(target):
-            own = local_tensor(kept).clone().to(device)  # a view would keep the rest alive
+            own = local_tensor(kept).clone().to(device)  # a view would keep the whole parameter in memory
             kept = from_local(own, target, target.shape)
         real = nn.Parameter(kept.to(device), requires_grad=target.requires_grad)
         real.__dict__.update(target.__dict__)
@@ -510,7 +510,7 @@ class DeferredInit:
         self._recorder.refused[storage_of(parameter.real)] = parameter.name
 
     def _copy(self) -> None:
-        """Give copies the values of their sources, unless `init_weights` gave them others."""
+        """Copy values from sources to their copies, unless `init_weights` wrote different values."""
         for parameter in self._made.values():
             source = parameter.source
             if source is None or not (parameter.by_itself or parameter.made == source.made):
@@ -525,7 +525,7 @@ class DeferredInit:
 
 
 def _problem(parameter: Built) -> str | None:
-    """What is wrong with the values of a parameter, in words; None if nothing is."""
+    """Describe the error in the values of a parameter; None without an error."""
     built, made = parameter.built, parameter.made
     if parameter.source is not None:
         return None

@@ -1,4 +1,4 @@
-"""The trainer of a run as tasks and callbacks see it: types alone, so that they need no import of `lumen.trainer`."""
+"""Types of a run's trainer for tasks and callbacks, which avoid an import of `lumen.trainer`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lumen.loggers import Logger
 
 
 class Placement(Protocol):
-    """The strategy of a run as a task sees it: where the task is."""
+    """Strategy of a run for tasks: the device of the task."""
 
     device: torch.device
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The devices of the run as a grid, or None."""
+        """Mesh of the run's devices, or None."""
 
 
 class AttachedRun(Protocol):
-    """The run that a task is attached to: a `lumen.run.run.Run`, which is floors above."""
+    """Run that a task is attached to: a `lumen.run.run.Run`, whose package is a layer above."""
 
     stage: str
     processes: Processes
@@ -32,15 +32,15 @@ class AttachedRun(Protocol):
 
     @property
     def strategy(self) -> Placement:
-        """The strategy, which says where the task is."""
+        """Strategy, which has the device of the task."""
 
 
 class RunningTrainer(Protocol):
-    """What a task may read of the trainer of its run. `lumen.Trainer` has more, and says what each name means.
+    """Trainer as a task may read it. `lumen.Trainer` has more members, and documents all names.
 
     Attributes:
-        loggers: The loggers of the run, without `metrics.csv`.
-        should_stop: Set to True, it ends training at the end of the step in progress.
+        loggers: The given loggers, or the logger of `metrics.csv` by default; empty without loggers.
+        should_stop: Request to end training after the step in progress, if True.
     """
 
     loggers: list[Logger]
@@ -48,7 +48,7 @@ class RunningTrainer(Protocol):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger, or None."""
+        """First logger, or None."""
 
     @property
     def global_step(self) -> int:
@@ -60,11 +60,11 @@ class RunningTrainer(Protocol):
 
     @property
     def max_steps(self) -> int:
-        """The limit of steps; -1 without a limit."""
+        """Limit of optimizer steps; -1: no limit."""
 
     @property
     def max_epochs(self) -> int:
-        """The limit of epochs; -1 without a limit."""
+        """Limit of epochs; -1: no limit."""
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -72,7 +72,7 @@ class RunningTrainer(Protocol):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of a training epoch; infinite for a loader without a length."""
+        """Micro-batches of a training epoch; infinite if the loader has no length."""
 
     @property
     def sanity_checking(self) -> bool:
@@ -84,30 +84,30 @@ class RunningTrainer(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
 
     @property
     def global_rank(self) -> int:
-        """Number of this process."""
+        """Rank of this process, from 0."""
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the task."""
+        """Optimizers of the task."""
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest logged values, by name."""
+        """Newest logged values, by name."""
 
     @property
     def log_dir(self) -> str | None:
-        """The directory of the run, or None."""
+        """Run directory, or None if the run writes nothing."""
 
 
 if TYPE_CHECKING:
 
     class AnyTrainer(RunningTrainer, Any, Protocol):  # type: ignore[misc]  # the base `Any` is on purpose
-        """The trainer that tasks and hooks are given, which type checkers accept as a `lumen.Trainer` too.
+        """Trainer for tasks and hooks, which type checkers also accept as a `lumen.Trainer`.
 
-        An override may annotate `trainer: lumen.Trainer`, and a function that takes one may be given `self.trainer`.
-        The base `Any` permits both; names that are not listed above have no type.
+        An override may annotate `trainer: lumen.Trainer`, and a function with such an argument accepts `self.trainer`.
+        The base `Any` permits both. Names that are not listed above have no type.
         """

@@ -1,4 +1,4 @@
-"""Steps of a task: the arguments that each is called with, and what `training_step` may return."""
+"""Steps of a task: their arguments, and the results that `training_step` may return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from lumen.errors import ConfigError, TrainingError
 from lumen.task.hooks import NOT_CALLED, as_defined
 
-#: Arguments of a step that Lightning 1 gave it, with what to write instead.
+#: Arguments of a step in Lightning 1, with what to write instead.
 NOT_GIVEN: Mapping[str, str] = {
     "optimizer_idx": "A step is called once for all optimizers: with several set automatic_optimization = False and "
     "take them from self.optimizers(); several that step together are one lumen.optim.MultiOptimizer.",
@@ -29,12 +29,12 @@ def step_arguments(
     """Return a function that picks a step's arguments from (batch, batch_idx, dataloader_idx), by its signature.
 
     Args:
-        step: The task's method; a decorator that keeps its signature (`functools.wraps`) is looked through.
-        several: Several loaders are read one after the other. Only then `*args`, or a third argument with a default and
-            another name than `dataloader_idx`, gets the loader's index.
+        step: The task's method. A decorator that keeps its signature (`functools.wraps`) is allowed.
+        several: True if several loaders are read one after the other. Only then `*args`, or a third argument with a
+            default and another name than `dataloader_idx`, gets the loader's index.
 
     Raises:
-        ConfigError: The signature asks for anything else.
+        ConfigError: The signature has other arguments.
     """
     names = ("batch", "batch_idx", "dataloader_idx")
     parameters = list(inspect.signature(step).parameters.values())
@@ -63,10 +63,10 @@ def step_arguments(
 
 @final
 class OneBatch:
-    """Iterator over one batch, for a step that asks for a `dataloader_iter`.
+    """Iterator over one batch, for a step with the argument `dataloader_iter`.
 
     Args:
-        given: The batch on the device, its number, and that of its loader.
+        given: The batch on the device, its index, and the index of its loader.
     """
 
     def __init__(self, given: tuple[Any, int, int]) -> None:
@@ -76,10 +76,10 @@ class OneBatch:
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
-        """The batch, its number, and that of its loader.
+        """Return the batch, its index, and the index of its loader.
 
         Raises:
-            TrainingError: It was asked for once more.
+            TrainingError: The step asked for a second batch.
         """
         given, self._given = self._given, None
         if given is None:
@@ -109,10 +109,10 @@ def without_gradient(task: nn.Module) -> TrainingError:
 
 
 def read_output(output: Any) -> tuple[torch.Tensor | None, float | None]:
-    """Return the loss and the weight in what `training_step` returned, or None for either.
+    """Return the loss and the weight from a result of `training_step`; None for a missing part.
 
     Raises:
-        TrainingError: The output has another form, or the loss is no scalar.
+        TrainingError: The result has a different form, or the loss is not a scalar.
     """
     loss, weight = output, None
     if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
@@ -149,7 +149,7 @@ def _wrong_output(part: str, value: Any, instead: str) -> TrainingError:
 
 
 def _instead(loss: Any) -> str:
-    """Say what to return instead of a loss of the wrong shape or type."""
+    """Return advice for a loss of the wrong shape or type."""
     if not isinstance(loss, torch.Tensor):
         if isinstance(loss, Mapping):
             return "Name the loss 'loss' in it."

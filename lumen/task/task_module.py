@@ -40,8 +40,8 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
     batch is what the loader returns, on the device. `batch_idx` counts an epoch's micro-batches as a single process
     would.
 
-    A task may have the loaders and transfer hooks of a `DataModule`. If the run also has a data module, the task's
-    transfer hooks apply where the data module lacks them.
+    A task may have the loaders and transfer hooks of a `DataModule`. If the run has a data module, its loaders and
+    hooks take precedence over the task's.
 
     A task is an ordinary `nn.Module`: its steps can be called without a trainer, and `self.log` then does nothing.
     """
@@ -142,7 +142,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             reset()
 
     def modules_to_shard(self) -> Iterable[nn.Module]:
-        """Return the modules whose parameters `lumen.FSDP` gathers and frees together, such as the blocks of a deep model.
+        """Return the modules whose parameters `lumen.FSDP` gathers and frees together, such as a model's blocks.
 
         This method is optional: by default FSDP chooses the modules. Arguments of `lumen.FSDP` take precedence over
         this method.

@@ -1,4 +1,4 @@
-"""A teacher for self-supervised tasks: a module that follows another one by moving averages of its tensors."""
+"""Teacher for self-supervised tasks: a module that follows another module by moving averages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lumen.errors.arguments import at_least
 from lumen.internals.tensors import copy_all, is_saved, lerp, own_buffers, own_parameters
 from lumen.task.optimizer_hooks import OptimizerHooks
 
-#: The dictionary that holds a tensor, and its key there: a module may put another tensor in the place of a buffer.
+#: The dictionary that holds a tensor, and its key there. The tensor itself may change: a module may replace a buffer.
 Place = tuple[dict[str, Any], str]
 
 
 def places_of(module: nn.Module, *, buffers: bool, persistent: bool = False) -> dict[str, Place]:
-    """Find where a module holds its parameters, by name; shared ones once.
+    """Find the places of a module's parameters, by name; shared parameters appear once.
 
     Args:
         module: The module, with its submodules.
         buffers: Find buffers too.
-        persistent: Of these, only buffers that are saved.
+        persistent: Find only buffers that are saved.
     """
     found: dict[str, Place] = {}
     seen = set[int]()
@@ -45,15 +45,15 @@ class Averages:
     """Moving averages of parameters and of running statistics, and copies of other buffers.
 
     Args:
-        averages: Averages by name, perhaps in a dtype with more digits.
-        tensors: The tensors that they follow, by the same names.
+        averages: Averages by name, in the tensors' dtypes or in more precise ones.
+        tensors: Tensors that the averages follow, by the same names.
     """
 
     def __init__(self, averages: Mapping[str, Place], tensors: Mapping[str, Place]) -> None:
         self._parameters: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._statistics: list[tuple[Place, Place]] = []
         self._copied: list[tuple[Place, Place]] = []
-        self._is_plain = True  # no shards, no other dtypes
+        self._is_plain = True  # True without shards and with equal dtypes
         for name, (held, key) in tensors.items():
             (own, own_key), tensor = averages[name], held[key]
             self._is_plain &= own[own_key].dtype == tensor.dtype and not is_sharded(tensor)
@@ -83,34 +83,35 @@ def _tensors(pairs: list[tuple[Place, Place]]) -> tuple[list[torch.Tensor], list
 
 
 def is_running_statistic(name: str, buffer: torch.Tensor) -> bool:
-    """Return True if averages average a buffer; a mean of vectors of power iteration or of queues has no meaning."""
+    """Return True if moving averages apply to a buffer; a mean of power-iteration vectors or queues has no meaning."""
     return name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point()
 
 
 @final
 class Teacher(nn.Module):
-    """A copy of a module that follows it: its parameters are an exponential moving average of those of the module.
+    """Copy of a module whose parameters are an exponential moving average of the module's parameters.
 
-    `self.teacher = lumen.Teacher(self.student, decay=0.996)` in `__init__` or `configure_model` is all: in `fit`, once
-    an update is complete, `parameter = decay * parameter + (1 - decay) * parameter of the student`. An update that fp16
-    or a callback has left out does not move it, nor do the micro-batches of a step. It is called as the student is, and
-    gives outputs without gradients (Mean Teacher, Tarvainen and Valpola 2017; MoCo, He et al. 2019; BYOL, Grill et al.
-    2020; DINO, Caron et al. 2021).
+    Set `self.teacher = lumen.Teacher(self.student, decay=0.996)` in `__init__` or `configure_model`. After each update
+    in `fit`, Lumen sets `parameter = decay * parameter + (1 - decay) * parameter of the student`. Updates that fp16 or
+    a callback skips do not move the teacher, nor do single micro-batches. Call it like the student; its outputs have no
+    gradients (Mean Teacher, Tarvainen and Valpola 2017; MoCo, He et al. 2019; BYOL, Grill et al. 2020; DINO, Caron et
+    al. 2021).
 
-    Nothing trains its parameters, whatever the optimizer was given. Checkpoints have them, by `module` in its name,
-    and not the student a second time; under FSDP they are cut up as the student's are.
+    No optimizer trains its parameters. Checkpoints save them under the name `module`, and the student only once. Under
+    FSDP they are sharded like the student's.
 
     Args:
-        student: A module of the task, as it is now; it must stay a part of the task.
-        decay: Share of the teacher that is kept, in [0, 1]; or a function from the steps that the run had completed
-            before to it, such as `lambda step: min(1 - 1 / (step + 1), 0.999)`.
-        final_decay: Let the share go from `decay` to this by half a cosine over the run's steps, as BYOL does with 1.0:
-            `final_decay - (final_decay - decay) * (cos(pi * step / steps) + 1) / 2`. None: it stays.
-        steps: Length of that half cosine. Default: the run's, by `max_steps` or `max_epochs`.
-        eval_mode: Keep the teacher in eval mode. Default: it is in the mode of the task, so that in training BatchNorm
+        student: A module of the task, in its present state; it must stay a part of the task.
+        decay: Fraction of the teacher to keep, in [0, 1]; or a function that maps the number of steps that the run has
+            completed before to the fraction, such as `lambda step: min(1 - 1 / (step + 1), 0.999)`.
+        final_decay: Value that the fraction reaches from `decay` by half a cosine over the run's steps, as in BYOL with
+            1.0: `final_decay - (final_decay - decay) * (cos(pi * step / steps) + 1) / 2`. None: the fraction stays
+            constant.
+        steps: Length of this half cosine. Default: the run's steps, by `max_steps` or `max_epochs`.
+        eval_mode: Keep the teacher in eval mode. Default: the teacher has the task's mode; in training BatchNorm then
             normalizes by its own batches and dropout drops, as in the papers.
         use_buffers: Average running statistics too, the floating-point buffers named `running_*`, and copy all other
-            buffers. Default: with `eval_mode`; otherwise the teacher has buffers of its own.
+            buffers. Default: True with `eval_mode`; otherwise the teacher has separate buffers.
 
     Attributes:
         module: The copy of the student.
@@ -154,22 +155,22 @@ class Teacher(nn.Module):
         self.decay, self.final_decay, self.steps = decay, final_decay, steps
         self.eval_mode = eval_mode
         self.use_buffers = eval_mode if use_buffers is None else use_buffers
-        self._student = (student,)  # in a tuple: no module of this one, which would be saved twice
+        self._student = (student,)  # in a tuple, so that it is not a submodule and is not saved twice
         self._steps = steps
         self._averages: Averages | None = None  # resolved at the first update of a run
         self.train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the copy; its outputs have no gradients."""
+        """Call the copy without gradients."""
         with torch.no_grad():
             return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, unless it is to be eval mode always."""
+        """Set the mode; with `eval_mode` the teacher stays in eval mode."""
         return super().train(mode and not self.eval_mode)
 
     def extra_repr(self) -> str:
-        """What is printed of it."""
+        """Return the text for `repr`."""
         return f"decay={self.decay}" + ("" if self.final_decay is None else f", final_decay={self.final_decay}")
 
     # ------------------------------------------------------------------ following
@@ -179,11 +180,11 @@ class Teacher(nn.Module):
 
         Args:
             task: The task of the run, of which the student is a part.
-            run_steps: Optimizer steps of the whole run.
+            run_steps: Function that returns the optimizer steps of the whole run.
 
         Raises:
-            ConfigError: The student is no part of the task, the parameters are in bfloat16, or the length of the run is
-                not known and is needed.
+            ConfigError: The student is not a part of the task, the parameters are in bfloat16, or the length of the run
+                is needed and unknown.
         """
         (student,), self._averages = self._student, None
         known = set(task.modules())
@@ -207,13 +208,13 @@ class Teacher(nn.Module):
                 ) from error
 
     def decay_at(self, step: int) -> float:
-        """The decay of an update.
+        """Return the decay of an update.
 
         Args:
-            step: Steps that the run had completed before.
+            step: Number of steps that the run has completed before.
 
         Raises:
-            ConfigError: The function gives no share.
+            ConfigError: The function `decay` returned a number outside of [0, 1].
         """
         if callable(self.decay):
             return _share(self.decay(step))
@@ -223,10 +224,10 @@ class Teacher(nn.Module):
         return self.final_decay - (self.final_decay - self.decay) * (math.cos(math.pi * done) + 1.0) / 2.0
 
     def follow(self, step: int) -> None:
-        """Move towards the student once, as a run does when it has made an update.
+        """Move once towards the student, as a run does after each update.
 
         Args:
-            step: Steps that the run had completed before.
+            step: Number of steps that the run has completed before.
         """
         if self._averages is None:
             modules = (self.module, *self._student)
@@ -235,7 +236,7 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Be as the student is now, such as after it was given other weights in `on_fit_start`."""
+        """Copy the student's present state, for example after loading other weights in `on_fit_start`."""
         (student,) = self._student
         own, others = ([*module.parameters(), *module.buffers()] for module in (self.module, student))
         for mine, other in zip(own, others, strict=True):
@@ -243,7 +244,7 @@ class Teacher(nn.Module):
 
 
 def teachers_of(task: nn.Module) -> list[Teacher]:
-    """The teachers in a task."""
+    """Return the teachers in a task."""
     return [module for module in task.modules() if isinstance(module, Teacher)]
 
 
