@@ -1,4 +1,4 @@
-"""Checks the arguments of Lumen's own classes before anything is done with them."""
+"""Checks of constructor arguments, and the texts of their errors."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _NO_COLUMN = re.compile(r"^[=+@-]|[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Let a constructor say which of its arguments is unknown, missing or of another type than it is annotated with.
+    """Make a constructor raise an error for arguments that are unknown, missing or of a wrong type.
 
-    Its class may have `INSTEAD`: for arguments that Lightning's class of that name has, what serves in their place; and
-    `NEUTRAL`: values of these that ask for nothing, so that nothing is said of them. With `NONE_IS_DEFAULT` None stands
-    for the default of an argument that has one.
+    The class may have `INSTEAD`: advice for arguments that only Lightning's class of the same name has. It may have
+    `NEUTRAL`: values of such arguments that request nothing, and are ignored. With `NONE_IS_DEFAULT`, None stands for
+    the default of an argument that has a default.
 
     Raises:
-        ConfigError: By the constructor, before it begins.
+        ConfigError: An argument is wrong; raised by the constructor, before its body runs.
     """
     signature = inspect.signature(constructor)
     takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
@@ -73,7 +73,7 @@ def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concaten
 
 
 def _builtin(value: Any) -> Any:
-    """Return other kinds of mappings and sequences, such as OmegaConf's, as dictionaries and lists, paths as `Path`."""
+    """Convert other mappings and sequences, such as OmegaConf's, to dictionaries and lists, and paths to `Path`."""
     if isinstance(value, os.PathLike):
         return Path(value)
     if isinstance(value, Mapping):
@@ -82,13 +82,13 @@ def _builtin(value: Any) -> Any:
 
 
 def says_nothing(kind: type, name: str, value: Any) -> bool:
-    """Whether an argument is one of Lightning's class alone, and its value asks for nothing."""
+    """Return True if only Lightning's class has the argument, and its value requests nothing."""
     neutral = getattr(kind, "NEUTRAL", {}).get(name, ())
     return any(type(each) is type(value) and each == value for each in neutral)
 
 
 def _is_default(constructor: Callable[..., Any], name: str, value: Any) -> bool:
-    """Whether a value is None, for an argument that has a default and no None."""
+    """Return True if the value is None and stands for the default of an argument that does not allow None."""
     parameter = inspect.signature(constructor).parameters.get(name)
     has_default = parameter is not None and parameter.default is not parameter.empty
     return value is None and has_default and not _fits(None, _hints(constructor).get(name, Any))
@@ -101,15 +101,20 @@ def _unknown(kind: type, name: str, parameters: Iterable[str]) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first eight of some names, for a message."""
+    """Return the first eight names, for a message."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def refuse_unknown(who: str, given: Mapping[str, Any], instead: Mapping[str, str]) -> None:
-    """Say of a method what serves in place of an argument that it does not have; None and False pass.
+    """Raise an error for an argument that a method lacks, with the replacement; None and False pass.
+
+    Args:
+        who: The name of the method.
+        given: The unknown arguments, by name.
+        instead: Advice by name of argument.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: An argument is neither None nor False.
     """
     for name, value in given.items():
         if value is not None and value is not False:
@@ -117,12 +122,12 @@ def refuse_unknown(who: str, given: Mapping[str, Any], instead: Mapping[str, str
 
 
 class LacksLightnings:
-    """Mixin for classes of which Lightning's has attributes that Lumen's has not: `ATTRIBUTES` says what to read."""
+    """Mixin for a class that lacks attributes of Lightning's class; `ATTRIBUTES` has advice for each."""
 
     ATTRIBUTES: ClassVar[Mapping[str, str]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to read in place of an attribute that only Lightning's class has.
+        """Raise an error that names the replacement of an attribute of Lightning's class.
 
         Raises:
             AttributeError: The class has no such attribute; or the error of a property of this name.
@@ -140,7 +145,10 @@ def _hints(constructor: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has an annotated type, values in lists and dictionaries included; True for types unknown here."""
+    """Return True if a value has an annotated type, including values in lists and dictionaries.
+
+    Types that this function does not know accept every value.
+    """
     origin, within = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in within)
@@ -154,7 +162,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(_fits(each, within[1]) for each in value.values())
     if hint is Any:
         return True
-    if hint is Path:  # a URL is none that the operating system knows
+    if hint is Path:  # a URL is not an os.PathLike
         return isinstance(value, PurePath)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
@@ -162,13 +170,13 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, form: Callable[[str], str] = str) -> str:
-    """A question that names what is nearly called so, as `difflib` finds it; empty if nothing is.
+    """Return a question with the most similar names, as `difflib` finds them; empty without similar names.
 
     Args:
-        name: The mistyped one.
-        known: The names that there are.
-        cutoff: How much alike they have to be, up to 1.
-        form: How one of them is written.
+        name: The mistyped name.
+        known: The existing names.
+        cutoff: The lowest similarity, from 0 to 1.
+        form: Function that formats a name for the message.
     """
     by_lower = {each.lower(): each for each in known}
     close = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=cutoff)]
@@ -176,7 +184,7 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, form: Cal
 
 
 def in_words(thing: Any) -> str:
-    """What something is: the name of its type, and of a class that it is one."""
+    """Describe an object: the name of its type, or the name of a class."""
     return f"the class {thing.__name__}" if inspect.isclass(thing) else type(thing).__name__
 
 
@@ -194,7 +202,7 @@ def _expected(hint: Any, found: Any) -> str:
 
 
 def _choices(hint: Any) -> list[str]:
-    """The texts that a type names."""
+    """Return the strings that a type allows."""
     within = get_args(hint)
     if get_origin(hint) is Literal:
         return [each for each in within if isinstance(each, str)]
@@ -217,10 +225,10 @@ def _names(hint: Any) -> Iterator[str]:
 
 
 def local_path(path: str | Path) -> Path:
-    """A path on this machine as a user wrote it: `~` is the home directory, as in a shell.
+    """Return a user's path on this machine, with `~` as the home directory.
 
     Raises:
-        ConfigError: The path is empty, which pathlib takes for the working directory.
+        ConfigError: The path is empty, which pathlib reads as the working directory.
     """
     if not str(path):
         raise ConfigError(
@@ -231,14 +239,14 @@ def local_path(path: str | Path) -> Path:
 
 
 def check_column(name: str, call: str) -> None:
-    """Refuse a name that a table cannot show: with control characters, or read by spreadsheets as a formula.
+    """Raise an error for a name that a table cannot show.
 
     Args:
         name: The name of a logged value.
         call: The call that gives the name, for the error.
 
     Raises:
-        ConfigError: The name is such a one.
+        ConfigError: The name has control characters, or spreadsheets would read it as a formula.
     """
     if _NO_COLUMN.search(name):
         raise ConfigError(
@@ -248,15 +256,15 @@ def check_column(name: str, call: str) -> None:
 
 
 def at_least(least: float, who: str = "", /, **numbers: float | None) -> None:
-    """Refuse arguments that are less than `least`; None passes.
+    """Raise an error for arguments that are less than `least`; None passes.
 
     Args:
-        least: The smallest number that passes.
-        who: The class whose arguments they are, for the message; "": the trainer or a method.
+        least: The smallest valid number.
+        who: The class of the arguments, for the message; "": the trainer or a method.
         numbers: The arguments, by name.
 
     Raises:
-        ConfigError: One of them is less; the message names it.
+        ConfigError: An argument is less; the message names it.
     """
     for name, number in numbers.items():
         if number is not None and not number >= least:
@@ -264,10 +272,10 @@ def at_least(least: float, who: str = "", /, **numbers: float | None) -> None:
 
 
 def more_than_zero(**numbers: float | None) -> None:
-    """Refuse arguments that are 0 or less; None passes.
+    """Raise an error for arguments that are not more than 0; None passes.
 
     Raises:
-        ConfigError: One of them is, or no number; the message names it.
+        ConfigError: An argument is 0, negative or NaN; the message names it.
     """
     for name, number in numbers.items():
         if number is not None and not number > 0:
@@ -275,15 +283,15 @@ def more_than_zero(**numbers: float | None) -> None:
 
 
 def optional(package: str, who: str, extra: str) -> Any:
-    """Import a package that only some need.
+    """Import an optional package.
 
     Args:
-        package: Its name in an import, such as `pyarrow.parquet`.
-        who: Needs it, in words.
-        extra: Of Lumen's, which brings it.
+        package: The name of the package in an import, such as `pyarrow.parquet`.
+        who: Description of the feature that needs the package.
+        extra: Name of Lumen's extra that installs the package.
 
     Raises:
-        ConfigError: It is not there, or cannot be imported.
+        ConfigError: The package is missing, or cannot be imported.
     """
     try:
         return importlib.import_module(package)

@@ -1,4 +1,4 @@
-"""Arguments and attributes of Lightning's `Trainer`, of any version, that Lumen's lacks, with what to use instead."""
+"""Arguments and attributes of Lightning's classes, of any version, that Lumen lacks, with their replacements."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -53,7 +53,7 @@ INSTEAD = {
     "weights_summary": "Use enable_model_summary, or a ModelSummary in callbacks.",
 }
 
-#: Values of those that ask for nothing, as the configs that LightningCLI writes have them.
+#: Values of these arguments that request nothing, as in the configs that LightningCLI writes.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "auto_lr_find": (False,), "auto_scale_batch_size": (False,), "auto_select_gpus": (False,), "barebones": (False,),
     "enable_autolog_hparams": (True,), "flush_logs_every_n_steps": (None,), "gpus": (None,), "ipus": (None,),
@@ -66,7 +66,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 _NAMES = "Checkpoints are named by their step, and none is ever overwritten."
-#: The same two for `ModelCheckpoint`.
+#: Replacements and neutral values for `ModelCheckpoint`.
 INSTEAD_IN_CHECKPOINTS = {
     "auto_insert_metric_name": _NAMES,
     "enable_version_counter": _NAMES,
@@ -85,7 +85,7 @@ NEUTRAL_IN_CHECKPOINTS: Mapping[str, tuple[Any, ...]] = {
     "save_weights_only": (False,),
 }  # fmt: skip
 
-#: The same for `self.log` and `self.log_dict`.
+#: Replacements for arguments of `self.log` and `self.log_dict`.
 INSTEAD_IN_LOG = {
     "enable_graph": "Leave it out: what is logged has no graph.",
     "metric_attribute": "Leave it out: a metric of the task is found by itself.",
@@ -93,7 +93,7 @@ INSTEAD_IN_LOG = {
     "sync_dist_group": "Leave it out: values are those of all processes.",
 }
 
-#: The same for `trainer.save_checkpoint`.
+#: Replacements for arguments of `trainer.save_checkpoint`.
 INSTEAD_IN_SAVE = {
     "storage_options": "A URL is written by fsspec, which reads its settings from its own configuration.",
     "weights_only": "A checkpoint is always whole; its weights are in model/, which init_from reads.",
@@ -101,7 +101,7 @@ INSTEAD_IN_SAVE = {
 
 _HOME = "The run directory is the trainer's: {}, and every logger of the run writes there."
 
-#: The same for loggers that write files; "*": for what is given without a name.
+#: Replacements for arguments of loggers that write files; "*": positional arguments.
 INSTEAD_IN_LOGGERS = {
     "*": _HOME.format("Trainer(default_root_dir=..., name=...)"),
     "name": _HOME.format("Trainer(name=...)"),
@@ -115,7 +115,7 @@ NEUTRAL_IN_LOGGERS: Mapping[str, tuple[Any, ...]] = {
     "sub_dir": (None,), "version": (None,),
 }  # fmt: skip
 
-#: The same for `CLI`.
+#: Replacements for arguments of `CLI`.
 INSTEAD_IN_CLI = {
     "load_from_checkpoint_support": "Leave it out: checkpoints have the hyperparameters of save_hyperparameters.",
     "multifile": "Leave it out: the config that is saved is one file.",
@@ -126,7 +126,7 @@ INSTEAD_IN_CLI = {
     "seed_everything_seed": "Use seed_everything_default.",
 }
 
-#: Methods that a class derived from `LightningCLI` may define, and one derived from Lumen's `CLI` does not.
+#: Methods that subclasses of `LightningCLI` may define, but subclasses of Lumen's `CLI` may not.
 NOT_IN_CLI = {
     "add_core_arguments_to_parser": "Use add_arguments_to_parser.",
     "add_default_arguments_to_parser": "Use add_arguments_to_parser.",
@@ -138,10 +138,10 @@ NOT_IN_CLI = {
     "subcommands": "The commands are fit, validate, test and predict; for others write a script with run=False.",
 }
 
-#: Packages whose classes a config that was written for Lightning names.
+#: Packages of the classes in configs for Lightning.
 LIGHTNINGS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-#: Classes of Lightning's that have another name here, if it is there; others of the same purpose have the same name.
+#: Lightning's classes whose counterpart in Lumen has a different name. Other counterparts have the same name.
 RENAMED = {
     "DDPStrategy": "lumen.DDP",
     "EMAWeightAveraging": "lumen.EMA",
@@ -161,7 +161,7 @@ RENAMED = {
 
 _OWN_LOGGER = "Subclass lumen.Logger: docs/guides/loggers.md shows how."
 
-#: Those that have no counterpart, with what serves in their place.
+#: Lightning's classes without a counterpart, with their replacements.
 INSTEAD_OF_CLASSES = {
     "AsyncCheckpointIO": "Leave it out: ModelCheckpoint(asynchronous=...) saves in the background where it pays.",
     "CometLogger": _OWN_LOGGER,
@@ -177,7 +177,7 @@ INSTEAD_OF_CLASSES = {
 }
 
 _PATHS = "Its directory is named by the step: read best_model_path, last_model_path or best_k_models."
-#: Attributes of Lightning's `ModelCheckpoint` that Lumen's does not have.
+#: Attributes of Lightning's `ModelCheckpoint` that Lumen's lacks.
 ATTRIBUTES_OF_CHECKPOINTS = {
     "CHECKPOINT_EQUALS_CHAR": _PATHS,
     "CHECKPOINT_JOIN_CHAR": _PATHS,
@@ -195,7 +195,7 @@ ATTRIBUTES_OF_CHECKPOINTS = {
 }
 
 _OF_WANDB = "Write logger.experiment.log({{key: wandb.{}, 'trainer/global_step': self.global_step}}) in fit."
-#: Attributes of Lightning's `WandbLogger` that Lumen's does not have.
+#: Attributes of Lightning's `WandbLogger` that Lumen's lacks.
 ATTRIBUTES_OF_WANDB = {
     "download_artifact": "Call wandb.Api().artifact(name).download().",
     "log_audio": _OF_WANDB.format("Audio(audio)"),
@@ -207,7 +207,7 @@ ATTRIBUTES_OF_WANDB = {
 _COUNTS = "Read trainer.progress for counts, and trainer.plan for limits."
 _TRAINED = "self.log it, and read trainer.callback_metrics."
 
-#: Attributes of Lightning's `Trainer`, of any version, that Lumen's does not have.
+#: Attributes of Lightning's `Trainer`, of any version, that Lumen's lacks.
 ATTRIBUTES = {
     "accelerator": "Read trainer.strategy.device.",
     "accelerator_connector": "Read trainer.strategy.",
