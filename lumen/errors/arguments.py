@@ -38,7 +38,7 @@ def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concaten
     """Make a constructor raise an error for arguments that are unknown, missing or of a wrong type.
 
     The class may have `INSTEAD`: advice for arguments that only Lightning's class of the same name has. It may have
-    `NEUTRAL`: values of such arguments that request nothing, and are ignored. With `NONE_IS_DEFAULT`, None stands for
+    `NEUTRAL`: values of such arguments that request nothing, and are ignored. With `NONE_IS_DEFAULT`, None means
     the default of an argument that has a default.
 
     Raises:
@@ -88,7 +88,7 @@ def says_nothing(kind: type, name: str, value: Any) -> bool:
 
 
 def _is_default(constructor: Callable[..., Any], name: str, value: Any) -> bool:
-    """Return True if the value is None and stands for the default of an argument that does not allow None."""
+    """Return True if the value is None and means the default of an argument that does not allow None."""
     parameter = inspect.signature(constructor).parameters.get(name)
     has_default = parameter is not None and parameter.default is not parameter.empty
     return value is None and has_default and not _fits(None, _hints(constructor).get(name, Any))

@@ -38,7 +38,7 @@ _EITHER = {
 }
 _OF_LOADERS = {f"on_{loader}": f"Do it in {loader}." for loader in LOADERS}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-#: Methods that were hooks in some version of Lightning 1 or 2, by owner, with what to write instead.
+#: Methods that were hooks in some version of Lightning 1 or 2, by owner, with their replacements.
 NOT_CALLED: Mapping[str, Mapping[str, str]] = {
     "task": _EITHER | _OF_LOADERS | {
         "configure_sharded_model": "Write configure_model.",
@@ -127,7 +127,7 @@ class Hooks:
         return [(each, partial(getattr(each, name), *self._first_arguments)) for each in found]
 
     def call_last(self, name: str, call: Callable[..., Any]) -> None:
-        """Add a function that is called after all others of a hook."""
+        """Add a function that is called last for a hook."""
         setattr(self, name, (*getattr(self, name), call))
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
@@ -215,7 +215,7 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
     """Raise an error for hooks of Lightning that Lumen does not call, and for hooks with a wrong signature.
 
     Raises:
-        ConfigError: A class defines such methods; the message says what to write instead.
+        ConfigError: A class defines such methods; the message names the replacements.
     """
     for kind, owner in _owners(task, datamodule, callbacks):
         if dead := [name for name in NOT_CALLED[kind] if _defines(owner, name)]:
@@ -357,7 +357,7 @@ def _taken(hook: Callable[..., Any], arguments: list[str]) -> int | None:
 
 
 def fitted(owner: Any, name: str, before: int = 0) -> Callable[..., Any]:
-    """Return a bound hook to call with all its arguments; those that its signature omits are dropped.
+    """Return a bound hook to call with all its arguments; arguments that its signature omits are dropped.
 
     Args:
         owner: A task, data module or callback.

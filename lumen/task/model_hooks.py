@@ -8,9 +8,9 @@ import torch
 
 
 class ModelHooks:
-    """Hooks that a task may define. Callbacks have the same hooks, except for those that set modes.
+    """Hooks that a task may define. Callbacks have the same hooks, except for hooks that set modes.
 
-    The hooks of callbacks have the arguments `trainer` and `task` before the others.
+    The hooks of callbacks have two more arguments, `trainer` and `task`, at the front.
     """
 
     def setup(self, stage: str) -> None:

@@ -22,7 +22,7 @@ class Modes:
     """Train or eval mode of every module in a model, to be restored.
 
     Args:
-        model: The module that contains all others.
+        model: The outermost module.
     """
 
     def __init__(self, model: nn.Module) -> None:

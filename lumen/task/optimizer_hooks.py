@@ -94,7 +94,7 @@ class OptimizerHooks(Attached):
         """Clip the gradients of an optimizer's parameters. Collective under FSDP: every rank must call this.
 
         Args:
-            optimizer: One of `self.optimizers()`.
+            optimizer: An optimizer from `self.optimizers()`.
             gradient_clip_val: Largest norm or element; None: no clipping.
             gradient_clip_algorithm: "norm", the default, or "value".
 

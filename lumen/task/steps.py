@@ -15,7 +15,7 @@ from torch import nn
 from lumen.errors import ConfigError, TrainingError
 from lumen.task.hooks import NOT_CALLED, as_defined
 
-#: Arguments of a step in Lightning 1, with what to write instead.
+#: Arguments of a step in Lightning 1, with their replacements.
 NOT_GIVEN: Mapping[str, str] = {
     "optimizer_idx": "A step is called once for all optimizers: with several set automatic_optimization = False and "
     "take them from self.optimizers(); several that step together are one lumen.optim.MultiOptimizer.",

@@ -170,8 +170,8 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         """Log a value. Never waits for a device, never communicates: any ranks may call this, any number of times.
 
         Values of an epoch or evaluation cover all processes, and are equal on every rank, wherever they are read. The
-        same holds for step values that Lumen writes. Values of the step in progress (`trainer.callback_metrics`) are
-        those of this process.
+        same holds for step values that Lumen writes. Values of the step in progress (`trainer.callback_metrics`) cover
+        this process only.
 
         Args:
             name: Name of the value, unique within a stage; with `on_step` and `on_epoch` the two are named `x_step` and
@@ -193,15 +193,14 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
                 only if the number is equal on all, as results of torchmetrics' `compute`, `all_gather` or
                 `callback_metrics` are. For other numbers a warning asks once for `reduce_fx` ("sum" for counts; "mean"
                 confirms the mean), a `weight`, or a torchmetrics object.
-            add_dataloader_idx: With several evaluation loaders, append `/dataloader_idx_N`, or `/NAME` for loaders in a
-                dictionary. False: keep the name; if several loaders log it, the value covers the samples of all these
-                loaders.
+            add_dataloader_idx: Append `/dataloader_idx_N` if a stage has several loaders; `/NAME` for loaders
+                in a dictionary. False: keep the name; if several loaders log it, the value covers all their samples.
             batch_size: Lightning's name of `weight`; pass only one of the two.
             sync_dist: Accepted for compatibility with Lightning; values always cover all processes.
             unknown: Other arguments of Lightning's method; each raises an error that names the replacement.
 
         Raises:
-            ConfigError: No step or epoch is in progress, or an argument is invalid; the message says what to write.
+            ConfigError: No step or epoch is in progress, or an argument is invalid; the message says how to fix it.
         """
         run = self._run
         if run is None or not run.stage:
@@ -416,7 +415,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Unfreeze every parameter, except for those of teachers, and set train mode."""
+        """Unfreeze every parameter, except for teachers' parameters, and set train mode."""
         self.requires_grad_(True)
         for teacher in teachers_of(self):
             teacher.requires_grad_(False)

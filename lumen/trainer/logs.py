@@ -32,7 +32,7 @@ class LogSettings:
 
     Args:
         level: DEBUG, INFO, WARNING or ERROR; or a dictionary of levels by logger name, each also for the loggers below.
-            The key `root` stands for all other loggers, by default INFO. Libraries without a level are shown from
+            The key `root` sets all other loggers, by default INFO. Libraries without a level are shown from
             WARNING.
         form: A format as for `logging.Formatter`; None for Lumen's format.
 
@@ -243,7 +243,7 @@ def apart_from_others(*, has_files: bool) -> Iterator[None]:
     """Keep the status of this run out of the log files of an outer run, whose hook opened this run.
 
     Args:
-        has_files: True if this run has log files of its own; then all its messages stay out of the outer files.
+        has_files: True if this run has separate log files; then all its messages stay out of the outer files.
     """
     files: list[logging.Handler] = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
     files += [handler for handler in logging.root.handlers if isinstance(handler, _Others) and not handler.is_console]

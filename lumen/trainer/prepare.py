@@ -54,7 +54,7 @@ Averages = str | Sequence[str | PurePath] | None  # averages to evaluate in plac
 
 @final
 class Origin:
-    """Origin of a run: a checkpoint, weights, or neither. The arguments are those of `Trainer`.
+    """Origin of a run: a checkpoint, weights, or neither. `Trainer` documents the arguments.
 
     Attributes:
         restarted: True if the run began in an earlier attempt of the same launch, and resumes.
@@ -377,7 +377,7 @@ def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
         progress.step, kept.path.name, left_out[0], left_out[1] - 1,
     )  # fmt: skip
     trainer.origin.roll_back([*progress.left_out, left_out])
-    trainer.strategy.connect()  # resets the timeouts to those of a start, which may compile
+    trainer.strategy.connect()  # resets the timeouts to `startup_timeout_s`: the start may compile
 
 
 def _newer(folders: Sequence[PurePath], micro_batches: int) -> list[PurePath]:
@@ -433,7 +433,7 @@ def evaluate_all(
 def _of_last_run(
     trainer: Trainer, stage: str, task: TaskModule | None, data: Any, ckpt_path: Source
 ) -> tuple[TaskModule, Any, Source]:
-    """Return task, data and checkpoint of an evaluation; the previous run provides those that the call omits."""
+    """Return task, data and checkpoint of an evaluation; the previous run provides omitted ones."""
     if task is not None:
         return task, data, ckpt_path
     if trainer._run is None:

@@ -394,7 +394,7 @@ class RunView:
     def progress_bar_metrics(self) -> dict[str, float | torch.Tensor]:
         """Values that the newest training step logged with `prog_bar=True`, else its loss. Does not wait for a device.
 
-        Tensors have no dimensions, and stay on the device of the step. Values are those of this rank.
+        Tensors have no dimensions, and stay on the device of the step. Values cover this rank only.
         """
         values: dict[str, float | torch.Tensor] = self.run.log.train.step_values(for_the_bar)
         if not values and self.run.step.loss is not None:

@@ -181,7 +181,7 @@ def tell_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") 
     Args:
         trainer: The trainer of the run.
         run: The run, at the end of a step unless its time limit has passed.
-        number: The signal.
+        number: The signal that asked the run to stop.
         reason: The reason to end the run within a step, such as "not done within grace_s=8"; "" at the end of a step.
     """
     by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"

@@ -296,7 +296,7 @@ class Trainer(RunView):
         Args:
             model: The task to train.
             train_dataloaders: A training loader, several, or a data module; None if the task provides its loaders.
-            val_dataloaders: One validation loader or several, in addition to training loaders.
+            val_dataloaders: A validation loader or several, in addition to training loaders.
             datamodule: A data module, in place of loaders.
             ckpt_path: Checkpoint or run to continue, as the trainer's `resume`, for this call only.
             weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
@@ -369,7 +369,7 @@ class Trainer(RunView):
         *,
         average: str | Sequence[str | PurePath] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data; arguments and result are those of `validate`."""
+        """Evaluate on the test data, with the arguments and the result of `validate`."""
         source = one_source(dataloaders, datamodule)
         run = evaluate_all(self, "test", model, source, ckpt_path, average=average, verbose=verbose)
         return run.values.by_loader()
@@ -385,7 +385,7 @@ class Trainer(RunView):
         *,
         average: str | Sequence[str | PurePath] | None = None,
     ) -> list[Any] | None:
-        """Predict for each batch; the arguments are those of `validate`.
+        """Predict for each batch, with the arguments of `validate`.
 
         With `return_predictions=False` only hooks receive the outputs, such as the hooks of `PredictionWriter`.
 

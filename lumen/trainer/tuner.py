@@ -147,7 +147,7 @@ class Tuner:
 
         Args:
             model: The task; Lumen trains a copy, beginning with its current parameters.
-            train_dataloaders: A loader, several, or a data module; None: the task's, or those of the run in progress.
+            train_dataloaders: A loader, several, or a data module; None: the task's loader, or the run's.
             datamodule: A data module, in place of loaders.
             min_lr: The first rate, more than 0.
             max_lr: The last rate.
