@@ -376,7 +376,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         return None
 
     def to_onnx(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an error that names the replacement: `lumen export`.
+        """Raise an error that names the replacement, the export command of Lumen.
 
         Raises:
             ConfigError: Always, with the command to write instead.
