@@ -162,7 +162,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(_fits(each, within[1]) for each in value.values())
     if hint is Any:
         return True
-    if hint is Path:  # a URL is not an os.PathLike
+    if hint is Path:  # a URL is a PurePath, not a Path
         return isinstance(value, PurePath)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)

@@ -235,7 +235,7 @@ class RunView:
         self.run.step.skip_update()
 
     def roll_back(self, before: int = 0, after: int = 0) -> None:
-        """Undo the step in progress: resume from a checkpoint, and leave out this step and its neighbors.
+        """Undo the step in progress: resume from a checkpoint, and leave out this step and some steps around it.
 
         Lumen closes the run and reopens it, as after a kill, from the newest checkpoint that is older than all left-out
         steps. Lumen removes newer checkpoints. Left-out batches count as used, but not as steps. Without such a

@@ -53,45 +53,45 @@ class Trainer(RunView):
         min_epochs: Epochs before a callback may stop the run.
         min_steps: Optimizer updates before a callback may stop the run.
         accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` or `mps`.
-        devices: Number of devices per node, with one process each; `auto`: all accelerators. Default: the number of
-            processes that torchrun or SLURM started, else 1. Lumen starts missing processes.
+        devices: Number of devices per node, with one process each. Default: the number of processes that torchrun or
+            SLURM started, else 1. `auto`: all accelerators. Lumen starts missing processes.
         num_nodes: Number of nodes. Default: the number of nodes on which torchrun or SLURM started processes, else 1.
         strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or a `Strategy`.
         precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters and batches); or a
             `Precision`.
-        matmul_precision: Precision of float32 matrix products: `highest`, `high` (TF32 on CUDA) or `medium`. Default:
-            torch's current setting.
+        matmul_precision: Precision of float32 matrix products. Default: torch's current setting. Otherwise `highest`,
+            `high` (TF32 on CUDA) or `medium`.
         benchmark: Let cuDNN time its algorithms and use the fastest; repeated runs then differ by rounding. Default:
             torch's current setting.
-        compile: Modules to compile with `torch.compile`. True: the task's `forward` and its direct child modules; class
-            names: every module of these classes; a dictionary: options of `torch.compile` (mode, dynamic, fullgraph,
-            backend, options) and `blocks`, the class names.
+        compile: Modules to compile with `torch.compile`. False: none. True: the task's `forward` and its direct child
+            modules. Class names: every module of these classes. A dictionary: options of `torch.compile` (mode,
+            dynamic, fullgraph, backend, options) and `blocks`, the class names.
         global_batch_size: Samples per optimizer step on any hardware. Lumen computes the number of micro-batches from
             the loader's batch size.
         accumulate_grad_batches: Micro-batches per step, without `global_batch_size`; `{4: 8}`: 8 from epoch 4 on.
         gradient_clip_val: Largest gradient norm, or largest gradient element. Default: no clipping.
         gradient_clip_algorithm: `norm` or `value`.
-        val_check_interval: Interval between validations: an int counts optimizer steps, a float is a fraction of an
-            epoch, a string ("00:00:15:00") or timedelta is a duration.
+        val_check_interval: Interval between validations: a float is a fraction of an epoch, an int counts optimizer
+            steps, a string ("00:00:15:00") or timedelta is a duration.
         check_val_every_n_epoch: Validate in every n-th epoch only.
         num_sanity_val_steps: Validation batches to run before training; -1: all.
         limit_train_batches: Number or fraction of the batches per training epoch. Default: all.
         limit_val_batches: Number or fraction of the validation batches; 0: no validation. Default: all.
         limit_test_batches: Number or fraction of the test batches. Default: all.
         limit_predict_batches: Number or fraction of the prediction batches. Default: all.
-        overfit_batches: Train on this number or fraction of the batches, the same batches in every epoch, and validate
-            on as many. A model that cannot memorize them has a defect. 0: off.
-        reload_dataloaders_every_n_epochs: Request new loaders at the start of every n-th epoch; 0: never.
-        fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing.
+        overfit_batches: Number or fraction of the training batches that every epoch repeats; 0: off. Validations use as
+            many batches. A model that cannot memorize these batches has a defect.
+        reload_dataloaders_every_n_epochs: Number of epochs after which Lumen requests new loaders; 0: never.
+        fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing. False: off.
         log_every_n_steps: Optimizer steps between two written values. Lumen also writes the last step of a run.
         callbacks: A list of callbacks, or a dictionary whose keys name them in configs. Lumen ignores None entries.
         logger: True: `metrics.csv` and `system.csv` in the run directory. Names (`tensorboard`, `wandb`, `mlflow`,
-            `aim`) or objects: these loggers too. False or an empty list: no logger and no CSV files.
+            `aim`) or objects: these loggers in addition. False or an empty list: no logger and no CSV files.
         default_root_dir: Directory in which Lumen creates run directories.
         name: Name of the run. Default: the config file's stem, else the task's class name.
-        resume: Run or checkpoint to continue. None: start a new run directory `name`, `name-2`, ...; "auto": resume
-            from the newest valid checkpoint of `name`, or start `name`; "last": the same, but a checkpoint must exist;
-            "best" or a path of a checkpoint or run: start a new run directory from this checkpoint.
+        resume: None: start a new run directory `name`, `name-2`, ... "auto": resume from the newest valid checkpoint of
+            `name`, or start `name`. "last": the same, but a checkpoint must exist. "best", or a path of a checkpoint or
+            run: start a new run directory from this checkpoint.
         resume_parts: Parts of the checkpoint that a new run takes over from "best" or a path. Default: all parts.
             `model`: parameters, buffers and additions of `on_save_checkpoint`; without it the task initializes them.
             `optimizer`: its state and the scale of fp16; without it the optimizer begins empty. `schedulers`: their
@@ -114,9 +114,9 @@ class Trainer(RunView):
         sync_batchnorm: Convert each BatchNorm to `torch.nn.SyncBatchNorm`, which sees the batches of all processes and
             needs CUDA.
         profiler: `simple`: a table of the time per part; `advanced`: by function; `torch`: traces; or a `Profiler`.
-        inference_mode: Evaluate under `torch.inference_mode`; False: under `torch.no_grad`. Hooks such as
-            `on_validation_start` and `on_validation_end` always run under `torch.no_grad`. The tensors of modules can
-            be trained afterwards.
+        inference_mode: Evaluate under `torch.inference_mode`; False: under `torch.no_grad`. Hooks that start or end an
+            evaluation, such as `on_validation_start`, always run under `torch.no_grad`. Modules can be trained
+            afterwards.
         halve_on_oom: Repeat a micro-batch that does not fit into memory in halves, with the same gradient; not under
             FSDP.
         gc_every_n_steps: Let Python collect garbage (reference cycles) only after every n-th optimizer step, or in an
