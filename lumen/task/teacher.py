@@ -26,7 +26,7 @@ def places_of(module: nn.Module, *, buffers: bool, persistent: bool = False) -> 
     Args:
         module: The module, with its submodules.
         buffers: Find buffers too.
-        persistent: Find only buffers that are saved.
+        persistent: Omit buffers that are not saved in the state dictionary.
     """
     found: dict[str, Place] = {}
     seen = set[int]()
