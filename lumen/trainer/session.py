@@ -90,7 +90,7 @@ class Session:
         replaced: Callbacks of the trainer that the task's callbacks have replaced.
         grace: The thread that ends the process in time after a signal.
         directory: The run directory; None if the run writes nothing.
-        check_home: Function that checks on rank 0 if the directory still exists; None on other ranks.
+        check_home: Function that checks on rank 0 if the directory still exists; None elsewhere.
         loggers: Loggers of this process, including the logger of `metrics.csv`.
         run: The open run.
         watch: Event that ends the watch over the run, if set.
