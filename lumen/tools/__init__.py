@@ -1,1 +1,1 @@
-"""Tools around runs, each with its command; nothing of the core imports one."""
+"""Tools around runs, each with its own command. The core imports none of the tools."""

@@ -1,4 +1,4 @@
-"""Callbacks that a tool leaves out when it trains a task again: the same is computed without them."""
+"""Callbacks that do not change the computation. A tool leaves them out when it trains a task again."""
 
 from lumen import callbacks
 from lumen.integrations.ray import RayTrainReportCallback

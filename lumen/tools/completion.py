@@ -1,4 +1,4 @@
-"""`lumen completion`: a script by shtab, made of the parsers of all commands, with which a shell completes `lumen`."""
+"""`lumen completion`: prints a shell completion script, which shtab builds from the parsers of all commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FILES |= {"RUN", "CHECKPOINT_OR_RUN", "DIR", "A", "B", "FILE", "OUTPUT", "FILE_
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("completion", COMMAND, "bash|zsh|fish", _MORE)
     parser.add_argument("shell", choices=(*_INSTALL,), help="Who is to complete.")
     return parser
@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
     """Print the script and return 0.
 
     Raises:
-        ConfigError: There is no such shell, or shtab is not installed.
+        ConfigError: The shell is unknown, or shtab is not installed.
     """
     shell = options().read(words).shell
     shtab = optional("shtab", "lumen completion", "completion")
@@ -53,10 +53,10 @@ def run(words: list[str]) -> int:
 
 
 def all_commands(of_files: Any) -> ArgumentParser:
-    """Return a parser of all commands, whose options have values to choose from.
+    """Return a parser of all commands, whose options list their possible values.
 
     Args:
-        of_files: The mark of an option that shtab completes with files.
+        of_files: The marker by which shtab completes an option with file names.
     """
     from lumen.cli.options import Offer, OptionParser
 
@@ -78,7 +78,7 @@ def all_commands(of_files: Any) -> ArgumentParser:
 
 
 def _offer(action: Action, of_files: Any) -> None:
-    """Give an option its values, and one line of help."""
+    """Set the possible values of an option, and shorten its help to one line."""
     hint = getattr(action, "_typehint", action.type)
     values = [*map(str, action.choices or ()), *_values(action.dest, hint)]
     if action.dest.endswith(".help"):
@@ -92,7 +92,7 @@ def _offer(action: Action, of_files: Any) -> None:
 
 
 def _values(key: str, hint: Any) -> Iterator[str]:
-    """The names that an option takes: fixed words, and built-in classes of its type."""
+    """Yield the values that an option accepts: fixed words, and built-in classes of its type."""
     from lumen.cli.classes import bases_in, hints_in
     from lumen.precision import PRECISIONS
     from lumen.strategies.factory import ACCELERATORS, STRATEGIES
@@ -109,7 +109,7 @@ def _values(key: str, hint: Any) -> Iterator[str]:
 
 
 def _classes(bases: tuple[type, ...]) -> Iterator[str]:
-    """The names of the public classes of Lumen and of torch's optimizers that are derived from some."""
+    """Yield the names of public classes of Lumen and of `torch.optim` that derive from any of the bases."""
     import torch
 
     import lumen

@@ -1,4 +1,4 @@
-"""What the tools print: counts in words, plain data as JSON, and the console of their tables."""
+"""Printing for the tools: counts in words, plain data as JSON, and a console for tables."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def first_line(error: BaseException) -> str:
 
 
 def check_free(output: Path, said: str) -> None:
-    """Refuse an output that exists, or whose directory does not.
+    """Raise if an output exists or its directory does not.
 
     Args:
         output: The file or directory to write.
-        said: The beginning of an error.
+        said: The beginning of the error message.
 
     Raises:
         ConfigError: The output cannot be created.
@@ -50,8 +50,8 @@ def table_console() -> Console:
 
 
 def plain(value: Any) -> Any:
-    """Return data that JSON can hold: numbers without a JSON form and foreign objects are strings."""
-    value = value._asdict() if hasattr(value, "_asdict") else value  # of a named tuple
+    """Return a value as JSON-compatible data. Non-finite numbers and objects of other types become strings."""
+    value = value._asdict() if hasattr(value, "_asdict") else value  # for a named tuple
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

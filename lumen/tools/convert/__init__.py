@@ -1,4 +1,4 @@
-"""Weights of a pickle as safetensors: the command `lumen convert`, and the one module that reads pickles."""
+"""Conversion of pickled weights to safetensors: the command `lumen convert`, and the only reader of pickles."""
 
 from lumen.cli.commands import Command
 

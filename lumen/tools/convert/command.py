@@ -1,4 +1,4 @@
-"""`lumen convert`: a checkpoint of Lightning's, or what `torch.save` has written, as safetensors."""
+"""`lumen convert`: writes the tensors of a Lightning checkpoint or a `torch.save` file as safetensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MORE = (
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("convert", COMMAND, "FILE OUTPUT [--KEY VALUE ...]", _MORE)
     parser.add_argument("source", metavar="FILE", help="A .ckpt of Lightning's, or a .pt, .pth or .bin.")
     parser.add_argument("output", metavar="OUTPUT", help="A .safetensors file. It must not exist.")
@@ -33,7 +33,7 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Convert, say what was written, and return 0."""
+    """Convert the file, print a summary, and return 0."""
     given = options().read(words)
     output = local_path(given.output)
     request = Request(given.key, given.module, dict(map(_pair, given.rename)))

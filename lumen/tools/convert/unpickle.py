@@ -1,8 +1,8 @@
-"""Reads the tensors of a pickle and writes them as safetensors, in a process that does nothing else.
+"""Conversion of a pickle's tensors to safetensors, in a subprocess of its own.
 
-It is the one module that reads a pickle: by torch's `weights_only` reader, which builds tensors and plain data and
-calls nothing that the file names. The process that asks for it reads its answer as JSON. What it takes is bounded by
-the size of the file: memory, time of the processor, and what it writes. It ends with the process that asks.
+No other module reads pickles. The subprocess uses torch's `weights_only` reader, which builds tensors and plain data
+and calls nothing that the file names. The parent process reads the answer of the subprocess as JSON. The size of the
+file bounds the memory, the CPU time and the output of the subprocess. The subprocess ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from lumen.internals.interpreters import python_command
 from lumen.internals.tensors import EXTRA_STATE
 from lumen.tools.terminal import check_free
 
-_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # the keys in Lightning's checkpoints
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|Unsupported (?:class|type) ([\w.]+)")
-_LEAST_S, _LEAST_BYTES = 60, 2**30  # what the smallest file may take; larger ones more
-_MOST_CHARACTERS, _DEEPEST = 1_000_000, 50  # of hyperparameters, which a pickle of some bytes may repeat without end
+_LEAST_S, _LEAST_BYTES = 60, 2**30  # for the smallest file; larger files may take more
+_MOST_CHARACTERS, _DEEPEST = 1_000_000, 50  # A small pickle can repeat hyperparameters endlessly.
 
 
 @final
 @dataclass(frozen=True)
 class Request:
-    """What to take from a pickle.
+    """Selection of the tensors to convert from a pickle.
 
     Args:
-        key: Where in it the tensors are; None: they are looked for.
-        module: Take those of this part alone, by their names in it.
-        rename: Patterns and what replaces their matches in names, as `Weights.rename` has them.
+        key: Key of the dictionary of tensors in the pickle, or None to search for the dictionary.
+        module: Name of a submodule, or None. Only its tensors are taken, by their names in the submodule.
+        rename: Regular expressions and the replacements of their matches in names, as in `Weights.rename`.
     """
 
     key: str | None = None
@@ -62,16 +62,16 @@ class Request:
 @final
 @dataclass(frozen=True)
 class Converted:
-    """What was taken from a pickle.
+    """Summary of a conversion.
 
     Attributes:
-        key: Where in it the tensors were; "" for the whole.
-        dtypes: Number of tensors of each dtype, by its name.
+        key: Key of the dictionary of tensors in the pickle, or "" if the whole pickle is that dictionary.
+        dtypes: Number of tensors by the name of their dtype.
         tensor_bytes: Bytes of all tensors together.
-        unwrapped: The first name from which a wrapper's was removed, and what became of the name; empty if none was.
-        left_out: Names next to the tensors' that are no tensors.
-        hyperparameters: What Lightning's checkpoints hold of them, as far as it is plain data.
-        not_plain: Names of the hyperparameters that are not, or are too large.
+        unwrapped: The first name that lost the prefix of a wrapper, before and after; empty if no name did.
+        left_out: Names in the dictionary whose values are not tensors.
+        hyperparameters: The hyperparameters in a Lightning checkpoint that are plain data.
+        not_plain: Names of the hyperparameters that are not plain data, or are too large.
     """
 
     key: str
@@ -87,13 +87,13 @@ def convert(source: Path, output: Path, request: Request) -> Converted:
     """Write the tensors of a pickle as a safetensors file; another process reads the pickle.
 
     Args:
-        source: A checkpoint of Lightning's, or a dictionary of tensors that `torch.save` has written.
-        output: A file `*.safetensors`. It must not exist; it is there completely or not at all.
-        request: Which tensors, and how they are to be called.
+        source: A Lightning checkpoint, or a dictionary of tensors that `torch.save` has written.
+        output: A path `*.safetensors` that does not exist. The file appears complete or not at all.
+        request: The tensors to convert, and their new names.
 
     Raises:
         ConfigError: The output exists or cannot be created, or the pickle holds no such tensors.
-        CheckpointError: The pickle cannot be read without running code that it names, or takes too much to read.
+        CheckpointError: Reading the pickle would run code that it names, or takes too much time or memory.
     """
     if not source.is_file():
         raise CheckpointError(f"there is no file {source}.")
@@ -105,7 +105,7 @@ def convert(source: Path, output: Path, request: Request) -> Converted:
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     finally:
-        temporary.unlink(missing_ok=True)  # The other process removes it too, unless it was killed.
+        temporary.unlink(missing_ok=True)  # The subprocess removes the file too, unless it was killed.
     answer = _answer(done.stdout)
     if "refused" in answer:
         raise CheckpointError(answer["refused"])
@@ -117,24 +117,24 @@ def convert(source: Path, output: Path, request: Request) -> Converted:
 
 
 def _answer(text: str) -> dict[str, Any]:
-    """What the other process has said, in its last line; nothing if it was killed."""
+    """Return the answer in the last line of the subprocess's output; empty if the subprocess was killed."""
     with suppress(ValueError, IndexError):
         found = json.loads(text.splitlines()[-1])
         return found if isinstance(found, dict) else {}
     return {}
 
 
-# ---------------------------------------------------------------------- in the other process
+# ---------------------------------------------------------------------- in the subprocess
 
 
 def main(source: str, output: str, request: str, temporary: str) -> None:
-    """Read, write, and say in one line of JSON what was done or what is wrong.
+    """Convert a pickle, and print the summary or the error as one line of JSON.
 
     Args:
         source: Path of the pickle to read.
         output: Path of the safetensors file to create.
         request: A `Request` as JSON.
-        temporary: A free name in the same directory; no file has it when this returns or is ended by SIGTERM.
+        temporary: An unused path in the same directory. The file is removed on return and on SIGTERM.
     """
     try:
         content = _read(Path(source))
@@ -144,7 +144,7 @@ def main(source: str, output: str, request: str, temporary: str) -> None:
         answer = {"wrong": f"{output}: it exists, and nothing is overwritten. Choose another name."}
     except (CheckpointError, ConfigError) as error:
         answer = {"wrong" if isinstance(error, ConfigError) else "refused": str(error)}
-    except (MemoryError, RuntimeError) as error:  # RuntimeError is what torch raises where memory is short.
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory is short.
         why = str(error).partition("\n")[0] or type(error).__name__
         answer = {"refused": f"{source} cannot be converted: {why}"}
     finally:
@@ -153,20 +153,20 @@ def main(source: str, output: str, request: str, temporary: str) -> None:
 
 
 def bound(source: Path) -> None:
-    """Bound the memory and the time of this process by the size of a file, and end with the process that asks."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` runs
+    """Limit the memory and CPU time of this process by the size of a file, and end it with its parent."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # sys.exit makes `finally` blocks run.
     end_with_parent()
     answer = select.poll()
     answer.register(sys.stdout, 0)
-    if answer.poll(0):  # It has ended before, and nobody reads the answer.
+    if answer.poll(0):  # The parent has ended already and reads no answer.
         sys.exit(128 + signal.SIGTERM)
-    torch.set_num_threads(1)  # Each thread reserves memory that it does not use.
+    torch.set_num_threads(1)  # Each thread would reserve memory that it does not use.
     seconds = _LEAST_S + source.stat().st_size // (10 * 2**20)
     signal.signal(signal.SIGXCPU, partial(_refuse, source, seconds))
     _limit(resource.RLIMIT_CPU, seconds, seconds + 10)
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + 2 * _most_bytes(source)  # what is read, and copies of tensors
+        most = pages * resource.getpagesize() + 2 * _most_bytes(source)  # twice: the tensors read, and their copies
         _limit(resource.RLIMIT_AS, most, most)
 
 
@@ -177,7 +177,7 @@ def _limit(kind: int, soft: int, hard: int) -> None:
 
 
 def _refuse(source: Path, seconds: int, number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # It comes each second until the hard limit.
+    signal.signal(number, signal.SIG_IGN)  # SIGXCPU is sent each second until the hard limit.
     raise CheckpointError(
         f"{source} takes more than {seconds} s of the processor to read, too much for its size. Where it is trusted, "
         "save its tensors alone: torch.save(model.state_dict(), FILE)."
@@ -185,14 +185,14 @@ def _refuse(source: Path, seconds: int, number: int, frame: FrameType | None) ->
 
 
 def _most_bytes(source: Path) -> int:
-    """Return how many bytes of tensors are written: tensors share memory in a pickle, and not in safetensors."""
+    """Return the most bytes of tensors to write. Tensors may share memory in a pickle, but not in safetensors."""
     return 4 * source.stat().st_size + _LEAST_BYTES
 
 
 def _read(source: Path) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
-    except CheckpointError:  # of `_refuse`
+    except CheckpointError:  # raised by `_refuse`
         raise
     except Exception as error:
         said = str(error)
@@ -208,7 +208,7 @@ def _read(source: Path) -> Any:
 def _write(content: Any, source: Path, output: Path, request: Request) -> Converted:
     key, found = _tensors(content, source, request.key)
     short = {name: name for name, value in found.items() if isinstance(value, torch.Tensor)}
-    if not (request.module or request.rename):  # Both are written for the names that the file has.
+    if not (request.module or request.rename):  # Both refer to the names in the file.
         short = unwrapped(short)
     names = {name: _renamed(each, request) for name, each in short.items()}
     tensors = {new: found[name].detach() for name, new in names.items() if new is not None}
@@ -238,7 +238,7 @@ def _write(content: Any, source: Path, output: Path, request: Request) -> Conver
 
 
 def _tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[str, Any]]:
-    """The dictionary of tensors in a pickle, and where it is."""
+    """Return the key of the dictionary of tensors in a pickle, and the dictionary."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"{source} holds a {type(content).__name__}, expected a dictionary of tensors.")
     parts = {name: value for name, value in content.items() if not str(name).endswith(EXTRA_STATE)}
@@ -265,7 +265,7 @@ def _there(inside: Mapping[str, Any]) -> str:
 
 
 def _renamed(name: str, request: Request) -> str | None:
-    """What a tensor is to be called; None: it is not asked for."""
+    """Return the new name of a tensor, or None if the tensor is not requested."""
     prefix = f"{request.module}." if request.module else ""
     name = name.replace(f"{WRAPPED}.", "")
     if not name.startswith(prefix):
@@ -277,7 +277,7 @@ def _renamed(name: str, request: Request) -> str | None:
 
 
 def _hyperparameters(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Those that JSON can say, and the names of the others."""
+    """Return the hyperparameters that JSON can hold, and the names of the others."""
     parts = {key: content[key] for key in _HYPERPARAMETERS if content.get(key)}
     others = [key for key, part in parts.items() if not isinstance(part, Mapping)]
     found = {name: value for key, part in parts.items() if key not in others for name, value in part.items()}
@@ -292,10 +292,10 @@ def _hyperparameters(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
 
 
 def _left(value: Any, left: int, depth: int = 0) -> int:
-    """Return how many characters are left after a value, of which a pickle may hold one part many times.
+    """Return the characters left of a budget after a value. A pickle may repeat one part of a value many times.
 
     Raises:
-        ValueError: It takes more, or is nested too deeply.
+        ValueError: The value exceeds the budget, or is nested too deeply.
     """
     left -= len(value) if isinstance(value, str) else 1
     if left < 0 or depth > _DEEPEST:

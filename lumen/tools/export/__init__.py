@@ -1,4 +1,4 @@
-"""Export of checkpoints for other programs: the command `lumen export`, weights, and other formats."""
+"""Export of checkpoints for other programs: the command `lumen export`, plain weights, and other formats."""
 
 from lumen.cli.commands import Command
 

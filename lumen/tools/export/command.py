@@ -1,4 +1,4 @@
-"""`lumen export`: the weights of a checkpoint as plain safetensors, or its model in formats of others."""
+"""`lumen export`: writes the weights of a checkpoint as plain safetensors, or its model in other formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("export", COMMAND, "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _MORE)
     parser.add_argument("source", metavar="CHECKPOINT_OR_RUN", nargs="+", help="A checkpoint, a run (its newest valid "
                         "one), or weights as trainer.init_from takes them; a URL too. Of several, the mean of their "
@@ -54,7 +54,7 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Export, say what was written, and return 0."""
+    """Export the weights or the model, print a summary, and return 0."""
     given = options().read(words)
     output = local_path(given.output)
     *others, source = given.source
@@ -74,7 +74,7 @@ def run(words: list[str]) -> int:
 
 
 def _as_model(given: Namespace, source: str, output: Path, weights: Callable[[Path], Exported]) -> int:
-    from lumen.tools.export.formats import check_format, write_format  # with all that building a model takes
+    from lumen.tools.export.formats import check_format, write_format  # a slow import
 
     if given.max_shard_size:
         raise ConfigError(f"--max_shard_size: it is for --format safetensors, found {given.format}. Leave it out.")

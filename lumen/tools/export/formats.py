@@ -1,6 +1,6 @@
-"""What `lumen export` writes beside safetensors: a program of torch.export, ONNX, or a directory for `from_pretrained`.
+"""Other formats of `lumen export`: a torch.export program, ONNX, or a directory for `from_pretrained`.
 
-All of these need the model itself, not its tensors alone: it is built as the run's config says.
+These formats need the model, not only its tensors. The model is built from the run's config.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ON_ONE_CPU = (
 )  # fmt: skip
 _LOADERS = {"validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader",
             "fit": "train_dataloader"}  # fmt: skip
-_CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5}  # other kinds of numbers: 1e-2
+_CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5}  # other dtypes: 1e-2
 
 
 @final
 class Call(NamedTuple):
-    """What a module is called with."""
+    """Arguments of a call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -54,10 +54,10 @@ class Model(NamedTuple):
     """A task with the weights to export.
 
     Attributes:
-        task: The task as a whole, in eval mode.
-        part: Its module that is exported.
-        data: What the run was trained on, or None.
-        dtype: What the floating-point numbers of the part are to be written as; None: as they are.
+        task: The whole task, in eval mode.
+        part: The module of the task to export.
+        data: The data module of the run, or None.
+        dtype: The dtype of the written floating-point tensors, or None to keep their dtypes.
     """
 
     task: TaskModule
@@ -66,7 +66,7 @@ class Model(NamedTuple):
     dtype: torch.dtype | None
 
     def call(self) -> Call:
-        """What the part is called with: of `example_input_array`, or of a batch of the data."""
+        """Return example arguments of the part, from `example_input_array` or a batch of the data."""
         example = getattr(self.task, "example_input_array", None)
         call = _as_call(self.task, self._batch() if example is None else example)
         return call if self.part is self.task else _seen_by(self.part, self.task, call)
@@ -89,10 +89,10 @@ _SUFFIXES = {"torch-export": ".pt2", "onnx": ".onnx", "huggingface": ""}
 
 
 def check_format(kind: str, output: Path) -> None:
-    """Find out before the work whether an output can be written.
+    """Raise early if the output cannot be written.
 
     Raises:
-        ConfigError: It exists, it is called otherwise, or packages are missing.
+        ConfigError: The output exists or has the wrong suffix, or packages are missing.
     """
     if output.suffix != _SUFFIXES[kind] and (_SUFFIXES[kind] or output.suffix in (".safetensors", ".pt2", ".onnx")):
         expected = f"a {_SUFFIXES[kind]} file" if _SUFFIXES[kind] else "a directory"
@@ -104,21 +104,21 @@ def check_format(kind: str, output: Path) -> None:
 
 
 def write_format(kind: str, source: str, output: Path, module: str | None, weights: Callable[[Path], Any]) -> str:
-    """Build the model, fill it with weights, and write it.
+    """Build the model, load its weights, and write the model.
 
     Args:
         kind: torch-export, onnx or huggingface.
-        source: The checkpoint or run, whose config says how the model is built.
-        output: The file or directory to write; it is there completely or not at all.
-        module: Name of the part of the task to write; None: the task.
-        weights: Writes the tensors of that part into a safetensors file.
+        source: The checkpoint or run, from whose config the model is built.
+        output: The file or directory to write. It appears complete or not at all.
+        module: Name of the submodule of the task to write, or None for the task.
+        weights: Function that writes the tensors of this submodule into a safetensors file.
 
     Returns:
-        What was checked, in words.
+        The check that was made, in words.
 
     Raises:
-        ConfigError: The run has no config, or the model cannot be written so.
-        CheckpointMismatch: The model that the config describes has other tensors.
+        ConfigError: The run has no config, or the model cannot be written in this format.
+        CheckpointMismatch: The model built from the config has other tensors.
     """
     temporary = temporary_name(output)
     temporary.mkdir()
@@ -130,7 +130,7 @@ def write_format(kind: str, source: str, output: Path, module: str | None, weigh
             call = model.call() if kind in _CALLED else Call((), {})
             model.part.to(model.dtype)
             checked = _WRITERS[kind](model, Call(*move(tuple(call), torch.device("cpu"), model.dtype)), written)
-        check_format(kind, output)  # somebody else may have been there meanwhile
+        check_format(kind, output)  # Another process may have created the output meanwhile.
         os.rename(written, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -161,7 +161,7 @@ def _filled(source: str, module: str | None, saved: dict[str, torch.Tensor]) -> 
 
 
 def _as_call(module: nn.Module, batch: Any) -> Call:
-    """A batch as the arguments of `forward`, which may take its first parts alone, or some of its names."""
+    """Return a batch as arguments of `forward`: only the leading elements or the keys that `forward` takes."""
     parameters = inspect.signature(module.forward).parameters.values()
     if isinstance(batch, dict):
         known = {each.name for each in parameters if each.kind is not each.VAR_POSITIONAL}
@@ -176,7 +176,7 @@ def _as_call(module: nn.Module, batch: Any) -> Call:
 
 
 def _seen_by(part: nn.Module, task: nn.Module, call: Call) -> Call:
-    """What a part is called with where the task is called so."""
+    """Return the arguments that a part receives when the task is called."""
     calls: list[Call] = []
     handle = part.register_forward_pre_hook(lambda _, args, kwargs: calls.append(Call(args, kwargs)), with_kwargs=True)
     with handle, torch.no_grad():
@@ -198,11 +198,11 @@ def _write_program(model: Model, call: Call, output: Path) -> str:
 def _write_onnx(model: Model, call: Call, output: Path) -> str:
     shapes = _any_batch(model.part, call)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
+        warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own code
         program = torch.onnx.export(
             model.part, call.args, kwargs=call.kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False
         )
-    assert program is not None  # with dynamo it is always returned
+    assert program is not None  # With `dynamo`, export always returns a program.
     program.save(str(output), external_data=False)
     if find_spec("onnxruntime") is None:
         return "not checked, for onnxruntime is not installed"
@@ -210,7 +210,7 @@ def _write_onnx(model: Model, call: Call, output: Path) -> str:
 
 
 def _any_batch(part: nn.Module, call: Call) -> dict[str, Any]:
-    """The shapes of arguments, of which the first dimension is that of the batch and may change."""
+    """Return dynamic shapes for the arguments: the first dimension is the batch and may change."""
     given = inspect.signature(part.forward).bind(*call.args, **call.kwargs).arguments
 
     def shape(value: Any) -> Any:
@@ -220,10 +220,10 @@ def _any_batch(part: nn.Module, call: Call) -> dict[str, Any]:
 
 
 def _compared(ours: Any, theirs: Any) -> str:
-    """How far the numbers of what was written are from the model's.
+    """Compare the outputs of the written program with the model's, and describe the difference.
 
     Raises:
-        ConfigError: The numbers are not those of the model.
+        ConfigError: The outputs differ too much.
     """
     pairs = list(zip(tensors(ours), tensors(theirs), strict=True))
     furthest = max((float((one - two).abs().max()) for one, two in pairs if one.numel()), default=0.0)
@@ -254,7 +254,7 @@ def _write_pretrained(model: Model, _: Call, output: Path) -> str:
 
 
 def _merged(part: nn.Module, chosen: nn.Module) -> nn.Module:
-    """Return a model of transformers with the adapter of peft that it has, if it has one, merged into its weights."""
+    """Return a transformers model, with its peft adapter, if any, merged into the weights."""
     wraps = getattr(sys.modules.get("peft"), "PeftModel", ())
     for each in part.modules():
         if isinstance(each, wraps) and chosen in each.modules():
@@ -267,5 +267,5 @@ def _merged(part: nn.Module, chosen: nn.Module) -> nn.Module:
     return chosen
 
 
-_CALLED = ("torch-export", "onnx")  # they follow what is computed
+_CALLED = ("torch-export", "onnx")  # These formats trace a call of the model.
 _WRITERS = {"torch-export": _write_program, "onnx": _write_onnx, "huggingface": _write_pretrained}

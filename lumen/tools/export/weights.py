@@ -1,4 +1,4 @@
-"""Exports weights as plain safetensors with the names of `state_dict`, in one file or as model hubs have them."""
+"""Export of weights as plain safetensors with the names of `state_dict`, in one file or in shards with an index."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ from lumen.tools.terminal import check_free
 
 _ONE_FILE = ".safetensors"
 _FILES = re.compile(rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(INDEX)}")
-_PACKED = torch.float4_e2m1fn_x2  # two numbers in a byte, which torch does not cast
+_PACKED = torch.float4_e2m1fn_x2  # two numbers per byte; torch cannot cast this dtype
 
 
 @final
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written.
+    """Summary of an export.
 
     Attributes:
         source: Path of the checkpoint or weights that were exported.
         files: Names of the safetensors files.
         dtypes: Number of tensors of each dtype.
         tensor_bytes: Bytes of all tensors together.
-        tied: Name of each tied tensor with that of the tensor it equals; each has its own bytes in the files.
+        tied: Name of each tied tensor, and the name of the tensor it equals. Both have their own bytes in the files.
         averaged: Number of tensors that are averages.
     """
 
@@ -80,23 +80,23 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write the parameters and buffers of a checkpoint, for `safetensors.torch.load_file` and `load_state_dict`.
 
-    Beyond the process it takes the memory of one tensor and, if that is cast, of the cast one. A tied tensor is
-    written under each of its names: safetensors files cannot share bytes, and a plain module asks for all names.
+    The export needs memory for one tensor and, if that tensor is cast, for its copy. A tied tensor is written under
+    each of its names: safetensors files cannot share bytes, and `load_state_dict` expects all names.
 
     Args:
-        source: A checkpoint or run, or weights as `Weights.path` has them.
-        output: A file `*.safetensors`, or a directory as model hubs have them. It must not exist; it is there
-            completely or not at all.
-        which: For a run: "last", its newest valid checkpoint, or "best".
-        module: Export only the tensors of this submodule of the task, by their names in it.
-        average: What to write in place of the parameters; see `averaged`.
-        dtype: Cast floating-point tensors to it; default: as saved.
-        max_shard_bytes: Most bytes of tensors in one file of a directory; a larger tensor gets a file of its own.
+        source: A checkpoint, a run, or weights as in `Weights.path`.
+        output: A path `*.safetensors`, or a directory in the layout of model hubs. The path must not exist. The output
+            appears complete or not at all.
+        which: Checkpoint of a run: "last" for the newest valid checkpoint, or "best".
+        module: Name of a submodule of the task. Only its tensors are exported, by their names in the submodule.
+        average: The average to write in place of the parameters, as in `averaged`.
+        dtype: The dtype of the floating-point tensors. Default: as saved.
+        max_shard_bytes: Most bytes of tensors in one file of a directory. A larger tensor gets its own file.
 
     Raises:
-        ConfigError: The output exists or cannot be created, or there is no such module or average.
-        CheckpointError: There is no such checkpoint, or the disk refuses.
-        CheckpointDamaged: Its bytes are not those that were saved; nothing was written.
+        ConfigError: The output exists or cannot be created, or the module or average does not exist.
+        CheckpointError: The checkpoint does not exist, or the disk cannot be read or written.
+        CheckpointDamaged: The checkpoint's bytes do not match its checksums. Nothing was written.
     """
     _check_output(output, max_shard_bytes)
     with (
@@ -119,12 +119,12 @@ def export(
         return Exported(path, files, dtypes, size, tied, sum(of in read.averages for of in stored.values()))
 
 
-# ---------------------------------------------------------------------- from where
+# ---------------------------------------------------------------------- source
 
 
 @contextmanager
 def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterator[Checkpoint]:
-    """The checkpoint or weights to export, verified; tensors of these sections (None: all) can be read."""
+    """Open and verify the checkpoint or weights to export. `sections` limits the readable tensors; None means all."""
     weights_source.refuse_pickle(source)
     path = as_place(source)
     with readable(path):
@@ -138,7 +138,7 @@ def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterat
         yield _opened_checkpoint(path, sections)
     elif is_run:
         checkpoint = find_checkpoint("best", folder) if which == "best" else find_named(path)
-        assert checkpoint is not None  # only "auto" may find none
+        assert checkpoint is not None  # Only "auto" may return None.
         yield checkpoint
     elif sections is None:
         raise ConfigError(f"--average: {source} is no checkpoint of Lumen. Averages are found in these only.")
@@ -167,7 +167,7 @@ def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
 
 
 def _stored(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
-    """Stored name of each tensor to write, by the name it is to have."""
+    """Return the stored name of each tensor to write, by its name in the output."""
     stored = {name: name for name in checkpoint.names("model")} | checkpoint.aliases
     prefix = "" if module is None else f"{module}."
     chosen = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
@@ -178,11 +178,11 @@ def _stored(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
     return chosen
 
 
-# ---------------------------------------------------------------------- to where
+# ---------------------------------------------------------------------- output
 
 
 def _check_output(output: Path, max_shard_bytes: int | None) -> None:
-    """Refuse an output that cannot be written, before the work."""
+    """Raise early if the output cannot be written."""
     if output.suffix in PICKLES:
         raise ConfigError(f"--output {output}: export writes no pickles. Name a .safetensors file or a directory.")
     if max_shard_bytes is not None and output.suffix == _ONE_FILE:
@@ -192,7 +192,7 @@ def _check_output(output: Path, max_shard_bytes: int | None) -> None:
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A temporary directory beside the output; it is locked, so that others can tell it from a left-over."""
+    """Create a temporary directory next to the output. A lock shows other exports that the directory is in use."""
     _remove_left_overs(output)
     temporary = temporary_name(output)
     try:
@@ -204,7 +204,7 @@ def _beside(output: Path) -> Iterator[Path]:
         said = f"{output.parent} cannot be written: {error.strerror}. Choose another directory."
         raise ConfigError(f"--output {output}: {said}") from error
     try:
-        with suppress(OSError):  # a file system without locks: then left-overs stay
+        with suppress(OSError):  # Without locks, left-over directories stay.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield temporary
     finally:
@@ -213,7 +213,7 @@ def _beside(output: Path) -> Iterator[Path]:
 
 
 def _remove_left_overs(output: Path) -> None:
-    """Remove temporary directories of exports that were killed; anything that may be something else stays."""
+    """Remove temporary directories of killed exports. Directories with any other content stay."""
     left_over = re.compile(rf"{re.escape(output.name)}\.tmp-[0-9a-f]{{8}}")
     with suppress(OSError):
         for path in [path for path in output.parent.iterdir() if left_over.fullmatch(path.name)]:
@@ -224,7 +224,7 @@ def _remove_left_overs(output: Path) -> None:
 def _remove_left_over(path: Path, name: str) -> None:
     descriptor = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it is being written
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another export writes to the directory
         files = [*path.iterdir()]
         known = (file.name == name or _FILES.fullmatch(file.name) for file in files)
         if files and all(known) and all(file.is_file() and not file.is_symlink() for file in files):
@@ -242,7 +242,7 @@ def _write(
     value: Callable[[str], torch.Tensor],
     max_shard_bytes: int | None,
 ) -> list[str]:
-    """Write all files in a temporary directory, and rename them. Returns the names of the safetensors files."""
+    """Write all files to a temporary directory, rename them, and return the names of the safetensors files."""
     groups = _groups(tensors, math.inf if max_shard_bytes is None else max_shard_bytes)
     files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     if len(groups) == 1:
@@ -256,14 +256,14 @@ def _write(
             writer.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
     with explained("write", output):
         fsync_directory(temporary)
-        _check_output(output, max_shard_bytes)  # somebody else may have been there meanwhile
+        _check_output(output, max_shard_bytes)  # Another process may have created the output meanwhile.
         os.rename(temporary / files[0] if output.suffix == _ONE_FILE else temporary, output)
         fsync_directory(output.parent)
     return files
 
 
 def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each file, in order."""
+    """Return the tensors of each file, in order."""
     groups: list[dict[str, torch.Tensor]] = [{}]
     left = max_bytes
     for name, tensor in tensors.items():
@@ -276,7 +276,7 @@ def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[
 
 
 def _described(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-    """A meta tensor of the dtype and shape that will be written."""
+    """Return a meta tensor of the dtype and shape to write."""
     saved, shape = checkpoint.spec("model", name)
     castable = saved.is_floating_point and saved != _PACKED
     written = dtype if dtype is not None and castable else saved
@@ -289,12 +289,12 @@ def _described(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> 
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a tensor; logs values that the new dtype cannot hold."""
+    """Cast a tensor, and log how many values overflow in the new dtype."""
     if tensor.dtype == dtype:
         return tensor
     cast = tensor.to(dtype)
     if cast.numel() and not torch.stack(cast.aminmax()).isfinite().all():
-        exact = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch knows little of float8
+        exact = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # float8 lacks some operators in torch
         if lost := int((exact.isfinite() & ~cast.isfinite()).sum()):
             _log.warning("%s: %d numbers are too large for %s and became infinite", name, lost, dtype)
     return cast

@@ -1,4 +1,4 @@
-"""`lumen init`: writes a small project to begin with."""
+"""`lumen init`: writes a small starter project."""
 
 from lumen.cli.commands import Command
 

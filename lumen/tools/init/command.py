@@ -1,4 +1,4 @@
-"""The command `lumen init`: copies a template, which is a project that trains, under the name of the new one."""
+"""The command `lumen init`: copies a template project that trains, under the name of the new project."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MORE = (
     "table tells the classes of a CSV's rows; transformers holds a model of that library (lumen[transformers])."
 )
 _TEMPLATES = Path(__file__).parent / "templates"
-_NAME_THERE = "starter"  # of each template's package, config and test
-_CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # of a template that was itself tried
+_NAME_THERE = "starter"  # the name of each template's package, config and test
+_CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # present if somebody ran the template itself
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     templates = sorted(path.name for path in _TEMPLATES.iterdir())
     parser = Words("init", COMMAND, f"NAME [--template {'|'.join(templates)}]", _MORE)
     parser.add_argument("directory", metavar="NAME", help="Directory to make; its last part names the package in it.")
@@ -32,7 +32,7 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Make a directory with a project in it and return 0."""
+    """Create a directory with a project and return 0."""
     given = options().read(words)
     project = Path(given.directory).expanduser()
     name = package_name(project.resolve().name)
@@ -51,7 +51,7 @@ def run(words: list[str]) -> int:
 
 
 def package_name(name: str) -> str:
-    """A name for a package that is near to a text: an identifier, and none that Python finds somewhere else."""
+    """Return a package name similar to a text: an identifier that no other importable module has."""
     near = re.sub(r"\W+", "_", name).strip("_").lower()
     if not near:
         return "project"
@@ -61,7 +61,7 @@ def package_name(name: str) -> str:
 
 
 def _is_taken(name: str) -> bool:
-    """Whether an import means another module; directories are none, and neither is what lies in this one."""
+    """Return True if another module has the name. Plain directories and files in the working directory do not count."""
     elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found = PathFinder.find_spec(name, elsewhere)
     return name in {"tests", *sys.stdlib_module_names} or (found is not None and found.loader is not None)

@@ -1,4 +1,4 @@
-"""Reports: runs as one HTML file that needs no network."""
+"""Reports of runs, as one HTML file that needs no network."""
 
 from lumen.cli.commands import Command
 

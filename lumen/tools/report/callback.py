@@ -1,4 +1,4 @@
-"""The report that a run writes at its end."""
+"""Callback that writes the report of a run at its end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @final
 class Report(Callback):
-    """Writes `report.html` into the run's directory whenever `fit` ends, by an error too; see `lumen report`.
+    """Callback that writes `report.html` into the run's directory when `fit` ends, also after an error.
 
-    It takes a second or two at the end (four after a million rows), on the first process alone, and nothing in a step.
-    A fault in it becomes a warning and fails no run.
+    The file is that of `lumen report`. Global rank 0 writes it in one to two seconds, or four after a million rows.
+    Steps take no longer. An error while writing becomes a warning and does not fail the run.
 
     Raises:
         ConfigError: Bokeh is not installed.
@@ -32,34 +32,34 @@ class Report(Callback):
         optional("bokeh", "Report", "report")
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Nothing is known of the end yet."""
+        """Set the status to failed, until the run ends otherwise."""
         self._status, self._error = "failed", ""
 
     def on_fit_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Note the success."""
+        """Set the status to finished."""
         self._status = "finished"
 
     def on_exception(self, trainer: Trainer, task: TaskModule, exception: BaseException) -> None:
-        """Keep the error, or note that the run was stopped."""
+        """Record the error, or set the status to stopped."""
         if isinstance(exception, Exception):
             self._status, self._error = "failed", f"{type(exception).__name__}: {exception}".partition("\n")[0]
         else:
             self._status = "stopped"
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Write the report of a training."""
+        """Write the report, if the stage is `fit`."""
         directory = trainer.run_directory
         if stage != "fit" or directory is None or not trainer.is_global_zero:
             return
         begun = time.monotonic()
         try:
-            from lumen.tools.report.page import write_report  # with bokeh, which a training need not wait for
+            from lumen.tools.report.page import write_report  # imported here, because bokeh is slow to import
 
             shown = ShownRun(directory, status=self._status, error=self._error or None)
             if (directory / "checkpoints").is_dir():
                 shown.checkpoints = list_checkpoints(directory / "checkpoints")
             write_report([shown], directory / "report.html")
-        except Exception as error:  # whatever it is, the training is worth more than its report
+        except Exception as error:  # A failed report must not fail the training.
             _log.warning("no report was written: %s: %s", type(error).__name__, error)
         else:
             _log.info("report: %s (%.1f s)", directory / "report.html", time.monotonic() - begun)

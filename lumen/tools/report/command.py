@@ -1,4 +1,4 @@
-"""`lumen report`: runs as one HTML file."""
+"""`lumen report`: writes runs as one HTML file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MORE = (
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("report", COMMAND, "RUN [RUN ...] [--output FILE]", _MORE)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="A run's directory, or one that has runs below it.")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="Default: report.html.")
@@ -31,7 +31,7 @@ def run(words: list[str]) -> int:
     """Write a report and return 0.
 
     Raises:
-        ConfigError: There is no such run, the file is none of HTML, or bokeh is not installed.
+        ConfigError: A run does not exist, the output is not an HTML file, or bokeh is not installed.
         RunDirectoryError: The file cannot be written.
     """
     given = options().read(words)

@@ -1,4 +1,4 @@
-"""Curves, as figures of bokeh that hold numbers only: every name stands in the page, where it is escaped."""
+"""Curves of a report, as bokeh figures that hold numbers only. Names are in the page, which escapes them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _DASHES = ("", "6 3", "2 2", "8 3 2 3")
 _VARIANT = re.compile(r"^(?:train|val|valid|validation|test)(?:[_/-]|$)|(?:_step|_epoch)$")
 _MOST_CHARTS, _MOST_MARKS = 40, 60
 _FEWEST_POINTS, _MOST_POINTS = 40, 2000
-_MOST_DOTS = 60  # points that are drawn one by one, too: else a curve of one point would not be seen
+_MOST_DOTS = 60  # A curve of few points also gets dots: a line through one point is invisible.
 _FONT = "system-ui, sans-serif"
 
 
 @final
 class Entry(NamedTuple):
-    """A curve, as the legend of its chart tells of it.
+    """Entry of a curve in the legend of its chart.
 
     Attributes:
-        key: By which the page finds its models.
-        run: Number of its run.
-        label: The name that stands beside its colour.
-        colour: Number of its colour.
-        dash: Lengths of its dashes and gaps, "" if it is whole.
-        last: The value at its end.
-        odd: How many of its values are not finite.
+        key: Key by which the page finds the curve's bokeh models.
+        run: Number of the curve's run.
+        label: The name next to the curve's colour.
+        colour: Number of the curve's colour.
+        dash: Lengths of the curve's dashes and gaps, or "" for a solid line.
+        last: The last value of the curve.
+        odd: Number of values that are not finite.
     """
 
     key: str
@@ -55,13 +55,13 @@ class Entry(NamedTuple):
 @final
 @dataclass
 class Chart:
-    """Curves over the steps in one frame: one quantity, of training and of evaluations, of all runs.
+    """Chart of one quantity over the steps, in training and evaluations of all runs.
 
     Attributes:
-        key: By which the page finds its models.
+        key: Key by which the page finds the chart's bokeh models.
         title: The name of the quantity.
-        entries: One for each curve in it.
-        div: Where bokeh draws it, as HTML.
+        entries: One legend entry for each curve.
+        div: HTML of the element in which bokeh draws the chart.
     """
 
     key: str
@@ -72,18 +72,18 @@ class Chart:
 
 @final
 class Curves:
-    """All curves of a report: charts that share their x axis, its formats and the marks of the runs.
+    """All curves of a report, in charts that share the x axis, its format and the marks of the runs.
 
     Args:
-        records: The runs that are drawn over each other.
-        most_numbers: About the most points of all curves together.
+        records: The runs to draw in the same charts.
+        most_numbers: Approximate limit of the points of all curves together.
 
     Attributes:
-        metrics: Charts of what was logged.
+        metrics: Charts of logged values.
         system: Charts of speed and memory.
-        left_out: Names that are not drawn, since there are too many.
-        marks: Where marks are, by their kinds: "restarts", "checkpoints", "epochs".
-        script: What bokeh runs to draw them, "" if there is nothing.
+        left_out: Names that are not drawn because of the limit on charts.
+        marks: Numbers of runs and the steps of their marks, by kind: "restarts", "checkpoints", "epochs".
+        script: JavaScript with which bokeh draws the charts, or "" if there are none.
     """
 
     def __init__(self, records: Sequence[Record], most_numbers: int) -> None:
@@ -92,7 +92,7 @@ class Curves:
         groups = [(drawn, table, letter, _grouped(map(table, records))) for drawn, table, letter in kinds]
         count = sum(len(names) for *_, group in groups for names in group.values()) * len(records)
         self._records, self._figures = records, dict[str, Model]()
-        self._most = min(max(most_numbers // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)  # of one curve
+        self._most = min(max(most_numbers // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)  # points of one curve
         tables = [table for record in records for table in (record.metrics, record.system)]
         ends = [(each.steps[0], each.steps[-1]) for table in tables for each in table.series.values()]
         steps = [float(step) for end in ends for step in end]
@@ -111,9 +111,9 @@ class Curves:
             self._embed()
 
     def _embed(self) -> None:
-        """Write the script of bokeh, and the elements in which it draws."""
+        """Set the script of bokeh and the HTML elements of the charts."""
         document = Document()
-        with document.models.freeze():  # else all models are looked through again for each figure
+        with document.models.freeze():  # Otherwise bokeh visits all models again for each figure.
             for each in self._figures.values():
                 document.add_root(each)
         self.script, divs = components(self._figures, wrap_script=False)
@@ -125,14 +125,14 @@ class Curves:
         return [(number, models.ColumnDataSource({"x": _small(steps)})) for number, steps in found if len(steps)]
 
     def _chart(self, key: str, title: str, names: Sequence[str], table: Callable[[Record], Table]) -> Chart:
-        """Draw some names of all runs that have them into one figure."""
+        """Draw the given metrics of all runs into one figure."""
         drawn = self._figures[key] = self._figure(key)
         made = Chart(key, title)
         for run, record in enumerate(self._records):
             for variant, name in enumerate(names):
                 if name in table(record).series:
                     series, dash = table(record).series[name], _DASHES[variant % len(_DASHES)]
-                    # One run has a colour for each name. Of several runs each has one, and dashes tell names apart.
+                    # A single run has a colour per name. Several runs have a colour each, and dashes per name.
                     label, colour = f"{record.name} {name}" if len(names) > 1 else record.name, run
                     if len(self._records) == 1:
                         label, colour = name, variant
@@ -186,12 +186,12 @@ class Curves:
 
 
 def _add(drawn: figure, source: models.ColumnDataSource, glyph: Model, name: str, **settings: Any) -> None:
-    """Add a glyph that the script of the page finds by its name."""
+    """Add a glyph to a figure. The script of the page finds the glyph by its name."""
     drawn.renderers.append(GlyphRenderer(data_source=source, glyph=glyph, name=name, **settings))
 
 
 def _grouped(tables: Iterable[Table]) -> dict[str, list[str]]:
-    """Names by quantity: `loss` and `val_loss` are one, of which training comes first."""
+    """Return the names by quantity: `loss` and `val_loss` are one quantity."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for table in tables for name in table.series):
         groups.setdefault(_VARIANT.sub("", name) or name, []).append(name)
@@ -208,12 +208,12 @@ _MARKS: dict[str, Callable[[Record], Iterable[int]]] = {
 
 
 def _evenly(steps: Iterable[float]) -> Numbers:
-    """Steps that a double holds; of many some, as far from each other as can be."""
+    """Return the steps that a double holds exactly, thinned evenly to `_MOST_MARKS`."""
     found = np.array(sorted({float(step) for step in steps if abs(step) < 2**53}))
     return found[np.linspace(0, len(found) - 1, min(len(found), _MOST_MARKS)).astype(np.int64)]
 
 
 def _small(steps: Numbers) -> Any:
-    """The same in half the room, if it has it."""
+    """Return the steps as int32, which halves their size, if no value changes."""
     small = steps.astype(np.int32) if len(steps) and np.abs(steps).max() < 2**31 else steps
     return small if (small == steps).all() else steps

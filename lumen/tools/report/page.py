@@ -1,4 +1,4 @@
-"""Puts a report together: a page whose scripts are named by their digests, so that it runs no other one."""
+"""Page of a report. The content security policy lists the digests of its scripts, so that no other script runs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from lumen.version import __version__
 if TYPE_CHECKING:
     from lumen.tools.runs.find import ShownRun
 
-MOST_BYTES = 3_000_000  # what a mail takes without a second thought; bokeh's own code is 1.3 MB of it
+MOST_BYTES = 3_000_000  # A mail can carry this size; bokeh's own code takes 1.3 MB.
 _NUMBERS, _LOG_BYTES, _ROWS = 28_000, 120_000, 400
 
 
 def write_report(runs: Sequence[ShownRun], output: Path) -> None:
-    """Write a report of runs as one HTML file of less than 3 MB, whole or not at all.
+    """Write a report of runs as one HTML file of less than 3 MB. The file appears complete or not at all.
 
     Args:
-        runs: At least one, whose paths are directories of this machine. What a run lacks is left out.
-        output: The file; one that is there is replaced.
+        runs: At least one run, with a local directory. Parts that a run lacks are left out.
+        output: Path of the file. An existing file is replaced.
 
     Raises:
         RunDirectoryError: The file cannot be written.
@@ -52,7 +52,7 @@ def write_report(runs: Sequence[ShownRun], output: Path) -> None:
 
 
 def render(runs: Sequence[ShownRun]) -> str:
-    """The report as HTML; what makes it too large is cut down further until it fits."""
+    """Return the report as HTML. Logs, curves and tables are shortened until the page is small enough."""
     names = names_of([Path(run.path) for run in runs])
     for halvings in range(12):
         part = 0.5**halvings
@@ -97,7 +97,7 @@ def _digest(script: str) -> str:
 
 
 def _values(records: Sequence[Record]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """By each name what it came to: the name of each run that has it, and the values."""
+    """Return, by metric, the name of each run that logged it and its last, lowest and highest values."""
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for record in records:
         for name, series in record.metrics.series.items():
@@ -115,7 +115,7 @@ def _extremes(series: Series) -> dict[str, Any]:
 
 
 def _environments(records: Sequence[Record]) -> dict[str, list[str]]:
-    """What the runs ran on, a row for each thing that any of them tells."""
+    """Return the environments of the runs: by entry, the value in each run, or a dash."""
     told = [_entries(record.environment) for record in records]
     return {name: [each.get(name, "–") for each in told] for one in told for name in one}
 
@@ -147,7 +147,7 @@ def _share(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as people say them: `2 h 5 min`."""
+    """Return a duration in words: `2 h 5 min`."""
     if not math.isfinite(seconds) or seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -158,5 +158,5 @@ def _duration(seconds: float) -> str:
 
 
 def _when(seconds: float | None) -> str:
-    """A time since 1970 by the local clock."""
+    """Return a Unix time in seconds as local date and time."""
     return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"

@@ -1,4 +1,4 @@
-"""What a run's directory tells about it, as far as it is there."""
+"""Records of runs, read from the files in their directories."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Series:
     """The values of one name.
 
     Attributes:
-        steps: The step of each value, which never falls.
-        values: As many; what is not finite, too.
+        steps: The step of each value, in non-decreasing order.
+        values: The value at each step, finite or not.
     """
 
     steps: Numbers
@@ -45,27 +45,27 @@ class Series:
 
     @property
     def finite(self) -> npt.NDArray[np.bool_]:
-        """Which of the values are finite."""
+        """Mask of the finite values."""
         return np.isfinite(self.values)
 
     @property
     def drawn(self) -> Numbers:
-        """The values, NaN in place of those that are not finite."""
+        """The values, with NaN in place of infinite values."""
         return np.where(self.finite, self.values, np.nan)
 
 
 @final
 class Table:
-    """What a file of values holds.
+    """Contents of a CSV file of values.
 
     Args:
-        path: The file; None, or a file that cannot be read, is an empty table. Cells that are no numbers are left out.
+        path: The file. None or an unreadable file gives an empty table. Cells that hold no number are left out.
 
     Attributes:
-        series: By name, in the file's order; names without a value are left out.
-        epochs: The step of the first row of each epoch but the first, by the number of epochs completed.
-        last_step: The highest step, or None.
-        last_epoch: Number of the newest epoch, or None: as many were completed before it.
+        series: The series by name, in the order of the columns. Names without a value are left out.
+        epochs: The step of the first row of each epoch but the first, by the number of completed epochs.
+        last_step: The highest step, or None if there are no values.
+        last_epoch: Number of the newest epoch, which is the number of epochs completed before it, or None.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -90,7 +90,7 @@ class Table:
 
 
 def _whole_lines(file: TextIO) -> Iterator[str]:
-    """The lines of a file but for a torn last one, whose last number may lack digits."""
+    """Yield the lines of a file, except a last line without newline: its last number may lack digits."""
     line = next(file, "")
     for following in file:
         yield line
@@ -102,11 +102,11 @@ def _whole_lines(file: TextIO) -> Iterator[str]:
 def _take(
     cells: dict[str, str], columns: dict[str, tuple[array[float], array[float]]], epochs: dict[str, float]
 ) -> None:
-    """Add the values of a row, unless the row has no step that a double holds."""
+    """Add the values of a row, unless its step is missing or not exact as a double."""
     step = np.nan
     with suppress(ValueError):
         step = float(cells.pop("step", ""))
-    if not abs(step) < 2**53:  # NaN, too
+    if not abs(step) < 2**53:  # `not <` also rejects NaN.
         return
     epochs.setdefault(cells.pop("epoch", ""), step)
     for name, cell in cells.items():
@@ -121,13 +121,13 @@ def _take(
 @final
 @dataclass
 class Thinned:
-    """A series with as many points as can be told apart.
+    """Series with no more points than a chart can show.
 
     Attributes:
         steps: The steps of the points.
-        values: Of each bucket of the series the lowest and the highest value, in their order; NaN where none is finite.
-        mean_steps: The mean step of each bucket; empty if all points are there.
-        means: The mean of each bucket's finite values, as many.
+        values: The lowest and highest value of each bucket, in order of steps; NaN for a bucket without finite values.
+        mean_steps: The mean step of each bucket, or empty if no point was left out.
+        means: The mean of the finite values of each bucket, one for each mean step.
     """
 
     steps: Numbers
@@ -137,17 +137,17 @@ class Thinned:
 
 
 def thin(series: Series, most: int) -> Thinned:
-    """At most so many points of a series, peaks included, with its first and last point.
+    """Return at most `most` points of a series, with its peaks, its first and its last point.
 
     Args:
-        series: One with at least one value.
-        most: Points to keep, at least 4.
+        series: A series with at least one value.
+        most: Number of points to keep, at least 4.
     """
     values = series.drawn
     empty = np.empty(0)
     if len(values) <= most:
         return Thinned(series.steps, values, empty, empty)
-    edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket less than half: the ends are kept too
+    edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket less than half: both ends are kept
     kept, mean_steps, means = [0], [], []
     for begin, end in pairwise(edges.tolist()):
         bucket = values[begin:end]
@@ -162,16 +162,16 @@ def thin(series: Series, most: int) -> Thinned:
     return Thinned(series.steps[places], values[places], np.array(mean_steps), np.array(means))
 
 
-MOST = 2000  # settings of a run
+MOST = 2000  # settings of one run
 _ABSENT = "–"
-_NAMES = ("trainer.name", "trainer.resume", "trainer.resume_parts")  # which never repeat a run's
+_NAMES = ("trainer.name", "trainer.resume", "trainer.resume_parts")  # These differ in every run.
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 300
 _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = 20
 
 
 def settings_in(text: str) -> dict[str, str]:
-    """The settings of a config by their paths, `model.init_args.lr`; empty if it cannot be read."""
+    """Return the settings of a config by path, such as `model.init_args.lr`; empty if it cannot be read."""
     try:
         read = yaml.safe_load(text)
         found = islice(flat(read), MOST) if isinstance(read, dict) else ()
@@ -181,7 +181,7 @@ def settings_in(text: str) -> dict[str, str]:
 
 
 def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
-    """What is not the same in all, by path: the value of each, or a dash."""
+    """Return the settings that differ between runs, by path: the value in each run, or a dash."""
     paths = dict.fromkeys(path for each in settings for path in each if path not in _NAMES)
     found = {path: [each.get(path, _ABSENT) for each in settings] for path in paths}
     return {path: values for path, values in found.items() if len(set(values)) > 1}
@@ -194,24 +194,24 @@ KNOWN = ("metrics.csv", "system.csv", "config.yaml", "script.yaml", "run.log", "
 
 @final
 class Record:
-    """A run, read.
+    """Data of one run for a report.
 
     Args:
-        shown: How the run stands, and its checkpoints.
-        name: What the run is called in the report.
-        log_bytes: The most bytes of its log to read, from the end.
+        shown: The status and the checkpoints of the run.
+        name: Name of the run in the report.
+        log_bytes: The most bytes to read from the end of the run's log.
 
     Attributes:
-        shown: How the run stands, as given.
+        shown: The status and the checkpoints of the run, as given.
         name: The name of the run, as given.
-        metrics: Values that it logged.
+        metrics: Values that the run logged.
         system: Speed and memory while the run trained.
-        spent: Where its time went; None: that is not known.
+        spent: Time of the run by activity, or None if unknown.
         restarts: The step of each start but the first.
-        configs: Texts of its configs by file name, the oldest first; or of what a script has set.
-        environment: Versions, host and devices that the run had.
-        log: The end of its log.
-        log_left_out: Bytes of the log before that.
+        configs: Texts of the run's configs by file name, oldest first, or the settings that a script recorded.
+        environment: Versions, host and devices of the run.
+        log: The end of the run's log.
+        log_left_out: Number of bytes of the log before `log`.
     """
 
     def __init__(self, shown: ShownRun, name: str, log_bytes: int) -> None:
@@ -226,18 +226,18 @@ class Record:
 
     @property
     def epochs(self) -> int | None:
-        """How many are completed; rows of the last one are there before it is."""
+        """Number of completed epochs, or None. Rows of an epoch in progress do not count."""
         known = [each for each in (self.metrics.last_epoch, self.shown.newest_info.get("epoch")) if each is not None]
         return max(known, default=None)
 
     @property
     def settings(self) -> dict[str, str]:
-        """The newest config by paths, or what a script has set."""
+        """The settings of the newest config by path, or the settings that a script recorded."""
         return settings_in(next(reversed(self.configs.values()), ""))
 
 
 def own_file(directory: Path, name: str | Path) -> Path | None:
-    """A file of a run, or None: what a link leads to elsewhere is not the run's, and must not get into its report."""
+    """Return a file of a run, or None if it is missing or a link to outside: a report must not contain other files."""
     path = directory / name
     with suppress(OSError, RuntimeError):
         if path.is_file() and path.resolve().is_relative_to(directory.resolve()):
@@ -246,12 +246,12 @@ def own_file(directory: Path, name: str | Path) -> Path | None:
 
 
 def is_recorded(directory: Path) -> bool:
-    """Whether a directory holds any of the files that a report reads."""
+    """Return True if a directory holds any of the files that a report reads."""
     return any(own_file(directory, name) for name in KNOWN)
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """A name for each run: the last part of its path, with as many before it as tell it from the others."""
+    """Return a unique name for each run: the last parts of its path, as few as possible."""
     parts = [path.absolute().parts for path in paths]
     count = 1
     while len({each[-count:] for each in parts}) < len({*parts}) and count < max(map(len, parts)):
@@ -267,7 +267,7 @@ def _time(directory: Path) -> TimeSpent | None:
 
 
 def _tail(file: Path | None, most: int) -> tuple[str, int]:
-    """The last lines of a text without what would not show, and how many bytes come before them."""
+    """Return the last lines of a file without control characters, and the number of bytes before these lines."""
     if file is None:
         return "", 0
     with suppress(OSError), file.open("rb") as opened:

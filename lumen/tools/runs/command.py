@@ -1,4 +1,4 @@
-"""The command `lumen runs`: the runs of a directory side by side."""
+"""The command `lumen runs`: lists the runs of a directory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "fa
 
 
 def printable(text: str) -> str:
-    """A name from the disk, without what would move the cursor."""
+    """Return a text with `?` in place of unprintable characters, which could move the cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def print_checkpoints(found: Sequence[ShownRun]) -> None:
-    """One line for each checkpoint, however long it gets."""
+    """Print one line for each checkpoint, of any length."""
     rows = [("RUN", "STATUS", "CHECKPOINT", "EPOCH", "SAVED", "BYTES", "STATE", "METRICS")]
     for shown in found:
         run = printable(str(shown.path)), shown.status
@@ -42,7 +42,7 @@ def print_checkpoints(found: Sequence[ShownRun]) -> None:
 
 
 def show_checkpoints(found: Sequence[ShownRun]) -> None:
-    """A table for each run, as wide as the terminal."""
+    """Print a table for each run, as wide as the terminal."""
     console = table_console()
     for number, shown in enumerate(found):
         if number:
@@ -84,7 +84,7 @@ def _table(shown: ShownRun) -> Table:
 
 
 def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
-    """What is to be said below the table, and its style."""
+    """Yield the notes below the table of a run, each with its style."""
     if shown.problem:
         yield shown.problem, "red"
     elif not shown.committed:
@@ -101,17 +101,17 @@ def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
             yield f"  {each.path.name} {done}", "dim"
 
 
-_MOST_METRICS = 4  # where nobody says which
+_MOST_METRICS = 4  # if no metric is chosen or monitored
 
 
 def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Sequence[str], sort: str | None) -> None:
-    """Print a row for each run that was chosen; what is asked for by name is a column too.
+    """Print a row for each chosen run. Settings and metrics in `where` and `sort` get a column.
 
     Args:
         chosen: The runs to print.
-        records: All runs, in which the names of `where` and `sort` were found.
-        where: Conditions that were asked for.
-        sort: The setting or metric that they are sorted by.
+        records: All runs, in which the names in `where` and `sort` are looked up.
+        where: The conditions that the chosen runs meet.
+        sort: The setting or metric by which the runs are sorted, or None.
     """
     asked = [data.read_condition(text, records).name for text in where]
     asked += [data.full_name(sort.removeprefix("-"), records)] if sort else []
@@ -127,7 +127,7 @@ def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Seque
 
 
 def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on a terminal, and else a line for each row."""
+    """Print a table on a terminal, or otherwise one line for each row."""
     if not stdout.isatty():
         print_columns([heads, *([cell or "-" for cell in row] for row in rows)])
         return
@@ -140,7 +140,7 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows, each in a line, however long it gets."""
+    """Print each row on one line of any length, in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
@@ -159,7 +159,7 @@ _MORE = (
 
 
 def run(words: list[str]) -> int:
-    """List runs and return 0, or 1 if a checkpoint that was to be verified is damaged."""
+    """List runs and return 0, or 1 if `--verify` found a damaged checkpoint."""
     given = options().read(words)
     as_table = bool(given.table or given.where or given.sort)
     found = runs_in(given.directory, verify=given.verify)
@@ -178,7 +178,7 @@ def run(words: list[str]) -> int:
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--json]", _MORE)
     parser.add_argument("directory", nargs="?", default="runs", metavar="DIR", help="Where the runs are, or one of "
                         "them; a URL too. Default: runs.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs and their checkpoints, good and bad, as they are on the disk. Nothing is changed, and no job is disturbed."""
+"""Runs and their checkpoints on the disk, valid and damaged. Reading changes no file and disturbs no job."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Listed:
 
     Attributes:
         path: Directory of the checkpoint.
-        info: What the manifest tells of it, such as `step`, `epoch` and `metrics`; empty if that is damaged.
-        committed_s: When it was committed, in seconds since 1970, or None.
-        size_bytes: Of all its files, or None.
-        problem: Why it cannot be used, or None.
-        kind: "tmp": a save or a removal under way, or what a killed one left; "damaged": set aside by a resume; or "".
+        info: Contents of the manifest, such as `step`, `epoch` and `metrics`; empty if the manifest is damaged.
+        committed_s: Time when the checkpoint was completed, in seconds since 1970, or None.
+        size_bytes: Size of all the checkpoint's files, or None.
+        problem: Reason why the checkpoint cannot be used, or None.
+        kind: "tmp" for a save or removal in progress or killed, "damaged" if a resume set it aside, else "".
     """
 
     path: PurePath
@@ -50,15 +50,15 @@ class Listed:
 @final
 @dataclass
 class ShownRun:
-    """A run as it is found on the disk.
+    """Status and checkpoints of a run on the disk.
 
     Attributes:
         path: Directory of the run.
-        checkpoints: What lies where its checkpoints are.
-        problem: Why that cannot be read, or None.
+        checkpoints: The directories in the run's folder of checkpoints.
+        problem: Reason why this folder cannot be read, or None.
         status: "running", "finished", "stopped", "failed" or "unknown".
-        error: What it failed by, in a line, or None.
-        holder: The live job that has it: its `host`, `pid` and `started`.
+        error: The error that ended the run, in one line, or None.
+        holder: The `host`, `pid` and `started` of the live job that holds the run, or None.
     """
 
     path: PurePath
@@ -70,26 +70,26 @@ class ShownRun:
 
     @property
     def local(self) -> Path | None:
-        """The directory, if that is on a disk: an object store has neither locks nor logs."""
+        """The local directory, or None for an object store, which has neither locks nor logs."""
         return as_local(self.path)
 
     @property
     def committed(self) -> list[Listed]:
-        """Its checkpoints without what is temporary."""
+        """The complete checkpoints of the run, valid or damaged."""
         return [each for each in self.checkpoints if each.kind != "tmp"]
 
     @property
     def newest_info(self) -> dict[str, Any]:
-        """What the manifest of the newest good checkpoint to go on from tells."""
+        """Info in the manifest of the newest valid checkpoint to resume from; empty if no checkpoint is valid."""
         good = (each for each in reversed(self.checkpoints) if is_saved_name(each.path.name) and not each.problem)
         return next((each.info for each in good if each.info), {})
 
     def is_best(self, checkpoint: Listed) -> bool:
-        """Whether the newest checkpoint calls this one the best."""
+        """Return True if the newest checkpoint names this checkpoint as the best."""
         return checkpoint.path.name == self.newest_info.get("best")
 
     def metrics(self, checkpoint: Listed) -> dict[str, float]:
-        """The numbers that were logged last, the monitored one first."""
+        """Return the last logged metrics of a checkpoint, with the monitored metric first."""
         found = checkpoint.info.get("metrics")
         found = found.items() if isinstance(found, dict) else ()
         numbers = {str(name): value for name, value in found if isinstance(value, (int, float))}
@@ -98,15 +98,15 @@ class ShownRun:
 
 
 def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[Listed]:
-    """Look at everything in a folder that has the name of a checkpoint, by steps. What leaves meanwhile is left out.
+    """Return everything in a folder that has the name of a checkpoint, by step, without what is removed meanwhile.
 
     Args:
-        folder: Where the checkpoints are. Anything else in it is passed over.
-        verify: Read every byte; else manifests are read, and that all files are there with their sizes is checked.
+        folder: The folder of the checkpoints. Other files in the folder are ignored.
+        verify: True to read every byte. Otherwise only the manifests are read and the sizes of all files are checked.
 
     Raises:
-        CheckpointDamaged: The folder is not there.
-        CheckpointError: This user may not read it.
+        CheckpointDamaged: The folder does not exist.
+        CheckpointError: The user may not read the folder.
     """
     with readable(folder):
         names = storage_of(folder).names(folder)
@@ -118,7 +118,7 @@ def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[Listed]:
 
 
 def has_checkpoints(folder: PurePath) -> bool:
-    """Whether something in a folder has the name and the manifest of a checkpoint."""
+    """Return True if something in a folder has the name and the manifest of a checkpoint."""
     with readable(folder):
         names = storage_of(folder).names(folder)
     return any(_NAME.fullmatch(name) and _has_manifest(folder / name) for name in names)
@@ -127,7 +127,7 @@ def has_checkpoints(folder: PurePath) -> bool:
 def _has_manifest(path: PurePath) -> bool:
     with suppress(OSError):
         return exists(path / MANIFEST)
-    return True  # as far as is known
+    return True  # An unreadable directory may have a manifest.
 
 
 def _look(path: PurePath, kind: str, *, verify: bool) -> Listed:
@@ -157,7 +157,7 @@ def _look(path: PurePath, kind: str, *, verify: bool) -> Listed:
 
 
 _BEGUN, _FAILED = "the run is in ", "failed: "
-_ENDS = {  # what the log of a run says last that is no longer running
+_ENDS = {  # status by the beginning of the last log line, for a run that no process holds
     "finished: ": "finished",
     "nothing to do: ": "finished",
     "stopped at ": "stopped",
@@ -169,14 +169,14 @@ _LOG_TAIL_BYTES = 1 << 20
 
 
 def runs_in(directory: str | PurePath, *, verify: bool = False) -> list[ShownRun]:
-    """All runs in a directory, below it, or the one that it is.
+    """Return all runs in and below a directory, or the run that the directory is.
 
     Args:
-        directory: Where they are; a URL too.
-        verify: Read every byte of their checkpoints; else manifests, and the files' sizes.
+        directory: Directory or URL of the runs.
+        verify: True to read every byte of the checkpoints, otherwise only manifests and file sizes.
 
     Raises:
-        ConfigError: There is no such directory, or it is a checkpoint.
+        ConfigError: The directory does not exist, or is a checkpoint.
     """
     root = as_place(directory)
     with readable(root):
@@ -189,7 +189,7 @@ def runs_in(directory: str | PurePath, *, verify: bool = False) -> list[ShownRun
 
 
 def find_runs(directory: PurePath) -> Iterator[PurePath]:
-    """The runs in a directory and below it, by name; no way leads through links and hidden directories."""
+    """Yield the runs in and below a directory, by name. Links are followed only to runs, hidden directories never."""
     try:
         if _is_run(directory):
             yield directory
@@ -214,7 +214,7 @@ def _is_run(path: PurePath) -> bool:
 
 
 def look(path: PurePath, *, verify: bool = False) -> ShownRun:
-    """How a run stands, and its checkpoints; `verify` reads every byte of these."""
+    """Return the status of a run and its checkpoints; `verify` reads every byte of the checkpoints."""
     shown = ShownRun(path)
     folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
     try:
@@ -226,7 +226,7 @@ def look(path: PurePath, *, verify: bool = False) -> ShownRun:
         shown.status = _by_checkpoint(shown)
         return shown
     try:
-        with warnings.catch_warnings(action="error"):  # of a file system without locks
+        with warnings.catch_warnings(action="error"):  # warned on a file system without locks
             shown.holder = RunDirectory.is_locked(local)
     except (RunDirectoryError, UserWarning):
         return shown
@@ -239,12 +239,12 @@ def look(path: PurePath, *, verify: bool = False) -> ShownRun:
         told = sorted(each for log in (local / "run.log", *newest) for each in _said_in(log) if each[0] >= begun)
         failures = [line for _, what, line in told if what == _FAILED]
         causes = [line for line in failures if not line.startswith(f"{ProcessLost.__name__}: ")]
-        shown.error = next(iter(causes or failures), None)  # the first rank that did not only lose another one
+        shown.error = next(iter(causes or failures), None)  # the first error that is not the loss of another rank
     return shown
 
 
 def _said_in(log: Path) -> list[tuple[str, str, str]]:
-    """Return the status lines of a log in order of time: the time, which of `_ENDS`, and the rest of the line."""
+    """Return the status lines of a log in order of time: the time, the key in `_ENDS`, and the rest of the line."""
     found: list[list[tuple[str, str, str]]] = []
     for path in (log, log.with_suffix(STATUS_SUFFIX)):
         with suppress(OSError), open(path, "rb") as file:

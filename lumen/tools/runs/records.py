@@ -1,4 +1,4 @@
-"""What is known of runs, as plain data: what `lumen runs --json` prints, and `lumen.runs` returns."""
+"""Records of runs as plain data, which `lumen runs --json` prints and `lumen.runs` returns."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ABSENT = object()
 
 @final
 class Condition(NamedTuple):
-    """A comparison that a run may meet.
+    """Comparison of a setting or metric with a value.
 
     Attributes:
         name: Full name of the setting or metric.
         sign: One of `<`, `<=`, `>`, `>=`, `==` and `!=`.
-        value: Plain data that it is compared with.
+        value: Plain data to compare with.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Condition(NamedTuple):
     value: Any
 
     def holds(self, record: Record) -> bool:
-        """Whether a run meets it. One that has no such setting or metric does not."""
+        """Return True if a run meets the condition. A run without the setting or metric does not."""
         found = value_of(record, self.name)
         if found is ABSENT:
             return False
@@ -58,16 +58,16 @@ class Condition(NamedTuple):
 
 
 def choose(records: Sequence[Record], where: Iterable[str] = (), sort: str | None = None) -> list[Record]:
-    """The runs that meet all conditions, in an order.
+    """Return the runs that meet all conditions, sorted.
 
     Args:
-        records: Runs, as `lumen.runs` has them.
+        records: Runs, as returned by `lumen.runs`.
         where: Conditions, such as `lr < 1e-3`, `optimizer == torch.optim.SGD` and `status = finished`.
-        sort: The setting or metric by which they are sorted, the smallest first; with a `-` before it the largest.
-            Runs without it, or where it is NaN, are the last. Default: as they are.
+        sort: The setting or metric to sort by, smallest first, or largest first with a `-` before the name. Runs with
+            NaN or no value are last. Default: the order of `records`.
 
     Raises:
-        ConfigError: A condition cannot be read, or no run, or several things of one, have its name.
+        ConfigError: A condition cannot be read, or its name is unknown or ambiguous.
     """
     conditions = [read_condition(text, records) for text in where]
     chosen = [record for record in records if all(each.holds(record) for each in conditions)]
@@ -79,10 +79,10 @@ def choose(records: Sequence[Record], where: Iterable[str] = (), sort: str | Non
 
 
 def read_condition(text: str, records: Sequence[Record]) -> Condition:
-    """A condition as it is written; its name may be the last part of a full one.
+    """Parse a condition, whose name may be the last part of a full name.
 
     Raises:
-        ConfigError: It is none, or no run, or several things of one, have its name.
+        ConfigError: The text is not a condition, or its name is unknown or ambiguous.
     """
     found = _COMPARISON.match(text)
     if found is None:
@@ -97,10 +97,10 @@ def read_condition(text: str, records: Sequence[Record]) -> Condition:
 
 
 def full_name(name: str, records: Sequence[Record]) -> str:
-    """The setting, the metric or the fact of a run that a name means: `lr` is `model.lr` if nothing else ends so.
+    """Return the full name of a setting, metric or field: `lr` is `model.lr` if no other name ends in `.lr`.
 
     Raises:
-        ConfigError: There is none, or there are several.
+        ConfigError: The name is unknown or ambiguous.
     """
     names = {str(key): None for record in records for key in (*_OF_RUN, *record["metrics"], *record["settings"])}
     if name in names or not records:
@@ -115,14 +115,14 @@ def full_name(name: str, records: Sequence[Record]) -> str:
 
 
 def value_of(record: Record, name: str) -> Any:
-    """A fact of a run, a metric or a setting, by its full name; `ABSENT` if it has none."""
+    """Return a field, metric or setting of a run by its full name, or `ABSENT` if the run has none."""
     if name in _OF_RUN:
         return record[name]
     return record["metrics"].get(name, record["settings"].get(name, ABSENT))
 
 
 def differing(records: Sequence[Record]) -> list[str]:
-    """The settings for which runs have different values; one that only some have is none for that."""
+    """Return the settings with different values in the runs. A setting that some runs lack does not count."""
     values: dict[str, set[Any]] = {}
     for record in records:
         for name, value in record["settings"].items():
@@ -131,16 +131,16 @@ def differing(records: Sequence[Record]) -> list[str]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """For each name the least of its last parts that tells it from the others."""
+    """Return the shortest unique ending of each name."""
     endings = {name: [name.split(".", count)[-1] for count in reversed(range(name.count(".") + 1))] for name in names}
     counts = Counter(end for each in endings.values() for end in each)
     return [next((end for end in endings[name] if counts[end] == 1), name) for name in names]
 
 
 def _rank(value: Any, *, down: bool) -> tuple[Any, ...]:
-    """What sorts numbers before text, and what is not there behind all."""
+    """Return a sort key that puts numbers before text and missing values last."""
     value = math.nan if value is ABSENT or value is None else value
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):  # as records have them, for JSON
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):  # Records hold these as text, for JSON.
         value = float(value)
     if not _is_number(value):
         return (1, str(value))
@@ -152,7 +152,7 @@ def _is_number(value: Any) -> bool:
 
 
 def comparable(value: Any) -> Any:
-    """Plain data in which true is not 1, and which can be told apart from any other."""
+    """Return a hashable key for a value, in which True differs from 1."""
     return value if _is_number(value) else (type(value), repr(value))
 
 
@@ -161,10 +161,10 @@ _TAIL_BYTES = 1 << 20
 
 
 def settings_of(shown: ShownRun) -> dict[str, Any]:
-    """The settings of a run by their names on the command line; empty if it has recorded none.
+    """Return the settings of a run by their names on the command line; empty if the run recorded none.
 
     Returns:
-        Plain values: `model.lr`; a class by its name: `model`, `optimizer`.
+        Plain values, such as `model.lr`. A class, such as `model` or `optimizer`, is given by its name.
     """
     local = shown.local
     for path in [] if local is None else [local / "config.yaml", local / SCRIPT_FILE]:
@@ -175,7 +175,7 @@ def settings_of(shown: ShownRun) -> dict[str, Any]:
 
 
 def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their names, of a tree in which the arguments of a class are beside its name."""
+    """Yield the settings of a config by name. The arguments of a class are in `init_args` next to `class_path`."""
     if isinstance(node, Mapping) and "class_path" in node:
         yield above, node["class_path"]
         node = node.get("init_args") or {}
@@ -195,7 +195,7 @@ def reached(shown: ShownRun) -> dict[str, Any]:
     info, local = shown.newest_info, shown.local
     metrics = {str(name): value for name, value in dict(info.get("metrics") or {}).items() if _is_number(value)}
     last: dict[str, float] = {}
-    with suppress(OSError, ValueError, csv.Error):  # it is being written, or is no such table
+    with suppress(OSError, ValueError, csv.Error):  # The file is being written, or is not such a table.
         last = {} if local is None else _last_values(local / "metrics.csv")
     step, epoch = int(last.pop("step", -1)), int(last.pop("epoch", -1))
     if step < max(0, info.get("step") or 0):
@@ -204,7 +204,7 @@ def reached(shown: ShownRun) -> dict[str, Any]:
 
 
 def _last_values(path: Path) -> dict[str, float]:
-    """The last number in each column of a table, as far as its end is read."""
+    """Return the last number in each column of a CSV file, within its last `_TAIL_BYTES`."""
     with path.open("rb") as file:
         header = next(csv.reader([file.readline().decode()]), [])
         begins = max(file.tell(), file.seek(0, io.SEEK_END) - _TAIL_BYTES)
@@ -219,32 +219,32 @@ def _last_values(path: Path) -> dict[str, float]:
 def runs(
     directory: str | Path = "runs", where: str | Iterable[str] = (), sort: str | None = None, *, verify: bool = False
 ) -> list[dict[str, Any]]:
-    """Runs as plain data: what each was set to, how it stands, the numbers that it has come to, its checkpoints.
+    """Return runs as plain data: settings, status, metrics and checkpoints of each run.
 
-    Nothing is changed, and no job is disturbed. `pandas.json_normalize(lumen.runs())` makes a frame of it.
+    Reading changes no file and disturbs no job. `pandas.json_normalize(lumen.runs())` makes a data frame.
 
     Args:
-        directory: Where the runs are, or one of them; a URL too.
+        directory: Directory or URL of the runs, or of one run.
         where: Conditions that a run must meet, such as `"lr < 1e-3"` or `["status = finished", "val_loss < 2"]`.
-        sort: The setting or metric by which they are sorted, the smallest first; `"-val_acc"`: the largest first.
-        verify: Read every byte of the checkpoints; else manifests, and the files' sizes.
+        sort: The setting or metric to sort by, smallest first. `"-val_acc"` sorts by `val_acc`, largest first.
+        verify: True to read every byte of the checkpoints, otherwise only manifests and file sizes.
 
     Returns:
         A dictionary for each run: `path`, `name`, `status` (running, finished, stopped, failed or unknown), `error`,
-        `step`, `epoch` (completed, as far as is known); `settings` by their names on the command line, as `model.lr`,
-        and of a class its name; `metrics`, the last value of each; `monitor`, by which its checkpoints are compared;
+        `step`, `epoch` (number of completed epochs); `settings` by their names on the command line, as `model.lr`,
+        with classes by name; `metrics`, the last value of each; `monitor`, the metric that compares its checkpoints;
         `checkpoints`, each with `path`, `step`, `epoch`, `metrics`, `best`, `valid` and more; `host`, `pid` and
-        `started` of the job that has it; `goodput`.
+        `started` of the job that holds the run; `goodput`.
 
     Raises:
-        ConfigError: There is no such directory, or a condition names what no run has.
+        ConfigError: The directory does not exist, or no run has the name in a condition or in `sort`.
     """
     records = [record(each) for each in runs_in(directory, verify=verify)]
     return choose(records, [where] if isinstance(where, str) else where, sort)
 
 
 def record(shown: ShownRun) -> dict[str, Any]:
-    """What is known of a run."""
+    """Return a run as plain data."""
     holder = shown.holder or {}
     checkpoints = [
         {
@@ -280,7 +280,7 @@ def record(shown: ShownRun) -> dict[str, Any]:
 
 
 def time_spent(shown: ShownRun) -> TimeSpent | None:
-    """Where its time went; None: it is not told."""
+    """Return the time of a run by activity, or None if unknown."""
     local = shown.local
     with suppress(OSError):
         return None if local is None else goodput(local)
@@ -288,7 +288,7 @@ def time_spent(shown: ShownRun) -> TimeSpent | None:
 
 
 def time_of(checkpoint: Listed, precision: str) -> str:
-    """When a checkpoint was committed, by the local clock."""
+    """Return the local time when a checkpoint was completed, or "" if unknown."""
     if checkpoint.committed_s is None:
         return ""
     return datetime.fromtimestamp(checkpoint.committed_s).astimezone().isoformat(timespec=precision)

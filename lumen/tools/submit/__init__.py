@@ -1,4 +1,4 @@
-"""`lumen submit`: writes a job file for SLURM, Ray, Kubernetes or SkyPilot, and submits it."""
+"""`lumen submit`: writes a job file for SLURM, Ray, Kubernetes or SkyPilot, and submits the job."""
 
 from lumen.cli.commands import Command
 

@@ -1,4 +1,4 @@
-"""The command `lumen submit`: checks a command of Lumen, writes a job of it, gives that to a cluster."""
+"""The command `lumen submit`: checks a command of Lumen, writes a job that runs it, and submits the job."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _MORE = (
     "The command, such as `fit --config run.yaml`, stands after `--` and is checked first. One file is written, which "
     "can be read, edited and submitted by hand. Exit code: that of the engine's own program."
 )
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # what all of them take
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # a name that all engines accept
 
 
 @final
 class Engine(NamedTuple):
-    """One that runs jobs.
+    """Engine that runs jobs.
 
     Attributes:
-        suffix: How the names of its files end.
-        text: Writes a job.
-        program: What a file is given to, with its arguments.
-        without: Options that it has no use for, each with what to do instead.
-        needs: What must be there for a program that is none of `program`: a package of Python.
+        suffix: Suffix of the engine's job files.
+        text: Function that returns a job as the text of a job file.
+        program: The program that submits a job file, and its arguments before the file.
+        without: Options that the engine does not support, each with an alternative.
+        needs: Python package that submission needs, or None to look for `program` itself.
     """
 
     suffix: str
@@ -70,7 +70,7 @@ ENGINES = {
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("submit", COMMAND, "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE ...", _MORE)
     parser.add_argument("--on", required=True, choices=ENGINES, help="The engine of the cluster.")
     parser.add_argument("--nodes", type=int, default=1, help="Number of nodes. Default: 1.")
@@ -92,7 +92,7 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Write a job, and submit it; returns the exit code."""
+    """Write a job, submit it, and return the exit code."""
     end = words.index("--") if "--" in words else len(words)
     given, inner = options().read(words[:end]), words[end + 1 :]
     engine = ENGINES[given.on]
@@ -130,10 +130,10 @@ def run(words: list[str]) -> int:
 
 
 def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[str]]:
-    """The name of the run, and the words that the job runs; their errors are those of now, not of the queue.
+    """Return the name of the run and the words of the job's command, checked before the job is queued.
 
     Raises:
-        ConfigError: There is no command, it is wrong, or it asks for other processes than the job has.
+        ConfigError: The command is missing or wrong, or asks for other numbers of processes than the job has.
     """
     if not inner or inner[0] not in LOOPS:
         found = f"found {inner[0]}" if inner else "there is none"
@@ -151,10 +151,10 @@ def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[st
 
 
 def _write(path: Path, text: str, command: list[str], words: Sequence[str], *, overwrite: bool) -> None:
-    """Write a job, but over no file that somebody may have edited; readable by others only without secrets.
+    """Write a job file, but do not replace an edited one. With secrets, only the owner can read the file.
 
     Raises:
-        ConfigError: The file has other text, or cannot be written.
+        ConfigError: The file exists with other text, or cannot be written.
     """
     wanted = text.encode()
     try:

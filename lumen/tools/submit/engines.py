@@ -1,4 +1,4 @@
-"""A job, and how each engine has it: SLURM's script, Ray's program, the resources of Kubernetes, SkyPilot's task."""
+"""Job files of each engine: SLURM's script, Ray's program, the resources of Kubernetes, SkyPilot's task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lumen.errors import ConfigError
 
 
 def quoted(*words: str) -> str:
-    """Return words as bash reads them: printable and in one line, whatever bytes they have."""
+    """Return words quoted for bash, printable and on one line for any bytes."""
     return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in words)
 
 
@@ -23,24 +23,24 @@ def _escaped(word: str) -> str:
 @final
 @dataclass(frozen=True)
 class Job:
-    """A job, before it is written in the words of an engine.
+    """Description of a job, independent of the engine.
 
     Attributes:
-        name: What the engine lists it by: at most 50 small letters, digits and inner hyphens.
-        words: The command of Lumen and its words, such as `fit --config run.yaml`.
+        name: The job's name in the engine: at most 50 lowercase letters, digits and inner hyphens.
+        words: The command of Lumen and its arguments, such as `fit --config run.yaml`.
         nodes: Number of nodes, >= 1.
-        gpus_per_node: Number of GPUs on each, >= 0.
-        processes_per_node: Number of processes on each, >= 1.
-        restarts: How often the engine starts it again after a failure, >= 0.
-        python: The interpreter where the engine shares this machine's files.
-        directory: The working directory, likewise.
+        gpus_per_node: Number of GPUs on each node, >= 0.
+        processes_per_node: Number of processes on each node, >= 1.
+        restarts: Number of restarts by the engine after failures, >= 0.
+        python: The Python interpreter, for engines whose nodes share this machine's files.
+        directory: The working directory, for engines whose nodes share this machine's files.
         gpu: Kind of GPU, or None.
-        time: The most time to take, as `HH:MM:SS`, or None.
-        partition: Partition of SLURM, or None.
-        account: Account of SLURM, or None.
+        time: Time limit as `HH:MM:SS`, or None.
+        partition: SLURM partition, or None.
+        account: SLURM account, or None.
         image: Container image, or None.
-        volume: Claim of Kubernetes that is mounted at `/runs`, or None.
-        setup: Command to run before, or None.
+        volume: Kubernetes volume claim to mount at `/runs`, or None.
+        setup: Shell command to run first, or None.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Job:
 
     @property
     def seconds(self) -> int | None:
-        """The most time to take, in seconds."""
+        """Time limit in seconds, or None."""
         if self.time is None:
             return None
         hours, minutes, seconds = map(int, self.time.split(":"))
@@ -69,7 +69,7 @@ class Job:
 
 
 _NOTICE_S = 90
-_LAST_S = 300  # what rank 0 may still write when others are done; also how long lost ranks may hold the nodes
+_LAST_S = 300  # rank 0's time to finish writing after the others; also how long lost ranks may hold the nodes
 _SCRIPT = """\
 set -e
 cd {directory}
@@ -88,7 +88,7 @@ exit "$code"
 
 
 def slurm(job: Job) -> str:
-    """The script: one process per task, which Lumen finds as SLURM describes it."""
+    """Return the batch script: one process per SLURM task. Lumen reads ranks from SLURM's environment."""
     gpus = f"{job.gpu}:{job.gpus_per_node}" if job.gpu else job.gpus_per_node
     options = {
         "job-name": job.name,
@@ -141,7 +141,7 @@ if __name__ == "__main__":
 
 
 def ray(job: Job) -> str:
-    """The program: one worker of Ray per process, whose group Lumen finds."""
+    """Return the Ray program: one Ray worker per process. Lumen uses the process group of Ray."""
     devices = f"use_gpu={job.gpus_per_node > 0}"
     if job.gpu is not None:
         devices += f", accelerator_type={job.gpu!r}"
@@ -153,15 +153,15 @@ _GRACE_S = 90
 
 
 def kubernetes(job: Job) -> str:
-    """The job: a pod a node, in each torchrun, which the operator's environment tells where the others are."""
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # for what data workers hand over; 64 MB by default
+    """Return the Kubernetes resources: torchrun in one pod per node. The operator's environment configures torchrun."""
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # for tensors of dataloader workers; the default is 64 MB
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if job.volume is not None:
         mounts.append({"name": "runs", "mountPath": "/runs"})
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": job.volume}})
     words = map(_literal, job.words)
     container: dict[str, Any] = {
-        "name": "pytorch",  # the operator looks for this one
+        "name": "pytorch",  # The operator requires this name.
         "image": job.image,
         "command": ["torchrun", f"--nproc-per-node={job.processes_per_node}", "--no-python", "lumen", *words],
         "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_GRACE_S - 10)}],  # else torchrun kills earlier
@@ -179,7 +179,7 @@ def kubernetes(job: Job) -> str:
         "rdzvBackend": "c10d", "minReplicas": job.nodes, "maxReplicas": job.nodes, "maxRestarts": job.restarts,
     }  # fmt: skip
     workers = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-    own = {"matchLabels": {"training.kubeflow.org/job-name": job.name}}  # which the operator gives to pods
+    own = {"matchLabels": {"training.kubeflow.org/job-name": job.name}}  # The operator gives this label to pods.
     alone = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
     training = {"runPolicy": policy, "elasticPolicy": elastic, "pytorchReplicaSpecs": {"Worker": workers}}
     documents = [("networking.k8s.io/v1", "NetworkPolicy", alone), ("kubeflow.org/v1", "PyTorchJob", training)]
@@ -190,10 +190,10 @@ def kubernetes(job: Job) -> str:
 
 
 def _literal(word: str) -> str:
-    """A word in which Kubernetes replaces no `$(VARIABLE)`.
+    """Return a word escaped so that Kubernetes replaces no `$(VARIABLE)`.
 
     Raises:
-        ConfigError: The word has bytes that are no UTF-8.
+        ConfigError: The word has bytes that are not UTF-8.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in word):
         raise ConfigError(f"{word!r}: a job of Kubernetes is YAML, which holds UTF-8 alone. Rename what it names.")
@@ -201,7 +201,7 @@ def _literal(word: str) -> str:
 
 
 def skypilot(job: Job) -> str:
-    """The task, a managed job: where a machine is taken away, another one goes on with it."""
+    """Return the SkyPilot task, for a managed job: SkyPilot restarts the job on a new machine after preemption."""
     resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": job.restarts}}
     if job.gpus_per_node:
         resources["accelerators"] = f"{job.gpu}:{job.gpus_per_node}"
