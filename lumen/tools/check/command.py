@@ -1,4 +1,4 @@
-"""The command `lumen check`: looks at a configuration before a long run."""
+"""The command `lumen check`: checks a configuration before a long run."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Look at a training; returns the exit code."""
+    """Check a training, print the findings, and return the exit code."""
     asked, words = options().parse_known_args(words)
     if asked.samples < 0:
         raise ConfigError(f"--samples: expected a number of at least 0, found {asked.samples}.")
     report = Report()
     try:
-        with redirect_stdout(sys.stderr), suppress(Shown):  # stdout is for the report, not for what user code prints
+        with redirect_stdout(sys.stderr), suppress(Shown):  # Output of user code goes to stderr.
             _Look(report, asked.samples, words)
-            if not report.title:  # --print_config has shown it
+            if not report.title:  # --print_config has printed the config.
                 return 0
     except KeyboardInterrupt:
         raise
@@ -57,7 +57,7 @@ def run(words: list[str]) -> int:
 
 
 def _failed(report: Report, error: BaseException, *, as_text: bool) -> int:
-    """Show what was found before an error, and the error: of the user's own code with its traceback."""
+    """Print the findings before an error, and the error. Errors of user code have a traceback."""
     if not isinstance(error, LumenError):
         report.add("first steps", "wrong", "failed", f"it fails with {first_line(error)}", "Its traceback is below.")
     elif not report.all_of("wrong"):
@@ -70,12 +70,12 @@ def _failed(report: Report, error: BaseException, *, as_text: bool) -> int:
 
 @final
 class _Look(CLI):
-    """The command line of `fit`, whose training is looked at.
+    """Command line of `fit` that checks the training instead of running it.
 
     Args:
-        report: Where findings go.
-        samples: To compare at most.
-        words: Of the command line, without what is this command's own.
+        report: Report that receives the findings.
+        samples: The most samples of training and validation to compare.
+        words: The command line, without the options of `lumen check`.
     """
 
     _program = "lumen"

@@ -1,4 +1,4 @@
-"""What is found of the data: its loaders, their first batches, labels and inputs, and samples in several of them."""
+"""Checks of the data: loaders, first batches, labels, inputs, and samples shared by training and validation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FAR, _FLAT = 20.0, 1e-4
 
 
 def look_at_data(report: Report, trial: Trial, run: Run) -> None:
-    """Describe a batch of each loader, and find what is wrong with them."""
+    """Describe a batch of each loader, and report problems of the data."""
     witness = trial.witness
     training = loaders_in(run.loaders.sources.get("fit"))
     _describe(report, "training", training, witness.batch)
@@ -41,7 +41,7 @@ def look_at_data(report: Report, trial: Trial, run: Run) -> None:
 
 
 def is_map_style(loader: Any) -> bool:
-    """Whether it is a standard loader of samples that have numbers."""
+    """Return True if a loader is a `DataLoader` of a map-style dataset."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -152,12 +152,12 @@ _FEW = 0.01
 
 
 def look_for_leaks(report: Report, run: Run, most: int) -> None:
-    """Compare samples of the training with samples of the validation.
+    """Compare training samples with validation samples.
 
     Args:
-        report: Where it is said.
+        report: Report that receives the findings.
         run: An opened run, whose loaders are open.
-        most: Samples of each to read at most.
+        most: The most samples of each dataset to read.
     """
     if not run.loaders.evaluation:
         return
@@ -182,12 +182,12 @@ def _compare(report: Report, training: Any, validation: Any, most: int) -> None:
     else:
         try:
             _compare_contents(report, training, validation, most)
-        except Exception as error:  # a data set need not like to be read here
+        except Exception as error:  # User code may fail when it is read here.
             report.add("data", "note", "leak", f"training and validation could not be compared: {first_line(error)}")
 
 
 def _within(dataset: Any) -> tuple[Any, set[int]]:
-    """The data set in which a part lies, and the numbers of its samples there."""
+    """Return the dataset below nested `Subset`s, and the indices of the samples in it."""
     indices: Sequence[int] | None = None
     while isinstance(dataset, Subset):
         own = [int(each) for each in dataset.indices]
@@ -224,7 +224,7 @@ def _tell(report: Report, count: int, of: int, how: str) -> None:
 
 
 def _digests(dataset: Any, most: int) -> list[bytes]:
-    """Digests of samples from all over a data set, as many as a few seconds allow."""
+    """Return digests of random samples of a dataset, as many as `_BUDGET_S` seconds allow."""
     end_s, order = time.perf_counter() + _BUDGET_S, np.random.default_rng(0).permutation(known_length(dataset) or 0)
     numbers = takewhile(lambda _: time.perf_counter() <= end_s, order[:most].tolist())
     return [_digest(dataset[number]) for number in numbers]

@@ -1,4 +1,4 @@
-"""The check itself: a run is begun, looked at, and forgotten."""
+"""The check: starts a run, inspects its first steps, and discards the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPLODES, _CHANCE_FACTOR = 1e3, 2.0
 
 
 def look_at_model(report: Report, trial: Trial, run: Run) -> None:
-    """The size of the model, and what is not trained."""
+    """Report the size of the model, and the parameters that are not trained."""
     summary = summarize(trial.task)
     rows = [[row.name, row.type, f"{row.parameters:,}"] for row in summary[1:] if row.parameters]
     total, frozen = summary.total_parameters, summary[0].frozen
@@ -37,7 +37,7 @@ def look_at_model(report: Report, trial: Trial, run: Run) -> None:
 
 
 def look_at_step(report: Report, trial: Trial, run: Run) -> None:
-    """The loss, and the gradients."""
+    """Report on the loss and the gradients of the first steps."""
     _look_at_loss(report, trial)
     if not trial.task.automatic_optimization:
         report.add(
@@ -128,21 +128,21 @@ def _names(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-#: No mistake, or said by a look of its own.
+#: Warnings to leave out: not mistakes, or reported by another check.
 _ONLY_TOLD = ("Lumen did not draw these batches", "the optimizer does not hold")
 
 
 def look(report: Report, trial: Trial, samples: int) -> None:
-    """Look at a training before it begins. Writes nothing; the task, the data and the trainer are of no use afterwards.
+    """Check a training and write nothing. The task, the data and the trainer cannot be used afterwards.
 
     Args:
-        report: The findings, which also get those that were made before an error.
-        trial: The run to begin.
-        samples: The most samples of training and validation each to compare; 0: none.
+        report: Report that receives the findings, also those before an error.
+        trial: The run to start.
+        samples: The most samples of training and validation to compare, 0 for none.
 
     Raises:
-        LumenError: `fit` would raise it too.
-        Exception: The user's own code has failed.
+        LumenError: An error that `fit` would raise too.
+        Exception: An error of the user's own code.
     """
     try:
         with trial.opened() as run:

@@ -1,4 +1,4 @@
-"""The whole run ahead: its steps, learning rates, validations and checkpoints, and how long it takes."""
+"""Checks of the whole run: steps, learning rates, validations, checkpoints and duration."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from lumen.tools.terminal import counted, first_line
 
 @final
 class Course:
-    """How long a run is.
+    """Length of a run.
 
     Args:
         plan: The plan as it was given.
         run: The run, whose loaders are open.
 
     Attributes:
-        steps: All steps of the run; None: nobody knows before its end.
-        per_epoch: Steps of the first epoch; None: likewise.
-        lengths: The steps of each epoch; None: likewise.
-        done: Steps that were made before the run resumes.
+        steps: Number of all steps of the run, or None if unknown in advance.
+        per_epoch: Number of steps of the first epoch, or None if unknown in advance.
+        lengths: The steps of each epoch, or None if unknown in advance.
+        done: Number of steps before the run resumes.
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:
@@ -58,23 +58,23 @@ class Course:
 
     @property
     def epochs(self) -> float | None:
-        """Epochs, the last one perhaps not whole."""
+        """Number of epochs, which may be a fraction, or None if unknown."""
         return self.steps / self.per_epoch if self.steps and self.per_epoch else None
 
     def epoch_ends(self, every: int = 1) -> Sequence[int]:
-        """The last steps of every so-manieth epoch, of those that end before the run does and are still to come."""
+        """Return the last steps of every `every`-th epoch, for the remaining epochs that the run completes."""
         lengths, length = self.lengths, self.per_epoch
         if lengths is None or not self.steps or not length:
             return []
         first, last = lengths.whole_epochs(self.done), lengths.whole_epochs(self.steps)
         epochs = range(first - first % every + every, last + 1, every)
-        if lengths.until(last) == last * length:  # as many steps in each; there may be very many of them
+        if lengths.until(last) == last * length:  # All epochs have the same length, and there may be many.
             return range(epochs.start * length, epochs.stop * length, every * length)
         return [lengths.until(epoch) for epoch in epochs]
 
 
 def validation_steps(plan: Plan, course: Course) -> Sequence[int] | None:
-    """The steps after which there is a validation, of those to come; None: that is not known before."""
+    """Return the remaining steps after which a validation runs, or None if unknown in advance."""
     if course.steps is None or plan.val_every_s is not None:
         return None
     if plan.val_every_n_steps is not None:
@@ -103,7 +103,7 @@ def _in_fractions(plan: Plan, steps: int, done: int, lengths: EpochLengths) -> l
 
 
 def saving_steps(saver: ModelCheckpoint, course: Course) -> Sequence[int]:
-    """The steps after which a checkpoint is sure to be saved, of those to come: not those of clocks and new bests."""
+    """Return the remaining steps that save a checkpoint, without checkpoints saved by time or for a new best."""
     if course.steps is None:
         return []
     by_steps: Sequence[int] = _multiples(saver.every_n_train_steps, course) if saver.every_n_train_steps else []
@@ -111,17 +111,17 @@ def saving_steps(saver: ModelCheckpoint, course: Course) -> Sequence[int]:
     at_end = [course.steps] if saver.at_end else []
     alone = by_steps if not by_epochs else by_epochs if not by_steps else None
     if alone is not None and (not at_end or course.steps in alone):
-        return alone  # which may be many
+        return alone  # A range stays a range, since it may be long.
     return sorted({*by_steps, *by_epochs, *at_end})
 
 
 def strip(moments: Sequence[int], course: Course, width: int) -> str:
-    """A line as long as the run, with a mark where something happens.
+    """Return a line that represents the rest of the run, with a mark for each event.
 
     Args:
-        moments: Steps, in their order.
-        course: The run, whose length is known.
-        width: Characters of the line.
+        moments: Steps of the events, in ascending order.
+        course: Length of the run, whose `steps` are known.
+        width: Number of characters of the line.
     """
     ahead = (course.steps or 0) - course.done
     bounds = [course.done + ahead * place // width for place in range(width + 1)]
@@ -139,7 +139,7 @@ _BUDGET_S, _IDLE = 4.0, 0.1
 
 
 def look_at_schedule(report: Report, trial: Trial, run: Run, course: Course) -> None:
-    """Say how long the run is; draw its learning rates."""
+    """Report the length of the run, and draw its learning rates."""
     _tell_length(report, trial, course)
     _tell_validations(report, trial, run, course)
     horizon = horizon_of(run.plan, run.loaders.epoch_lengths(), resumed=run.checkpoint is not None)
@@ -214,7 +214,7 @@ def _draw_rates(report: Report, trial: Trial, run: Run, course: Course) -> None:
 
 
 def _moments(trial: Trial, run: Run, course: Course, width: int) -> list[list[str]]:
-    """Where validations and checkpoints are, below the rates."""
+    """Return rows that mark validations and checkpoints, to show below the learning rates."""
     validations = validation_steps(trial.plan, course) if run.loaders.evaluation else None
     saves = saving_steps(trial.savers[0], course) if trial.savers else []
     named = ("validation", validations or []), ("checkpoint", saves)
@@ -222,7 +222,7 @@ def _moments(trial: Trial, run: Run, course: Course, width: int) -> list[list[st
 
 
 def _curves(run: Run, course: Course) -> tuple[list[list[float]], str]:
-    """The learning rate of each group at every step, and why there are not all of them."""
+    """Return the learning rate of each group at every step, and the reason if steps are missing."""
     groups, began_s, why = run.optim.optimizer.param_groups, time.perf_counter(), ""
     if not run.optim.schedulers:
         return [[float(group["lr"])] * min(course.steps or 0, _WIDTH) for group in groups], ""
@@ -230,7 +230,7 @@ def _curves(run: Run, course: Course) -> tuple[list[list[float]], str]:
     lengths = course.lengths
     epoch = 0 if lengths is None else lengths.whole_epochs(course.done)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the order in which optimizer and schedule are moved
+        warnings.simplefilter("ignore")  # torch warns if schedulers step before the optimizer.
         try:
             for step in range(course.done + 1, (course.steps or 0) + 1):
                 for curve, group in zip(curves, groups, strict=True):
@@ -241,13 +241,13 @@ def _curves(run: Run, course: Course) -> tuple[list[list[float]], str]:
                 if not step % 1000 and time.perf_counter() - began_s > _BUDGET_S:
                     why = f" of {course.steps:,}, as far as a few seconds allow"
                     break
-        except Exception as error:  # a scheduler of the user's may need what is not there
+        except Exception as error:  # A custom scheduler may fail here.
             why = f", where it ends by {first_line(error)}"
     return curves, why
 
 
 def _move(run: Run, step: int, ended: int | None) -> None:
-    """Move the schedules as after a step, which may have ended an epoch."""
+    """Step the schedulers as after an optimizer step, which may end an epoch."""
     units = max(run.progress.units, 1.0) / max(run.progress.step, 1)
     for config in run.optim.schedulers:
         ends_epoch = ended is not None and config.interval == "epoch" and ended % config.frequency == 0
@@ -258,7 +258,7 @@ def _move(run: Run, step: int, ended: int | None) -> None:
 
 
 def _told_apart(run: Run, curves: list[list[float]]) -> dict[str, Sequence[float]]:
-    """Curves that differ, each by the groups that have it."""
+    """Return the distinct curves by the names of the parameter groups that share them."""
     groups: dict[tuple[float, ...], list[str]] = {}
     for number, (group, curve) in enumerate(zip(run.optim.optimizer.param_groups, curves, strict=True)):
         groups.setdefault(tuple(curve), []).append(str(group.get("name") or number))
@@ -276,10 +276,10 @@ def _row(name: str, curve: Sequence[float]) -> list[str]:
 
 
 def sparkline(curve: Sequence[float]) -> str:
-    """A curve in one line of blocks, from 0 to its largest value; each is the mean of its part.
+    """Return a curve as one line of block characters, from 0 to its maximum. Each block is the mean of its part.
 
     Args:
-        curve: At least one number, none negative.
+        curve: Non-negative numbers, at least one.
     """
     width, most = min(_WIDTH, len(curve)), max(curve)
     if most <= 0:
@@ -307,14 +307,14 @@ def _judge(report: Report, run: Run, curves: list[list[float]], *, is_whole: boo
 
 
 def _idle(curve: Sequence[float]) -> int | None:
-    """Steps at the end with a rate of 0, if they are many."""
+    """Return the number of final steps with a learning rate of 0, or None if they are few."""
     most = max(curve)
     zeros = len([*takewhile(lambda rate: rate <= 1e-9 * most, reversed(curve))])
     return zeros if zeros > max(1.0, _IDLE * len(curve)) and most else None
 
 
 def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
-    """Find monitors that nobody logs: neither the first batches, nor, by its name, any method of task and callbacks."""
+    """Report monitors that the first batches do not log and no method of the task or callbacks mentions."""
     waiting = [*trial.monitors]
     waiting += [("lr_scheduler", each.monitor) for each in run.optim.schedulers if each.monitor is not None]
     names = trial.witness.names
@@ -335,7 +335,7 @@ _SLOWER, _WORTH_SAYING_S = 1.5, 0.02
 
 
 def look_at_time(report: Report, trial: Trial, run: Run, course: Course) -> float | None:
-    """Estimate how many seconds the run takes, None if nobody knows; compare the loader with the step."""
+    """Report the estimated time, compare the loader with the step, and return the estimate in seconds, or None."""
     witness = trial.witness
     if not witness.compute_s:
         report.add("time", "note", "time", "no step was timed")
@@ -375,7 +375,7 @@ def _compare_loader(report: Report, run: Run, step_s: float, wait_s: float, micr
     wanted, cores = math.ceil((wait_s + step_s * bool(now)) / step_s) * max(now, 1), os.cpu_count() or 1
     workers = min(wanted, cores)
     beyond = f" ({wanted} would be needed, the machine has {cores} cores)" if wanted > cores else ""
-    makes_own = not all(map(is_map_style, loaders)) or not loaders  # a stream may follow the training itself
+    makes_own = not all(map(is_map_style, loaders)) or not loaders  # A stream may depend on the training.
     advice = f"Set num_workers={workers} in DataLoader{beyond}, with persistent_workers=True; or make samples cheaper."
     if not loaders or workers <= now:
         advice = "Make samples cheaper: decode or resize them once, before the run."
@@ -390,11 +390,11 @@ def _compare_loader(report: Report, run: Run, step_s: float, wait_s: float, micr
 
 
 def look_at_checkpoints(report: Report, trial: Trial, run: Run, course: Course, run_s: float | None) -> None:
-    """Say where checkpoints go and whether there is room for them."""
+    """Report the directory of the checkpoints, and if the disk has room for them."""
     if not trial.savers:
         report.add("checkpoints", "note", "checkpoints", "none are saved: enable_checkpointing is False")
         return
-    sections, _, _ = capture(run, complete=False)  # with the optimizer's state of now
+    sections, _, _ = capture(run, complete=False)  # includes the optimizer's present state
     one_bytes = sum(each.numel() * each.element_size() for part in sections.values() for each in tensors(dict(part)))
     report.facts["checkpoint_bytes"] = one_bytes
     for saver in trial.savers:
@@ -408,7 +408,7 @@ def _look_at_saver(
     place: PurePath = saver.given_dirpath or trainer.default_root_dir / str(trainer.name) / "checkpoints"
     saves = _saves(saver, course, run_s)
     kept = _kept(saver, saves, course)
-    most = None if kept is None else one_bytes * (kept + 1)  # none is removed before the next is there
+    most = None if kept is None else one_bytes * (kept + 1)  # saved before an old one is removed
     count = "" if saves is None else f", about {counted(saves, 'time')}"
     held = "all are kept" if kept is None else f"{kept} kept"
     disk = "" if most is None else f": up to {size(most)}"
@@ -431,16 +431,16 @@ def _look_at_saver(
 
 
 def _saves(saver: ModelCheckpoint, course: Course, run_s: float | None) -> int | None:
-    """How many are saved, about; None: nobody knows."""
+    """Return the approximate number of saved checkpoints, or None if unknown."""
     if course.steps is None:
         return None
     saves = len(saving_steps(saver, course))
-    saves += int((run_s or 0.0) // saver.train_time_interval_s)  # which may be infinite
+    saves += int((run_s or 0.0) // saver.train_time_interval_s)  # The interval may be infinite.
     return max(saves, 1)
 
 
 def _kept(saver: ModelCheckpoint, saves: int | None, course: Course) -> int | None:
-    """How many lie there in the end, at most; None: all, and nobody knows how many."""
+    """Return the most checkpoints at the end of the run, or None if unknown."""
     if -1 in (saver.keep_last, saver.save_top_k):
         return saves
     kept = max(saver.keep_last, 1) + (saver.save_top_k if saver.monitor is not None else 0)

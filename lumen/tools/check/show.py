@@ -1,4 +1,4 @@
-"""The findings of a check by subject, batches among them, in words: a report in a terminal, or for programs."""
+"""Report of a check: findings by subject, and descriptions of batches, for a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _PLAIN = (str, bytes, int, float, type(None))
 @final
 @dataclass(frozen=True)
 class Part:
-    """A leaf of a nested batch.
+    """Leaf of a nested batch.
 
     Attributes:
-        path: Where it is: `[0]`, `image`, `[0].image`.
-        kind: The dtype of a tensor, else the class.
-        shape: The tensor's shape; None: it is no tensor.
-        size_bytes: The memory that the tensor takes, in bytes.
-        least: The smallest finite element; None without one, and for tensors of other things than numbers.
-        most: The largest one.
-        mean: Of the elements that are finite; None but for floating-point numbers.
-        std: Their standard deviation; None likewise.
-        nan: How many elements are NaN.
-        infinite: How many are infinite.
+        path: Path of the leaf in the batch: `[0]`, `image`, `[0].image`.
+        kind: The dtype of a tensor, or the class of other leaves.
+        shape: The tensor's shape, or None for other leaves.
+        size_bytes: The tensor's memory in bytes.
+        least: The smallest finite element, or None if no element is a finite real number.
+        most: The largest finite element, or None if no element is a finite real number.
+        mean: Mean of the finite elements, or None for dtypes that are not floating-point.
+        std: Standard deviation of the finite elements, or None for dtypes that are not floating-point.
+        nan: Number of NaN elements.
+        infinite: Number of infinite elements.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def cells(self) -> list[str]:
-        """Return the cells of a row of the table."""
+        """Cells of the leaf's row in the table."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
         holds = "" if self.least is None or self.most is None else f"{self.least:.3g} .. {self.most:.3g}"
         spread = "" if self.mean is None or self.std is None else f"mean {self.mean:.3g} std {self.std:.3g}"
@@ -60,22 +60,22 @@ class Part:
 
 
 def parts_of(batch: Any) -> list[Part]:
-    """The leaves of a nested batch, depth first."""
+    """Describe the leaves of a nested batch, depth first."""
     return [_part(path, leaf) for path, leaf in leaves(batch)]
 
 
 def rows_of(parts: list[Part]) -> list[list[str]]:
-    """Parts as rows of a table, not too many."""
+    """Return parts as rows of a table, at most `_MOST_PARTS`."""
     return shortened([each.cells for each in parts], _MOST_PARTS)
 
 
 def shortened(rows: list[list[str]], most: int) -> list[list[str]]:
-    """Return the first rows of a table, and how many more there are."""
+    """Return the first rows of a table, and a row with the number of rows left out."""
     return [*rows[:most], *([[f"and {len(rows) - most} more"]] if len(rows) > most else [])]
 
 
 def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested batch, depth first, each with where it is; a list of words or numbers is one."""
+    """Yield the leaves of a nested batch with their paths, depth first. A list of strings or numbers is one leaf."""
     inside: Iterator[tuple[str, Any]]
     if isinstance(batch, Mapping):
         inside = ((_within(path, key), value) for key, value in batch.items())
@@ -122,7 +122,7 @@ def _part(path: str, leaf: Any) -> Part:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: `40 ms`, `12 s`, `3 min`, `5.2 h`, `2.1 days`."""
+    """Return a duration in words: `40 ms`, `12 s`, `3 min`, `5.2 h`, `2.1 days`."""
     for most, unit, name in ((1, 0.001, "ms"), (100, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
         if seconds < most:
             return f"{seconds / unit:.2g} {name}" if seconds < 100 * unit else f"{seconds / unit:.0f} {name}"
@@ -130,11 +130,11 @@ def duration(seconds: float) -> str:
 
 
 def every(count: int, what: str) -> str:
-    """`every step`, `every 2 steps`."""
+    """Return an interval in words: `every step`, `every 2 steps`."""
     return f"every {what}" if count == 1 else f"every {count:,} {what}s"
 
 
-#: What to do about a finding, by its name.
+#: Advice on findings, by name.
 ADVICE = {
     "training.order": "Write DataLoader(..., shuffle=True), or give a sampler.",
     "validation.loader": "Define val_dataloader in the data module or the task, or set limit_val_batches: 0.",
@@ -171,15 +171,15 @@ Mark = Literal["ok", "note", "suspicious", "wrong"]
 @final
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Finding of a check.
 
     Attributes:
-        mark: "ok"; "note": worth knowing, or it could not be looked at; "suspicious": hardly meant; "wrong": a run
-            would fail.
-        name: What it is about, for programs: `labels.range`.
-        text: A sentence on what was found.
+        mark: "ok"; "note" for information or a check that was not possible; "suspicious" for a probable mistake;
+            "wrong" if a run would fail.
+        name: Name of the finding for programs, such as `labels.range`.
+        text: A sentence that describes the finding.
         advice: A sentence on what to do.
-        rows: A table below it, of cells, or lines of one cell each.
+        rows: Rows of a table below the finding, or lines of one cell each.
     """
 
     mark: Mark
@@ -192,12 +192,12 @@ class Finding:
 @final
 @dataclass
 class Report:
-    """All findings of a check.
+    """Findings of a check.
 
     Attributes:
-        title: Names what was checked.
-        sections: Findings by subject, in their order.
-        facts: Numbers and names by what they are called, plain data for programs.
+        title: Title with the name of the run.
+        sections: Findings by subject, in order of display.
+        facts: Values by name, as plain data for programs.
     """
 
     title: str = ""
@@ -207,17 +207,17 @@ class Report:
     def add(
         self, section: str, mark: Mark, name: str, text: str, advice: str = "", rows: Sequence[Sequence[str]] = ()
     ) -> None:
-        """Add a finding; what is suspicious or wrong has the advice of its name, unless other advice is given."""
+        """Add a finding. Suspicious and wrong findings get the advice in `ADVICE`, unless other advice is given."""
         if mark in ("suspicious", "wrong"):
             advice = advice or ADVICE.get(name, "")
         self.sections.setdefault(section, []).append(Finding(mark, name, text, advice, rows))
 
     def all_of(self, mark: Mark) -> list[Finding]:
-        """The findings of a mark."""
+        """Return the findings with a mark."""
         return [each for section in self.sections.values() for each in section if each.mark == mark]
 
     def exit_code(self, *, strict: bool) -> int:
-        """2: something is wrong; 1: something is suspicious, and this is strict; 0."""
+        """Return 2 if a finding is wrong, 1 if `strict` and a finding is suspicious, else 0."""
         return 2 if self.all_of("wrong") else int(strict and bool(self.all_of("suspicious")))
 
 
@@ -226,7 +226,7 @@ _WIDEST = 120
 
 
 def show(report: Report) -> None:
-    """Print a report, as wide as the terminal is; 80 columns where there is none."""
+    """Print a report as wide as the terminal, at most 120 columns, or 80 columns without a terminal."""
     console = table_console()
     console.width = min(console.width, _WIDEST) if console.is_terminal else 80
     with console.capture() as shown:
@@ -262,7 +262,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Table:
 
 
 def verdict(report: Report) -> Text:
-    """All of it in a line."""
+    """Return a one-line summary of a report."""
     wrong, suspicious = (len(report.all_of(mark)) for mark in ("wrong", "suspicious"))
     if wrong or suspicious:
         text = f"{f'{wrong} wrong, ' if wrong else ''}{suspicious} suspicious"
@@ -271,6 +271,6 @@ def verdict(report: Report) -> Text:
 
 
 def show_json(report: Report, exit_code: int) -> None:
-    """Print a report as JSON; numbers that JSON does not have are strings."""
+    """Print a report as JSON. Non-finite numbers are strings."""
     sections = {name: [vars(each) for each in findings] for name, findings in report.sections.items()}
     print_json({"title": report.title, "exit_code": exit_code, "sections": sections, "facts": report.facts})

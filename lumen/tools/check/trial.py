@@ -1,4 +1,4 @@
-"""The beginning of a run, as `fit` makes it, of which nothing stays, and what is seen of it, inside of forwards too."""
+"""Trial run: the first steps of `fit` without side effects, and observations of them, also inside the forwards."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 @final
 @dataclass(frozen=True)
 class ClassLoss:
-    """A call of `cross_entropy`, or of one of its kin.
+    """Call of `cross_entropy` or a similar loss.
 
     Attributes:
-        classes: How many there are; 2 for a binary one.
-        is_plain: The mean of all targets, none weighed: with equal odds for all classes it is the logarithm of their
-            number.
-        value: The loss; None: not a single number.
-        least: The smallest label, those aside that are ignored; None: there are no labels.
-        most: The largest label.
-        labels: Different labels, of the first 4096.
+        classes: Number of classes, 2 for a binary loss.
+        is_plain: True for the unweighted mean over all targets. At chance level, this loss is the logarithm of the
+            number of classes.
+        value: The loss, or None if it is not a single number.
+        least: The smallest label except ignored ones, or None without labels.
+        most: The largest label except ignored ones, or None without labels.
+        labels: Distinct labels among the first 4096.
     """
 
     classes: int
@@ -69,19 +69,19 @@ class ClassLoss:
 
     @property
     def is_out_of_range(self) -> bool:
-        """A label is no number of a class."""
+        """True if a label is not the number of a class."""
         return self.least is not None and self.most is not None and (self.least < 0 or self.most >= self.classes)
 
 
 class FirstInput(NamedTuple):
-    """What a task's first linear or convolutional layer was given.
+    """Input of a task's first linear or convolutional layer.
 
     Attributes:
-        name: Of the layer, with its class.
-        mean: Over all elements.
+        name: Name of the layer, with its class.
+        mean: Mean over all elements.
         std: Standard deviation over all elements.
         least: The smallest element.
-        most: The largest one.
+        most: The largest element.
     """
 
     name: str
@@ -94,11 +94,11 @@ class FirstInput(NamedTuple):
 @final
 @dataclass
 class Seen:
-    """What a forward has shown.
+    """Observations of one forward.
 
     Attributes:
-        losses: Calls of losses of classifiers, in their order.
-        first: What the first layer was given; None: it has none, or no numbers.
+        losses: Calls of classification losses, in order.
+        first: Input of the first layer, or None without such a layer or a floating-point input.
     """
 
     losses: list[ClassLoss] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Seen:
 
 @final
 class _Losses(TorchFunctionMode):
-    """Sees calls of torch's losses."""
+    """Function mode that records calls of torch's classification losses."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -120,12 +120,12 @@ class _Losses(TorchFunctionMode):
         if func not in _BY_CLASSES and func not in _BINARY:
             return func(*args, **kwargs)
         found = None
-        with suppress(TypeError, ValueError, IndexError):  # the function itself refuses it, in its own words
+        with suppress(TypeError, ValueError, IndexError):  # The loss function raises its own error for bad arguments.
             found = _look(func, dict(inspect.signature(func).bind(*args, **kwargs).arguments))
         if found is not None:
             self._seen.losses.append(found)
             if found.is_out_of_range and found.least is not None and args[0].device.type != "cpu":
-                raise DataError(  # a GPU would fail for good, and far from here
+                raise DataError(  # A CUDA assertion would break the process and be reported elsewhere.
                     f"labels from {found.least} to {found.most}, but {found.classes} classes: from 0 to "
                     f"{found.classes - 1}."
                 )
@@ -151,7 +151,7 @@ def _look(func: Callable[..., Any], given: dict[str, Any]) -> ClassLoss | None:
 
 
 def _see_first(names: Mapping[nn.Module, str], seen: Seen, module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Note what the first of some layers is given; a hook for all modules."""
+    """Record the input of the first of some layers, as a forward pre-hook of all modules."""
     given = args[0] if args and module in names and seen.first is None else None
     if isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel() > 1:
         numbers = given.detach().float()
@@ -161,35 +161,35 @@ def _see_first(names: Mapping[nn.Module, str], seen: Seen, module: nn.Module, ar
 
 @contextmanager
 def _looking_into(task: nn.Module) -> Iterator[Seen]:
-    """Yield what forwards of a task show, as long as the context is open."""
+    """Record observations of the forwards of a task while the context is open."""
     layers: dict[nn.Module, str] = {each: name for name, each in task.named_modules() if isinstance(each, _LAYERS)}
     seen = Seen()
     with _Losses(seen), register_module_forward_pre_hook(partial(_see_first, layers, seen)):
         yield seen
 
 
-LOOKED_INTO = 3  # micro-batches; those after them are timed
+LOOKED_INTO = 3  # number of micro-batches; later micro-batches are only timed
 _LEAST, _MOST, _BUDGET_S = 6, 40, 4.0
 
 
 class Enough(Exception):
-    """The run has shown what it can."""
+    """Signal that ends the trial run, raised after enough steps."""
 
 
 @final
 class Gradients:
-    """The gradients of the first micro-batch, or of the first step, before they are clipped.
+    """Gradients of the first micro-batch or the first step, before clipping.
 
     Args:
-        task: The task that has them.
+        task: The task with the gradients.
         trainer: The trainer of the task, in a run.
-        is_whole: They are complete, and scaled no longer.
+        is_whole: True if the gradients are complete and unscaled.
 
     Attributes:
-        norm: Of all of them; None: it is not known.
-        without: Names of parameters that require one and have none.
-        zero: Names of those whose gradient is zero throughout.
-        odd: Names of those with NaN or infinity.
+        norm: Norm of all gradients, or None if they are still scaled.
+        without: Names of parameters that require a gradient and have none.
+        zero: Names of parameters whose gradient is zero everywhere.
+        odd: Names of parameters whose gradient has NaN or infinite elements.
     """
 
     def __init__(self, task: TaskModule, trainer: Trainer, *, is_whole: bool = False) -> None:
@@ -206,29 +206,29 @@ class Gradients:
                 self.zero.append(name)
             elif not math.isfinite(norms[-1]):
                 self.odd.append(name)
-        is_known = is_whole or not trainer.run.precision.handles_overflow  # else it is scaled still
+        is_known = is_whole or not trainer.run.precision.handles_overflow  # otherwise still scaled by the loss scale
         self.norm = math.hypot(*norms) if is_known else None
 
 
 @final
 class Witness(Callback):
-    """Sees the first validation batches and the first steps of a run, and ends it there.
+    """Callback that records the first validation batches and the first steps of a run, and then ends the run.
 
     Attributes:
-        batch: The first training batch, as a step gets it.
-        validation: Of each loader the first batch, by its number.
+        batch: The first training batch, as passed to the step.
+        validation: The first batch of each validation loader, by the loader's number.
         losses: The loss of each micro-batch.
-        seen: What was seen inside of the first forwards.
-        seen_in_validation: What was seen inside of the first validation forwards.
-        compute_s: How long each micro-batch takes that was only timed, without waiting for it.
-        waited_s: How long each step waited for its data.
-        step_s: How long the updates took.
-        validation_s: How long the validation steps took.
-        micro_batches: How many there were.
-        gradients: The first ones.
-        twins: The loss of a batch, and of the same one with its largest part changed; None: not tried.
-        changed: Which part that was.
-        names: Names that were logged.
+        seen: Observations of the first training forwards.
+        seen_in_validation: Observations of the first validation forwards.
+        compute_s: Duration of each micro-batch that was only timed, without waiting for data.
+        waited_s: Time that each step waited for its data.
+        step_s: Duration of the updates.
+        validation_s: Duration of the validation steps.
+        micro_batches: Number of micro-batches.
+        gradients: The first gradients, or None.
+        twins: The loss of a batch, and of that batch with its largest tensor changed, or None if not tried.
+        changed: Path of the changed tensor in the batch.
+        names: Names of the logged values.
     """
 
     def __init__(self, *, looks_inside: bool) -> None:
@@ -253,7 +253,7 @@ class Witness(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Describe a loader's first batch."""
+        """Record the loader's first batch, and start to observe the forward."""
         self.validation.setdefault(dataloader_idx, parts_of(batch))
         self._look_inside(task, self.seen_in_validation)
         self._at_s = _now(trainer)
@@ -261,43 +261,43 @@ class Witness(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Note how long the step took."""
+        """Record the duration of the step."""
         self.end_probes()
         self.validation_s.append(_now(trainer) - self._at_s)
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Note what was logged."""
+        """Record the logged names."""
         self.names |= set(trainer.run.values.newest)
 
     # ------------------------------------------------------------------ training
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Describe the first batch; look into the first ones."""
+        """Describe the first batch, and observe the forwards of the first batches."""
         if self.batch is None:
             self.batch, self._began_s = parts_of(batch), time.perf_counter()
             if self._looks_inside and task.automatic_optimization:
-                with suppress(Exception):  # it fails in the step itself, then
+                with suppress(Exception):  # The step itself will raise the error.
                     self._try_changed(trainer, task, batch, batch_idx)
         if self.micro_batches < LOOKED_INTO:
             self._look_inside(task, self.seen)
         self._at_s = _now(trainer)
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
-        """The forward is over."""
+        """Stop observing the forward, and record the loss."""
         self.end_probes()
         value = trainer.run.step.loss if task.automatic_optimization else loss
         if value is not None and value.numel() == 1:
             self.losses.append(float(value.detach()))
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
-        """Note the time, and which parameters have a gradient now."""
+        """Record the time, and the first gradients."""
         if task.automatic_optimization:
             self._time(trainer)
             if self.gradients is None:
                 self.gradients = Gradients(task, trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """Let nothing move, but for the last two steps: the first of them makes the optimizer's state."""
+        """Skip all updates but the last two. The first of these creates the optimizer's state."""
         if not task.automatic_optimization:
             return
         if self.gradients is not None and not self.waited_s:
@@ -312,7 +312,7 @@ class Witness(Callback):
             trainer.skip_update()
 
     def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count; end it where it has shown enough."""
+        """Count the micro-batch, and end the run after enough steps."""
         self.end_probes()
         self.micro_batches += 1
         if not task.automatic_optimization:
@@ -326,12 +326,12 @@ class Witness(Callback):
         if self._step_at_s:
             self.step_s.append(_now(trainer) - self._step_at_s)
             self._step_at_s = 0.0
-        late = time.perf_counter() - self._began_s > 5 * _BUDGET_S  # in the middle of a long step
+        late = time.perf_counter() - self._began_s > 5 * _BUDGET_S  # may be within a long step
         if (self._is_over and (self._updates > 1 or _is_last(trainer))) or (late and self.micro_batches > 1):
             raise Enough
 
     def end_probes(self) -> None:
-        """Look into no forward any more."""
+        """Stop observing forwards."""
         self._probe.close()
 
     # ------------------------------------------------------------------ within
@@ -346,10 +346,10 @@ class Witness(Callback):
         if self.micro_batches >= LOOKED_INTO or not self.compute_s:
             self.compute_s.append(took_s)
         else:
-            self.compute_s[0] = took_s  # the newest stands in, until some are only timed
+            self.compute_s[0] = took_s  # the newest time is used until a micro-batch is only timed
 
     def _try_changed(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """The loss of the batch, and of the same with its largest part changed, by the same random numbers."""
+        """Compare the loss of a batch with the loss after changing its largest tensor, with the same random numbers."""
         found = largest(batch)
         if found is None:
             return
@@ -379,7 +379,7 @@ class Witness(Callback):
 
 
 def _now(trainer: Trainer) -> float:
-    """The time at which the device has done what was asked of it."""
+    """Return the time after the device has completed all work."""
     if trainer.strategy.device.type == "cuda":
         torch.cuda.synchronize(trainer.strategy.device)
     return time.perf_counter()
@@ -394,22 +394,22 @@ _LEFT_OUT = (*BYSTANDERS, BatchSizeFinder, LearningRateFinder, Timer)
 
 @final
 class Trial:
-    """A run of `fit` up to its first steps.
+    """Run of `fit` up to its first steps.
 
     Args:
-        trainer: Of one process, not in a run; it is changed, and is of no use afterwards.
+        trainer: A trainer of one process, not in a run. It is changed and cannot be used afterwards.
         task: The user's task, which is trained.
         data: A data module, a loader or several.
-        configure: Used instead of the task's `configure_optimizers`; None: the task's.
-        processes: How many the run is to have, which are looked at as one.
+        configure: Function used instead of the task's `configure_optimizers`, or None for the task's.
+        processes: Number of processes of the real run. The trial has one process.
 
     Attributes:
-        plan: That of the trainer, as it was given.
+        plan: The trainer's plan, as given.
         savers: The callbacks that save checkpoints.
-        monitors: Who waits for which logged name.
-        witness: What the first steps have shown.
-        said: What the run has warned of.
-        finders: Searches that `fit` makes first.
+        monitors: Names of callbacks, each with the logged name that it monitors.
+        witness: Observations of the first steps.
+        said: Warnings of the run.
+        finders: Names of the search callbacks that `fit` would run first.
     """
 
     def __init__(
@@ -430,7 +430,7 @@ class Trial:
 
     @contextmanager
     def opened(self) -> Iterator[Run]:
-        """The context of the run, in which its parts are there; its first steps are made by `begin`."""
+        """Open the run as a context manager. `begin` makes the first steps."""
         check_training(self.task, self.data, optimizer_given=self._configure is not None)
         self._leave_no_traces()
         with self._heard(), opened(self.trainer, "fit", self.task, self.data, None) as run:
@@ -440,14 +440,14 @@ class Trial:
                 self.witness.end_probes()
 
     def begin(self, run: Run) -> None:
-        """Build what training needs, and make the first steps of a run that was just opened."""
+        """Prepare the training, and make the first steps of a run that was just opened."""
         self.witness.end_probes()
         begin_training(self.trainer, run, self._configure)
         if run.ending.limit_reached is not None:
             return
         if self.savers:
             check_savable(run)
-        # The other schedules stay at their start, from which they are to be drawn.
+        # Other schedules stay at their start, because their curves are drawn from there.
         with suppress(Enough), run.optim.moving(lambda config: config.interval == "hand"):
             if (left_out := train(run)) is not None:
                 roll_back(self.trainer, run, left_out)
@@ -466,7 +466,7 @@ class Trial:
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
-        """The context in which what Lumen warns of is kept, and not shown."""
+        """Collect Lumen's warnings while the context is open, without showing them."""
         handler = BufferingHandler(sys.maxsize)
         handler.setLevel(logging.WARNING)
         logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""`lumen migrate`: edits a Lightning project for Lumen, shows them as a diff, and lists what is left to do."""
+"""`lumen migrate`: edits a Lightning project for Lumen, shows the edits as a diff, and lists the manual work left."""
 
 from lumen.cli.commands import Command
 

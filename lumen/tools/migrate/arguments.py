@@ -1,4 +1,4 @@
-"""What becomes of an argument that a class or a method of Lightning's is given, in Python as in a config."""
+"""Changes of the arguments of Lightning's classes and methods, for Python files and configs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lumen.tools.migrate.source import Item, Items, Source
 
 @final
 class Change(NamedTuple):
-    """What becomes of one argument.
+    """Change of one argument.
 
     Attributes:
-        arguments: What stands in its place, by name; empty: it is left out; None: it stays.
-        sentence: What has to be thought about, if anything.
+        arguments: The new arguments by name; empty to remove the argument, None to keep it.
+        sentence: Note for the user, or "".
     """
 
     arguments: Mapping[str, Any] | None = None
@@ -30,14 +30,14 @@ class Change(NamedTuple):
 
 @final
 class Unknown:
-    """The value of an argument that is no literal."""
+    """Value of an argument that is not a literal."""
 
 
 UNKNOWN, KEPT = Unknown(), object()
 _OUT, _STAYS = Change({}), Change()
 
 
-#: The arguments of Lightning's constructors in their order, where Lumen's have another one.
+#: Argument names of Lightning's constructors in order, for classes whose order differs in Lumen.
 POSITIONS: Mapping[str, str] = {
     "BackboneFinetuning": "unfreeze_backbone_at_epoch lambda_func backbone_initial_ratio_lr backbone_initial_lr "
     "should_align initial_denom_lr train_bn verbose rounding",
@@ -61,9 +61,9 @@ POSITIONS: Mapping[str, str] = {
     "TensorBoardLogger": "save_dir name version log_graph default_hp_metric prefix sub_dir",
     "Timer": "duration interval verbose",
 }
-#: What to think about where an argument of DDP is left out; the other classes say it themselves, as `INSTEAD`.
+#: Notes on removed arguments of DDP. The other classes have their own notes in `INSTEAD`.
 _OF_DDP = {"ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.", "timeout": "timeout_s is in seconds."}
-#: Where an argument that is not known changes what is trained: it stays, and so does the error.
+#: Unknown arguments that change the training. They stay, so that Lumen raises an error for them.
 _STAY = {
     "DDP": ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"),
     "EMA": ("avg_fn",), "SWA": ("avg_fn",),
@@ -100,7 +100,7 @@ _TO_DDP = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find
 
 
 def _flag(on: Mapping[str, Any]) -> Callable[[Any], Change]:
-    """What stands for an argument that is on; one that is off is left out."""
+    """Return a rule that replaces an argument that is on, and removes one that is off."""
     return lambda value: _STAYS if value is UNKNOWN else Change(on if value else {})
 
 
@@ -118,7 +118,7 @@ def _strategy(value: Any) -> Change:
 
 
 def _accelerator(value: Any) -> Change:
-    if isinstance(value, str) and value.startswith(("dp", "ddp")):  # of Lightning 1.0 to 1.4
+    if isinstance(value, str) and value.startswith(("dp", "ddp")):  # in Lightning 1.0 to 1.4
         change = _strategy(value)
         return Change({"strategy": KEPT, **(change.arguments or {})}, change.sentence)
     known = value is UNKNOWN or value is None or value in ("auto", "cpu", "cuda", "gpu", "mps")
@@ -153,7 +153,7 @@ def _precision(value: Any) -> Change:
     return _STAYS
 
 
-#: What becomes of an argument that takes more than a name, by its value.
+#: Rules for arguments whose change depends on their value.
 _BY_VALUE: Mapping[tuple[str, str], Callable[[Any], Change]] = {
     ("Trainer", "accelerator"): _accelerator,
     ("Trainer", "barebones"): _flag(
@@ -175,7 +175,7 @@ _BY_VALUE: Mapping[tuple[str, str], Callable[[Any], Change]] = {
     ),
     ("CLI", "seed_everything_default"): lambda value: _OUT if value is False else _STAYS,
 }
-#: The same for the arguments of methods; None: it is left out.
+#: New names of the arguments of methods; None removes the argument.
 METHODS: Mapping[str, Mapping[str, str | None]] = {
     "fit": {"train_dataloader": "train_dataloaders"},
     "log": dict.fromkeys(INSTEAD_IN_LOG),
@@ -190,12 +190,12 @@ _STORAGE = "storage_options: keys of object stores are those of their own enviro
 
 
 def change_of(owner: str, name: str, value: Any = UNKNOWN) -> Change:
-    """What becomes of an argument of a constructor.
+    """Return the change of an argument of a constructor.
 
     Args:
-        owner: Name in `lumen` of the class.
-        name: What Lightning calls the argument.
-        value: What it is given, if that is plain data.
+        owner: Name of the class in `lumen`.
+        name: Name of the argument in Lightning.
+        value: Value of the argument, or `UNKNOWN` if it is not plain data.
     """
     if (rule := _BY_VALUE.get((owner, name))) is not None and (change := rule(value)) is not _STAYS:
         return change
@@ -216,7 +216,7 @@ def change_of(owner: str, name: str, value: Any = UNKNOWN) -> Change:
 
 
 def change_of_method(method: str, name: str) -> Change:
-    """What becomes of an argument of a method, by its name."""
+    """Return the change of an argument of a method."""
     owner = lumen.TaskModule if method in ("log", "log_dict") else lumen.Trainer
     found = getattr(lumen.Tuner if method in ("lr_find", "scale_batch_size") else owner, method)
     takes = inspect.signature(found).parameters
@@ -227,7 +227,7 @@ def change_of_method(method: str, name: str) -> Change:
 
 
 def positions(name: str, owner: str) -> tuple[list[str], list[str]]:
-    """Names of the positional arguments of a class: of Lightning's class `name`, and of `owner` here."""
+    """Return the positional argument names of Lightning's class `name` and of Lumen's class `owner`."""
     parameters = inspect.signature(getattr(lumen, owner)).parameters.values()
     ours = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return POSITIONS[name].split() if name in POSITIONS else ours, ours
@@ -235,7 +235,7 @@ def positions(name: str, owner: str) -> tuple[list[str], list[str]]:
 
 @cache
 def _accepted(owner: str) -> frozenset[str]:
-    """Names of the arguments that a class here takes."""
+    """Return the names of the arguments of a Lumen class."""
     return frozenset(inspect.signature(getattr(lumen, owner)).parameters)
 
 
@@ -243,37 +243,37 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or (value in (0, -1, "", [], {}) and not isinstance(value, bool))
 
 
-_USE = re.compile(r"Use (\w+)\.")  # the sentences that name another argument of the same meaning
+_USE = re.compile(r"Use (\w+)\.")  # sentences that name a new argument of the same meaning
 _Kind = Literal["python", "yaml"]
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*$")
 
 
 def written(value: Any, kind: _Kind) -> str:
-    """Plain data, as Python or a config has it."""
+    """Return plain data as Python or YAML source."""
     if isinstance(value, str):
         return value if kind == "yaml" and _PLAIN.match(value) else f'"{value}"'
     return repr(value) if kind == "python" else str(value).lower()
 
 
 _LIMITS = {"max_epochs", "max_steps", "max_time", "max_nb_epochs", "fast_dev_run"}
-_ENDLESS = 1000  # Lightning's max_epochs where nothing limits a run
+_ENDLESS = 1000  # Lightning's max_epochs if no argument limits a run
 
 
 @final
 class Calls:
-    """Edits what calls are given.
+    """Editor of the arguments of calls.
 
     Args:
         source: The text of the file.
-        note: Is told a line and what has to be thought about there.
-        fits: Somewhere in the project a trainer's `fit` is called.
+        note: Function that records a note on a line.
+        fits: True if the project calls a trainer's `fit`.
     """
 
     def __init__(self, source: Source, note: Callable[[int, str], None], *, fits: bool) -> None:
         self._source, self._note, self._fits = source, note, fits
 
     def method(self, node: ast.Call, method: str) -> None:
-        """Edit the arguments of a method that the trainer, the tuner or the task has."""
+        """Edit the arguments of a call of a method of the trainer, the tuner or the task."""
         items = Items(self._source, node)
         for item in items.all:
             if item.name is not None:
@@ -285,8 +285,8 @@ class Calls:
 
         Args:
             node: The call, or a dictionary of its arguments.
-            theirs: The name of Lightning's class.
-            owner: That of Lumen's.
+            theirs: Name of the Lightning class.
+            owner: Name of the Lumen class.
         """
         items, shifted = Items(self._source, node), False
         their_order, our_order = positions(theirs, owner)

@@ -1,4 +1,4 @@
-"""The command `lumen migrate`: reads a project, shows its edits or makes them, and lists what needs a thought."""
+"""The command `lumen migrate`: reads a project, shows or makes the edits, and lists the places to check by hand."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 @final
 class Migrated(NamedTuple):
-    """What becomes of one file.
+    """Edits of one file.
 
     Attributes:
-        path: Where it is.
-        before: The text that it has.
-        after: Its text with all edits.
-        encoding: How its text is written as bytes.
-        notes: What has to be thought about.
-        problem: Why it could not be read, or None.
+        path: Path of the file.
+        before: The present text.
+        after: The text with all edits.
+        encoding: The encoding of the file.
+        notes: Notes on lines that the user has to check.
+        problem: Reason why the file could not be read, or None.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class Migrated(NamedTuple):
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("migrate", COMMAND, "PATH [--write]", _MORE)
     parser.add_argument("path", metavar="PATH", help="A project's directory, or one file.")
     parser.add_argument("--write", action="store_true", help="Make the edits. Git must be able to take them back.")
@@ -68,7 +68,7 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Show or make the edits; returns the exit code."""
+    """Show or make the edits, and return the exit code."""
     given = options().read(words)
     path = Path(os.path.expanduser(given.path))
     found = migrate(path)
@@ -83,13 +83,13 @@ def run(words: list[str]) -> int:
 
 
 def migrate(path: Path) -> list[Migrated]:
-    """What becomes of the files of a project, of those that have anything to do with Lightning.
+    """Return the edits of all files of a project that use Lightning.
 
     Args:
-        path: Its directory, or one file.
+        path: Directory of the project, or one file.
 
     Raises:
-        ConfigError: There is nothing at the path.
+        ConfigError: The path does not exist.
     """
     python: dict[Path, tuple[Read, str]] = {}
     found: list[Migrated] = []
@@ -119,7 +119,7 @@ def migrate(path: Path) -> list[Migrated]:
 
 
 def _other(file: Path, text: str, encoding: str, *, is_lightnings: bool) -> Migrated:
-    """What becomes of a file that is not in Python."""
+    """Return the edits of a file that is not Python."""
     if file.suffix in (".yaml", ".yml") and (is_lightnings or _ANY.search(text)):
         try:
             after, notes = Config(text).edit()
@@ -135,7 +135,7 @@ def _other(file: Path, text: str, encoding: str, *, is_lightnings: bool) -> Migr
 
 
 def _read(file: Path) -> tuple[str, str]:
-    """The text of a file, its line ends as they are, and its encoding."""
+    """Return the text of a file, with its line endings unchanged, and its encoding."""
     content, encoding = file.read_bytes(), "utf-8"
     if file.suffix in (".py", ".pyi"):
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
@@ -145,10 +145,10 @@ def _read(file: Path) -> tuple[str, str]:
 
 
 def _write(edited: list[Migrated], *, force: bool) -> None:
-    """Make the edits.
+    """Write the edited files.
 
     Raises:
-        ConfigError: Git could not take them back.
+        ConfigError: Git could not undo the edits, and `force` is False.
     """
     lost = {} if force else unsaved(each.path for each in edited)
     if lost:
@@ -161,14 +161,14 @@ def _write(edited: list[Migrated], *, force: bool) -> None:
 
 
 def _shown(file: Path, path: Path) -> str:
-    """A file as messages and diffs name it: from the working directory, or else from the project's."""
+    """Return the path of a file for messages and diffs, relative to the working directory or to the project."""
     relative = os.path.relpath(file)
     inside = not relative.startswith("..")
     return Path(relative if inside else os.path.relpath(file, path if path.is_dir() else path.parent)).as_posix()
 
 
 def _diff(each: Migrated, name: str) -> Iterator[str]:
-    """The lines of a unified diff, as git reads it."""
+    """Yield the lines of a unified diff for `git apply`."""
     before, after = (io.StringIO(text, newline="\n").readlines() for text in (each.before, each.after))
     for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
@@ -188,7 +188,7 @@ def _print_diff(lines: Iterable[str]) -> None:
 
 
 def _report(found: list[Migrated], edited: list[Migrated], path: Path, *, written: bool) -> None:
-    """Say on stderr what has to be thought about, and what was done."""
+    """Print the notes, the problems and a summary to stderr."""
     notes = [(f"{_shown(each.path, path)}:{note.line}", note.sentence) for each in found for note in each.notes]
     if stdout.isatty() and stderr.isatty() and edited and not written:
         print(file=stderr)

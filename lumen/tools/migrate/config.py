@@ -1,4 +1,4 @@
-"""The edits of one config in YAML, as LightningCLI or Hydra read it, and what in it has to be thought about."""
+"""Edits of one YAML config of LightningCLI or Hydra, and notes on the places to edit by hand."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MONITOR = "lr_schedule"
 
 @final
 class Config:
-    """Goes through one config.
+    """Editor of one config.
 
     Args:
-        text: What stands in the file.
+        text: Contents of the file.
 
     Raises:
-        yaml.YAMLError: It cannot be read.
+        yaml.YAMLError: The text is not valid YAML.
     """
 
     def __init__(self, text: str) -> None:
@@ -39,7 +39,7 @@ class Config:
         self._roots = [node for node in yaml.compose_all(text, yaml.SafeLoader) if isinstance(node, yaml.MappingNode)]
 
     def edit(self) -> tuple[str, list[Note]]:
-        """The text with all edits, and what has to be thought about."""
+        """Return the text with all edits, and the notes."""
         for root in self._roots:
             self._look_at_top(root)
             for node in _nodes(root):
@@ -60,7 +60,7 @@ class Config:
                 self._look_at_top(keys[command])
 
     def _rest_of_cli(self, root: yaml.MappingNode, keys: dict[str, yaml.Node]) -> None:
-        """Settings beside those of the trainer."""
+        """Edit the settings outside `trainer`."""
         gone = {"weights_only"} & {*keys}
         path = keys.get("ckpt_path")
         if path is not None and _plain(path) is None:
@@ -80,13 +80,13 @@ class Config:
             self._source.replace(at, at, before + text)
 
     def _end_of(self, node: yaml.Node) -> int:
-        """Where the line behind the last one of a value begins."""
+        """Return the offset of the line after the last line of a value."""
         last = _last_scalar(node)
         return self._source.line_end(max(last.start_mark.index, last.end_mark.index - 1))
 
     def _look_at_class(self, node: yaml.MappingNode) -> None:
-        """Look at a class that a config names, and at what it is given."""
-        for key, value in node.value:  # a callback may be named alone, without class_path
+        """Rename the classes in a mapping, and edit their arguments."""
+        for key, value in node.value:  # A config may name a callback without class_path.
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 new = self._rename(each) or ""
                 given = _entries(node).get("init_args")
@@ -96,7 +96,7 @@ class Config:
                     self._arguments(given, short_name(new), (node, "init_args"))
 
     def _rename(self, node: yaml.Node) -> str | None:
-        """Write the name of Lumen's class in place of one of Lightning's; return it if there is one."""
+        """Replace the name of a Lightning class by the name of Lumen's class, and return that name, or None."""
         if not isinstance(node, yaml.ScalarNode) or not _OF_LIGHTNING.fullmatch(node.value):
             return None
         found = of_lightning(node.value)
@@ -109,7 +109,7 @@ class Config:
     def _arguments(
         self, node: yaml.MappingNode, owner: str, within: tuple[yaml.MappingNode, str] | None = None
     ) -> None:
-        """Edit what a class is given."""
+        """Edit the arguments of a class."""
         gone = set()
         for key, value in node.value:
             name = key.value.removesuffix("+")
@@ -125,7 +125,7 @@ class Config:
         self._remove(node, gone, owner=within)
 
     def _put(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
-        """Put entries in the place of one."""
+        """Replace one entry by the new entries."""
         between = ", " if node.flow_style else f"{self._source.newline}{' ' * key.start_mark.column}"
         if len(new) == 1 and next(iter(new.values())) is KEPT:
             self._source.replace(key.start_mark.index, key.end_mark.index, next(iter(new)))
@@ -144,7 +144,7 @@ class Config:
     def _remove(
         self, node: yaml.MappingNode, names: set[str], owner: tuple[yaml.MappingNode, str] | None = None
     ) -> None:
-        """Take entries out; a mapping that would be empty goes with its own key, where there is one."""
+        """Remove entries. A mapping that would be empty is removed with its key in the owner, if given."""
         entries = node.value
         if names and owner is not None and all(key.value in names for key, _ in entries):
             self._remove(owner[0], {owner[1]})
@@ -163,7 +163,7 @@ class Config:
 
 
 def _last_scalar(node: yaml.Node) -> yaml.Node:
-    """What ends a value: the end of a block is where the next one begins."""
+    """Return the last node in a value: YAML puts the end of a block at the beginning of the next block."""
     while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         node = last[1] if isinstance(last, tuple) else last
@@ -176,7 +176,7 @@ def _entries(node: yaml.Node | None) -> dict[str, yaml.Node]:
 
 
 def _nodes(node: yaml.Node, seen: frozenset[int] = frozenset()) -> Iterator[yaml.MappingNode]:
-    """Every mapping, once."""
+    """Yield every mapping in a node, without following cycles."""
     if id(node) in seen:
         return
     if isinstance(node, yaml.MappingNode):
@@ -187,7 +187,7 @@ def _nodes(node: yaml.Node, seen: frozenset[int] = frozenset()) -> Iterator[yaml
 
 
 def _plain(node: yaml.Node) -> Any:
-    """A value as plain data; what is interpolated is not known."""
+    """Return a value as plain data, or `UNKNOWN` if it contains an interpolation."""
     try:
         value = yaml.safe_load(yaml.serialize(node))
     except (yaml.YAMLError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Which names of a Python file are Lightning's, what each is called in Lumen, and the imports that bind them."""
+"""Lightning's names in a Python file, their names in Lumen, and the imports that bind them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MODULES = (
     "tensorboard testing throughput timer tqdm_progress trainer training_type tuner types utilities wandb "
     "warnings weight_averaging "
 )
-#: Modules of Lightning's, of any version, below its packages.
+#: Modules in the packages of any version of Lightning.
 MODULES = frozenset(_MODULES.split())
-#: Types and functions that have a counterpart outside of Lumen's public classes, by their full names.
+#: Full names of the replacements for types and functions that are not in `lumen.__all__`.
 ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("ArgsType", "EVAL_DATALOADERS", "STEP_OUTPUT", "TRAIN_DATALOADERS"), "typing.Any"),
     **dict.fromkeys(("OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig"), "typing.Any"),
@@ -40,11 +40,11 @@ ELSEWHERE: Mapping[str, str] = {
 
 @final
 class New(NamedTuple):
-    """What a name of Lightning's is called now.
+    """Replacement for a name of Lightning.
 
     Attributes:
-        module: Where it is imported from.
-        name: The last part of its full name.
+        module: The module to import the replacement from.
+        name: The last part of the replacement's full name.
     """
 
     module: str
@@ -52,17 +52,17 @@ class New(NamedTuple):
 
 
 def short_name(full: str) -> str:
-    """The last part of a full name."""
+    """Return the last part of a full name."""
     return full.rpartition(".")[2]
 
 
 def is_module(full: str) -> bool:
-    """Whether a full name of Lightning's is that of a package or a module."""
+    """Return True if a full name of Lightning is a package or module."""
     return full in LIGHTNINGS or short_name(full) in MODULES
 
 
 def new_name(full: str) -> New | None:
-    """What a class or function of Lightning's is called now; None: Lumen has no counterpart."""
+    """Return the replacement for a class or function of Lightning, or None if Lumen has no counterpart."""
     short = short_name(full)
     if short == "__version__":
         return New("lumen", short)
@@ -78,7 +78,7 @@ def new_name(full: str) -> New | None:
 
 
 def instead_of(full: str) -> str:
-    """What to write in place of a name that has no counterpart, as a sentence."""
+    """Return a sentence on what to write in place of a name without counterpart."""
     short = short_name(full)
     if full.split(".")[1:2] == ["fabric"] or short == "Fabric" or full.startswith("lightning_fabric"):
         return "Lumen has no Fabric: write the loop as training_step of a TaskModule."
@@ -98,13 +98,13 @@ _FUNCTIONS: Mapping[str, str] = {
 
 @final
 class Binding(NamedTuple):
-    """A name that an import gives to something of Lightning's.
+    """Name that an import binds to an object of Lightning.
 
     Attributes:
         local: The name in the file.
-        full: The full name of what it stands for.
-        alias: Where that is written.
-        statement: The import that has the alias.
+        full: The full name of the imported object.
+        alias: The alias node in the import statement.
+        statement: The import statement with the alias.
     """
 
     local: str
@@ -115,7 +115,7 @@ class Binding(NamedTuple):
 
 @final
 class Names:
-    """The names of Lightning's in a file, and all others that are bound in it.
+    """Names of a file that are bound to objects of Lightning, and all other bound names.
 
     Args:
         tree: The syntax tree of the file.
@@ -131,9 +131,9 @@ class Names:
             self._note(node)
         kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
         functions = [each for each in ast.walk(tree) if isinstance(each, kinds)]
-        #: Names of Lightning's that functions give to something else, so that a use of them may mean either.
+        #: Lightning's names that a function of the file rebinds, so that a use is ambiguous.
         self.unclear = {_stored(node) for function in functions for node in ast.walk(function)} & {*self.bindings}
-        #: Names that the file gives to something else too, as where an import fails.
+        #: Names that the file also assigns, such as a fallback for a failed import.
         self.assigned = {_stored(node) for node in ast.walk(tree)} - self.unclear
 
     def _note(self, node: ast.AST) -> None:
@@ -165,7 +165,7 @@ class Names:
             self.others[local] = full
 
     def full(self, node: ast.AST) -> str | None:
-        """The full name of Lightning's, or of something else that is imported, that a name in the file stands for."""
+        """Return the full name of the imported object that a name or attribute in the file refers to, or None."""
         if isinstance(node, ast.Attribute):
             owner = self.full(node.value)
             return None if owner is None else f"{owner}.{node.attr}"
@@ -174,19 +174,19 @@ class Names:
         return self.bindings[node.id].full if node.id in self.bindings else self.others.get(node.id)
 
     def of_lightning(self, node: ast.AST) -> str | None:
-        """The full name of Lightning's that a name in the file stands for."""
+        """Return the full name of the Lightning object that a name in the file refers to, or None."""
         full = self.full(node)
         return full if full is not None and full.split(".")[0] in LIGHTNINGS else None
 
     def root(self, node: ast.AST) -> Binding | None:
-        """The import by which a name in the file is Lightning's."""
+        """Return the binding that a name or the beginning of a dotted name refers to, or None."""
         while isinstance(node, ast.Attribute):
             node = node.value
         return self.bindings.get(node.id) if isinstance(node, ast.Name) and node.id not in self.unclear else None
 
 
 def _stored(node: ast.AST) -> str:
-    """Return the name that a node gives to something, or an empty text."""
+    """Return the name that a node binds, or an empty string."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
     return node.arg if isinstance(node, ast.arg) else ""
@@ -197,11 +197,11 @@ _UNCLEAR = "{} is something else in a function of this file. Rename one of them,
 
 @final
 class Imports:
-    """Renames what is used of Lightning, and then writes the imports anew.
+    """Editor of the uses of Lightning's names and, after them, of the imports.
 
     Args:
         source: The text of the file.
-        names: Which of its names are Lightning's.
+        names: The names of the file that are bound to objects of Lightning.
     """
 
     def __init__(self, source: Source, names: Names) -> None:
@@ -214,10 +214,10 @@ class Imports:
         self._package = next(iter(kept), "lumen")
 
     def use(self, node: ast.expr) -> str | None:
-        """Rename a use of something that is Lightning's.
+        """Rename a use of an object of Lightning.
 
         Returns:
-            The full name of Lightning's if it has no counterpart; None if all is done.
+            The full name in Lightning if the object has no counterpart, or None if the use was renamed.
         """
         full, binding = self._names.of_lightning(node), self._names.root(node)
         assert full is not None
@@ -239,7 +239,7 @@ class Imports:
         return new.name if self._is_free(new) else f"_{new.name}"
 
     def _local(self, binding: Binding) -> str:
-        """What a name that was imported is called in the file from now on."""
+        """Return the new local name of an imported object."""
         new = new_name(binding.full)
         is_kept = binding.alias.asname is not None or binding.local in self._names.assigned
         if new is None or is_kept or not self._is_free(new):
@@ -247,7 +247,7 @@ class Imports:
         return new.name
 
     def _is_free(self, new: New) -> bool:
-        """Whether a file binds a name to nothing else."""
+        """Return True if the file binds the name to no other object."""
         same = (f"{new.module}.{new.name}", f"typing.{new.name}")
         bound = new.name in self._names.bound and self._names.others.get(new.name) not in same
         ours = self._names.bindings.get(new.name)
@@ -256,10 +256,10 @@ class Imports:
     # ------------------------------------------------------------------ the statements
 
     def finish(self, tree: ast.Module) -> list[tuple[int, str]]:
-        """Write the imports anew, when all uses are known.
+        """Rewrite the imports, after all uses were renamed.
 
         Returns:
-            Line of what is still imported of Lightning, and what has to be thought about there.
+            Lines that still import Lightning, each with a note.
         """
         left: list[tuple[int, str]] = []
         for block in _blocks(tree) if self._names.every else ():
@@ -276,13 +276,13 @@ class Imports:
         return left
 
     def _is_alone(self, start: int, end: int) -> bool:
-        """Whether nothing else stands on the lines of a piece, but for comments."""
+        """Return True if the lines of a span have no other text, except comments."""
         before = self._source.text[self._source.line_start(start) : start]
         behind = self._source.text[end : self._source.line_end(end - 1)].strip()
         return not before.strip() and (not behind or behind.startswith("#"))
 
     def _runs(self, block: list[ast.stmt]) -> Iterator[list[ast.Import | ast.ImportFrom]]:
-        """Imports of Lightning that follow each other without a comment."""
+        """Yield runs of consecutive Lightning imports without a comment between them."""
         run: list[ast.Import | ast.ImportFrom] = []
         ours = {id(binding.statement) for binding in self._names.every}
         for before, statement in pairwise([None, *block]):
@@ -298,7 +298,7 @@ class Imports:
     def _lines(
         self, run: list[ast.Import | ast.ImportFrom], written: set[str], left: list[tuple[int, str]]
     ) -> list[str]:
-        """The new imports in place of some."""
+        """Return the new lines that replace a run of imports."""
         plain: list[str] = []
         of_modules: defaultdict[str, list[str]] = defaultdict(list)
         bindings = {id(binding.alias): binding for binding in self._names.every}
@@ -348,7 +348,7 @@ class Imports:
 
 
 def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
-    """All lists of statements."""
+    """Yield all lists of statements in a tree."""
     for node in ast.walk(tree):
         blocks = (getattr(node, field, None) for field in ("body", "orelse", "finalbody"))
         yield from (block for block in blocks if isinstance(block, list) and block)

@@ -1,4 +1,4 @@
-"""What is known of a project as a whole: its files, and what its classes are derived from."""
+"""Files of a project, and the base classes of the project's classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BASES = {
     lumen.Logger: "logger",
     lumen.Trainer: "trainer",
 }
-#: Directories in which no file is the project's own, where git does not say so.
+#: Directories to skip if git does not list the project's files.
 _NOT_OURS = ("__pycache__", "node_modules", "site-packages", "lightning_logs", "wandb", "mlruns")
 _SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".ipynb", ".toml", ".cfg", ".txt", ".lock")
 _NAMED = ("Pipfile", "Dockerfile", "Makefile")
@@ -32,12 +32,12 @@ _NAMED = ("Pipfile", "Dockerfile", "Makefile")
 
 @final
 class Read(NamedTuple):
-    """A file in Python that could be read.
+    """Python file that was parsed.
 
     Attributes:
-        text: What stands in the file.
+        text: Contents of the file.
         tree: The syntax tree.
-        names: Which names in it are Lightning's.
+        names: The names of the file that are bound to objects of Lightning.
     """
 
     text: str
@@ -47,10 +47,10 @@ class Read(NamedTuple):
 
 @final
 class Classes:
-    """The classes of a project, by what they are derived from.
+    """Classes of a project, by their base classes.
 
     Args:
-        files: All files in Python.
+        files: All Python files.
     """
 
     def __init__(self, files: Iterable[Read]) -> None:
@@ -61,15 +61,15 @@ class Classes:
         self._defined = {node.name: (node, names) for node, names in found}
         tasks = [node for node, names in found if self.kind(node, names) == "task"]
         steps = [each for node in tasks for each in node.body if getattr(each, "name", "") == "training_step"]
-        #: Of every training step, True if it returns a dictionary.
+        #: Set of values over all training steps: True if the step returns a dictionary.
         self.steps_return = {_returns_dictionary(each) for each in steps}
 
     def kind(self, node: ast.ClassDef, names: Names) -> str | None:
-        """What a class is: a task, a data module, a callback, a cli, a logger or a trainer; None: something else."""
+        """Return the kind of a class: task, data module, callback, cli, logger or trainer; None for other classes."""
         return next((kind for base in node.bases if (kind := self._kind_of_base(base, names)) is not None), None)
 
     def constructed(self, name: str) -> str | None:
-        """The full name of Lightning's class whose constructor a class of the project has; None: it has its own."""
+        """Return the full name of the Lightning class whose constructor a project class inherits, or None."""
         seen: set[str] = set()
         while name in self._defined and name not in seen:
             seen.add(name)
@@ -94,7 +94,7 @@ class Classes:
 
 
 def _returns_dictionary(step: ast.AST) -> bool:
-    """Return True if a dictionary that is written in a function is what the function returns, alone or by its name."""
+    """Return True if a function returns a dictionary literal or a `dict(...)` call, directly or by a name."""
     returned = [node.value for node in ast.walk(step) if isinstance(node, ast.Return)]
     names = {node.id for node in returned if isinstance(node, ast.Name)}
     assigned = [node for node in ast.walk(step) if isinstance(node, ast.Assign)]
@@ -104,10 +104,10 @@ def _returns_dictionary(step: ast.AST) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a project that may have to be edited: those that git knows or would, else all of a directory.
+    """Return the files of a project that may need edits: files that git does not ignore, or all without git.
 
     Raises:
-        ConfigError: There is nothing at the path.
+        ConfigError: The path does not exist.
     """
     if not path.exists():
         raise ConfigError(f"there is no file or directory {path}.")
@@ -132,10 +132,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def _tracked(directory: Path, *words: str) -> str:
-    """List the files that git knows in a directory, as `-z` does; empty where there is no git, or no repository.
+    """Return the output of `git ls-files -z` in a directory; empty without git or a repository.
 
-    A repository may be a stranger's, and its config can name programs. Listing runs no filter of it; monitors of the
-    file system, hooks and transports are turned off.
+    The repository may be untrusted, and its config can name programs. Listing runs no filters; file system monitors,
+    hooks and transports are turned off.
     """
     command = ["git", "--literal-pathspecs", "-c", "core.fsmonitor=", "-c", "core.hooksPath=/dev/null", "ls-files"]
     settings = {**os.environ, "GIT_ALLOW_PROTOCOL": ""}
@@ -147,7 +147,7 @@ def _tracked(directory: Path, *words: str) -> str:
 
 
 def unsaved(files: Iterable[Path]) -> Mapping[Path, str]:
-    """The files whose present text git could not give back, with why."""
+    """Return the files whose present contents are not in git's index, with the reason."""
     found: dict[Path, str] = {}
     for file in files:
         entry, text = _tracked(file.parent, "--stage", "--", file.name).split(), file.read_bytes()

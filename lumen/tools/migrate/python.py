@@ -1,4 +1,4 @@
-"""The edits of one file in Python, and what in it has to be thought about."""
+"""Edits of one Python file, and notes on the places to edit by hand."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ _OWN_OPTIMIZER_STEP = (
 
 @final
 class Methods:
-    """Looks at the methods of classes, and edits those that only have to be called otherwise.
+    """Editor of the methods of classes: edits signatures where possible, and notes the other methods.
 
     Args:
         source: The text of the file.
-        note: Is told a node and what has to be thought about.
+        note: Function that records a note on a node.
     """
 
     def __init__(self, source: Source, note: Callable[[ast.AST, str], None]) -> None:
         self._source, self._note = source, note
 
     def look_at(self, owner: ast.ClassDef, kind: str) -> None:
-        """Look at all methods of a class.
+        """Edit or note all methods of a class.
 
         Args:
-            owner: The class, as it is defined.
-            kind: What it is: "task", "data module", "callback" or "cli".
+            owner: The definition of the class.
+            kind: Kind of the class: "task", "data module", "callback" or "cli".
         """
         methods = {each.name: each for each in owner.body if isinstance(each, _Function)}
         not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
@@ -66,7 +66,7 @@ class Methods:
                 self.look_at_flag(each)
 
     def look_at_flag(self, node: ast.Assign) -> None:
-        """Look at what an attribute of the task is set to."""
+        """Note an assignment to an attribute of the task that has another meaning in Lumen."""
         for target in node.targets:
             name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
             if name == "automatic_optimization" and isinstance(node.value, ast.Constant) and node.value.value is False:
@@ -95,7 +95,7 @@ class Methods:
             self._drop(method, names, given)
 
     def _drop(self, method: _Function, names: list[str], given: int) -> None:
-        """Take out the last parameters, which no call fills, if nothing reads them."""
+        """Remove the last parameters, which Lumen does not pass, if the method does not read them."""
         extra = {*names[given:]}
         read = {node.id for each in method.body for node in ast.walk(each) if isinstance(node, ast.Name)}
         if extra & read or method.args.defaults:
@@ -106,7 +106,7 @@ class Methods:
         self._source.replace(self._source.span(last_kept)[1], self._source.span(last)[1], "")
 
     def look_at_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[bool]) -> None:
-        """Look at an entry that is read: of a checkpoint, or of what a training step returned."""
+        """Edit or note a subscript of a checkpoint or of the output of a training step."""
         if function is None or not isinstance(node.value, ast.Name) or not isinstance(node.slice, ast.Constant):
             return
         names = [each.arg for each in function.args.args]
@@ -132,7 +132,7 @@ _EXPERIMENT = (
 _ARGPARSE = "There is no argparse for the trainer. Use lumen.CLI, which has an option for each of its arguments."
 _OF_ARGPARSE = ("from_argparse_args", "add_argparse_args", "parse_argparser", "match_env_arguments")
 _STAR = "Import the names of Lightning that are used, one by one: * does not say which."
-#: Attributes of Lightning's trainer that are the same here under another name, which `ATTRIBUTES` says.
+#: Attributes of Lightning's trainer that Lumen has under another name, which `ATTRIBUTES` gives.
 _SAME = {
     "gpus", "lightning_optimizers", "num_gpus", "num_processes", "resume_from_checkpoint", "total_batch_idx",
     "training_type_plugin",
@@ -152,7 +152,7 @@ _OWN_NAMES = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
 
 @final
 class Note(NamedTuple):
-    """What has to be thought about, and in which line."""
+    """Note on a line that the user has to check."""
 
     line: int
     sentence: str
@@ -160,12 +160,12 @@ class Note(NamedTuple):
 
 @final
 class Editor:
-    """Goes through one file.
+    """Editor of one file.
 
     Args:
-        read: The file, as it was read.
+        read: The text and syntax tree of the file.
         classes: The classes of the whole project.
-        used: Names that the project uses, anywhere.
+        used: All names that the project uses.
     """
 
     def __init__(self, read: Read, classes: Classes, used: frozenset[str]) -> None:
@@ -181,7 +181,7 @@ class Editor:
         self._trainers, self._unpacked = self._look_for_trainers()
 
     def edit(self) -> tuple[str, list[Note]]:
-        """The text with all edits, and what has to be thought about."""
+        """Return the text with all edits, and the notes."""
         self._visit(self._read.tree)
         for star in self._names.stars:
             self._note(star, _STAR)
@@ -197,7 +197,7 @@ class Editor:
         self._notes[Note(line, sentence)] = None
 
     def _visit(self, node: ast.AST) -> None:
-        """Look at a node, and at those in it unless that has been done."""
+        """Visit a node, and its children unless the node's own visitor did."""
         see: Callable[[ast.AST], bool | None] | None = getattr(self, f"_see_{type(node).__name__}", None)
         if see is None or not see(node):
             self._visit_within(node)
@@ -207,7 +207,7 @@ class Editor:
             self._visit(child)
 
     def _look_for_trainers(self) -> tuple[set[str], set[ast.AST]]:
-        """Names of variables that hold trainers, and dictionaries that are unpacked into their arguments."""
+        """Return the names of trainer variables, and the dictionaries unpacked into arguments of `Trainer`."""
         trainers, unpacked = {"trainer"}, set()
         assigned = [node for node in ast.walk(self._read.tree) if isinstance(node, ast.Assign)]
         for node in ast.walk(self._read.tree):
@@ -220,11 +220,11 @@ class Editor:
         return trainers, {value for value, names in named if names & unpacked}
 
     def _full(self, function: ast.expr) -> str | None:
-        """The full name of Lightning's class whose constructor a call is one of."""
+        """Return the full name of the Lightning class whose constructor is called, or None."""
         return self._names.of_lightning(function) or self._classes.constructed(getattr(function, "id", ""))
 
     def _owner(self, full: str | None) -> str | None:
-        """The public class of Lumen's that stands for a class of Lightning's."""
+        """Return the name of the public Lumen class that replaces a Lightning class, or None."""
         new = new_name(full) if full is not None and not is_module(full) else None
         return new.name if new is not None and new.module == "lumen" and new.name[:1].isupper() else None
 
@@ -274,14 +274,14 @@ class Editor:
     _see_AnnAssign = _see_arg
 
     def _annotation(self, node: ast.expr | None) -> None:
-        """Look into the texts of an annotation as at expressions that stand there without quotes."""
+        """Visit the quoted parts of an annotation as expressions."""
         for each in ast.walk(node) if node is not None else ():
             if not isinstance(each, ast.Constant) or not isinstance(each.value, str) or not each.value:
                 continue
             before, quoted, _ = self._source.of(each).partition(each.value)
             try:
                 inner = ast.parse(each.value, mode="eval").body
-            except (SyntaxError, ValueError):  # the latter for a null byte
+            except (SyntaxError, ValueError):  # ValueError for a null byte
                 continue
             for part in ast.walk(inner) if quoted else ():
                 if isinstance(part, ast.expr) and part.end_col_offset is not None:
@@ -299,7 +299,7 @@ class Editor:
                 self._note(node, _LOGS)
 
     def _see_Expr(self, node: ast.Expr) -> bool:
-        return isinstance(node.value, ast.Constant)  # a docstring is nobody's setting
+        return isinstance(node.value, ast.Constant)  # Docstrings are not visited.
 
     # ------------------------------------------------------------------ classes, functions
 
@@ -350,7 +350,7 @@ class Editor:
             self._logger_name(node)
 
     def _is_method(self, function: ast.Attribute) -> bool:
-        """Whether a call is one of the task's, the trainer's or the tuner's."""
+        """Return True if a call is of a method of the task, the trainer or the tuner."""
         if function.attr in _OF_TRAINERS:
             return self._is_trainer(function.value)
         if function.attr in ("log", "log_dict"):
@@ -359,7 +359,7 @@ class Editor:
         return function.attr in METHODS
 
     def _task_names(self) -> tuple[str, ...]:
-        """What a hook of a callback calls the task."""
+        """Return the name of the task parameter in a callback's hook, if any."""
         arguments = self._functions[-1].args.args if self._functions else []
         return tuple(each.arg for each in arguments[2:3]) if self._kinds[-1] == "callback" else ()
 
@@ -376,7 +376,7 @@ def _is_super_init(node: ast.Call) -> bool:
 
 
 def names_used(tree: ast.Module) -> Iterator[str]:
-    """The names that a file uses, also as attributes and in imports."""
+    """Yield the names that a file uses, including attributes and imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name | ast.alias):
             yield short_name(getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "name", ""))

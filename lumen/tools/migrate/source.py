@@ -1,4 +1,4 @@
-"""A text whose pieces are replaced where they stand, so that comments and layout stay as their author made them."""
+"""Edits of a source text in place, which keep comments and layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMENT = re.compile(r"#[^\r\n]*")
 
 @final
 class Source:
-    """A text and the edits that are wanted of it.
+    """Text and the edits to make in it.
 
     Args:
         text: The text, with its line ends as they are in the file.
@@ -24,53 +24,53 @@ class Source:
         self.text = text
         self.lines = [line for line in _LINE.findall(text) if line]
         self._starts = [0, *accumulate(map(len, self.lines))]
-        self._edits: dict[tuple[int, int, str], None] = {}  # from one character to another, and what comes there
+        self._edits: dict[tuple[int, int, str], None] = {}  # start offset, end offset and the new text
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node of Python's syntax tree begins and ends."""
+        """Return the start and end offsets of a node of Python's syntax tree."""
         return (
             self._offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
             self._offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
         )
 
     def of(self, node: ast.AST) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
 
     def line_of(self, offset: int) -> int:
-        """The number of the line that a character is in, from 1 on."""
+        """Return the number of the line with an offset, starting from 1."""
         return max(1, bisect_left(self._starts, offset + 1))
 
     def line_start(self, offset: int) -> int:
-        """Where the line begins that a character is in."""
+        """Return the offset at which the line with an offset begins."""
         return self._starts[self.line_of(offset) - 1]
 
     def line_end(self, offset: int) -> int:
-        """Where the next line begins."""
+        """Return the offset at which the next line begins."""
         return self._starts[self.line_of(offset)] if self.lines else 0
 
     def indent(self, offset: int) -> str:
-        """The blanks that a line begins with."""
+        """Return the indentation of the line with an offset."""
         line = self.lines[self.line_of(offset) - 1]
         return str(line[: len(line) - len(line.lstrip(" \t\f"))])
 
     @property
     def newline(self) -> str:
-        """How its lines end."""
+        """Line ending of the text."""
         first = self.lines[0] if self.lines else ""
         return first[len(first.rstrip("\r\n")) :] or "\n"
 
     def replace(self, start: int, end: int, text: str) -> None:
-        """Put a text in the place of a piece. An edit of a larger piece takes the place of those within it."""
+        """Replace a span by a text. An edit of a larger span overrides the edits within the span."""
         self._edits[start, end, text] = None
 
     def replace_node(self, node: ast.AST, text: str) -> None:
-        """Put a text in the place of a node."""
+        """Replace a node by a text."""
         self.replace(*self.span(node), text)
 
     def edited(self) -> str:
-        """The text with all edits."""
+        """Return the text with all edits."""
         parts, at = [], 0
         for start, end, text in sorted(self._edits, key=lambda edit: (edit[0], edit[1] > edit[0], -edit[1])):
             if start >= at:
@@ -79,7 +79,7 @@ class Source:
         return "".join([*parts, self.text[at:]])
 
     def _offset(self, line: int, column: int) -> int:
-        """The character that a line and a column stand for; the syntax tree counts columns in bytes of UTF-8."""
+        """Return the offset of a line and a column. The syntax tree counts columns in UTF-8 bytes."""
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         behind = column if text.isascii() else len(text.encode()[:column].decode())
         return self._starts[line - 1] + behind
@@ -87,15 +87,15 @@ class Source:
 
 @final
 class Item(NamedTuple):
-    """An argument of a call, or an entry of a dictionary that is written out.
+    """Argument of a call, or entry of a dictionary literal.
 
     Attributes:
-        name: Of the argument or entry; None for a positional one, and for what is unpacked.
-        value: The expression that it is given.
-        start: Where it begins, with its name.
-        end: Where it ends, without the comma.
-        comma: Where it ends with its comma, or `end`.
-        named: Where its name is; empty for one without.
+        name: Name of the argument or entry, or None if it is positional or unpacked.
+        value: The expression of the value.
+        start: Offset of the beginning, including the name.
+        end: Offset of the end, without the comma.
+        comma: Offset of the end with the comma, or `end`.
+        named: Start and end offsets of the name. For an item without a name, those of its first node.
     """
 
     name: str | None
@@ -108,7 +108,7 @@ class Item(NamedTuple):
 
 @final
 class Items:
-    """The arguments of a call or the entries of a dictionary, to be taken out, renamed and added.
+    """Arguments of a call or entries of a dictionary, which can be removed, renamed and added.
 
     Args:
         source: The text of the file.
@@ -127,7 +127,7 @@ class Items:
         places = pairwise([*(source.span(first)[0] for _, first, _ in given), self.close])
         at = self.open
         for (name, first, value), (begin, following) in zip(given, places, strict=True):
-            before = _without_comments(source.text[at:begin])  # with brackets that are around a value
+            before = _without_comments(source.text[at:begin])  # This includes parentheses around a value.
             start, end = at + len(before) - len(before.lstrip()), max(source.span(first)[1], source.span(value)[1])
             behind, comma, _ = _without_comments(source.text[end:following]).partition(",")
             at = end + len(behind + comma) if comma else end + len(behind.rstrip())
@@ -139,26 +139,26 @@ class Items:
         return (start, start + len(name)) if self.is_call and name is not None else (start, end)
 
     def rename(self, item: Item, name: str) -> None:
-        """Give an argument or entry another name."""
+        """Rename an argument or entry."""
         self._source.replace(*item.named, self.name_of(name).removesuffix("=").removesuffix(": "))
 
     def name_of(self, name: str) -> str:
-        """A name as it stands before its value."""
+        """Return a name in the form that precedes its value, such as `name=`."""
         if self.is_call:
             return f"{name}="
         quote = next((self._source.text[each.start] for each in self.all if each.name is not None), '"')
         return f"{quote}{name}{quote}: "
 
     def remove(self, item: Item) -> None:
-        """Take an argument or entry out."""
+        """Remove an argument or entry."""
         self._gone.add(self.all.index(item))
 
     def add(self, text: str) -> None:
-        """Put one argument or entry behind the others."""
+        """Append one argument or entry."""
         self._added = text
 
     def finish(self) -> None:
-        """Make the edits. To be called once, when all is said."""
+        """Make the edits. Call this once, after all other methods."""
         kept = [number for number in range(len(self.all)) if number not in self._gone]
         if self._gone and not kept:
             self._source.replace(self.open, self.close, self._added)
@@ -169,11 +169,11 @@ class Items:
             self._add()
 
     def _remove_run(self, run: list[int]) -> None:
-        """Take out neighbours."""
+        """Remove neighbouring items."""
         source, first, last = self._source, self.all[run[0]], self.all[run[-1]]
         rest = source.text[last.comma : source.line_end(last.comma - 1)].split("#")[0]
         begins = not source.text[source.line_start(first.start) : first.start].strip()
-        if begins and not rest.strip():  # lines of their own, with the comments behind them
+        if begins and not rest.strip():  # The items have their own lines; trailing comments are removed too.
             source.replace(source.line_start(first.start), source.line_end(last.comma - 1), "")
         elif run[0] == 0 or (run[-1] + 1 < len(self.all) and (begins or rest.strip())):
             source.replace(first.start, self.all[run[-1] + 1].start, "")
@@ -194,18 +194,18 @@ class Items:
 
 
 def _of_dictionary(node: ast.Dict) -> list[tuple[str | None, ast.AST, ast.expr]]:
-    """Name, first node and value of each entry, in their order."""
+    """Return name, first node and value of each entry, in order."""
     names = [key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None for key in node.keys]
     return [(name, key or value, value) for name, key, value in zip(names, node.keys, node.values, strict=True)]
 
 
 def _of_call(node: ast.Call) -> list[tuple[str | None, ast.AST, ast.expr]]:
-    """Name, first node and value of each argument, in the order in which they are written."""
+    """Return name, first node and value of each argument, in the order of the text."""
     positional = [(None, value, value) for value in node.args]
     named = [(each.arg, each, each.value) for each in node.keywords]
     return sorted([*positional, *named], key=lambda each: (each[2].lineno, each[2].col_offset))
 
 
 def _without_comments(text: str) -> str:
-    """Return what stands between expressions, with blanks in place of comments and of marks that lines are joined."""
+    """Return the text between expressions, with spaces in place of comments and backslashes."""
     return COMMENT.sub(lambda comment: " " * len(comment[0]), text).replace("\\", " ")
