@@ -397,7 +397,7 @@ class Trial:
     """Run of `fit` up to its first steps.
 
     Args:
-        trainer: A trainer of one process, not in a run. It is changed and cannot be used afterwards.
+        trainer: A trainer of one process, not in a run. The trainer is changed and cannot be used afterwards.
         task: The user's task, which is trained.
         data: A data module, a loader or several.
         configure: Function used instead of the task's `configure_optimizers`, or None for the task's.

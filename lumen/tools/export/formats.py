@@ -109,7 +109,7 @@ def write_format(kind: str, source: str, output: Path, module: str | None, weigh
     Args:
         kind: torch-export, onnx or huggingface.
         source: The checkpoint or run, from whose config the model is built.
-        output: The file or directory to write. It appears complete or not at all.
+        output: The file or directory to write. The output appears complete or not at all.
         module: Name of the submodule of the task to write, or None for the task.
         weights: Function that writes the tensors of this submodule into a safetensors file.
 

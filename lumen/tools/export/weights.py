@@ -62,7 +62,7 @@ class Exported:
         files: Names of the safetensors files.
         dtypes: Number of tensors of each dtype.
         tensor_bytes: Bytes of all tensors together.
-        tied: Name of each tied tensor, and the name of the tensor it equals. Both have their own bytes in the files.
+        tied: Name of each tied tensor, and the name of the tensor that it equals. The files contain both tensors.
         averaged: Number of tensors that are averages.
     """
 

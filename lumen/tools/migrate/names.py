@@ -133,7 +133,7 @@ class Names:
         functions = [each for each in ast.walk(tree) if isinstance(each, kinds)]
         #: Lightning's names that a function of the file rebinds, so that a use is ambiguous.
         self.unclear = {_stored(node) for function in functions for node in ast.walk(function)} & {*self.bindings}
-        #: Names that the file also assigns, such as a fallback for a failed import.
+        #: Names that the file also assigns, for example as a fallback for a failed import.
         self.assigned = {_stored(node) for node in ast.walk(tree)} - self.unclear
 
     def _note(self, node: ast.AST) -> None:

@@ -95,7 +95,7 @@ class Item(NamedTuple):
         start: Offset of the beginning, including the name.
         end: Offset of the end, without the comma.
         comma: Offset of the end with the comma, or `end`.
-        named: Start and end offsets of the name. For an item without a name, those of its first node.
+        named: Start and end offsets of the name, or of the first node of an item without a name.
     """
 
     name: str | None

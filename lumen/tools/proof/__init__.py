@@ -1,4 +1,4 @@
-"""`lumen verify`, `diff` and `replay`: record what a step computes, and compare two recordings."""
+"""`lumen verify`, `diff` and `replay`: record the computations of steps, and compare two recordings."""
 
 from lumen.cli.commands import Command
 

@@ -1,4 +1,4 @@
-"""Why two variants differ, and where: what the first difference tells."""
+"""Causes of differences between two variants, found from the first difference."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SETS = "a set, whose order is another one in each interpreter"
 
 @final
 class Suspect(NamedTuple):
-    """A line that may be why.
+    """Line of user code that may cause a difference.
 
     Attributes:
-        file: Where it is.
+        file: Path of the file.
         line: Number of the line.
-        what: The function that it calls.
+        what: The function that the line calls.
     """
 
     file: str
@@ -39,12 +39,12 @@ class Suspect(NamedTuple):
     what: str
 
     def __str__(self) -> str:
-        """As a sentence has it."""
+        """Return the function with file and line, for use in a sentence."""
         return f"{self.what}, {self.file}:{self.line}"
 
 
 def suspects(lines: tuple[str, int, int] | None) -> list[Suspect]:
-    """Those between two lines of a file, each once."""
+    """Return the distinct suspects between two lines of a file."""
     if lines is None:
         return []
     file, first, last = lines
@@ -85,13 +85,13 @@ _STATE = "Make it a buffer (register_buffer), or keep it by on_save_checkpoint a
 @final
 @dataclass
 class Cause:
-    """Why something is not proven.
+    """Reason why a promise is not proven.
 
     Attributes:
-        kind: A name for causes of this kind.
-        place: A module, a parameter, a line.
-        text: What was found, and what to do.
-        verdict: What follows for the promise.
+        kind: Name of this kind of cause.
+        place: A module, a parameter or a line.
+        text: The finding, and advice on what to do.
+        verdict: Verdict on the promise.
     """
 
     kind: str
@@ -104,11 +104,11 @@ class Cause:
 
 
 def cause_of_failure(result: Result, reference: Result | None = None) -> Cause:
-    """Why a variant did not come to its end: what was computed till then tells more than the error.
+    """Return the cause of a variant's failure, if possible from the computations before the error.
 
     Args:
-        result: What became of the variant.
-        reference: The run that it is compared with.
+        result: The result of the failed variant.
+        reference: The result of the run to compare with, or None.
     """
     failure = result.failure or {}
     if reference is not None and reference.outcomes and (changed := _changing(merged(reference.outcomes))):
@@ -121,7 +121,7 @@ def cause_of_failure(result: Result, reference: Result | None = None) -> Cause:
 
 
 def cause_on_one_rank(result: Result) -> Cause | None:
-    """What one rank has and the others have not; None: they agree."""
+    """Return the cause of a difference between ranks of one variant, or None if the ranks agree."""
     if len(result.outcomes) < 2:
         return None
     first, others = result.outcomes[0], result.outcomes[1:]
@@ -144,7 +144,7 @@ def _built(at: Event, outcome: Outcome, how: str) -> Cause:
 
 
 def _written(at: Event, first: Outcome, other: Outcome, rank: int) -> Cause:
-    """One rank wrote what all must have alike."""
+    """Return the cause for a value that one rank wrote and that must be equal on all ranks."""
     ours, theirs = ({(step, hook) for step, hook, _ in each.written} for each in (first, other))
     alone = sorted(ours ^ theirs)
     who = alone[0][1] if alone else "what is not a hook of a callback or of the task"
@@ -161,7 +161,7 @@ def _written(at: Event, first: Outcome, other: Outcome, rank: int) -> Cause:
 
 
 def cause_of_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> Cause:
-    """Why values of an evaluation differ."""
+    """Return the cause of different values in an evaluation."""
     name = wrong[0]
     logged = first.logged.get(name) or other.logged.get(name) or ""
     if logged.partition(" ")[0].endswith("_end"):
@@ -182,14 +182,14 @@ def cause_of_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> Cau
 
 
 def cause_of(reference: Result, other: Result, at: Event | None, wrong: Sequence[str], *, exact: bool) -> Cause:
-    """Why two trainings or two evaluations differ.
+    """Return the cause of a difference between two trainings or two evaluations.
 
     Args:
-        reference: The record that is taken as right.
-        other: The one that differs.
-        at: The event that differed first; None: only values do.
-        wrong: Names of values that differ, the first one first.
-        exact: It is about bits: run again, resumed, with other workers.
+        reference: The result that counts as correct.
+        other: The result that differs.
+        at: The first event that differs, or None if only values differ.
+        wrong: Names of the values that differ, in order.
+        exact: True if results must be bitwise identical: when run again, resumed or run with other workers.
     """
     ours, theirs = merged(reference.outcomes), merged(other.outcomes)
     if at is None:
@@ -224,7 +224,7 @@ def cause_of(reference: Result, other: Result, at: Event | None, wrong: Sequence
 
 
 def cause_of_moving(outcome: Outcome) -> Cause:
-    """A validation changes what is trained."""
+    """Return the cause for a validation that changes parameters or buffers."""
     hooks = [hook for _, hook, name in outcome.written if name in outcome.moved and "on_validation" in hook]
     norms = [name for name in outcome.training if "BatchNorm" in outcome.classes.get(name, "")]
     why = f" {norms[0]} ({outcome.classes[norms[0]]}) is in training mode in the validation." if norms else ""
@@ -264,7 +264,7 @@ def _data(at: Event, reference: Result, other: Result) -> Cause:
 
 
 def _changing(ours: Outcome) -> Cause | None:
-    """A data set whose length is another one when the run ends."""
+    """Return the cause for a dataset whose length changed during the run, or None."""
     lengths = [each for each in ours.probes.get("lengths", []) if each is not None]
     if len(set(lengths)) < 2:
         return None
@@ -277,7 +277,7 @@ def _changing(ours: Outcome) -> Cause | None:
 
 
 def _joined(ours: Outcome, theirs: Outcome) -> Cause:
-    """Micro-batches of another size gave another step."""
+    """Return the cause for a step that depends on the size of micro-batches."""
     norms = [name for name, kind in ours.classes.items() if "BatchNorm" in kind]
     if ours.draws:
         return Cause(
@@ -325,7 +325,7 @@ def _buffer(at: Event, ours: Outcome, other: Result) -> Cause:
 
 
 def _forward(at: Event, ours: Outcome, other: Result, *, exact: bool) -> Cause:
-    """A module, or what is computed between modules, returned something else of equal inputs."""
+    """Return the cause for a module, or code between modules, with different outputs for equal inputs."""
     name = at.name.partition("#")[0]
     owner = name if at.what == "module" else (name.rpartition(".")[0] if at.what == "input" else "")
     kind = ours.classes.get(owner, "the task")
@@ -363,7 +363,7 @@ def _is_norm(outcome: Outcome, name: str) -> bool:
 
 
 def _owner(name: str) -> str:
-    """The module that a parameter or buffer belongs to."""
+    """Return the name of the module that owns a parameter or buffer."""
     return name.removeprefix("buffer ").rpartition(".")[0]
 
 
@@ -376,7 +376,7 @@ def _said(found: Sequence[Suspect]) -> str:
 
 
 def _line(outcome: Outcome, name: str, found: Sequence[Suspect]) -> str:
-    """The line that is to blame, or that where the class begins."""
+    """Return the line of the first suspect, or the first line of the class."""
     if found:
         return f"{found[0].file}:{found[0].line}"
     lines = outcome.lines.get(name)

@@ -1,4 +1,4 @@
-"""What was proven, with hashes of what each run computed; and what has changed since another such file."""
+"""Certificates: verdicts and hashes of what each run computed, and the changes since an earlier certificate."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _OF_PROCESSORS = {"model name": "", "cpu family": "family ", "model": "model ", 
 
 
 def certificate(proof: Prover, command: str) -> dict[str, Any]:
-    """A proof as JSON can have it.
+    """Return a proof as JSON-compatible data.
 
     Args:
-        proof: All that was shown.
-        command: The command line that it is of.
+        proof: The completed proof.
+        command: The command line of the proof.
     """
     made = {
         "format": FORMAT,
@@ -57,11 +57,11 @@ def certificate(proof: Prover, command: str) -> dict[str, Any]:
 
 
 def _device(accelerator: str) -> str:
-    """What has computed: bits are the same on the same, since others add in another order."""
+    """Return the name of the device. Only equal devices sum in the same order, with bitwise identical results."""
     if accelerator == "cuda":
         return torch.cuda.get_device_name()
     found: dict[str, str] = {}
-    with suppress(OSError):  # no system but Linux has it
+    with suppress(OSError):  # exists only on Linux
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
         found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     parts = [f"{before}{found[key]}" for key, before in _OF_PROCESSORS.items() if key in found]
@@ -69,7 +69,7 @@ def _device(accelerator: str) -> str:
 
 
 def _run(result: Result) -> dict[str, Any]:
-    """What a run computed: its losses with all their bits, hashes of gradients and parameters after each step."""
+    """Return the exact losses of a run, and hashes of gradients and parameters after each step."""
     outcome = merged(result.outcomes)
     losses = [(event.step + 1, event.micro, event.numbers[1].hex()) for event in outcome.of("loss")]
     steps: dict[int, dict[str, list[Event]]] = {}
@@ -87,10 +87,10 @@ def _hashed(events: list[Event], result: Result) -> dict[str, str] | str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A certificate.
+    """Read a certificate.
 
     Raises:
-        ConfigError: The file is no certificate, or cannot be read.
+        ConfigError: The file is not a certificate, or cannot be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -102,13 +102,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def changed_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in sentences what differs of the versions, the device, the threads and the command."""
+    """Return the changes of versions, device, threads and command, as sentences."""
     differ = (name for name in _SAME if name in before and before[name] != now.get(name))
     return [f"{name} was {before[name]} and is {now.get(name)}." for name in differ]
 
 
 def changed_results(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in sentences which verdicts differ, and of each run the first number that does."""
+    """Yield the changed verdicts, and the first changed number of each run, as sentences."""
     old, new = ({(row["promise"], row["what"]): row["verdict"] for row in each["rows"]} for each in (before, now))
     for key in {**old, **new}:
         if old.get(key) != new.get(key):
@@ -119,7 +119,7 @@ def changed_results(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
 
 def _first(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """The first of a run's numbers that is another one now."""
+    """Return a description of the first number of a run that changed, or None."""
     for number in sorted({*old["steps"]} | {*new["steps"]}, key=int):
         losses, others = ({(step, micro): text for step, micro, text in run["losses"]} for run in (old, new))
         for key in sorted({*losses} | {*others}):

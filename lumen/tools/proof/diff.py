@@ -1,4 +1,4 @@
-"""`lumen diff`: where two trainings part."""
+"""`lumen diff`: finds the first difference between two trainings."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _OF_NO_WEIGHT = {
     )
 }  # fmt: skip
 _STEPS_OF_CONFIGS = 10
-_ROOM = 72  # characters of a value
+_ROOM = 72  # most characters of a printed value
 
 
 @final
 @dataclass
 class Findings:
-    """What two runs or configs differ in.
+    """Differences between two runs or configs.
 
     Attributes:
-        configuration: Settings, by path; None: those of one of them are not known.
-        environment: What of versions, machine and processes differs; by itself it makes no two runs differ.
-        metrics: The first logged values that differ; None: there are none.
-        checkpoint: Step of the first checkpoint of both with other parameters or another state; None: there is none.
-        trained: First and last step that both were trained again for; None: they were not.
-        difference: What those trainings differ in first; None: in nothing.
-        unlike_record: What a run logged when it was trained again, and had recorded otherwise, by run.
-        notes: More to be said, in sentences.
+        configuration: Settings that differ, by path, or None if the settings of a run are unknown.
+        environment: Versions, machine and processes that differ. Such differences alone leave two runs equal.
+        metrics: The first logged values that differ, or None if none differ.
+        checkpoint: Step of the first common checkpoint with different parameters or optimizer state, or None.
+        trained: First and last step of the training repeated for both, or None if nothing was trained.
+        difference: The first difference between the repeated trainings, or None if they are equal.
+        unlike_record: The first recorded value that the repeated training did not reproduce, by run.
+        notes: More information, in sentences.
     """
 
     configuration: dict[str, tuple[Any, Any]] | None = None
@@ -63,13 +63,13 @@ class Findings:
 
     @property
     def are_equal(self) -> bool:
-        """Nothing that is computed differs, nor a setting that it follows from."""
+        """True if no computed value and no setting that affects the computation differs."""
         found = self.configuration, self.metrics, self.checkpoint, self.difference
         return all(each in (None, {}) for each in found)
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("diff", DIFF, "A B [--steps N] [--records] [--json]", _MORE)
     parser.add_argument("a", metavar="A", help="The directory of a run, or a config file.")
     parser.add_argument("b", metavar="B", help="Another one.")
@@ -82,7 +82,7 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Compare, print what was found, and return 0, 1 or 2."""
+    """Compare two runs or configs, print the differences, and return 0, 1 or 2."""
     given = options().read(words)
     if given.steps is not None and given.steps < 1:
         raise ConfigError(f"--steps: expected a number from 1, found {given.steps}.")
@@ -108,7 +108,7 @@ def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings
     found.environment, found.metrics = a.differing_environment(b), parting(a.metrics, b.metrics)
     begin, found.checkpoint = a.common_checkpoints(b)
     ends = [each for each in (found.metrics and found.metrics[0].step, found.checkpoint) if each]
-    if ends and begin >= min(ends):  # a value differs that nothing is computed from
+    if ends and begin >= min(ends):  # A value differs before an equal checkpoint: train from the beginning.
         begin = 0
     if steps is not None or not ends:
         ends.append(begin + (steps or _STEPS_OF_CONFIGS))
@@ -125,7 +125,7 @@ def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings
 
 
 def _train(a: Rerun, b: Rerun, begin: int, last: int, found: Findings) -> None:
-    """Train both again, and compare them with each other and with what they had recorded."""
+    """Train both runs again, and compare them with each other and with their records."""
     print(f"training both again, steps {begin + 1} to {last} ...", file=stderr)
     logged: dict[str, dict[tuple[int, str], str]] = {}
     of_a, of_b = _fit(a, "A", begin, logged), _fit(b, "B", begin, logged)

@@ -1,4 +1,4 @@
-"""Compares two records of trainings: what differs first, and by how much."""
+"""Comparison of two recorded trainings: the first difference, and its size."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from lumen.data.nested import tensors
 from lumen.tools.proof.recorder import KINDS, Key, Recorder, StepTrace
 
-#: Trains from the beginning, or from one checkpoint, with a recorder among its callbacks; the same each time.
+#: Function that trains with a recorder as a callback, always from the same start or checkpoint.
 Fit = Callable[[Recorder], None]
 
 
 class Count(NamedTuple):
-    """How much of one kind differs in a step.
+    """Number of differences of one kind in a step.
 
     Attributes:
-        kind: One of `KINDS`.
-        differ: Entries that differ, or that only one of the records has.
-        of: Entries of both.
-        first: The first that differs; "" if none does.
+        kind: A kind in `KINDS`.
+        differ: Number of entries that differ or that only one of the records has.
+        of: Number of entries in either record.
+        first: Place of the first entry that differs, or "".
     """
 
     kind: str
@@ -36,20 +36,20 @@ class Count(NamedTuple):
 @final
 @dataclass
 class Difference:
-    """The first thing in which two trainings differ.
+    """First difference between two trainings.
 
     Attributes:
         step: Number of the step, from 1.
         key: The entry of the record that differs.
-        a: What the first record has: a number or text as it is, else a digest; None: nothing.
-        b: Likewise of the second.
-        counts: How much of each kind differs in this step, in the order of `KINDS`.
-        absolute: Largest absolute difference of an element; None: it is not known, or there are no numbers.
-        relative: Largest difference of an element, relative to the larger of the two.
-        element: Where the first element is that differs: of which tensor, and its index.
-        values: The two values of that element.
-        operator: The first operator that returned something else in there; None: it is not known.
-        repeats: Both trainings did the same once more; None: that was not tried.
+        a: The entry in the first record: a number or text as text, else a digest; None if missing.
+        b: The entry in the second record, in the same form.
+        counts: Number of differences of each kind in this step, in the order of `KINDS`.
+        absolute: Largest absolute difference of an element, or None if unknown or not numeric.
+        relative: Largest difference of an element, relative to the larger of the two values.
+        element: Tensor and index of the first element that differs.
+        values: The two values of the first element that differs.
+        operator: The first operator with a different result in this place, or None if unknown.
+        repeats: True if both trainings gave the same results when repeated, or None if not tried.
     """
 
     step: int
@@ -65,15 +65,15 @@ class Difference:
     repeats: bool | None = None
 
     def __str__(self) -> str:
-        """What differs, in a sentence without a full stop."""
+        """Return a description of the difference, without a full stop."""
         where = f"step {self.step}" + (f", micro-batch {self.key.micro}" if self.key.micro > 0 else "")
         return f"{where}: {KINDS[self.key.kind].format(self.key.place)}"
 
 
 def first_difference(a: Sequence[StepTrace], b: Sequence[StepTrace]) -> Difference | None:
-    """The first entry in which two records differ, in the order in which things happened; None: they are equal.
+    """Return the first difference between two records, in order of computation, or None if they are equal.
 
-    A step that only one of them has is no difference: one may have stopped earlier.
+    Steps that only one record has do not count as different, because one training may have stopped earlier.
     """
     for step, twin in zip(a, b, strict=False):
         for mine, other in zip_longest(step.events.items(), twin.events.items()):
@@ -94,10 +94,10 @@ def _counted(a: StepTrace, b: StepTrace) -> list[Count]:
 
 
 def record(fit: Fit, last: int, **settings: Any) -> list[StepTrace]:
-    """Train, and record some steps.
+    """Train, and return the record of steps up to `last`.
 
     Args:
-        fit: Trains with the recorder that it is given as one of the callbacks.
+        fit: Function that trains with the given recorder as one of the callbacks.
         last: Number of the last step, after which the training stops.
         **settings: Other arguments of `Recorder`.
     """
@@ -107,17 +107,16 @@ def record(fit: Fit, last: int, **settings: Any) -> list[StepTrace]:
 
 
 def compare(a: Fit, b: Fit, last: int, *, first: int = 1) -> Difference | None:
-    """Train twice, or four times: where two trainings part, and by how much.
+    """Run two trainings, compare them, and run both again to measure the first difference.
 
     Args:
-        a: Makes one of them.
-        b: Makes the other.
+        a: Function that runs the first training.
+        b: Function that runs the second training.
         last: Number of the last step to compare.
-        first: Number of the first.
+        first: Number of the first step to compare.
 
     Returns:
-        The first difference, with values and the operator, for which both train again up to there; None: there is
-        none.
+        The first difference, with values and the operator, or None if the trainings are equal.
     """
     found = first_difference(record(a, last, first=first), record(b, last, first=first))
     if found is not None:
@@ -127,7 +126,7 @@ def compare(a: Fit, b: Fit, last: int, *, first: int = 1) -> Difference | None:
 
 
 def _measure(found: Difference, a: Sequence[StepTrace], b: Sequence[StepTrace]) -> None:
-    """Add values and the operator, which the same step of both shows when it is made again."""
+    """Add values and the operator to a difference, from the repeated step of both trainings."""
     if not (a and b):
         return
     steps = a[0], b[0]
@@ -157,7 +156,7 @@ def _compare_values(found: Difference, a: Any, b: Any) -> None:
 
 
 def _operator(key: Key, a: StepTrace, b: StepTrace) -> str | None:
-    """The first operator in a module's call, or anywhere before, that returned something else or only one calls."""
+    """Return the first operator before the entry that differs, only within the entry's module if it has one."""
     inside = key.place if key.kind in ("output", "random") else ""
     for (mine, code), (other, code_of_other) in zip(a.events.items(), b.events.items(), strict=False):
         if (mine, code) != (other, code_of_other):

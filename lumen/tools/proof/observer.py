@@ -1,4 +1,4 @@
-"""The callback that writes down what a process of a variant computes."""
+"""Callback that records what a process of a variant computes."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from lumen.trainer.trainer import Trainer
 
 @final
 class Rows(Logger):
-    """Keeps what loggers get."""
+    """Logger that keeps the logged values in an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep values."""
+        """Keep the values of a step."""
         self._outcome.rows.append((step, dict(metrics)))
 
 
 @final
 class Observer(Callback):
-    """Writes down what a training computes; the last of the callbacks, so that it sees what the others did.
+    """Callback that records what a training computes, as the last callback, to see the effects of the others.
 
-    Collective: every rank has one, with the same arguments.
+    Collective: every rank must have an observer with the same arguments.
 
     Args:
-        outcome: The record that it adds to.
-        save_every: Steps between two checkpoints, of which the state of the optimizers is recorded too.
-        modules: Look at what each module is given and gives; not where forwards are compiled.
+        outcome: The record to add events to.
+        save_every: Steps between two checkpoints. The optimizer state is recorded at these steps too.
+        modules: True to record inputs and outputs of each module; False for compiled forwards.
 
     Attributes:
         step: Number of completed steps.
@@ -74,10 +74,10 @@ class Observer(Callback):
         self._outcome.events.append(Event(self.step, micro, what, name, *measure(thing)))
 
     def watch(self, task: TaskModule, callbacks: list[Callback]) -> None:
-        """Note from now on which of the user's hooks write parameters or buffers, and from where values are logged.
+        """Record from now on which user hooks write parameters or buffers, and which functions log values.
 
         Args:
-            task: The task, before its run begins.
+            task: The task, before its run starts.
             callbacks: The callbacks of the run.
         """
         for owner in (*(each for each in callbacks if lines_of(each) is not None), task):
@@ -106,13 +106,13 @@ class Observer(Callback):
         return log(name, *args, **kwargs)
 
     def look_at(self, task: TaskModule, what: str) -> None:
-        """Record parameters and buffers as they are. Collective."""
+        """Record the parameters and buffers. Collective: every rank must call this."""
         for kind, name, tensor in state_of(task):
             if not (kind == "parameter" and tensor.is_meta):
                 self._add(what, name if kind == "parameter" else f"buffer {name}", tensor)
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Record what training begins with, and listen to the modules."""
+        """Record the initial state, and register hooks on the modules."""
         self.step = trainer.global_step
         if self.step:
             self._look_at_state(trainer, task)
@@ -122,7 +122,7 @@ class Observer(Callback):
         self._outcome.workers = max((getattr(each, "num_workers", 0) for _, each in loaders_in(loader)), default=0)
         self._outcome.probes["lengths"] = [known_length(getattr(loader, "dataset", None))]
         self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
-        parts = [("data", trainer.datamodule)]  # of the user, and no modules
+        parts = [("data", trainer.datamodule)]  # objects of the user that are not modules
         parts += [(name.replace("_", " "), getattr(loader, name, None)) for name in _OF_LOADERS]
         for name, thing in (*task.named_modules(), *parts):
             if (lines := lines_of(thing)) is not None:
@@ -149,7 +149,7 @@ class Observer(Callback):
         self._generators = generators()
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
-        """Record what the gradients are so far, in the first step."""
+        """Record the gradients accumulated so far, in the first step."""
         if self._generators is not None and self._generators != generators():
             self._outcome.draws.append((self.step, self._micro))
         self._generators = None
@@ -159,7 +159,7 @@ class Observer(Callback):
                     self._add("partial", name, parameter.grad, self._micro)
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """Record the gradients; of a task that optimizes by hand this optimizer's, as others may be left over."""
+        """Record the gradients. With manual optimization, only this optimizer's, because others may be stale."""
         moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in task.named_parameters():
             if parameter.grad is not None and (task.automatic_optimization or parameter in moved):
@@ -173,25 +173,25 @@ class Observer(Callback):
         self._micro = -1
 
     def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Note what there is before it, and that what modules compute now is no training."""
+        """Record the state before the validation, and stop recording modules."""
         self._micro = -1
         self._before_validation = _digests(task)
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Note modules that are still in training mode."""
+        """Record the modules that are in training mode."""
         found = [name for name, module in task.named_modules() if module.training]
         self._outcome.training += [name for name in found if name not in self._outcome.training]
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Note what it has left changed."""
+        """Record the parameters and buffers that the validation changed."""
         after = _digests(task)
         changed = [name for name, code in self._before_validation.items() if after.get(name) != code]
         self._outcome.moved += [name for name in changed if name not in self._outcome.moved]
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Record what the step has made."""
+        """Record the parameters and buffers after the step."""
         self.step = trainer.global_step
         self._look_at_state(trainer, task)
 
@@ -207,7 +207,7 @@ class Observer(Callback):
                 self._add("optimizer", f"{key} of {name}", value)
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Record the state of the optimizers, and what the data set is."""
+        """Record the optimizer state, and probe the dataset."""
         if self.step % self._save_every:
             self._look_at_optimizers(trainer, task)
         if trainer.world_size == 1:
@@ -217,7 +217,7 @@ class Observer(Callback):
 
 
 def _digests(task: TaskModule) -> dict[str, str]:
-    """What parameters and buffers are; of those that are cut up this process's part."""
+    """Return digests of parameters and buffers, for sharded tensors of this process's shard."""
     return {name: digest([tensor.detach().clone()]) for _, name, tensor in state_of(task)}
 
 
@@ -228,18 +228,18 @@ _OF_LOADERS = ("dataset", "sampler", "batch_sampler")
 
 
 def lines_of(thing: Any) -> tuple[str, int, int] | None:
-    """Return file, first and last line of a user's class; None: the class is of a library, or has no source."""
+    """Return file, first and last line of a user's class, or None for a library class or one without source."""
     kind = thing if isinstance(thing, type) else type(thing)
     with suppress(OSError, TypeError):
         file = str(inspect.getsourcefile(kind))
-        if Frame(file, 0, "").is_users:  # first, since Python is slow to find the lines of a class
+        if Frame(file, 0, "").is_users:  # checked first, since finding the lines of a class is slow
             text, first = inspect.getsourcelines(kind)
             return file, first, first + len(text) - 1
     return None
 
 
 def _written(task: TaskModule) -> dict[str, Any]:
-    """Return for each parameter and buffer what is another value once it is written."""
+    """Return a marker for each parameter and buffer, which changes when the tensor is written."""
     named = {name: tensor for _, name, tensor in state_of(task)}
     quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
     return {
@@ -250,7 +250,7 @@ def _written(task: TaskModule) -> dict[str, Any]:
 
 
 def _function(frame: FrameType | None) -> str:
-    """The user's function that called, its file and line."""
+    """Return the innermost function of the user in the call stack, with file and line."""
     while frame is not None and not Frame(frame.f_code.co_filename, frame.f_lineno, "").is_users:
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
@@ -265,9 +265,9 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def probe(loader: Any) -> dict[str, list[Any]]:
-    """What a map-style data set and its sampler give when they are asked twice with the same keys; nothing of others.
+    """Read a map-style dataset and its sampler twice with the same seeds. Other loaders give an empty dictionary.
 
-    It is for the end of a run: a data set that keeps a state is another one afterwards.
+    Call this at the end of a run, because reading may change a dataset that keeps state.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {}
@@ -284,12 +284,12 @@ def _samples(loader: DataLoader[Any]) -> Iterator[str]:
         own.seed_all(_KEY)
         try:
             yield digest(loader.dataset[index])
-        except Exception as error:  # whatever the user's code raises is no finding of this one
+        except Exception as error:  # Errors of user code are not reported here.
             yield type(error).__name__
 
 
 def _order(loader: DataLoader[Any]) -> list[str]:
-    """The first numbers that the sampler gives."""
+    """Return the first `_ORDER` indices of the sampler."""
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     own = OwnGenerators({"sampler": sampler, "loader": loader.generator}, by_seed=True)
     own.seed_all(_KEY)

@@ -1,4 +1,4 @@
-"""What one process has computed in a short training, as plain data in its order, and how two such records differ."""
+"""Records of what one process computed in a short training, as plain data, and their comparison."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _PERIOD, _PROJECTIONS = 4093, 3
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor on this process. Collective where it is sharded."""
+    """Return the full tensor. Collective for a sharded tensor: every rank must call this."""
     sharded: Any = tensor.detach()
     value: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else sharded
     return value.to_dense() if value.layout is not torch.strided else value
 
 
 def measure(thing: Any) -> tuple[str, tuple[float, ...]]:
-    """The digest of the bits of tensors, and numbers that are as near to each other as the tensors are.
+    """Return the digest of the bytes of tensors, and numbers that are close for close tensors: norm and projections.
 
     Args:
-        thing: Tensors, whole or sharded, and plain data, nested in any way.
+        thing: Tensors, sharded or not, and plain data, nested in any way.
     """
     found, sums = hashlib.sha256(), [0.0] * (1 + _PROJECTIONS)
     for _, tensor in tensors_in(thing):
-        value = whole(tensor).cpu().contiguous().clone()  # numpy would keep FSDP from freeing what it looks at
+        value = whole(tensor).cpu().contiguous().clone()  # A view in numpy would keep FSDP from freeing the tensor.
         found.update(f"{value.dtype}{tuple(value.shape)}".encode())
         found.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
         flat = value.reshape(-1)
@@ -43,7 +43,7 @@ def measure(thing: Any) -> tuple[str, tuple[float, ...]]:
 
 
 def _numbers(flat: torch.Tensor) -> list[float]:
-    """The square of a vector's norm, and its projections."""
+    """Return the squared norm of a vector, and its projections onto fixed vectors."""
     rows, rest = divmod(len(flat), _PERIOD)
     body, tail = flat[: rows * _PERIOD].view(rows, _PERIOD), flat[rows * _PERIOD :]
     columns = _columns()
@@ -59,7 +59,7 @@ def _columns() -> torch.Tensor:
 
 
 def tensors_in(thing: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a batch or an output, with where they are; numbers and texts too, as tensors."""
+    """Yield the tensors in a batch or an output with their paths. Numbers and strings become tensors."""
     for where, leaf in leaves(thing, place):
         for each in leaf if isinstance(leaf, list | tuple) else [leaf]:
             if isinstance(each, torch.Tensor):
@@ -71,7 +71,7 @@ def tensors_in(thing: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]
 
 
 def loss_in(output: Any) -> torch.Tensor | None:
-    """The loss in what a training step returned."""
+    """Return the loss in the output of a training step, or None."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     if isinstance(output, tuple | list) and output:
@@ -80,7 +80,7 @@ def loss_in(output: Any) -> torch.Tensor | None:
 
 
 def counts_in(batch: Any) -> dict[str, int]:
-    """What could be the number of units in a batch: samples, tokens that are no padding, what a mask marks."""
+    """Return candidate numbers of units in a batch: samples, non-padding tokens, masked elements."""
     found: dict[str, int] = {}
     for place, tensor in tensors_in(batch, "batch"):
         if tensor.ndim and "samples" not in found:
@@ -93,22 +93,22 @@ def counts_in(batch: Any) -> dict[str, int]:
     return found
 
 
-#: What an event is about, in the order of a step. Those of a micro-batch come from the process that computed it.
+#: Kinds of events, in order within a step. Events of a micro-batch come from the process that computed it.
 OF_MICRO_BATCHES = ("order", "batch", "input", "module", "loss", "partial")
 OF_STEPS = ("built", "start", "gradient", "parameter", "buffer", "optimizer")
 
 
 @final
 class Event(NamedTuple):
-    """One thing that was computed.
+    """Value that was computed.
 
     Attributes:
-        step: Optimizer updates completed before it; of "parameter" and "buffer" including this one.
-        micro: Number of the micro-batch in its epoch, as one process would count; -1: it is of no single one.
-        what: One of `OF_MICRO_BATCHES` and `OF_STEPS`.
-        name: Of a module, a parameter, a buffer; how often it came before in this micro-batch, after a `#`.
-        digest: A hash of all its bits.
-        numbers: Its norm, and projections of it onto fixed vectors, in float64.
+        step: Number of completed optimizer updates; for "parameter" and "buffer" including the present update.
+        micro: Number of the micro-batch in its epoch over all processes, or -1 for events of the step.
+        what: Kind of the event, one of `OF_MICRO_BATCHES` and `OF_STEPS`.
+        name: Name of a module, parameter or buffer. From the second event in a micro-batch on, `#` and a number follow.
+        digest: Hash of all bytes of the value.
+        numbers: Norm of the value, and its projections onto fixed vectors, in float64.
     """
 
     step: int
@@ -120,12 +120,12 @@ class Event(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, str, str]:
-        """What it is in any run."""
+        """Key of the event, which is the same in all runs."""
         return self.step, self.micro, self.what, self.name
 
     @property
     def when(self) -> tuple[int, int, int]:
-        """Its place in a run, among those of other processes."""
+        """Sort key of the event among the events of all processes."""
         if self.what in ("built", "start"):
             return -1, 0, 0
         if self.what in OF_MICRO_BATCHES:
@@ -136,25 +136,25 @@ class Event(NamedTuple):
 @final
 @dataclass
 class Outcome:
-    """All that one process of a variant tells.
+    """Record of one process of a variant.
 
     Attributes:
-        events: Everything computed, in order.
-        rows: What loggers got: step, and values by name. Of rank 0.
-        draws: Steps and micro-batches in which a training step moved the global generators.
-        counts: Of each micro-batch of the first step, what could be a number of units in it: by place in the batch.
+        events: All computed values, in order.
+        rows: Steps and values by name that rank 0 logged.
+        draws: Steps and micro-batches in which a training step drew from the global generators.
+        counts: Candidate numbers of units, by place in the batch, for each micro-batch of the first step.
         classes: Class of each module, by name.
-        lines: Where classes of the user's own are written, by what they are: a module's name, `task`, `data`,
-            `dataset`, `sampler`: file, first line, last line.
-        written: By which hooks parameters and buffers were written: step, the hook, name.
-        moved: What a validation has left changed.
-        training: Modules that were in training mode in a validation.
-        logged: Where each value of an evaluation was logged: the function, its file and line.
-        probes: What samples are, and what the sampler says, read twice with the same keys; lengths of the data set.
+        lines: File, first line and last line of user classes, by role: a module's name, `task`, `data`, `dataset`,
+            `sampler` or `batch sampler`.
+        written: Steps, hooks and names of the parameters and buffers that user hooks wrote.
+        moved: Names of parameters and buffers that a validation changed.
+        training: Names of modules in training mode during a validation.
+        logged: Function, file and line that first logged each value.
+        probes: Digests of samples and indices of the sampler, each read twice with the same seeds; dataset lengths.
         values: The dictionaries that `validate` returned, joined.
-        workers: How many the training loader has.
-        by_hand: The task moves its optimizers itself, so that each batch is a step.
-        dtypes: Every dtype that a loss had.
+        workers: Number of workers of the training loader.
+        by_hand: True if the task uses manual optimization, in which each batch is a step.
+        dtypes: All dtypes of losses.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -175,13 +175,13 @@ class Outcome:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Outcome:
-        """Read the attributes of an outcome that JSON has kept."""
+        """Return the outcome from its attributes in JSON."""
         events = [Event(*event) for event in data["events"]]
         counts = {int(micro): counted for micro, counted in data["counts"].items()}
         return Outcome(**{**data, "events": events, "counts": counts})
 
     def of(self, *what: str) -> Iterator[Event]:
-        """The events about something."""
+        """Return the events of some kinds."""
         return (event for event in self.events if event.what in what)
 
 
@@ -190,11 +190,11 @@ FLOAT64, FLOAT32 = 1e-10, 1e-5
 
 @final
 class Apart(NamedTuple):
-    """How two outcomes differ.
+    """Difference between two outcomes.
 
     Attributes:
-        largest: The largest difference of anything, relative to its norm where that is more than 1.
-        at: The event that differed first, as the reference has it; None: no event did.
+        largest: The largest difference of a value, relative to the value's norm if the norm is more than 1.
+        at: The reference's event that differs first, or None if no event differs.
     """
 
     largest: float
@@ -202,13 +202,13 @@ class Apart(NamedTuple):
 
 
 def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence[str] = ()) -> Apart:
-    """Compare what both have computed, in the order in which the other one did.
+    """Compare the events of two outcomes, in the order of the second outcome.
 
     Args:
-        reference: The record that is taken as right.
-        other: What is to be shown.
-        tolerance: That counts as no difference; 0: the bits must be equal.
-        what: What events must be about; default: everything but parts of gradients.
+        reference: The outcome that counts as correct.
+        other: The outcome to check.
+        tolerance: The largest difference that counts as equal. 0 requires bitwise identical values.
+        what: Kinds of events to compare. Default: all except partial gradients.
     """
     wanted = set(what or (*OF_MICRO_BATCHES, *OF_STEPS)) - ({"partial"} if not what else set())
     known = {event.key: event for event in reference.events if event.what in wanted}
@@ -228,7 +228,7 @@ def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence
 
 
 def _missing(known: dict[tuple[int, int, str, str], Event], other: Outcome, wanted: set[str]) -> Event | None:
-    """What the reference has of the other one's steps that the other one lacks."""
+    """Return the first event of the reference that the other outcome lacks in its steps, or None."""
     have = {event.key for event in other.events}
     steps = {event.step for event in other.of("loss", "gradient")}
     kinds = {"gradient", *wanted} & {"gradient", *OF_MICRO_BATCHES}
@@ -237,7 +237,7 @@ def _missing(known: dict[tuple[int, int, str, str], Event], other: Outcome, want
 
 
 def distance(one: Event, other: Event) -> float:
-    """The difference of two tensors, from their projections, relative to their norm where that is more than 1."""
+    """Return the difference of two tensors by their projections, relative to their norm if it is more than 1."""
     if len(one.numbers) != len(other.numbers):
         return math.inf
     if any(not math.isfinite(number) for number in (*one.numbers, *other.numbers)):
@@ -247,7 +247,7 @@ def distance(one: Event, other: Event) -> float:
 
 
 def merged(outcomes: Sequence[Outcome]) -> Outcome:
-    """What all ranks have computed together: rank 0's steps, everybody's micro-batches."""
+    """Merge the outcomes of all ranks: the step events of rank 0, and the micro-batch events of every rank."""
     first = outcomes[0]
     others = [event for outcome in outcomes[1:] for event in outcome.of(*OF_MICRO_BATCHES)]
     by_time = sorted([*first.events, *others], key=lambda event: event.when)
@@ -260,11 +260,11 @@ def merged(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def values_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, list[str], set[str]]:
-    """Compare the logged values that both have, and all values of an evaluation; see `_is_rounding_of_float32`.
+    """Compare the logged values that both outcomes have, and all values of an evaluation.
 
     Returns:
-        The largest difference, but for that of rounded values; the names of values that differ by more than is allowed,
-        the first one first; names of values that differ by the rounding of float32, which is all that they hold.
+        The largest difference, without float32 rounding. Names of values that differ by more than the tolerance, in
+        order. Names of float32 values that differ by rounding (`_is_rounding_of_float32`).
     """
     known = {(step, name): value for step, values in reference.rows for name, value in values.items()}
     pairs = [
@@ -287,9 +287,9 @@ def values_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[
 
 
 def _is_rounding_of_float32(one: float, other: float) -> bool:
-    """Return True if two numbers were computed in float32, whatever their task's precision, and differ by its rounding.
+    """Return True if two numbers were computed in float32, in any precision of the task, and differ by its rounding.
 
-    torchmetrics objects sum in it by default. A number that was computed in float64 has more digits than it holds.
+    torchmetrics objects sum in float32 by default. A number computed in float64 has more digits than float32 holds.
     """
     in_float32 = all(torch.tensor(each, dtype=torch.float32).item() == each for each in (one, other))
     return in_float32 and not _are_counts(one, other) and number_apart(one, other) <= FLOAT32
@@ -300,7 +300,7 @@ def _are_counts(one: float, other: float) -> bool:
 
 
 def number_apart(one: float, other: float) -> float:
-    """The difference of two numbers, relative to them where they are more than 1."""
+    """Return the difference of two numbers, relative to the larger if it is more than 1."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     apart = abs(one - other) / max(1.0, abs(one), abs(other))
@@ -311,16 +311,16 @@ _FITS = 1e-6
 
 
 def cause_of_parts(ours: Outcome, theirs: Outcome) -> str | None:
-    """By what weights two gradients add up to that of both batches together, and what in the batches these count.
+    """Find the weights by which two gradients sum to the gradient of the joint batch, and the units that they count.
 
-    The numbers of a gradient are linear in it but for the norm, so that they add up as gradients do.
+    The projections of a gradient are linear in the gradient, so they add up as gradients do.
 
     Args:
-        ours: A step of micro-batches, with what the gradients were after each of them.
-        theirs: The same samples in half as many.
+        ours: Outcome of a step of micro-batches, with the accumulated gradients after each of them.
+        theirs: Outcome of the same samples in half as many micro-batches.
 
     Returns:
-        A sentence; None: it is no weighted mean of them.
+        A sentence on the weights, or None if the joint gradient is not a weighted mean.
     """
     micro = sorted({event.micro for event in ours.of("partial") if event.step == 0})[:2]
     joint = sorted({event.micro for event in theirs.of("partial") if event.step == 0})[:1]
@@ -329,7 +329,7 @@ def cause_of_parts(ours: Outcome, theirs: Outcome) -> str | None:
     named = [_vector(ours, micro[0]), _vector(ours, micro[1]), _vector(theirs, joint[0])]
     names = [name for name in named[0] if all(name in each for each in named)]
     first, sums, total = (torch.tensor([each[name] for name in names], dtype=torch.float64).flatten() for each in named)
-    # The weight w for which 2 w first + 2 (1 - w) second is total: each of the two was counted as one half.
+    # Find w with total = 2 w first + 2 (1 - w) second. Each gradient was accumulated with weight one half.
     apart, rest = 2 * (2 * first - sums), total - 2 * (sums - first)
     share = float(apart @ rest / (apart @ apart))  # NaN if nothing differs
     if not 0 < share < 1 or float((rest - share * apart).abs().max()) > _FITS * float(total.abs().max()):

@@ -1,4 +1,4 @@
-"""What every process of a variant needs, imported by the one that they are forked from."""
+"""Imports for the fork server, so that the processes of variants start with these modules loaded."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from lumen.tools.proof.worker import MORE
 import_compiler()
 if file := os.environ.pop(MORE, None):
     for name in Path(file).read_text(encoding="utf-8").split():
-        with suppress(Exception):  # one that cannot be imported alone is imported by who needs it
+        with suppress(Exception):  # A module that fails here is imported later by its user.
             import_module(name)

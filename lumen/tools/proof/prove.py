@@ -1,4 +1,4 @@
-"""Runs all variants and says of each promise whether it is kept."""
+"""Proof of the promises: runs all variants, compares them, and reports a verdict for each comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lumen.tools.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, 
 from lumen.tools.proof.worker import PREFIX, Maker, Pool, Result, libraries
 
 FP64 = "fp64"
-#: What can be compared, in the order of the table.
+#: Names of the comparisons, in the order of the table.
 COMPARISONS = ("accumulate", "processes", "validation", "again", "workers", "kills", "evaluation", "checkpoints")
 _READERS: tuple[tuple[str, Name], ...] = (("one", "fsdp"), ("fsdp", "single"), ("ddp", "fsdp"))
 _OF_STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
@@ -31,15 +31,15 @@ _OF_STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
 @final
 @dataclass
 class Row:
-    """What one comparison has shown.
+    """Result of one comparison.
 
     Attributes:
-        promise: P1 to P4.
-        what: Names what was compared.
-        demands: "bits", or the largest difference that is no more than rounding.
-        largest: The largest difference; None: there was nothing to compare.
-        seconds: That its runs took.
-        cause: Why the promise is not kept; None: it is.
+        promise: Name of the promise, P1 to P4, or "".
+        what: Name of the comparison.
+        demands: "bits" for bitwise identity, or the largest difference that counts as rounding.
+        largest: The largest difference, or None if nothing was compared.
+        seconds: Duration of the comparison's runs in seconds.
+        cause: The reason why the promise is not proven, or None if it is.
     """
 
     promise: str
@@ -51,12 +51,12 @@ class Row:
 
     @property
     def verdict(self) -> Verdict:
-        """What was shown of the promise."""
+        """Verdict on the promise."""
         return "proven" if self.cause is None else self.cause.verdict
 
 
 def machine(size: Size, accelerator: str) -> Size:
-    """The same on this machine: as many threads as each of two processes may have; CUDA only if it has two devices."""
+    """Return the size with this machine's accelerator and threads: half the cores, and CUDA only with two devices."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     on_cuda = accelerator in ("auto", "gpu", "cuda") and torch.cuda.device_count() > 1
     return replace(size, threads=max(1, cores // 2), accelerator="cuda" if on_cuda else "cpu")
@@ -64,21 +64,21 @@ def machine(size: Size, accelerator: str) -> Size:
 
 @final
 class Prover:
-    """Runs variants and compares them.
+    """Prover that runs variants and compares them.
 
     Args:
-        make: Builds everything; it is called in other processes, so it must be a function of a module.
-        size: How much each variant does.
-        compiles: Compare eager with compiled too.
-        only: Names in `COMPARISONS`; default: all of them.
+        make: Function that builds task, data and trainer, picklable because subprocesses call it.
+        size: Numbers of steps and batches of each variant.
+        compiles: True to compare eager with compiled too.
+        only: Names in `COMPARISONS`. Default: all.
 
     Attributes:
-        size: How much each variant does, as given.
-        tell: Called with each row when it is there.
-        rows: All that was shown, in the order of the promises.
+        size: Numbers of steps and batches of each variant, as given.
+        tell: Function that is called with each row as soon as it exists.
+        rows: All results, in the order of the promises.
         results: The runs, by the names of their variants.
-        notes: More that the reader must know, in sentences.
-        seconds: How long everything took.
+        notes: Notes for the reader, in sentences.
+        seconds: Duration of the whole proof in seconds.
     """
 
     def __init__(self, make: Maker, size: Size, *, compiles: bool = False, only: Collection[str] = ()) -> None:
@@ -91,16 +91,16 @@ class Prover:
 
     @property
     def precision(self) -> str:
-        """The precision of comparisons in which rounding may differ."""
+        """Precision of the comparisons that allow rounding."""
         return self._precision or "the user's own"
 
     @property
     def code(self) -> int:
-        """The exit code: 0, or 1 if a promise is not kept."""
+        """Exit code: 0, or 1 if a promise failed."""
         return int(any(row.verdict == "failed" for row in self.rows))
 
     def prove(self) -> None:
-        """Run all variants, in a directory that is gone afterwards, and compare them."""
+        """Run all variants in a temporary directory, and compare them."""
         began_s = time.monotonic()
         with (
             TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
@@ -138,7 +138,7 @@ class Prover:
             return [*first, *(row for rows in found for row in (rows if isinstance(rows, list) else [rows]))]
 
     def _jobs(self, base: Result, one: Result, threads: ThreadPoolExecutor) -> list[Callable[[], Row | list[Row]]]:
-        """What is to be shown, in the order of the promises; each may wait for runs that began before."""
+        """Return the comparisons in the order of the promises. A comparison may wait for runs that started earlier."""
         wanted = self._only
         many: dict[str, Future[Result]] = {
             name: threads.submit(self._run, Variant(name, 2, name))
@@ -164,7 +164,7 @@ class Prover:
     # ------------------------------------------------------------------ same training everywhere
 
     def _by_hand(self) -> Row:
-        """A task that optimizes by hand has no micro-batches, and a step on two processes has two batches."""
+        """Skip comparisons that manual optimization rules out, and return the row that explains why."""
         self._only -= {"accumulate", "processes", "checkpoints"}
         why = (
             "The task optimizes by hand: each batch is a step, so that two processes make steps of twice the size, "
@@ -176,7 +176,7 @@ class Prover:
         return self._judge("P1", f"two processes, {name.upper()}", one, run.result())
 
     def _unmoved(self, base: Result) -> Row:
-        """A validation leaves what is trained as it was."""
+        """Compare parameters and buffers before and after a validation."""
         cause = cause_of_moving(base.outcome) if base.outcome.moved else None
         return self._told(Row("P1", "before and after a validation", "bits", float(cause is not None), 0.0, cause))
 
@@ -184,7 +184,7 @@ class Prover:
         other = self._run(Variant("compiled", exact=True, compiles=True))
         row = self._judge("P1", "compiled", base, other, ("batch", "loss", "gradient", "parameter", "buffer"), FLOAT32)
         if row.cause is not None and row.verdict == "failed" and other.failure is None:
-            row.cause.verdict = "not promised"  # compiled code sums in other orders
+            row.cause.verdict = "not promised"  # compiled code sums in a different order
         return row
 
     # ------------------------------------------------------------------ exact resume
@@ -271,7 +271,7 @@ class Prover:
         return self._told(row)
 
     def _note_rounded(self, names: Iterable[str]) -> None:
-        """Say which logged values were allowed what float32 rounds."""
+        """Add a note on each logged value that may differ by float32 rounding."""
         for name in sorted(names):
             note = f"{name} is computed in float32 whatever the precision, as torchmetrics does: it may differ by 1e-5."
             if note not in self.notes:
@@ -281,7 +281,7 @@ class Prover:
         return self._told(Row(promise, what, demands, None, seconds, Cause(kind, "", why, "not shown")))
 
     def _told(self, row: Row) -> Row:
-        if row.cause is not None:  # a certificate goes to others: paths are from here, as its command is
+        if row.cause is not None:  # Certificates are shared, so paths are relative to the working directory.
             place, text = (each.replace(f"{os.getcwd()}{os.sep}", "") for each in (row.cause.place, row.cause.text))
             row.cause = replace(row.cause, place=place, text=text)
         self.tell(row)

@@ -1,4 +1,4 @@
-"""The record of a training, step by step: digests of what it computes, and the callback that notes them."""
+"""Record of a training by step: digests of computed values, and the callback that records them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def digest(value: Any) -> str:
-    """Numbers and texts as they are written, also those in tensors without dimensions; of all else a hash, in hex.
+    """Return numbers, strings and scalar tensors as text, and a hexadecimal hash of any other value.
 
     Args:
-        value: Tensors, arrays and plain data, nested in any way. Of a sharded tensor this process's part counts, of
-            what cannot be read (inside `torch.func.vmap`, say) dtype and shape.
+        value: Tensors, arrays and plain data, nested in any way. A sharded tensor counts by this process's shard, an
+            unreadable tensor (inside `torch.func.vmap`, for example) by dtype and shape.
     """
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
         with suppress(RuntimeError):  # inside a transform of torch.func
@@ -55,13 +55,13 @@ def _local(value: Any) -> Any:
 
 
 def state_of(task: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield the parameters, then the buffers, each as "parameter" or "buffer", its name, and the tensor."""
+    """Yield kind ("parameter" or "buffer"), name and tensor of all parameters, then of all buffers."""
     yield from (("parameter", *named) for named in task.named_parameters())
     yield from (("buffer", *named) for named in task.named_buffers())
 
 
 def optimizer_state(task: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, str, Any]]:
-    """Yield the state of optimizers: the name of a parameter, the name of a value, and the value."""
+    """Yield the state of optimizers as parameter name, state name and value."""
     names: dict[Any, str] = {parameter: name for name, parameter in task.named_parameters()}
     for optimizer in optimizers:
         for owner, state in optimizer.state.items():
@@ -69,13 +69,13 @@ def optimizer_state(task: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
 
 
 def samples_of(trainer: Trainer, number: int) -> str | None:
-    """Return the numbers of the samples in a micro-batch of the step; None: Lumen does not draw them."""
+    """Return the indices of the samples in a micro-batch of the step, or None if Lumen does not draw them."""
     requests = trainer.run.step.requests
     return None if requests is None or number >= len(requests) else " ".join(map(str, requests[number].indices))
 
 
 def generators() -> dict[str, str]:
-    """Digests of the states of the global generators: torch, its CUDA devices in use, numpy and `random`."""
+    """Return digests of the global generators' states: torch, its CUDA devices if initialized, numpy and `random`."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states = {
         "torch": torch.get_rng_state(),
@@ -87,7 +87,7 @@ def generators() -> dict[str, str]:
     return {name: digest([state]) for name, state in states.items()}
 
 
-#: What is recorded of a step, roughly in the order in which it happens, and how a sentence names one at a place.
+#: Kinds of recorded entries, roughly in order within a step, and their descriptions with a slot for the place.
 KINDS = {
     "initial parameter": "the parameter {} at the start",
     "initial buffer": "the buffer {} at the start",
@@ -113,13 +113,13 @@ KINDS = {
 
 
 class Key(NamedTuple):
-    """What one entry of a record is of.
+    """Key of an entry in a record.
 
     Attributes:
-        micro: Number of the micro-batch in its step, from 0, on this process; -1: the step as a whole.
-        kind: One of `KINDS`.
-        place: Name of a module, parameter, buffer, operator, setting or value; "" where there is only one.
-        turn: How often there was such an entry before it in the micro-batch.
+        micro: Number of the micro-batch in its step on this process, from 0, or -1 for the whole step.
+        kind: A kind in `KINDS`.
+        place: Name of a module, parameter, buffer, operator, setting or value, or "" for a kind with one entry.
+        turn: Number of earlier entries with the same micro-batch, kind and place.
     """
 
     micro: int
@@ -131,13 +131,13 @@ class Key(NamedTuple):
 @final
 @dataclass
 class StepTrace:
-    """What one step of a training has computed.
+    """Record of one step of a training.
 
     Attributes:
-        step: Its number: updates completed when it is complete, from 1. A skipped update leaves it to the next step.
-        epoch: Number of its epoch, from 0.
-        events: Digests in the order in which things happened.
-        kept: Values of those events that were to be kept, on the CPU.
+        step: Number of completed updates after the step, from 1. A skipped update leaves the number to the next step.
+        epoch: Number of the step's epoch, from 0.
+        events: Digests in the order of computation.
+        kept: Values of the events chosen by `keep`, on the CPU.
     """
 
     step: int
@@ -160,15 +160,15 @@ def _copied(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-_UNWRITTEN = ("empty", "new_empty", "resize", "set_")  # return memory in which nothing stands yet
+_UNWRITTEN = ("empty", "new_empty", "resize", "set_")  # These operators return uninitialized memory.
 
 
 @final
 class Operators(TorchDispatchMode):
-    """Tells what each operator returns, forward and backward, while it is entered.
+    """Dispatch mode that reports the result of each operator, in forward and backward.
 
     Args:
-        tell: Called with the operator's name, as `aten.addmm`, and what it has returned.
+        tell: Function that is called with the operator's name, such as `aten.addmm`, and its result.
     """
 
     def __init__(self, tell: Callable[[str, Any], None]) -> None:
@@ -176,7 +176,7 @@ class Operators(TorchDispatchMode):
         self._tell = tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator; the mode is off in here."""
+        """Call an operator and report its result. The mode is off inside this method."""
         returned = func(*args, **(kwargs or {}))
         name = str(func).removesuffix(".default")
         library, _, plain = name.partition(".")
@@ -191,15 +191,15 @@ Keep = Callable[[Key], bool]
 
 @final
 class Modules:
-    """Notes each call of a module of a task, while it is on; nothing of what they compute is changed.
+    """Recorder of the calls of a task's modules, which does not change what they compute.
 
     Args:
-        note: Called with a kind of `KINDS`, a place and a value.
-        states: Returns a digest of each global generator's state.
+        note: Function that is called with a kind of `KINDS`, a place and a value.
+        states: Function that returns a digest of each global generator's state.
 
     Attributes:
-        is_on: Whether calls are noted.
-        current: Name of the innermost module that computes now, also in a backward; "" between them.
+        is_on: True if calls are recorded.
+        current: Name of the innermost module in forward or backward, or "" outside modules.
     """
 
     def __init__(self, note: Note, states: Callable[[], dict[str, str]]) -> None:
@@ -212,31 +212,31 @@ class Modules:
         self.current = ""
 
     def watch(self, task: nn.Module) -> None:
-        """Look at each call of a module of a task from now on."""
+        """Register hooks on all modules of a task."""
         for name, module in task.named_modules():
             name = name or "task"
             self._hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             self._hooks.enter_context(module.register_forward_hook(partial(self._leave, name), with_kwargs=True))
 
     def leave_alone(self) -> None:
-        """Look at them no longer."""
+        """Remove the hooks."""
         self.is_on = False
         self._hooks.close()
         self._roles.clear()
 
     def begin(self) -> None:
-        """A micro-batch begins: generators are keyed."""
+        """Start to record a micro-batch, after its generators were seeded."""
         self.is_on, self.current = True, ""
         self._inside.clear()
         self._drawn = self._states()
 
     def end(self) -> None:
-        """What comes now is no part of a micro-batch."""
+        """Stop recording at the end of a micro-batch."""
         self.is_on, self.current = False, ""
         self._roles.clear()
 
     def draws(self, place: str) -> None:
-        """Note the states of generators that have moved since the last look, before and after."""
+        """Record the states of the generators that were used since the last call, before and after."""
         now = self._states()
         moved = [f"{name} {self._drawn.get(name)} {now[name]}" for name in now if now[name] != self._drawn.get(name)]
         if moved:
@@ -255,46 +255,46 @@ class Modules:
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
         if self.is_on and name in self._inside:
             self.draws(name)
-            while self._inside.pop() != name:  # one that ended by an error, which somebody has caught
+            while self._inside.pop() != name:  # Inner modules remain if user code caught their error.
                 pass
             self._note("output", name, returned)
             self._watch_gradients(returned, "gradient of output", name)
             self.current = self._inside[-1] if self._inside else ""
 
     def _watch_gradients(self, value: Any, kind: str, name: str) -> None:
-        """Note the gradients of the tensors in a value once they are known; a tensor has one hook for all modules."""
+        """Record the gradients of the tensors in a value in the backward. A tensor has one hook for all modules."""
         for tensor in tensors(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 known = self._roles.get(tensor)
-                if known is None or known[0] is not tensor.grad_fn:  # it was changed in place
+                if known is None or known[0] is not tensor.grad_fn:  # changed in place
                     known = self._roles[tensor] = tensor.grad_fn, []
                     tensor.register_hook(partial(self._arrived, known[1]))  # type: ignore[no-untyped-call]
                 if (kind, name) not in known[1]:
                     known[1].append((kind, name))
 
     def _arrived(self, roles: list[tuple[str, str]], gradient: torch.Tensor) -> None:
-        """Note a gradient: first as what the backward of those gave that took the tensor, then as what arrives."""
+        """Record a gradient: first for the modules with the tensor as input, then for those with it as output."""
         if not self.is_on:
             return
         for kind, name in sorted(roles, key=lambda role: role[0] == "gradient of output"):
             self._note(kind, name, gradient)
-        self.current = next((name for kind, name in roles if kind == "gradient of output"), "")  # the innermost
+        self.current = next((name for kind, name in roles if kind == "gradient of output"), "")  # innermost module
 
 
 @final
 class Recorder(Callback):
-    """Notes digests of all that the steps of a training compute, in `trace`; every process notes its own.
+    """Callback that records digests of all values that training steps compute, in each process, in `trace`.
 
-    Of a compiled task the modules are not looked into. It costs a hash of each tensor, and waits for the device.
+    The modules of a compiled task are not recorded. Recording hashes each tensor and synchronizes with the device.
 
     Args:
-        last: Number of the last step to record, after which the training stops; None: it goes on as ever.
+        last: Number of the last step to record, after which the training stops, or None not to stop it.
         first: Number of the first step to record, from 1.
-        operators_at: Number of the step of which each operator is recorded too.
-        keep: Asked for each entry whether its value is to be kept too.
+        operators_at: Number of the step for which each operator is recorded too.
+        keep: Function that returns True for the keys of entries whose values are kept too.
 
     Attributes:
-        trace: The record of each step so far, the earliest first.
+        trace: The records of the steps so far, in order.
     """
 
     def __init__(
@@ -309,12 +309,12 @@ class Recorder(Callback):
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
-        """Begin to look."""
+        """Register hooks on the modules, unless the task is compiled."""
         if not trainer.compilation.setting:
             self._modules.watch(task)
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Note what the micro-batch is."""
+        """Record the micro-batch, and start to record its computation."""
         if trainer.global_step + 1 < self._first:
             return
         if self._step is None:
@@ -330,28 +330,28 @@ class Recorder(Callback):
             self._operators.enter_context(Operators(self._called))
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
-        """Note the loss, as it goes into the backward."""
+        """Record the loss that enters the backward."""
         if self._step is not None:
             self._modules.draws("training_step")
             self._note("loss", "", loss)
             self._phase = "backward operator"
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
-        """The backward of the micro-batch is over."""
+        """Record the random numbers of the backward, and end its phase."""
         if self._step is not None:
             self._modules.draws("backward")
             self._phase, self._modules.current = "operator", ""
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """Note the complete gradients, and wait for the optimizer."""
+        """Record the complete gradients, and register a hook on the optimizer's step."""
         if self._step is not None:
             self._note_gradients(task, "gradient")
-            self._hook.close()  # of another optimizer
+            self._hook.close()  # the hook of another optimizer
             updates = optimizer.register_step_pre_hook(lambda *_: self._updates(trainer, task, optimizer))
             self._hook.enter_context(updates)
 
     def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note what an update has made, if there was one."""
+        """Record parameters and buffers after an update, if any."""
         if self._step is None:
             return
         self._modules.end()
@@ -362,7 +362,7 @@ class Recorder(Callback):
                 self._note(kind, name, tensor, step=True)
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
-        """Note what was logged, and close the step."""
+        """Record the logged values, and close the step."""
         if self._step is not None:
             for name, value in trainer.newest_values.items():
                 self._note("logged", name, torch.tensor(value, dtype=torch.float64), step=True)
@@ -371,7 +371,7 @@ class Recorder(Callback):
             trainer.should_stop = True
 
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
-        """Leave the task as it was."""
+        """Remove all hooks."""
         self._operators.close()
         self._modules.leave_alone()
         self._hook.close()
@@ -388,7 +388,7 @@ class Recorder(Callback):
         self.trace.append(self._step)
 
     def _updates(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer is about to move: all that hooks and schedules have set is set."""
+        """Record clipped gradients and optimizer settings right before the update, after all hooks and schedulers."""
         if trainer.gradient_clip_val is not None:
             self._note_gradients(task, "clipped gradient")
         for number, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""`lumen replay`: one step of a run once more."""
+"""`lumen replay`: repeats one step of a run."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ Step {step}, micro-batch {micro}: the gradients are complete, nothing is updated
   loss     {loss}, as it went into the backward
   trainer  the Trainer
 Ctrl-D ends this. Nothing of it is saved."""
-_ROUNDING = {"fp64": 1e-10, "fp32": 1e-5}  # relative; in other precisions 1e-2
+_ROUNDING = {"fp64": 1e-10, "fp32": 1e-5}  # relative tolerance; 1e-2 for other precisions
 _FEW = 8
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("replay", REPLAY, "RUN --step N [--python]", _MORE)
     parser.add_argument("run", metavar="RUN", help="The directory of a run.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="Number of the step, from 1.")
@@ -53,7 +53,7 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Make the step again, print what it is and whether it is as recorded, and return 0 or 1."""
+    """Repeat the step, print it and its differences from the record, and return 0 or 1."""
     given = options().read(words)
     if given.step < 1:
         raise ConfigError(f"--step: steps are counted from 1, found {given.step}.")
@@ -79,17 +79,17 @@ def _run(given: Namespace) -> int:
 
 @final
 class _Step(Callback):
-    """The step that is made again.
+    """Callback that observes the repeated step.
 
     Args:
         number: Number of the step, from 1.
-        begin: Updates that are made before the training goes on.
-        prompts: Open Python in the step, when its gradients are complete.
+        begin: Number of completed updates before the training resumes.
+        prompts: True to open a Python prompt in the step, when its gradients are complete.
 
     Attributes:
-        recorder: Notes what it computes.
-        batches: For each micro-batch of the step, lines that describe it.
-        logged: What the training has logged, from the checkpoint to the step.
+        recorder: The recorder of the step.
+        batches: Lines that describe each micro-batch of the step.
+        logged: Values that the training logged from the checkpoint to the step.
     """
 
     stops_at_steps = False
@@ -113,20 +113,20 @@ class _Step(Callback):
         self._loss = loss
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        """Open Python, if this is the step and that is asked for."""
+        """Open a Python prompt in the step, if requested."""
         if trainer.global_step + 1 != self.number or not self._prompts:
             return
         names = {"task": task, "batch": self._batch, "loss": self._loss, "trainer": trainer, "torch": torch}
         said = _HELP.format(**names | {"task": type(task).__name__, "loss": float(self._loss.detach())},
                             step=self.number, micro=len(self.batches) - 1)  # fmt: skip
-        with suppress(ImportError):  # lines can be edited
+        with suppress(ImportError):  # readline makes lines editable.
             import readline  # noqa: F401
         with torch.enable_grad():
             code.interact(said, local=names, exitmsg="")
 
     @property
     def norm(self) -> float:
-        """The norm of the complete gradients, before they are clipped."""
+        """Norm of the complete gradients before clipping."""
         norms = [each.double().norm() for _, each in self._kept("gradient")]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
@@ -134,7 +134,7 @@ class _Step(Callback):
         return [(key, value) for key, value in self.recorder.trace[-1].kept.items() if key.kind == kind]
 
     def apart(self, run: Rerun, precision: str) -> list[str]:
-        """What is not as it was recorded, up to this step, in lines; empty: nothing."""
+        """Return one line for each difference from the record up to this step; empty if the step is as recorded."""
         bound, found = _ROUNDING.get(precision, 1e-2), list[str]()
         for (step, name), text in run.metrics.items():
             now = self.logged.get((step, name))
@@ -151,7 +151,7 @@ class _Step(Callback):
         return found
 
     def compared(self, run: Rerun) -> list[str]:
-        """What of this step is recorded, in words."""
+        """Return the names of the recorded values that the step is compared with."""
         names = [name for step, name in run.metrics if step == self.number and (step, name) in self.logged]
         return [*names, *(["the checkpoint's parameters"] if self.number in run.checkpoints else [])]
 
@@ -192,5 +192,5 @@ def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[
 
 
 def _judged(apart: float | None, bound: float) -> str:
-    """Say if a relative difference is rounding; "" of what are no numbers."""
+    """Return a remark on whether a relative difference is rounding, or "" if it is None."""
     return "" if apart is None else f" ({apart:.2g} of it: {'rounding' if apart <= bound else 'more than rounding'})"

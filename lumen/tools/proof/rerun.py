@@ -1,4 +1,4 @@
-"""A run or a config: what it has recorded, and how it is trained again, with a recorder, in another directory."""
+"""Runs and configs to train again: their records, and a repeated training in a temporary directory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from lumen.tools.bystanders import BYSTANDERS
 from lumen.tools.runs.find import list_checkpoints
 from lumen.trainer.trainer import Trainer
 
-_OF_NO_WEIGHT = ("command", "working_directory", "host", "slurm")  # says where a run was made, not what with
+_OF_NO_WEIGHT = ("command", "working_directory", "host", "slurm")  # where a run was made
 
 
 class Recorded(NamedTuple):
-    """A value that a run has logged.
+    """Logged value of a run.
 
     Attributes:
-        step: Updates completed when it was logged.
+        step: Number of completed updates when the value was logged.
         name: The column of `metrics.csv`.
-        text: The value, as it is written there.
+        text: The text of the value in `metrics.csv`.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
 
 
 def relative(recorded: str, now: str) -> float | None:
-    """Return the difference of two logged values, relative to the larger; None: they are no numbers."""
+    """Return the difference of two logged values, relative to the larger, or None if they are not numbers."""
     try:
         mine, other = float(recorded), float(now)
     except ValueError:
@@ -54,19 +54,19 @@ def relative(recorded: str, now: str) -> float | None:
 
 
 def _metrics_of(path: Path) -> dict[tuple[int, str], str]:
-    """The values of a `metrics.csv` by step and name, as they are written; empty if there is no such file."""
+    """Return the texts of the values in a `metrics.csv` by step and name; empty without the file."""
     return {(step, name): text for step, values in rows_in(path) for name, text in values.items()}
 
 
 def parting(a: Mapping[tuple[int, str], str], b: Mapping[tuple[int, str], str]) -> tuple[Recorded, Recorded] | None:
-    """The first values of one step and name that differ in two records; None: there are none."""
+    """Return the first values that differ in two records for the same step and name, or None."""
     differ = (key for key in a.keys() & b.keys() if a[key] != b[key])
     first = min(differ, default=None)
     return None if first is None else (Recorded(*first, a[first]), Recorded(*first, b[first]))
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What two mappings hold under one name that is not equal; None where one has no such name."""
+    """Return the values that differ in two mappings, by name, with None for a missing value."""
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 
@@ -80,34 +80,34 @@ _AGAIN: dict[str, Any] = {
 
 
 def coded(command: Callable[[], int]) -> int:
-    """The exit code of a command whose 1 means that it has found something: 2 for any error, which is printed."""
+    """Run a command and return its exit code, or print an error and return 2. In these commands, 1 is not an error."""
     try:
         return command()
     except LumenError as error:
         tell(error)
-    except Exception as error:  # of the user's code
+    except Exception as error:  # an error of user code
         show(error)
     return 2
 
 
 @final
 class Rerun:
-    """A run or a config: what it has recorded, and its training, which can be made again.
+    """Run or config that can be trained again, with the records of the run.
 
     Args:
-        source: The directory of a run, or a config file, which has recorded nothing.
+        source: The directory of a run, or a config file, which has no records.
 
     Attributes:
-        source: The path, as it was given.
-        is_run: The source is the directory of a run.
+        source: The path, as given.
+        is_run: True if the source is the directory of a run.
         config: The settings, as plain data.
         metrics: The text of each logged value by step and name, in the order of `metrics.csv`.
         environment: Versions, machine and processes, from `environment.json`.
-        checkpoints: Whole checkpoints by their step.
-        notes: What is other than it was, in sentences without a full stop.
+        checkpoints: Valid checkpoints by step.
+        notes: Differences between the repeated and the recorded training, in sentences without a full stop.
 
     Raises:
-        ConfigError: There is no such thing, or a file cannot be read.
+        ConfigError: The source does not exist, or a file cannot be read.
     """
 
     def __init__(self, source: str) -> None:
@@ -124,13 +124,13 @@ class Rerun:
         if self.is_run:
             self._read_records(path)
         given = self.config.get("seed_everything")
-        if self.config and (given is None or given is True):  # which 1 equals
+        if self.config and (given is None or given is True):  # `is`, because 1 == True
             self.config["seed_everything"] = 0
 
     def _read_config(self) -> dict[str, Any]:
         if (self._file.parent / "environment.json").exists():
             return read_config(str(self._file))
-        # With all defaults, as a run has it.
+        # Add all defaults, as in the config of a run.
         return dict(Checked(args=["fit", "--config", str(self._file)])._recorded())
 
     def _read_records(self, path: Path) -> None:
@@ -139,7 +139,7 @@ class Rerun:
             said = "is no run: there is neither a config.yaml nor a metrics.csv. Name its directory."
             raise ConfigError(f"{path} {said}")
         self.metrics = _metrics_of(metrics)
-        if os.access(environment, os.R_OK):  # it is its owner's
+        if os.access(environment, os.R_OK):  # Only the owner of a run may read this file.
             self.environment = json.loads(environment.read_text())
         for place in map(as_place, [str(path / "checkpoints"), *_folders(self.config)]):
             found = list_checkpoints(place) if is_dir(place) else []
@@ -147,12 +147,12 @@ class Rerun:
             self.checkpoints |= {int(each.info["step"]): each.path for each in whole}
 
     def before(self, step: int) -> tuple[int, PurePath | None]:
-        """Return the newest checkpoint before a step is made, and how many updates it has; 0 and None without one."""
+        """Return the number of updates and the path of the newest checkpoint before a step, or 0 and None."""
         begin = max((each for each in self.checkpoints if each < step), default=0)
         return begin, self.checkpoints.get(begin)
 
     def differing_environment(self, other: Rerun) -> dict[str, tuple[Any, Any]]:
-        """Return what machines, versions and processes differ in from those of another run."""
+        """Return the differences in machine, versions and processes from another run."""
         mine, others = (
             {k: v for k, v in flat(each.environment) if k.partition(".")[0] not in _OF_NO_WEIGHT}
             for each in (self, other)
@@ -160,12 +160,12 @@ class Rerun:
         return differing(mine, others) if mine and others else {}
 
     def common_checkpoints(self, other: Rerun) -> tuple[int, int | None]:
-        """Compare checkpoints with those of another run, parameters and optimizer state.
+        """Compare the parameters and optimizer states in the checkpoints of two runs.
 
         Returns:
-            The step of the last of the equal ones in a row, 0 without one; that of the first that differs, or None.
-            Checkpoints are told apart by the bytes of their files, so those that other numbers of processes have
-            written count as different.
+            The step of the last equal checkpoint before the first different one, or 0, and the step of the first
+            different one, or None. Checkpoints are compared by the bytes of their files. Checkpoints from different
+            numbers of processes count as different.
         """
         equal = 0
         for step in sorted(self.checkpoints.keys() & other.checkpoints.keys()):
@@ -176,7 +176,7 @@ class Rerun:
 
     @property
     def why_not(self) -> str | None:
-        """Why it cannot be trained again, in a sentence; None: it can."""
+        """Reason why the source cannot be trained again, as a sentence, or None if it can."""
         if not self.config:
             return f"{self.source} has no config.yaml: it was started in Python"
         if "class_path" not in (self.config.get("model") or {}):
@@ -189,11 +189,11 @@ class Rerun:
         """Train from a checkpoint, or from the beginning, until a callback stops the training.
 
         Args:
-            callbacks: Callbacks next to those of the config.
-            checkpoint: One of the run's; None: the training begins with new parameters.
+            callbacks: Callbacks to add to those of the config.
+            checkpoint: A checkpoint of the run, or None to start with new parameters.
 
         Returns:
-            The trainer, and the text of each value that was logged by step and name.
+            The trainer, and the text of each logged value by step and name.
         """
         if (reason := self.why_not) is not None:
             raise ConfigError(f"{reason}, so it cannot be trained again here.")
@@ -213,7 +213,7 @@ class Rerun:
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """As many threads as the run had: sums are split among them."""
+        """Use as many threads as the run, because their number affects the order of sums."""
         before = torch.get_num_threads()
         torch.set_num_threads(int(self.environment.get("threads", before)))
         try:
@@ -259,7 +259,7 @@ def _class_of(callback: Any) -> str:
 
 
 def _folders(config: dict[str, Any]) -> list[str]:
-    """Where the config says that checkpoints are."""
+    """Return the directories of checkpoints in the config's callbacks."""
     given = [each for each in as_list((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
     folders = ((each.get("init_args") or {}).get("dirpath") for each in given if _class_of(each) == "ModelCheckpoint")
     return [str(each) for each in folders if each is not None]

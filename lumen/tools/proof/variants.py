@@ -1,4 +1,4 @@
-"""Which runs prove what: the variants, and what of the trainer's arguments each of them changes."""
+"""Variants of a run to compare, and the trainer arguments that each variant changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lumen.tools.bystanders import BYSTANDERS
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
 
 NAME = "run"
-#: What has no part in what is computed, or would end or change the run that proves it.
+#: Callbacks that do not affect the computation, or would end or change a variant.
 _LEFT_OUT = (*BYSTANDERS, BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer)
 Moment = Literal["training", "validation", "save"]
 Name = Literal["single", "ddp", "fsdp"]
@@ -29,18 +29,18 @@ STRATEGIES: tuple[Name, ...] = ("ddp", "fsdp")
 @final
 @dataclass(frozen=True)
 class Size:
-    """How much each variant does.
+    """Numbers of steps and batches of each variant, and its limits.
 
     Attributes:
-        steps: How many optimizer steps are made.
-        accumulate: Micro-batches of a step on one process; even.
-        epoch_steps: How many of them an epoch has.
-        val_batches: Batches of a validation; an uneven number, so that two processes have unequal shares.
+        steps: Number of optimizer steps.
+        accumulate: Number of micro-batches of a step on one process, even.
+        epoch_steps: Number of optimizer steps in an epoch.
+        val_batches: Number of batches of a validation, odd, so that two processes have unequal shares.
         save_every: Steps between two checkpoints, and between two validations.
         seed: The seed of every variant.
-        limit_s: Seconds after which a variant hangs.
-        threads: Of torch, in each process.
-        accelerator: Where they run.
+        limit_s: Time limit in seconds, after which a variant counts as hung.
+        threads: Number of torch threads in each process.
+        accelerator: The trainer's accelerator.
     """
 
     steps: int = 5
@@ -57,21 +57,21 @@ class Size:
 @final
 @dataclass(frozen=True)
 class Variant:
-    """One run.
+    """Variant of a run.
 
     Attributes:
-        name: Of its folder, and in a certificate.
+        name: Name of the variant's folder, and of the run in a certificate.
         world: Number of processes.
-        strategy: single, ddp or fsdp.
-        exact: In the user's own precision, for bits; else in float64, where the order of sums changes no more than
-            the last digits of 16.
-        joins: Micro-batches of two batches each, half as many in a step.
-        workers: Of the training loader; None: as the user has it.
-        kill: When the process kills itself.
-        resume: What it goes on from: auto, or a checkpoint.
-        evaluates: It evaluates, at the checkpoint of `resume`.
-        compiles: The task is compiled by torch.compile.
-        fresh: By an interpreter of its own, which hashes strings another way.
+        strategy: Name of the strategy: single, ddp or fsdp.
+        exact: True for the user's precision and bitwise comparison. False for float64, in which the order of sums
+            changes only the last of 16 digits.
+        joins: True to join two batches into each micro-batch, with half as many micro-batches in a step.
+        workers: Number of workers of the training loader, or None for the user's number.
+        kill: The moment at which the process kills itself, or None.
+        resume: The trainer's `resume`: auto or a checkpoint, or None.
+        evaluates: True to evaluate the checkpoint of `resume` instead of training.
+        compiles: True to compile the task with torch.compile.
+        fresh: True to start a new interpreter, with a different hash seed for strings.
     """
 
     name: str
@@ -87,16 +87,16 @@ class Variant:
     fresh: bool = False
 
     def changes(self, size: Size, folder: Path, given: dict[str, Any], precision: str | None) -> dict[str, Any]:
-        """The trainer's arguments, of those that the settings have.
+        """Return the trainer arguments that the variant changes.
 
         Args:
-            size: How much it does.
-            folder: Where it may write.
-            given: The arguments that the user has chosen.
-            precision: Of variants that are not exact; None: the user's.
+            size: Numbers of steps and batches.
+            folder: The directory that the variant may write to.
+            given: The user's arguments of the trainer.
+            precision: The precision of variants that are not exact, or None for the user's.
         """
         accumulate = size.accumulate // (2 if self.joins else 1) // self.world
-        own = given.get("strategy")  # an object of this kind keeps the settings that the user has given it
+        own = given.get("strategy")  # A strategy object of this kind keeps the user's settings.
         is_kind = not isinstance(own, str) and type(own).__name__.lower() == self.strategy
         changed: dict[str, Any] = {
             **dict.fromkeys(("max_epochs", "max_time", "devices", "num_nodes", "global_batch_size", "profiler"), None),
@@ -127,7 +127,7 @@ class Variant:
         return changed
 
     def callbacks(self, given: Any, size: Size) -> list[Callback]:
-        """The user's callbacks, without those that would end, change or show the run."""
+        """Return the user's callbacks except those in `_LEFT_OUT`, and a callback that saves checkpoints."""
         kept = [each for each in as_list(given) if not isinstance(each, _LEFT_OUT)]
         if self.evaluates:
             return kept
@@ -135,7 +135,7 @@ class Variant:
         return [*kept, saves]
 
     def adapt(self, task: TaskModule, data: DataModule | None) -> None:
-        """Change the training loaders, wherever they come from."""
+        """Change workers and batch size of the training loaders of the data module or task."""
         if self.workers is None and not self.joins:
             return
         owner: Any = data if data is not None else task
@@ -147,7 +147,7 @@ class Variant:
             return loader
         if self.joins and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
             loader = _joined(loader)
-        # Workers would have a copy of the model that is never trained.
+        # Workers would have an untrained copy of the model.
         if self.workers is not None and not declares(loader, "follows_training"):
             loader.num_workers = self.workers
             loader.prefetch_factor = 2 if self.workers else None
@@ -157,7 +157,7 @@ class Variant:
 
 
 def _joined(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader with batches of twice the size."""
+    """Return a loader with batches of twice the size."""
     sampler: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
     return type(loader)(
         loader.dataset, 2 * int(loader.batch_size or 1), num_workers=loader.num_workers, collate_fn=loader.collate_fn,

@@ -1,4 +1,4 @@
-"""The command `lumen verify`: the promises, proven on the user's own task and data."""
+"""The command `lumen verify`: proves Lumen's promises on the user's task and data."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _LEAST_STEPS, _LONGEST = 4, 600
 
 @final
 class _Made(CLI):
-    """A command line of `lumen fit` whose objects are built, and nothing is run.
+    """Command line of `lumen fit` that builds all objects and runs nothing.
 
     Args:
         words: The command line.
-        change: Given the arguments that were chosen for the trainer; returns those that it gets.
-        seed: Set before anything is built.
+        change: Function that takes the user's arguments of the trainer and returns the arguments to use.
+        seed: The seed to set before building.
     """
 
     _is_for_elsewhere, _program = True, "lumen"
@@ -65,17 +65,17 @@ class _Made(CLI):
         self.made = Built(self.model, self.datamodule, self.trainer, self._configure)
 
     def instantiate_trainer(self, **given: Any) -> Trainer:
-        """Build the trainer of other arguments."""
+        """Build the trainer with the changed arguments."""
         return super().instantiate_trainer(**self._change(self.config_init.trainer.as_dict()))
 
 
 def make(words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> Built:
-    """Build everything that a command line of `lumen fit` says."""
+    """Build task, data and trainer of a command line of `lumen fit`."""
     return _Made(words, change, seed).made
 
 
 def options() -> Words:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = Words("verify", VERIFY, _USAGE, _MORE)
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="Optimizer steps of a variant. Default: 5.")
     parser.add_argument("--only", metavar="NAMES", help=f"Compare these alone: {', '.join(COMPARISONS)}.")
@@ -89,7 +89,7 @@ def options() -> Words:
 
 
 def run(words: list[str]) -> int:
-    """Prove the promises; returns the exit code."""
+    """Run the proof, write the certificate, print the results, and return the exit code."""
     given, rest = options().parse_known_args(words)
     if given.steps < _LEAST_STEPS:
         raise ConfigError(f"--steps: must be at least {_LEAST_STEPS}, so that there is a checkpoint and a step after "
@@ -126,7 +126,7 @@ def run(words: list[str]) -> int:
 
 
 def _prove(prover: Prover) -> None:
-    """Run the comparisons; a terminal shows how many are done."""
+    """Run the comparisons, and show their number as a status line on a terminal."""
     if not stderr.isatty():
         prover.prove()
         return
@@ -139,7 +139,7 @@ def _prove(prover: Prover) -> None:
 
 
 def _show(proof: Prover, target: str | None) -> None:
-    """Print the table, and below it why something is not proven."""
+    """Print the table of results, and below it the reasons for promises that are not proven."""
     console = table_console()
     table = Table("promise", "compared", "allowed", "largest", "verdict", "s", title=f"{proof.size.steps} steps each")
     last = None
@@ -166,7 +166,7 @@ def _show(proof: Prover, target: str | None) -> None:
 
 
 def _once(rows: Sequence[Row]) -> Iterator[tuple[Text, Text]]:
-    """Yield why rows are not proven; a cause of several rows once, with all of them."""
+    """Yield each distinct cause of unproven rows once, with its rows."""
     seen: dict[tuple[str, str], tuple[Cause, list[str]]] = {}
     for row in rows:
         if (cause := row.cause) is not None:

@@ -1,4 +1,4 @@
-"""The processes of variants: each builds everything, runs, and writes down what it computes; a pool starts them."""
+"""Processes of variants, which run and record one rank each, and the pool that starts them."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from lumen.tools.proof.outcome import Outcome
 from lumen.tools.proof.variants import Moment, Size, Variant
 from lumen.trainer.trainer import Trainer
 
-PREFIX = "lumen-verify-"  # of the directory in which all runs lie
+PREFIX = "lumen-verify-"  # prefix of the temporary directory of all runs
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SAFE_PATH)
 
 
 @final
 class Built(NamedTuple):
-    """What a user's settings make.
+    """Objects built from the user's settings.
 
     Attributes:
-        task: The task that is trained.
-        data: Where its batches come from; None: from the task.
-        trainer: Trains it, as the settings have it.
-        configure_optimizers: In place of the task's; None: the task's.
+        task: The task to train.
+        data: The data module, or None if the task has the loaders.
+        trainer: The trainer.
+        configure_optimizers: Function used instead of the task's method, or None for the task's.
     """
 
     task: TaskModule
@@ -59,9 +59,9 @@ class Built(NamedTuple):
 
 
 class Maker(Protocol):
-    """Builds everything anew: `change` is given the chosen arguments of the trainer, and returns those to use.
+    """Function that builds new objects. `change` maps the user's trainer arguments to the arguments to use.
 
-    It is called in processes of its own, with the global generators seeded by the run's seed.
+    Subprocesses call the function and pass the seed for the global generators.
     """
 
     def __call__(self, change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> Built: ...  # noqa: D102
@@ -69,11 +69,11 @@ class Maker(Protocol):
 
 @final
 class Killer(Callback):
-    """Kills its process, as `kill -9` does, in the middle of something.
+    """Callback that kills its process with SIGKILL in the middle of a training step, a validation or a save.
 
     Args:
-        moment: What it is in the middle of: training, validation or save.
-        step: After that many completed steps; of a save, of the checkpoint of the next one.
+        moment: The moment of the kill: training, validation or save.
+        step: Number of completed steps for training. For a validation or save, the one after step `step + 1`.
     """
 
     stops_at_steps = False
@@ -85,19 +85,19 @@ class Killer(Callback):
             sys.addaudithook(self._heard)
 
     def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Of each file that is opened: the manifest comes when all else is written, and nothing is committed."""
+        """Kill the process when it opens the manifest: only the manifest is missing, so the save is incomplete."""
         if event == "open" and self._name in str(arguments[0]) and "manifest" in str(arguments[0]):
             _kill()
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
-        """Gradients are there, the update is not."""
+        """Kill the process between the backward and the update."""
         if self._moment == "training" and trainer.global_step == self._step:
             _kill()
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Some batches are evaluated, others are not."""
+        """Kill the process after the first validation batch."""
         if self._moment == "validation" and trainer.global_step == self._step + 1:
             _kill()
 
@@ -109,7 +109,7 @@ def _kill() -> None:
 def work(
     path: SearchPath, make: Maker, variant: Variant, size: Size, precision: str | None, folder: str, rank: int
 ) -> None:
-    """Run a variant in this process, which ends with it; writes `rank-N.json`."""
+    """Run a variant in this process, write `rank-N.json`, and end the process."""
     place = Path(folder)
     _prepare(place, rank, variant, size)
     outcome, failure = Outcome(), None
@@ -129,11 +129,11 @@ def work(
     sys.stdout.flush()
     with suppress(Exception):
         Processes.found().close()
-    os._exit(0)  # tidying up takes Python longer than the run took
+    os._exit(0)  # Python's shutdown would take longer than the run.
 
 
 def _prepare(place: Path, rank: int, variant: Variant, size: Size) -> None:
-    """Let the process write to files of its own, and forget what started its parent."""
+    """Redirect the output to a file of the rank, and remove the launcher's environment variables."""
     output = os.open(place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -142,21 +142,21 @@ def _prepare(place: Path, rank: int, variant: Variant, size: Size) -> None:
             del os.environ[name]
     os.environ.update(loopback_names())
     torch.set_num_threads(size.threads)
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # of data workers
-    stacks = open(place / f"rank-{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115  # for as long as it lives
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # for dataloader workers
+    stacks = open(place / f"rank-{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115  # open until the process ends
     faulthandler.register(signal.SIGUSR1, stacks)
 
 
 def observe(make: Maker, variant: Variant, size: Size, precision: str | None, place: Path, outcome: Outcome) -> None:
-    """Run a variant in this process, and write down what it computes. Collective: every rank must call this.
+    """Run a variant in this process, and record what it computes. Collective: every rank must call this.
 
     Args:
-        make: Builds task, data and trainer.
-        variant: The one to run.
-        size: How much it does.
-        precision: Of variants that are not exact; None: the user's.
-        place: An existing directory for its run.
-        outcome: The record that it adds to.
+        make: Function that builds task, data and trainer.
+        variant: The variant to run.
+        size: Numbers of steps and batches.
+        precision: The precision of variants that are not exact, or None for the user's.
+        place: An existing directory for the run.
+        outcome: The record to add to.
     """
     observer = Observer(outcome, size.save_every, modules=not variant.compiles)
 
@@ -185,10 +185,10 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
 
 
 def told(error: BaseException) -> dict[str, str]:
-    """An error as plain data: its class, what it says, the line of the user's code that it came from, all of it."""
+    """Return an error as plain data: class, message, line of user code, traceback, and if it is a LumenError."""
     frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
     place = next((f"{each.file}:{each.line}, in {each.function}" for each in reversed(frames) if each.is_users), "")
-    if notes := getattr(error, "__notes__", None):  # where a run lies that is gone by then, and how it goes on
+    if notes := getattr(error, "__notes__", None):  # These notes name a temporary run that is deleted.
         notes[:] = [note for note in notes if PREFIX not in note]
     text, kind = "".join(traceback.format_exception(error)), type(error).__name__
     ours = str(isinstance(error, LumenError))
@@ -204,15 +204,15 @@ _LOOK_EVERY_S, _PATIENCE_S = 0.02, 5.0
 @final
 @dataclass
 class Result:
-    """What became of a variant.
+    """Result of a variant.
 
     Attributes:
-        variant: The one that was run.
-        folder: Where it has written its run.
-        outcomes: Of each rank that came to its end, in rank order.
-        failure: What the first rank failed by: kind, message, place, text; None: nothing.
-        seconds: From its start to its end.
-        killed: It was killed, by itself as it was asked to.
+        variant: The variant that was run.
+        folder: The directory of the variant's run.
+        outcomes: The outcomes of the ranks that wrote one, in rank order.
+        failure: The error of the first rank that failed (kind, message, place, text, ours), or None.
+        seconds: Duration of the run in seconds.
+        killed: True if the process killed itself as planned.
     """
 
     variant: Variant
@@ -224,20 +224,20 @@ class Result:
 
     @property
     def outcome(self) -> Outcome:
-        """That of rank 0, with what the other ranks computed of their micro-batches."""
+        """Outcome of rank 0."""
         return self.outcomes[0]
 
 
 @final
 class Pool:
-    """Runs variants, as many at a time as this machine has cores for.
+    """Pool that runs variants in a limited number of processes at a time.
 
     Args:
-        make: Builds task, data and trainer.
-        size: How much each variant does.
-        folder: A directory for all of them.
-        slots: Processes at a time.
-        preload: Modules that each process imports, of libraries alone: imported once, for all of them.
+        make: Function that builds task, data and trainer.
+        size: Numbers of steps and batches of each variant.
+        folder: A directory for all variants.
+        slots: The most processes at a time, at least 2.
+        preload: Names of library modules to import once, in the fork server of all processes.
     """
 
     def __init__(self, make: Maker, size: Size, folder: Path, slots: int, preload: Sequence[str]) -> None:
@@ -256,18 +256,18 @@ class Pool:
         self._alive: list[BaseProcess] = []
 
     def run(self, variant: Variant, precision: str | None, *, again: bool = False) -> Result:
-        """Run a variant; a thread may do so while others run others.
+        """Run a variant. Several threads may call this at once.
 
         Args:
-            variant: The one that was run.
-            precision: Of variants that are not exact.
-            again: It goes on in the folder of the run that was killed.
+            variant: The variant to run.
+            precision: The precision of variants that are not exact, or None for the user's.
+            again: True to resume in the folder of the killed run.
         """
         folder = self._folder / variant.name
         folder.mkdir(exist_ok=again)
         for old in (*folder.glob("rank-*.json"), *folder.glob("store*")):
             old.unlink()
-        with self._taking:  # one takes its places at a time, so that two never wait for each other
+        with self._taking:  # One variant at a time takes slots, to avoid a deadlock.
             for _ in range(variant.world):
                 self._free.acquire()
         try:
@@ -293,7 +293,7 @@ class Pool:
         return result
 
     def close(self) -> None:
-        """End what still runs."""
+        """Kill the processes that are still running."""
         for process in self._alive:
             if process.is_alive():
                 process.kill()
@@ -301,23 +301,23 @@ class Pool:
 
     def _start(self, variant: Variant, precision: str | None, folder: Path) -> list[BaseProcess]:
         path = SearchPath()
-        with self._starting, safe_path():  # the standard library's server is asked by one thread at a time
+        with self._starting, safe_path():  # The fork server is not thread-safe.
             processes: list[BaseProcess] = []
             for rank in range(variant.world):
                 arguments = (path, self._make, variant, self._size, precision, str(folder), rank)
                 context = self._spawns if variant.fresh else self._forks
-                processes.append(context.Process(target=work, args=arguments, daemon=False))  # it may have workers
+                processes.append(context.Process(target=work, args=arguments, daemon=False))  # for workers
                 processes[-1].start()
             self._alive += processes
         return processes
 
     def _wait(self, processes: Sequence[BaseProcess], folder: Path) -> dict[str, str] | None:
-        """Wait until all have ended. Returns where they stood, if they never did."""
+        """Wait until all processes end. Return a failure with their stacks if they hang, else None."""
         deadline_s = time.monotonic() + self._size.limit_s
         is_short = False
         while any(process.is_alive() for process in processes):
             ended = [_read(folder, rank) for rank, process in enumerate(processes) if not process.is_alive()]
-            if not is_short and not all(answer and not answer["failure"] for answer in ended):  # others may wait for it
+            if not is_short and not all(answer and not answer["failure"] for answer in ended):  # may block others
                 deadline_s, is_short = min(deadline_s, time.monotonic() + _PATIENCE_S), True
             if time.monotonic() > deadline_s:
                 return self._end(processes, folder, hung=not is_short)
@@ -351,6 +351,6 @@ def _read(folder: Path, rank: int) -> dict[str, dict[str, str]] | None:
 
 
 def libraries() -> list[str]:
-    """Names of the modules imported here that are installed, or of Lumen: not the user's own, which may draw."""
+    """Return the imported modules of Lumen and installed packages. User modules may draw random numbers on import."""
     found = ((name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()))
     return [name for name, file in found if "site-packages" in file or name.partition(".")[0] == "lumen"]

@@ -60,7 +60,7 @@ class Chart:
     Attributes:
         key: Key by which the page finds the chart's bokeh models.
         title: The name of the quantity.
-        entries: One legend entry for each curve.
+        entries: Legend entries, one for each curve.
         div: HTML of the element in which bokeh draws the chart.
     """
 

@@ -35,7 +35,7 @@ def write_report(runs: Sequence[ShownRun], output: Path) -> None:
     """Write a report of runs as one HTML file of less than 3 MB. The file appears complete or not at all.
 
     Args:
-        runs: At least one run, with a local directory. Parts that a run lacks are left out.
+        runs: The runs, at least one, with local directories. Parts that a run lacks are left out.
         output: Path of the file. An existing file is replaced.
 
     Raises:

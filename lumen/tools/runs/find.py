@@ -98,7 +98,7 @@ class ShownRun:
 
 
 def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[Listed]:
-    """Return everything in a folder that has the name of a checkpoint, by step, without what is removed meanwhile.
+    """Return the directories in a folder that are named like checkpoints, by step, unless removed meanwhile.
 
     Args:
         folder: The folder of the checkpoints. Other files in the folder are ignored.

@@ -39,7 +39,7 @@ class Condition(NamedTuple):
 
     Attributes:
         name: Full name of the setting or metric.
-        sign: One of `<`, `<=`, `>`, `>=`, `==` and `!=`.
+        sign: Comparison operator: `<`, `<=`, `>`, `>=`, `==` or `!=`.
         value: Plain data to compare with.
     """
 
