@@ -1,4 +1,4 @@
-"""Conversion of a pickle's tensors to safetensors, in a subprocess of its own.
+"""Conversion of a pickle's tensors to safetensors, in a separate process.
 
 No other module reads pickles. The subprocess uses torch's `weights_only` reader, which builds tensors and plain data
 and calls nothing that the file names. The parent process reads the answer of the subprocess as JSON. The size of the

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Report(Callback):
     """Callback that writes `report.html` into the run's directory when `fit` ends, also after an error.
 
-    The file is a report as by `lumen report`. Global rank 0 writes the file in one to two seconds, or four after a
-    million rows. Steps take no longer. An error while writing becomes a warning and does not fail the run.
+    `lumen report` writes the same report. Global rank 0 writes the file in one to two seconds, or four after a million
+    rows. Steps take no longer. An error while writing becomes a warning and does not fail the run.
 
     Raises:
         ConfigError: Bokeh is not installed.

@@ -1,5 +1,5 @@
 "use strict";
-// Moves what bokeh draws: smoothing, axes, marks, the shared cursor, colours. The page holds all names, bokeh numbers.
+// Controls the bokeh charts: smoothing, axes, marks, shared cursor, colours. Names are in the page, numbers in bokeh.
 (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const one = id => document.getElementById(id);
@@ -31,7 +31,7 @@
       box, drawn: charts.flatMap(({ plot }) => plot.renderers.filter(each => (each.name || "").startsWith(`mark-${box.dataset.marks}-`))),
     }));
 
-    // ------------------------------------------------------------------ what is shown
+    // ------------------------------------------------------------------ visible curves
 
     const isShown = line => !state.hidden.has(line.run);
 
@@ -86,8 +86,8 @@
       }
     }
 
-    // Each value's weight falls with its distance in steps, by 1/e at the reach: so what is logged rarely is smoothed
-    // over as many steps as what is logged often. Forth and back, so that nothing is moved to the right.
+    // Each value's weight falls with its distance in steps, to 1/e at the reach. So rare and frequent values are
+    // smoothed over the same number of steps. A forward and a backward pass avoid a shift to the right.
     function smoothed({ x, y }, reach) {
       const sum = new Float64Array(x.length), weight = new Float64Array(x.length);
       for (const [begin, by] of [[0, 1], [x.length - 1, -1]]) {
@@ -172,7 +172,7 @@
       const line = chart.lines.find(isShown);
       if (!line) return;
       const { x } = line.line.data_source.data;
-      const at = wanted === null ? (by > 0 ? -1 : x.length) : nearest(x, wanted); // two keys may come in one frame
+      const at = wanted === null ? (by > 0 ? -1 : x.length) : nearest(x, wanted); // Two key events may come in one frame.
       let next = at + by;
       while (x[next] === x[at] && next > 0 && next < x.length - 1) next += by;
       point(x[Math.min(Math.max(next, 0), x.length - 1)]);
@@ -183,7 +183,7 @@
     const isDark = matchMedia("(prefers-color-scheme: dark)");
 
     function paint() {
-      if (!matchMedia("screen").matches) return; // paper gets what is drawn: a canvas cannot be drawn anew in time
+      if (!matchMedia("screen").matches) return; // A canvas cannot be redrawn in time for printing.
       document.documentElement.dataset.painted = isDark.matches ? "dark" : "light";
       const style = getComputedStyle(document.documentElement);
       const of = name => style.getPropertyValue(`--${name}`).trim();
@@ -230,11 +230,11 @@
         else return;
         event.preventDefault();
       });
-      if (matchMedia("(pointer: coarse)").matches) chart.plot.toolbar.active_drag = null; // a finger scrolls the page
+      if (matchMedia("(pointer: coarse)").matches) chart.plot.toolbar.active_drag = null; // Touch scrolls the page.
     }
     let isFitDue = false;
     steps.change.connect(() => {
-      if (!isFitDue) requestAnimationFrame(fitAll); // after the tool, which puts the other axis back where it was
+      if (!isFitDue) requestAnimationFrame(fitAll); // after the tool, which resets the other axis
       isFitDue = true;
     });
     const fitAll = () => {

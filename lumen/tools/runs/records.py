@@ -231,7 +231,7 @@ def runs(
 
     Returns:
         A dictionary for each run: `path`, `name`, `status` (running, finished, stopped, failed or unknown), `error`,
-        `step`, `epoch` (number of completed epochs); `settings` by their names on the command line, as `model.lr`,
+        `step`, `epoch` (completed epochs, if known); `settings` by their names on the command line, as `model.lr`,
         with classes by name; `metrics`, the last value of each; `monitor`, the metric that compares its checkpoints;
         `checkpoints`, each with `path`, `step`, `epoch`, `metrics`, `best`, `valid` and more; `host`, `pid` and
         `started` of the job that holds the run; `goodput`.
