@@ -48,7 +48,7 @@ class Built(NamedTuple):
     Attributes:
         task: The task to train.
         data: The data module, or None if the task has the loaders.
-        trainer: The trainer.
+        trainer: The trainer with the changed arguments.
         configure_optimizers: Function used instead of the task's method, or None for the task's.
     """
 
