@@ -57,14 +57,14 @@ def on_both(group, *args, **options):
     return first
 
 
-def test_parameters_that_one_rank_has_written_are_named_on_all_at_the_next_logged_step(group, tmp_path):
+def test_unequal_parameters_are_named_at_next_logged_step(group, tmp_path):
     error, steps = on_both(group, tmp_path, "parameters", "DDP")
     assert "after step 15: net.3.bias is not the same on rank 0 and on rank 1" in error
     assert "on_before_zero_grad" in error  # what to do
     assert steps == 17  # it is told a step later, and read one more step later, so that nobody waits
 
 
-def test_gradients_that_one_rank_has_written_are_told_by_their_norm(group, tmp_path):
+def test_unequal_gradients_are_detected_by_norm(group, tmp_path):
     error, steps = on_both(
         group, tmp_path, "gradients", "DDP", log_every_n_steps=STEP + 1, gradient_clip_val=100.0, precision="64"
     )
@@ -80,13 +80,13 @@ def test_counters_that_one_rank_has_changed_are_told(group, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"log_every_n_steps": STEP + 1}, {"log_every_n_steps": 1}], ids=str)
-def test_the_last_step_of_a_run_is_looked_at_too(group, tmp_path, options):
+def test_last_step_is_checked_too(group, tmp_path, options):
     error, steps = on_both(group, tmp_path, "parameters", "DDP", max_steps=STEP + 1, **options)
     assert f"after step {STEP + 1}: net.3.bias is not the same" in error
     assert steps == STEP + 1
 
 
-def test_nothing_is_saved_of_a_logged_step_at_which_ranks_do_not_agree(group, tmp_path):
+def test_disagreeing_ranks_save_no_checkpoint(group, tmp_path):
     saves = Saving(15, tmp_path / "saved")
     error, steps = on_both(group, tmp_path, "parameters", "DDP", callbacks=[saves])
     assert "after step 15: net.3.bias is not the same" in error
@@ -97,7 +97,7 @@ def test_nothing_is_saved_of_a_logged_step_at_which_ranks_do_not_agree(group, tm
 @pytest.mark.parametrize(
     ("what", "strategy"), [("nothing", "DDP"), ("nothing", "FSDP"), ("gradients", "FSDP")], ids=str
 )
-def test_ranks_that_agree_are_left_alone_and_so_are_those_whose_parts_differ(group, tmp_path, what, strategy):
+def test_agreeing_ranks_and_fsdp_shards_raise_nothing(group, tmp_path, what, strategy):
     options = {"log_every_n_steps": 1, "gradient_clip_val": 0.1}
     assert on_both(group, tmp_path, what, strategy, max_steps=STEP + 2, **options) == (None, STEP + 2)
 
@@ -154,7 +154,7 @@ def warnings_of(folder, make, slow, own_s=0.0, data_s=0.0, until_s=1e9, seconds=
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "slow", "seconds"), [(Busy, 0, 12), (BusyWeighing, 1, 8)])
-def test_a_rank_that_holds_up_the_others_is_named_once_with_what_it_waits_for(group, tmp_path, make, slow, seconds):
+def test_slow_rank_is_named_once_with_the_cause(group, tmp_path, make, slow, seconds):
     (line,), others = group(2).run(warnings_of, tmp_path, make, slow, 0.02, 0.06, 1e9, seconds)
     assert others == []  # the first rank tells it
     assert line.startswith(f"rank {slow} (host {socket.gethostname()}) is slow, and the others wait for it: 0.")
@@ -164,5 +164,5 @@ def test_a_rank_that_holds_up_the_others_is_named_once_with_what_it_waits_for(gr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more_s", [0.0, 0.1])
-def test_ranks_that_are_alike_are_not_named_nor_is_one_that_is_slow_for_a_moment(group, tmp_path, more_s):
+def test_equal_or_briefly_slow_ranks_are_not_named(group, tmp_path, more_s):
     assert group(2).run(warnings_of, tmp_path, Busy, 0, more_s, 0.0, 2.5) == [[], []]

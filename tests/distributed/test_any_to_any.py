@@ -221,7 +221,8 @@ def check(group, root, written, pairs):
         assert kinds[source, reader] == expected
 
 
-def test_what_is_tied_frozen_uneven_or_empty_is_read_elsewhere(group, tmp_path):
+def test_unusual_parameters_resume_under_other_strategies(group, tmp_path):
+    """Tied, frozen, unevenly sharded and empty parameters."""
     pairs = [("single", "fsdp-2"), ("ddp-2", "fsdp-2"), ("fsdp-2", "fsdp-2"), ("fsdp-2", "single")]
     check(group, tmp_path, ["single", "ddp-2", "fsdp-2"], pairs)
     tensors, state, aliases = contents(tmp_path / "fsdp-2")
@@ -342,7 +343,7 @@ def load_large(folder, path):
 
 
 @pytest.mark.parametrize("written_by", ["single", "fsdp"])
-def test_a_process_reads_its_share_and_never_holds_more(group, tmp_path, written_by):
+def test_ranks_read_and_hold_only_their_shard(group, tmp_path, written_by):
     save = partial(save_large, tmp_path, written_by)
     path = save() if written_by == "single" else group(2).run(save_large, tmp_path, written_by)[0]
     group(2).run(load_large, tmp_path, path)  # whatever is imported or allocated once
@@ -412,7 +413,7 @@ def removed_between(folder, path, file, strategy):
 
 
 @pytest.mark.parametrize("section", ["model", "optimizer"])
-def test_a_file_removed_before_it_is_read_is_one_error_on_all_ranks(group, tmp_path, section):
+def test_file_removed_before_reading_raises_on_all_ranks(group, tmp_path, section):
     path = group(2).run(save_large, tmp_path, "fsdp", 4)[0]
     file = f"{section}/00001-00000.safetensors"  # that of the model is read by rank 1 alone
     first, second = group(2).run(removed_between, tmp_path, path, file, "fsdp")
@@ -424,7 +425,7 @@ def stumble(folder, path):
     return refused(folder, path, Everything(), [Stumbling()], Exception, strategy="ddp")
 
 
-def test_an_error_in_loading_on_one_rank_ends_the_others_too(group, tmp_path):
+def test_load_error_on_one_rank_ends_all(group, tmp_path):
     path = tmp_path / "step-1"
     bare_trainer(tmp_path, max_steps=1, callbacks=[Stumbling(), Saving(1, path)]).fit(Everything(), loader())
     first, second = group(2).run(stumble, tmp_path, path)
@@ -467,7 +468,8 @@ def refuse_mismatches(folder, path, strategy):
     return messages
 
 
-def test_whatever_does_not_fit_is_named_alike_on_all_ranks_and_never_cast(group, tmp_path):
+def test_mismatches_raise_equally_on_all_ranks(group, tmp_path):
+    """Nothing is cast."""
     group(2).run(write_all, tmp_path, ["fsdp-2"])
     first, second = group(2).run(refuse_mismatches, tmp_path, tmp_path / "fsdp-2", "fsdp")
     assert first == second == refuse_mismatches(tmp_path, tmp_path / "fsdp-2", "single")

@@ -32,7 +32,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 
 
 @STRATEGIES
-def test_every_rank_writes_its_share_as_it_was_when_the_save_began(group, tmp_path, strategy):
+def test_ranks_write_their_shards_from_start_of_save(group, tmp_path, strategy):
     copied = group(2).run(save_at_once_and_beside, tmp_path, strategy)
     assert names(tmp_path) == ["step-00000004"]
     expected, found = files(tmp_path / "at-once"), files(folder(tmp_path) / "step-00000004")
@@ -70,7 +70,7 @@ def save_at_once_and_beside(tmp_path, strategy):
     return sum(copied)
 
 
-def test_all_ranks_write_at_once_where_one_has_no_memory_for_its_copy(group, tmp_path):
+def test_all_ranks_save_synchronously_if_one_lacks_memory(group, tmp_path):
     for how in ("known before", "found out"):
         assert group(2).run(save_without_memory_on_one_rank, tmp_path / how, how) == [False, False]
         assert names(tmp_path / how) == ["step-00000004"]
@@ -100,7 +100,7 @@ def save_without_memory_on_one_rank(tmp_path, how):
 
 
 @STRATEGIES
-def test_an_error_in_the_thread_of_one_rank_ends_the_run_on_all(group, tmp_path, strategy):
+def test_thread_error_on_one_rank_ends_all(group, tmp_path, strategy):
     messages = group(2).run(train_until_a_disk_is_full, tmp_path, strategy)
     assert messages[0] == messages[1]
     assert re.search("step-00000008.*/00001-00000.safetensors: No space left on device", messages[0])
@@ -159,7 +159,7 @@ def train_beside_a_slow_disk(tmp_path):
     assert bool(slept) == (os.environ["RANK"] == "1")
 
 
-def test_a_part_that_is_not_finite_is_an_error_on_all_ranks(group, tmp_path):
+def test_non_finite_shard_raises_on_all_ranks(group, tmp_path):
     messages = group(2).run(train_until_a_part_breaks, tmp_path)
     assert messages[0] == messages[1]
     assert re.search("after step 8 1 parameters are not finite.*: net.0.weight", messages[0])
@@ -178,7 +178,7 @@ def train_until_a_part_breaks(tmp_path):
     return str(caught.value)
 
 
-def test_a_failing_thread_ends_the_run_on_every_rank(group, tmp_path):
+def test_failing_thread_ends_run_on_all_ranks(group, tmp_path):
     messages = group(2).run(train_until_the_save_fails, tmp_path)
     assert messages[0] == messages[1]
     assert "A file is in the way" in messages[0]
@@ -211,7 +211,7 @@ def train_on_ranks(tmp_path, asynchronous):
     return saver.scores, [Path(path).name for path in saver.best_k_models], names(tmp_path)
 
 
-def test_what_fails_while_one_rank_copies_is_known_to_all(group, tmp_path):
+def test_copy_error_on_one_rank_raises_on_all(group, tmp_path):
     first, second = group(2).run(copy_freed_memory, tmp_path)
     assert second.startswith("RuntimeError: setStorage")
     assert first == f"ProcessLost: rank 1 failed: {second}"

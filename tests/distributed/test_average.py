@@ -29,7 +29,7 @@ def run(compression):
 
 
 @pytest.mark.parametrize("compression", [None, "bf16", "fp16"])
-def test_each_gradient_becomes_the_mean_of_all_processes_in_its_own_dtype(group, compression):
+def test_gradients_are_averaged_in_their_dtype(group, compression):
     dtypes = [torch.float32] * len(SIZES) + [torch.float64] * 3 + [torch.float32]
     shapes = [*SIZES, *SIZES[:3], (2,)]
     means = [2.0 * number + 2 for number in range(len(SIZES))]
@@ -47,7 +47,7 @@ def rounded(compression):
     return parameter.grad.item()
 
 
-def test_a_compressed_gradient_is_rounded_as_its_dtype_does(group):
+def test_compressed_gradients_are_rounded_to_compression_dtype(group):
     for compression, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         alone = float(torch.tensor((2.0**-12 + 1) / 2).to(dtype)) * 2
         assert group(2).run(rounded, compression) == [alone] * 2

@@ -29,7 +29,7 @@ def evaluate(path, strategy, average):
 
 
 @pytest.mark.parametrize("writer", ["auto", "ddp", "fsdp"])
-def test_averages_are_read_by_any_strategy_with_the_same_bits(group, tmp_path, writer):
+def test_averages_are_exact_under_any_strategy(group, tmp_path, writer):
     if writer == "auto":
         train(tmp_path, writer)
     else:
@@ -45,7 +45,7 @@ def test_averages_are_read_by_any_strategy_with_the_same_bits(group, tmp_path, w
     assert all(one != found[None] for average, one in found.items() if average)
 
 
-def test_what_has_no_mean_is_the_same_error_on_all(group, tmp_path):
+def test_averaging_incompatible_checkpoints_raises_on_all_ranks(group, tmp_path):
     train(tmp_path, "auto")
     task = Regression(dtype=torch.float32)
     quiet_trainer(tmp_path / "other", max_steps=1).fit(task, loader(8))

@@ -82,14 +82,15 @@ NOBODY_LISTENS = {"log_every_n_steps": 1}
 
 
 @pytest.mark.parametrize("options", [*WINDOWS, NOBODY_LISTENS, {"options": {"gradient_as_bucket_view": True}}], ids=str)
-def test_a_step_communicates_its_gradients_and_six_numbers_beside_them(group, tmp_path, options):
+def test_collectives_per_step(group, tmp_path, options):
+    """A step sums its gradients and six numbers."""
     for sums in group(2).run(added, tmp_path, Saying, **options):
         assert sums == {PARAMETERS: 10, BESIDE: 10}
 
 
 @pytest.mark.parametrize("options", WINDOWS, ids=str)
 @pytest.mark.parametrize("say", ["weights", "None"])
-def test_returned_weights_and_micro_batches_left_out_cost_nothing_more(group, tmp_path, say, options):
+def test_weights_and_skipped_batches_add_no_collectives(group, tmp_path, say, options):
     for sums in group(2).run(added, tmp_path, Saying, say, **options):
         assert sums == {PARAMETERS: 10, BESIDE: 10}
 
@@ -99,7 +100,8 @@ def test_batch_weight_costs_one_small_sum_a_step(group, tmp_path):
         assert sums == {PARAMETERS: 10, BESIDE: 10, 1: 10}
 
 
-def test_an_fsdp_step_gathers_each_unit_twice_and_sums_its_gradients_the_norms_and_six_numbers(group, tmp_path):
+def test_collectives_per_fsdp_step(group, tmp_path):
+    """All-gathers twice per unit; sums gradients per unit, norms and six numbers."""
     units, parameters = 2, 4
     for sums in group(2).run(add_fsdp_steps, tmp_path):
         assert sums.pop("all_gather") == 10 * units * 2
@@ -126,7 +128,7 @@ class Harmless(lumen.Callback):
         """Never stops the run."""
 
 
-def test_a_hook_at_the_end_of_steps_costs_a_vote_unless_it_says_that_it_never_stops(group, tmp_path):
+def test_step_end_hook_adds_vote_unless_declared_harmless(group, tmp_path):
     for hooked, harmless in group(2).run(add_hooks, tmp_path):
         assert hooked == harmless | {VOTE + 1: 10}
         assert harmless == {PARAMETERS: 10, BESIDE: 10}
@@ -141,7 +143,7 @@ def between(fewer, more):
     return {kind: more[kind] - fewer[kind] for kind in fewer | more if kind != VOTE and more[kind] != fewer[kind]}
 
 
-def test_with_a_logger_a_step_that_logs_gathers_its_values_and_every_other_costs_what_it_does_without(group, tmp_path):
+def test_logger_adds_collectives_only_at_logged_steps(group, tmp_path):
     for few, many, logging in group(2).run(log_steps, tmp_path):
         assert between(few, many) == {PARAMETERS: 10, BESIDE: 10}
         assert between(many, logging) == {"all_gather": 2 * GATHER + 3 * AGREEMENT}  # three rows, not one
@@ -192,9 +194,7 @@ class MeasuringEnding(Measuring):
     ("make", "gathers", "sums"),
     [(kind, *EPOCHS[kind.__name__]) for kind in (Quiet, Saying, Ending, QuietEnding, MeasuringEnding)],
 )
-def test_an_epoch_costs_a_small_sum_a_gather_of_what_was_logged_and_another_of_both_for_hooks_but_one_of_metric_objects(
-    group, tmp_path, make, gathers, sums, logger
-):
+def test_collectives_per_epoch(group, tmp_path, make, gathers, sums, logger):
     for few, many in group(2).run(make_epochs, tmp_path, make, logger):
         more = many - few
         assert more["all_gather"] == 20 * gathers * GATHER
@@ -229,9 +229,7 @@ class MeasuringRows(Saying):
 
 @pytest.mark.parametrize(("make", "gathers"), [(Rows, 2), (MeasuringRows, 4)])
 @pytest.mark.parametrize("logger", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_validation_gathers_norms_values_rows_for_loggers_and_two_things_of_metric_objects_however_long_it_is(
-    group, tmp_path, make, gathers, logger
-):
+def test_collectives_per_validation_are_independent_of_length(group, tmp_path, make, gathers, logger):
     for one, three, long, three_long in group(2).run(validate, tmp_path, make, logger):
         costs = {"all_gather": 2 * (gathers + logger) * GATHER, VOTE + 1: 2}
         assert between(one, three) == between(long, three_long) == costs
@@ -250,7 +248,7 @@ def validate(folder, make, logger):
     ]  # fmt: skip
 
 
-def test_clocks_and_signals_are_compared_about_twice_a_second(group, tmp_path):
+def test_clocks_and_signals_are_compared_twice_per_second(group, tmp_path):
     for took_s, times in group(2).run(look_at_clocks, tmp_path):
         assert 1 <= times <= 3 * took_s + 8  # more often at first, until it is known how long a step takes
 

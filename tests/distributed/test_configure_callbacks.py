@@ -37,7 +37,7 @@ def fit_unevenly(path):
     return str(caught.value)
 
 
-def test_a_resumed_run_on_ranks_has_the_bits_of_one_that_was_never_interrupted(group, tmp_path):
+def test_resumed_run_with_configured_callbacks_is_exact(group, tmp_path):
     straight = group(2).run(fit, tmp_path / "straight", 20)
     group(2).run(fit, tmp_path / "halves", 3)
     resumed = group(2).run(fit, tmp_path / "halves", 20)
@@ -47,7 +47,7 @@ def test_a_resumed_run_on_ranks_has_the_bits_of_one_that_was_never_interrupted(g
     assert straight[0][3][-3:] == ["EMA", "EarlyStopping", "ModelCheckpoint"]
 
 
-def test_callbacks_that_differ_between_ranks_are_the_same_error_on_all(group, tmp_path):
+def test_different_callbacks_raise_equally_on_all_ranks(group, tmp_path):
     first, second = group(2).run(fit_unevenly, tmp_path)
     assert first == second
     assert "callbacks differ between ranks: rank 0 has Timer; rank 1 has none" in first

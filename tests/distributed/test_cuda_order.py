@@ -39,7 +39,7 @@ def limits(strategy):
 
 
 @pytest.mark.slow
-def test_groups_of_some_processes_wait_no_longer_than_those_of_all(group, tmp_path):
+def test_subgroups_have_timeouts_of_default_group(group, tmp_path):
     for seen in group(4).run(timeouts_of_parts, tmp_path):
         assert seen == [{74.0}, {63.0}]  # half a minute later than the watch
 
@@ -52,7 +52,7 @@ def train_synced(tmp_path):
         trainer.fit(task, loader())
 
 
-def test_a_process_without_a_loss_is_refused_where_norms_are_synchronised(group, tmp_path):
+def test_rank_without_loss_is_refused_with_sync_batchnorm(group, tmp_path):
     group(2).run(train_synced, tmp_path)
 
 
@@ -93,7 +93,8 @@ def leave(rank, store, fails, later, answers):
     ],
     ids=["together", "an error", "one is gone"],
 )
-def test_nobody_waits_for_nccl_where_a_process_leaves_otherwise(tmp_path, fails, later, left):
+def test_exit_never_waits_for_nccl(tmp_path, fails, later, left):
+    """Groups are destroyed if all ranks leave together, aborted otherwise."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     started = [context.Process(target=leave, args=(rank, tmp_path / "store", fails, later, answers)) for rank in (0, 1)]

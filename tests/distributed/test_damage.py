@@ -126,7 +126,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_of_any_file_is_noticed_and_named_and_the_one_before_is_used(written, tmp_path, damage):
+def test_damaged_file_is_named_and_previous_checkpoint_used(written, tmp_path, damage):
     for number, name in enumerate(files := files_of(written[0] / "runs/run/checkpoints" / NEW)):
         folder = copied(written[0], tmp_path / str(number))
         DAMAGES[damage](folder / NEW / name)
@@ -182,7 +182,7 @@ def damaged_copies(written, tmp_path):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_run_goes_on_from_the_one_before_on_all_ranks(written, group, tmp_path, world):
+def test_run_resumes_from_previous_checkpoint_on_all_ranks(written, group, tmp_path, world):
     cases = damaged_copies(written, tmp_path)
     strategy = {"single": "ddp"}.get(written[1], written[1]) if world == 2 else "single"
     answers = group(2).run(train_each, list(cases), strategy) if world == 2 else [train_each(cases, strategy)]
@@ -203,7 +203,7 @@ def train_each(cases, strategy):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_where_all_are_damaged_nothing_is_begun_and_nothing_changed(two, group, world):
+def test_only_damaged_checkpoints_raise_and_change_nothing(two, group, world):
     for checkpoint in (OLD, NEW):
         flipped("last")(two / checkpoint / "model/00000-00000.safetensors")
     before = {path: path.stat().st_mtime_ns for path in two.rglob("*")}
@@ -261,7 +261,7 @@ of_fsdp = pytest.mark.parametrize("written", ["fsdp"], indirect=True)
 
 @of_fsdp
 @pytest.mark.parametrize("way", WAYS)
-def test_a_pickle_beside_or_inside_what_is_read_is_never_executed(two, tmp_path, way):
+def test_foreign_pickles_are_never_executed(two, tmp_path, way):
     for number, bomb in enumerate(bombs_for(marker := tmp_path / "executed")):
         for name in ("model.pt", "model/x.pkl", ".metadata", "optimizer/state.bin", "extra/x.npy", "__init__.py"):
             (two / NEW / f"{number}{name}" if name.startswith(".") else two / NEW / name).write_bytes(bomb)
@@ -291,7 +291,7 @@ def make_right(file, name, manifest):
 
 @of_fsdp
 @pytest.mark.parametrize("way", WAYS)
-def test_a_pickle_in_place_of_a_file_is_refused_and_never_executed(two, tmp_path, way):
+def test_pickle_in_place_of_file_is_refused_unexecuted(two, tmp_path, way):
     for bomb in bombs_for(marker := tmp_path / "executed"):
         for name in files_of(two / NEW):
             data = (two / NEW / name).read_bytes()
@@ -347,7 +347,7 @@ OUTSIDE = {
 @of_fsdp
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", OUTSIDE)
-def test_a_manifest_that_leads_out_of_its_checkpoint_is_refused(two, tmp_path, place, way):
+def test_manifest_with_outside_paths_is_refused(two, tmp_path, place, way):
     shutil.copytree(two / NEW, two / "outside")  # all is there, and intact
     for name in ("model/00000-00000.safetensors", "state.json"):
         shutil.copy(two / "outside/manifest.json", two / NEW / "manifest.json")
@@ -359,7 +359,7 @@ def test_a_manifest_that_leads_out_of_its_checkpoint_is_refused(two, tmp_path, p
 @of_fsdp
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("linked", ["model", "model/00000-00000.safetensors", "manifest.json"])
-def test_a_link_that_leads_out_of_its_checkpoint_is_refused(two, tmp_path, linked, way):
+def test_links_to_outside_are_refused(two, tmp_path, linked, way):
     shutil.move(two / NEW / linked, two / "outside")
     (two / NEW / linked).symlink_to(two / "outside")
     with pytest.raises(CheckpointDamaged, match="is a link that leaves the checkpoint"):
@@ -368,7 +368,7 @@ def test_a_link_that_leads_out_of_its_checkpoint_is_refused(two, tmp_path, linke
 
 @of_fsdp
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_it_is_refused_by_all_ranks_alike_and_the_one_before_is_used(group, two, tmp_path, strategy):
+def test_outside_path_is_refused_equally_on_all_ranks(group, two, tmp_path, strategy):
     shutil.copytree(two / NEW, two / "outside")
     name = "model/00000-00000.safetensors"
     tamper(two / NEW, partial(renamed, name, f"../outside/{name}"))
@@ -380,7 +380,7 @@ def test_it_is_refused_by_all_ranks_alike_and_the_one_before_is_used(group, two,
 @pytest.mark.parametrize(
     "file", ["../outside.safetensors", "/{root}/outside.safetensors", "a/../../outside.safetensors"]
 )
-def test_an_index_of_a_hub_that_leads_out_is_refused(tmp_path, file, way):
+def test_hub_index_with_outside_paths_is_refused(tmp_path, file, way):
     hub = tmp_path / "hub"
     (hub / "a").mkdir(parents=True)
     save_file(Full().state_dict(), tmp_path / "outside.safetensors")

@@ -27,7 +27,7 @@ HEAD = PAGE.partition("\n## ")[0]
 HUGGING_FACE, TAR, STATE, PARTS = SECTIONS.values()
 
 
-def test_the_page_has_no_program_that_is_not_run_here():
+def test_every_program_of_page_is_tested():
     assert [len(programs(text)) for text in (HEAD, HUGGING_FACE, TAR, STATE, PARTS)] == [1, 2, 3, 1, 1]
     assert len(programs(PAGE)) == 8
 
@@ -51,7 +51,7 @@ def without_package(text):
     return text.partition("Where files are far away")[0]
 
 
-def test_parts_of_unequal_length_are_read_once_on_two_processes(group, tmp_path):
+def test_uneven_shards_are_read_once_on_two_ranks(group, tmp_path):
     seen = group(2).run(parts, tmp_path)
     assert [sorted(each) for each, _ in seen] == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9]]
     assert [steps for _, steps in seen] == [3, 3]

@@ -91,7 +91,7 @@ def test_reentrant_checkpoints_train_what_one_process_trains(group, tmp_path):
     assert_equal(on_ranks(group, 2, train_reentrant, tmp_path, 2), alone)
 
 
-def test_every_process_begins_with_the_weights_of_the_first(group, tmp_path):
+def test_all_ranks_start_with_weights_of_rank_0(group, tmp_path):
     alone = fit(tmp_path, Regression(optimizer="SGD", dtype=torch.float64), accumulate_grad_batches=2)[1]
     assert_equal(on_ranks(group, 2, train_what_ranks_built_differently, tmp_path), alone)
 
@@ -142,13 +142,13 @@ class Branching(Regression):
         return loss + self.branch(batch[0]).square().mean() if batch_idx % 2 in self.users else loss
 
 
-def test_a_parameter_without_gradient_is_named_before_anything_hangs(group, tmp_path):
+def test_unused_parameters_are_named_before_a_hang(group, tmp_path):
     for message in group(2).run(refusal, TrainingError, end_of, tmp_path, Branching, (), strategy="ddp"):
         assert "branch.weight, branch.bias" in message
         assert "find_unused_parameters" in message
 
 
-def test_a_parameter_without_gradient_on_one_rank_ends_the_job(tmp_path):
+def test_unused_parameter_on_one_rank_ends_the_job(tmp_path):
     """The other rank waits for its gradient, so both need processes of their own."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -204,7 +204,7 @@ class Choosy(Regression):
 @pytest.mark.parametrize("weigh", [False, True], ids=["samples", "weights"])
 @pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_none_from_one_rank_leaves_out_its_micro_batch_alone(group, tmp_path, weigh, left_out, options):
+def test_none_skips_micro_batch_of_that_rank_only(group, tmp_path, weigh, left_out, options):
     task = end_of, tmp_path, Choosy, left_out, weigh
     alone = end_of(*task[1:], accumulate_grad_batches=4)
     assert_equal(on_ranks(group, 2, *task, strategy=lumen.DDP(**options), accumulate_grad_batches=2), alone)
@@ -217,7 +217,7 @@ class Constantly(Choosy):
 
 
 @pytest.mark.parametrize("left_out", [(0,), (1, 3), (2, 3)], ids=str)
-def test_a_constant_of_weight_0_leaves_out_a_micro_batch_as_none_does(group, tmp_path, left_out):
+def test_constant_with_weight_0_skips_micro_batch(group, tmp_path, left_out):
     alone = end_of(tmp_path, Choosy, left_out, True, accumulate_grad_batches=4)
     constantly = end_of, tmp_path, Constantly, left_out, True
     assert_equal(end_of(*constantly[1:], accumulate_grad_batches=4), alone)
@@ -253,7 +253,7 @@ WRONG = {
 }
 
 
-def test_what_is_refused_on_one_process_is_refused_on_each_of_several(group, tmp_path):
+def test_errors_of_one_process_raise_on_every_rank(group, tmp_path):
     for each in group(2).run(refused, tmp_path):
         assert each.keys() == WRONG.keys()
         for what, message in each.items():
@@ -310,7 +310,7 @@ class Alternating(Regression):
         return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
 
 
-def test_parameters_that_no_rank_uses_are_left_alone_where_a_rank_is_idle(group, tmp_path):
+def test_unused_parameters_are_unchanged_with_idle_rank(group, tmp_path):
     options = {"data": loader(20, 4, dtype=torch.float64), "max_epochs": 3}
     alone = end_of(tmp_path, Alternating, accumulate_grad_batches=3, **options)
     options |= {"global_batch_size": 12, "strategy": lumen.DDP(find_unused_parameters=True)}
@@ -329,7 +329,7 @@ class Overflowing(Regression):
         return torch.optim.SGD(self.parameters(), lr=1e-42)
 
 
-def test_what_overflows_does_not_depend_on_the_number_of_ranks(group, tmp_path):
+def test_overflows_are_independent_of_world_size(group, tmp_path):
     steps = count_updates(tmp_path, "single", 2)
     assert group(2).run(count_updates, tmp_path, "ddp", 1) == [steps, steps]
 
@@ -342,14 +342,14 @@ def count_updates(folder, strategy, accumulate):
     return trainer.global_step, trainer.run.precision.state_dict()["scale"]
 
 
-def test_a_step_that_every_rank_leaves_out_is_skipped(group, tmp_path):
+def test_step_skipped_by_all_ranks_is_no_update(group, tmp_path):
     steps, alone = steps_of(tmp_path, Choosy, (0, 1), False, accumulate_grad_batches=2)
     for each, state in group(2).run(steps_of, tmp_path, Choosy, (0, 1), False, strategy="ddp"):
         assert_equal(state, alone)
         assert each == steps
 
 
-def test_weights_from_one_rank_only_are_an_error_on_all(group, tmp_path):
+def test_weights_from_one_rank_raise_on_all(group, tmp_path):
     assert group(2).run(weigh_on_one_rank, tmp_path) == [True, True]
 
 
@@ -367,7 +367,7 @@ def test_a_rank_with_nothing_to_do_takes_part(group, tmp_path, world, samples):
     assert_equal(on_ranks(group, world, train_few, tmp_path, samples, strategy="ddp"), alone)
 
 
-def test_so_does_one_that_has_nothing_in_the_very_first_step_of_a_run_that_accumulates_later(group, tmp_path):
+def test_idle_rank_in_first_step_equals_single_process(group, tmp_path):
     alone = train_few(tmp_path, 1, {0: 2, 1: 4})
     assert_equal(on_ranks(group, 2, train_few, tmp_path, 1, {0: 1, 1: 2}, strategy="ddp"), alone)
 
@@ -389,7 +389,7 @@ class Clamping(Regression):
             self.net[0].weight.clamp_(-0.2, 0.2)
 
 
-def test_weights_that_only_some_ranks_have_written_are_an_error_at_the_next_evaluation(group, tmp_path):
+def test_unequal_parameter_writes_raise_at_next_evaluation(group, tmp_path):
     assert group(2).run(clamp_on_some_ranks, tmp_path) == [True, True]
 
 
@@ -401,7 +401,7 @@ def clamp_on_some_ranks(folder):
     return True
 
 
-def test_weights_can_be_written_once_a_step_on_every_rank(group, tmp_path):
+def test_equal_parameter_writes_on_all_ranks_are_supported(group, tmp_path):
     alone = end_of(tmp_path, Clamping, "on_before_zero_grad", accumulate_grad_batches=2)
     assert_equal(on_ranks(group, 2, end_of, tmp_path, Clamping, "on_before_zero_grad", strategy="ddp"), alone)
 
@@ -418,7 +418,7 @@ class Leaving(Regression):
 
 
 @pytest.mark.parametrize(("accumulate", "at"), [(1, 2), (1, 3), (2, 0), (2, 5)])
-def test_a_hook_of_one_rank_ends_the_epoch_on_all_and_dropout_goes_on_alike(group, tmp_path, accumulate, at):
+def test_hook_on_one_rank_ends_epoch_on_all(group, tmp_path, accumulate, at):
     steps, alone = steps_of(tmp_path, Leaving, at, max_epochs=3, accumulate_grad_batches=2 * accumulate)
     options = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "strategy": "ddp"}
     for each, state in group(2).run(steps_of, tmp_path, Leaving, at, **options):
@@ -454,7 +454,7 @@ class StoppingSilently(StoppingAlone):
         ("on_train_epoch_end", 4, 2),
     ],
 )
-def test_one_rank_can_stop_the_run_where_all_listen(group, tmp_path, task, hook, steps, interval):
+def test_one_rank_stops_run_in_hooks_outside_steps(group, tmp_path, task, hook, steps, interval):
     assert group(2).run(stop_in_hook, tmp_path, task, hook, steps, interval) == [steps, steps]
 
 
@@ -471,7 +471,7 @@ IN_A_STEP = ["on_before_backward", "on_after_backward", "on_before_optimizer_ste
 @pytest.mark.parametrize("hook", IN_A_STEP)
 @pytest.mark.parametrize("who", ["task", "callback"])
 @pytest.mark.parametrize("saved_every", [2, 3, 100])
-def test_one_rank_is_enough_to_stop_the_run_in_a_hook_of_a_step(group, tmp_path, hook, who, saved_every):
+def test_one_rank_stops_run_in_step_hooks(group, tmp_path, hook, who, saved_every):
     steps, *_ = alone = stop_anywhere(tmp_path / "alone", hook, who, saved_every)
     assert alone == (steps, True)
     assert group(2).run(stop_anywhere, tmp_path, hook, who, saved_every) == [alone] * 2
@@ -499,7 +499,7 @@ class Unheard(lumen.Callback):
         task.stop()
 
 
-def test_a_wish_from_outside_of_hooks_is_heard_by_all_in_the_step_after_it(group, tmp_path):
+def test_stop_outside_hooks_takes_effect_in_next_step(group, tmp_path):
     assert group(2).run(stop_unheard, tmp_path) == [3, 3]
 
 
@@ -529,7 +529,7 @@ class Stopping(Regression):
 @pytest.mark.parametrize("weigh", [False, True], ids=["samples", "weights"])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_step_end"])
-def test_all_ranks_can_stop_between_two_steps_as_one_process_does(group, tmp_path, weigh, options, hook):
+def test_stop_between_steps_equals_single_process(group, tmp_path, weigh, options, hook):
     alone = stop_together(tmp_path, weigh, None, hook)
     assert_equal(on_ranks(group, 2, stop_together, tmp_path, weigh, options, hook), alone)
 
@@ -545,7 +545,7 @@ def stop_together(folder, weigh, options, hook):
 # ---------------------------------------------------------------------- optimizers, names, process lifetimes
 
 
-def test_an_optimizer_with_a_closure_sees_the_loss_of_all_ranks(group, tmp_path):
+def test_closure_sees_loss_of_all_ranks(group, tmp_path):
     alone = train_with_closure(tmp_path, "single", 2)
     assert_equal(on_ranks(group, 2, train_with_closure, tmp_path, "ddp", 1), alone, 1e-10)
 
@@ -606,7 +606,7 @@ class Restarting(lumen.Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_gradients_are_summed_in_the_same_order_in_every_process_lifetime(group, tmp_path, options):
+def test_gradient_summation_order_is_deterministic(group, tmp_path, options):
     """Three ranks, several buckets: there the order of summation shows in the last bits."""
     undisturbed = on_ranks(group, 3, train_wide, tmp_path, None, options)
     assert_equal(on_ranks(group, 3, train_wide, tmp_path, 3, options), undisturbed, 0.0)
@@ -631,7 +631,7 @@ class Teaching(Regression):
         return super().training_step(batch)
 
 
-def test_a_step_of_the_task_runs_once_for_each_batch(group, tmp_path):
+def test_training_step_runs_once_per_batch(group, tmp_path):
     assert group(2).run(teach, tmp_path) == [3.0, 3.0]
 
 

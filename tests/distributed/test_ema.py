@@ -24,7 +24,7 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize(("before", "after"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("fsdp", "auto"), ("auto", "fsdp")])
-def test_a_run_goes_on_with_its_average_under_any_strategy(group, tmp_path, before, after):
+def test_ema_resumes_under_any_strategy(group, tmp_path, before, after):
     def run(strategy, max_steps):
         if strategy == "auto":
             return train(tmp_path / "parts", strategy, max_steps)
@@ -47,6 +47,6 @@ def train_normed(folder):
     return trainer.newest_values["val_loss"], lists(task.state_dict())
 
 
-def test_statistics_of_batch_norm_are_those_of_the_first_process(group, tmp_path):
+def test_batch_norm_statistics_are_those_of_rank_0(group, tmp_path):
     first, second = group(2).run(train_normed, tmp_path)
     assert first == second

@@ -144,9 +144,7 @@ def end_of(folder):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_all_ranks_say_so_and_end_and_go_on_when_it_is_over(
-    group, folder, undisturbed, name, strategy, rank, asynchronous
-):
+def test_storage_fault_ends_all_ranks_and_run_resumes(group, folder, undisturbed, name, strategy, rank, asynchronous):
     if name == "no permission" and os.geteuid() != 0:
         pytest.skip("not proven here: only root can lose its rights and get them back")
     (message, step), (other, _) = group(2).run(fail, folder, strategy, asynchronous, name, rank, limit_s=40)
@@ -176,7 +174,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "asynchronous"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_disk_that_is_full_is_one_error_on_all_ranks(group, small_disk, undisturbed, strategy, asynchronous):
+def test_full_disk_raises_one_error_on_all_ranks(group, small_disk, undisturbed, strategy, asynchronous):
     (message, _), (other, _) = group(2).run(fill_up, small_disk, strategy, asynchronous, limit_s=40)
     assert message == other
     assert "No space left on device. Free space on that disk" in message

@@ -47,7 +47,7 @@ def fit(path, strategy, steps):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_that_has_searched_goes_on_on_several_processes_as_on_one(group, tmp_path, strategy):
+def test_run_after_tuning_resumes_on_several_ranks(group, tmp_path, strategy):
     alone = fit(tmp_path / "alone", "auto", STEPS)
     assert (alone["lr"] > 1e-3, alone["batch_size"]) == (True, 16)
     fit(tmp_path / "whole", "auto", 5)

@@ -14,7 +14,7 @@ def train(folder, strategy, steps):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_train_what_one_does_and_a_cut_run_has_the_bits_of_a_whole_one(group, tmp_path, strategy):
+def test_finetuning_equals_single_process_and_resumes_exactly(group, tmp_path, strategy):
     whole = group(2).run(train, tmp_path / "whole", strategy, 30)
     alone = train(tmp_path / "alone", "auto", 30)
     for each in whole:

@@ -67,6 +67,6 @@ def fit(folder):
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python frees the lock in what it forks")
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc tells what threads do")
-def test_workers_are_forked_once_the_threads_of_gloo_rest(group, tmp_path):
+def test_workers_are_forked_while_gloo_threads_rest(group, tmp_path):
     assert group(1).run(fit, tmp_path) == [True]
     assert group(2).run(fit, tmp_path) == [True, True]

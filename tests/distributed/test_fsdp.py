@@ -314,7 +314,7 @@ def test_units_are_what_is_asked_for(task, options, expected):
         assert not any(later.startswith(f"{name}.") for later in found[place:])
 
 
-def test_tied_weights_in_two_blocks_train_what_one_process_trains(group, tmp_path):
+def test_weights_tied_across_blocks_train_as_unsharded(group, tmp_path):
     alone = fit(tmp_path, Tied(), accumulate_grad_batches=2)
     assert_equal(on_ranks(group, 2, train_tied, tmp_path), alone)
 
@@ -379,7 +379,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_cut_up_is_one_clear_error(group, tmp_path):
+def test_unshardable_models_raise_one_clear_error(group, tmp_path):
     group(2).run(refuse_all, tmp_path)
 
 
@@ -392,7 +392,7 @@ def refuse_all(folder):
 # ---------------------------------------------------------------------- where a model begins
 
 
-def test_models_that_ranks_built_differently_become_that_of_rank_0(group, tmp_path):
+def test_all_ranks_use_the_model_of_rank_0(group, tmp_path):
     alone = fit(tmp_path, WithBuffers(), accumulate_grad_batches=2)
     assert_equal(on_ranks(group, 2, train_differently_built, tmp_path), alone)
 
@@ -460,7 +460,7 @@ class ThawingInBfloat16(Thawing):
         assert {each.grad.dtype for each in self.parameters() if each.grad is not None} == {torch.float64}
 
 
-def test_a_unit_that_thaws_keeps_its_gradients_in_its_own_dtype(group, tmp_path):
+def test_unfrozen_unit_keeps_gradients_in_their_dtype(group, tmp_path):
     group(2).run(fit_new, tmp_path, ThawingInBfloat16, strategy=lumen.FSDP(param_dtype="bf16", output_dtype="fp32"))
 
 
@@ -529,7 +529,7 @@ class Skipping(Deep):
 
 
 @pytest.mark.parametrize("strategy", [lumen.FSDP, lumen.DDP])
-def test_an_epoch_that_ends_in_the_middle_of_a_step_leaves_nothing_of_it_behind(group, tmp_path, strategy):
+def test_epoch_ending_within_a_step_leaves_no_gradients(group, tmp_path, strategy):
     assert_equal(on_ranks(group, 1, skip_alone, tmp_path, strategy), skip_alone(tmp_path, None))
 
 
@@ -537,7 +537,7 @@ def skip_alone(folder, strategy):
     return fit(folder, Skipping(), strategy=strategy() if strategy else "single", accumulate_grad_batches=4)
 
 
-def test_a_forward_without_a_backward_keeps_no_parameters_beyond_the_update(group, tmp_path):
+def test_forward_without_backward_keeps_no_unsharded_parameters(group, tmp_path):
     cases = [((3,), True), ((2, 3), True)]
     alone = train_choosy(tmp_path, cases, 4, None)
     for options in ({}, {"sharding_strategy": "shard_grad_op"}):
@@ -568,7 +568,7 @@ class Counted(Deep):
     batches = 0
 
 
-def test_buffers_that_are_assigned_are_put_back_after_a_forward_that_stands_in(group, tmp_path):
+def test_assigned_buffers_are_restored_after_dummy_forward(group, tmp_path):
     assert group(2).run(count_by_assignment, tmp_path, 40) == [(3, 6), (2, 4)]
     assert group(2).run(count_by_assignment, tmp_path, 8) == [(1, None), (0, None)]
 
@@ -596,7 +596,7 @@ class Branching(Deep):
 
 
 @pytest.mark.parametrize("users", [[], [0], [0, 1]], ids=str)
-def test_steps_may_leave_out_parameters_if_that_is_asked_for(group, tmp_path, users):
+def test_find_unused_parameters_allows_partial_steps(group, tmp_path, users):
     check(group, tmp_path, Branching, users, parts={"find_unused_parameters": True})
 
 
@@ -668,7 +668,7 @@ def test_precision_means_autocast_as_everywhere(group, tmp_path):
     assert_equal(state, alone, 2e-3)
 
 
-def test_dtypes_of_ones_own_are_used_where_they_are_meant(group, tmp_path):
+def test_configured_dtypes_are_used_where_intended(group, tmp_path):
     exact = group(2).run(look, tmp_path, {}, "fp32")[0][0]
     options = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32", "buffer_dtype": "bf16"}
     state, seen = group(2).run(look, tmp_path, options, "fp32")[0]
@@ -769,7 +769,7 @@ def run_stages(folder, options, samples):
 
 
 @pytest.mark.parametrize("samples", [1, 5, pytest.param(8, marks=pytest.mark.slow)])
-def test_evaluations_are_those_of_one_process_gathered_or_not(group, tmp_path, samples):
+def test_evaluation_equals_single_process_sharded_or_unsharded(group, tmp_path, samples):
     alone = run_stages(tmp_path, None, samples)
     gathered = [{}, {"cpu_offload": True}, {"sharding_strategy": "shard_grad_op"}, {"sharding_strategy": "no_shard"}]
     for options in (
@@ -795,7 +795,7 @@ def evaluate_with_little_memory(folder):
     return any(task.gathered), strategy.communicates_in("evaluation")
 
 
-def test_another_strategy_of_other_options_does_not_take_a_task_that_is_cut_up(group, tmp_path):
+def test_sharded_task_is_refused_by_other_strategy_options(group, tmp_path):
     group(2).run(train_twice, tmp_path)
 
 
@@ -830,7 +830,7 @@ class Breaking(Deep):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"param_dtype": "fp32", "reduce_dtype": "fp32"}], ids=["", "other dtype"])
-def test_a_run_after_one_that_was_interrupted_trains_the_same(group, tmp_path, number, options):
+def test_run_after_an_interrupted_one_is_exact(group, tmp_path, number, options):
     undisturbed = on_ranks(group, 2, train_again, tmp_path, 0, options)
     assert_equal(on_ranks(group, 2, train_again, tmp_path, number, options), undisturbed, 0.0)
 
@@ -844,7 +844,7 @@ def train_again(folder, number, options):
     return fit(folder, task, strategy=lumen.FSDP(**options), accumulate_grad_batches=2)
 
 
-def test_the_grid_of_processes_is_there_when_the_model_is_built(group, tmp_path):
+def test_device_mesh_is_available_in_configure_model(group, tmp_path):
     assert group(2).run(see_mesh, tmp_path, {}) == [(("shard",), (2,))] * 2
     hybrid = {"sharding_strategy": "hybrid_shard", "shard_size": 1}
     assert group(2).run(see_mesh, tmp_path, hybrid) == [(("replicate", "shard"), (2, 1))] * 2
@@ -861,7 +861,7 @@ def see_mesh(folder, options):
     return task.mesh.mesh_dim_names, tuple(task.mesh.shape)
 
 
-def test_names_and_the_users_class_stay_what_they_are(group, tmp_path):
+def test_parameter_names_and_class_are_unchanged(group, tmp_path):
     names, kind, own_forward = group(2).run(see_names, tmp_path)[0]
     assert names == [*Deep().state_dict()]
     assert (kind, own_forward) == ("Deep", True)
@@ -904,7 +904,7 @@ class Large(lumen.TaskModule):
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_process_holds_its_share_of_parameters_gradients_and_optimizer_state(group, tmp_path, world):
+def test_ranks_hold_their_share_of_training_state(group, tmp_path, world):
     unit = 4 * (Large.WIDTH**2 + Large.WIDTH)
     total = 4 * Large.BLOCKS * unit  # parameter, gradient, two moments
     for options in ({}, {"sharding_strategy": "shard_grad_op"}):
@@ -930,7 +930,7 @@ def hold(folder, options):
     ("options", "precision"),
     [({}, "bf16"), ({}, "fp16"), ({"cpu_offload": True}, "fp32"), ({"param_dtype": "bf16"}, "fp32")],
 )
-def test_on_a_gpu_it_trains_what_one_gpu_trains(group, tmp_path, options, precision):
+def test_gpu_training_equals_unsharded_training(group, tmp_path, options, precision):
     given = {"accelerator": "cuda", "precision": precision}
     alone = fit(tmp_path, Deep(dtype=torch.float32), data(dtype=torch.float32), **given)
     (ours,) = group(1).run(train_on_gpu, tmp_path, options, given)
@@ -978,7 +978,7 @@ def write_in(folder, where, strategy="fsdp", **options):
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_validation_epoch_start", "on_validation_epoch_end"])
-def test_a_write_that_would_be_lost_is_an_error(group, tmp_path, where):
+def test_lost_parameter_write_raises(group, tmp_path, where):
     strategy = lumen.FSDP(wrap_min_parameters=10**6)  # all in one unit: gathered for a whole step
     for said in group(2).run(refusal, TrainingError, write_in, tmp_path, where, strategy):
         assert "net.0.weight was written" in said
@@ -1031,7 +1031,7 @@ class Held(Deep):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_references_and_hooks_of_parameters_mean_what_they_do_on_one_device(group, tmp_path, world):
+def test_references_and_hooks_of_parameters_keep_working(group, tmp_path, world):
     expected = fit(tmp_path, Held(), max_steps=6, max_epochs=None, accumulate_grad_batches=2)
     for ours in group(world).run(train_held, tmp_path, 2 // world):
         assert_equal(ours, expected)
@@ -1060,12 +1060,12 @@ class Early(Deep):
         return self.optimizer
 
 
-def test_an_optimizer_that_was_built_too_early_trains_the_parts(group, tmp_path):
+def test_optimizer_built_too_early_trains_sharded_parameters(group, tmp_path):
     expected = fit(tmp_path, Deep(), max_steps=4, accumulate_grad_batches=2)
     assert_equal(on_ranks(group, 2, fit_new, tmp_path, Early, max_steps=4, strategy="fsdp"), expected)
 
 
-def test_references_to_what_is_not_whole_are_one_clear_error(group, tmp_path):
+def test_references_to_sharded_parameters_raise_clearly(group, tmp_path):
     group(2).run(refuse_references, tmp_path)
 
 
@@ -1089,7 +1089,7 @@ class Empty(Deep):
         return super().training_step(batch) + self.net.first.more.sum()
 
 
-def test_a_parameter_without_elements_is_one_clear_error_if_it_is_to_be_trained(group, tmp_path):
+def test_trainable_empty_parameter_raises_one_error(group, tmp_path):
     expected = fit(tmp_path, Empty(), accumulate_grad_batches=2)
     for ours in group(2).run(train_empty, tmp_path):
         assert_equal(ours, expected)
@@ -1112,5 +1112,5 @@ def log_norm(folder):
     return True
 
 
-def test_a_number_of_which_every_process_has_a_part_is_not_logged(group, tmp_path):
+def test_partial_value_of_sharded_parameter_is_not_logged(group, tmp_path):
     assert group(2).run(log_norm, tmp_path) == [True, True]

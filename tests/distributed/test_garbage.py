@@ -22,7 +22,8 @@ def collect_on_ranks(folder, options):
     return [found for found in seen if found[0] is not None]
 
 
-def test_ranks_collect_at_the_same_steps_also_one_that_has_no_batch_there(group, tmp_path):
+def test_ranks_collect_garbage_at_the_same_steps(group, tmp_path):
+    """A rank without a batch collects too."""
     for seen in group(2).run(collect_on_ranks, tmp_path, {"gc_every_n_steps": 2}):
         assert seen == [(f"step {n}", 2) for n in (2, 4, 6, 8)]
     first, second = group(2).run(collect_on_ranks, tmp_path, {})

@@ -17,9 +17,7 @@ def train(folder, strategy, steps=-1):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_processes_train_what_one_does_on_the_same_batches_and_a_cut_run_has_the_bits_of_a_whole(
-    group, tmp_path, strategy
-):
+def test_accumulation_equals_single_process_and_resumes_exactly(group, tmp_path, strategy):
     trainer, task = grow(tmp_path / "alone", dropout=0.3, accumulate_grad_batches=TWICE)
     whole = group(2).run(train, tmp_path / "whole", strategy)
     for steps in (3, 4, 5, 8, -1):  # of 4, 2, 2, 1 and 2 in an epoch
@@ -38,7 +36,7 @@ def resume_alone(folder, caplog):
     return [line for line in caplog.messages if "settings" in line]
 
 
-def test_other_processes_that_make_the_same_steps_are_no_change(group, tmp_path, caplog):
+def test_other_world_size_with_equal_steps_warns_nothing(group, tmp_path, caplog):
     group(2).run(train, tmp_path, "ddp", 5)
     assert resume_alone(tmp_path, caplog) == []
 
@@ -54,7 +52,7 @@ def refuse(folder):
     return started, str(error.value)
 
 
-def test_a_strategy_that_cannot_accumulate_says_so_before_the_first_epoch(group, tmp_path):
+def test_strategy_without_accumulation_raises_before_first_epoch(group, tmp_path):
     first, second = group(2).run(refuse, tmp_path)
     assert first == second
     assert first[0] == []

@@ -126,7 +126,7 @@ def begin_in_every_way(folder, world):
     return [initial(folder, Zoo(), way) for way in WAYS[world]]
 
 
-def test_they_depend_on_the_seed_and_the_names_and_on_nothing_else(tmp_path):
+def test_initial_values_depend_only_on_seed_and_names(tmp_path):
     class Longer(Zoo):
         def configure_model(self):
             torch.randn(3)
@@ -191,7 +191,7 @@ class Own(Zoo):
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
 
-def test_the_task_says_how_modules_begin_by_their_class_and_name(group, tmp_path):
+def test_init_weights_initializes_modules_by_class_and_name(group, tmp_path):
     alone = initial(tmp_path, Own(), "single")
     assert 0.01 < alone["net.0.weight"].std() < 0.03
     assert 0.2 < alone["net.2.weight"].std() < 0.9
@@ -311,7 +311,7 @@ class Meddling(Wrong):
         (Meddling, "two", "writes net.0.weight by zero_, which has its values already|writes net.0.weight by fill_"),
     ],
 )
-def test_values_that_would_be_lost_are_one_clear_error(tmp_path, task, way, message):
+def test_lost_initial_values_raise_one_clear_error(tmp_path, task, way, message):
     with pytest.raises(ConfigError, match=message):
         initial(tmp_path, task(way), "single")
 
@@ -489,7 +489,7 @@ class Named(Referring):
         return super().configure_optimizers()
 
 
-def test_references_and_hooks_from_configure_model_stay_those_of_the_parameters(group, tmp_path):
+def test_references_and_hooks_from_configure_model_stay_valid(group, tmp_path):
     expected = trained(tmp_path, "single", Named())
     assert_equal(trained(tmp_path, "single"), expected, 1e-12)
     expected = trained(tmp_path, "single", Named(), accumulate=2)
@@ -507,7 +507,7 @@ class Twice(Referring):
         return torch.optim.SGD([{"params": self.kept["weights"]}, {"params": others}], lr=0.1)
 
 
-def test_a_parameter_that_an_optimizer_would_hold_twice_is_one_clear_error(group, tmp_path):
+def test_duplicate_parameter_in_optimizer_raises_one_error(group, tmp_path):
     group(2).run(refuse_twice, tmp_path)
 
 
@@ -531,7 +531,7 @@ def is_last(name, module):
 # ---------------------------------------------------------------------- stages, checkpoints, number formats
 
 
-def test_layers_are_built_once_in_the_life_of_a_task(tmp_path):
+def test_layers_are_built_once_per_task(tmp_path):
     task = Zoo()
     trainer = bare_trainer(tmp_path, max_epochs=1)
     trainer.fit(task, loader())
@@ -570,7 +570,7 @@ def save_and_go_on(folder):
     return undisturbed, saved(folder / "three", wrapped(), resume=str(folder / "two" / "at-2"))
 
 
-def test_a_run_of_parts_goes_on_from_its_checkpoint(group, tmp_path):
+def test_sharded_run_resumes_exactly(group, tmp_path):
     for folder in ("one", "two", "three"):
         (tmp_path / folder).mkdir()
     for undisturbed, resumed in group(2).run(save_and_go_on, tmp_path):
@@ -578,7 +578,7 @@ def test_a_run_of_parts_goes_on_from_its_checkpoint(group, tmp_path):
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("fp64", torch.float64)])
-def test_values_are_drawn_in_the_dtype_in_which_layers_are_built_and_then_cast(tmp_path, precision, dtype):
+def test_values_are_drawn_in_layer_dtype_then_cast(tmp_path, precision, dtype):
     class Plain(Own):
         def init_weights(self, module, name):
             if isinstance(module, nn.Linear):
@@ -620,7 +620,7 @@ class Large(lumen.TaskModule):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_process_holds_more_than_its_share_and_one_module(group, tmp_path, world):
+def test_ranks_hold_their_shard_and_one_module(group, tmp_path, world):
     module = 4 * (Large.WIDTH**2 + Large.WIDTH)
     for peak in group(world).run(build_large, tmp_path):
         assert module < peak <= 1.05 * (Large.BLOCKS * module / world) + module + 4096

@@ -33,7 +33,7 @@ def norms(path, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_gradients_have_the_norms_that_they_have_on_one(group, tmp_path, strategy):
+def test_gradient_norms_equal_single_process(group, tmp_path, strategy):
     alone, last, _ = norms(tmp_path, "single")
     assert {*alone[0]} >= {"grad_2.0_norm/net.0.weight", "grad_2.0_norm_total", "grad_inf_norm_total"}
     assert last == [False, False, False, False, True] * 2

@@ -26,7 +26,8 @@ class BreakingOff(lumen.Callback):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_record_is_the_same_where_values_arrive_when_the_next_step_is_made(group, tmp_path, world):
+def test_record_is_independent_of_delayed_values(group, tmp_path, world):
+    """Values may arrive while the next step is made."""
     (written, now), (written_later, later) = (
         group(world).run(broken_off_and_resumed, tmp_path / name, name == "later")[0] for name in ("now", "later")
     )
@@ -58,7 +59,7 @@ def broken_off_and_resumed(folder, later):
 # ---------------------------------------------------------------------- services
 
 
-def test_the_first_process_alone_records_and_all_know_where(group, tmp_path):
+def test_only_rank_0_records_and_all_know_where(group, tmp_path):
     answers = group(2).run(recorded_by_wandb, tmp_path)
     assert answers[0][0] is not None
     assert answers[1][0] is None
@@ -88,7 +89,7 @@ class Refusing(lumen.Logger):
         pass
 
 
-def test_a_record_that_cannot_begin_is_one_error_on_all_ranks(group, tmp_path):
+def test_failing_logger_raises_on_all_ranks(group, tmp_path):
     assert (
         group(2).run(refusal, ConfigError, fit, tmp_path, strategy="ddp", max_steps=4, logger=Refusing())
         == ["there is no place for it"] * 2

@@ -76,9 +76,8 @@ def train_by(folder, strategy, task):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("task", [Accumulating, Joint])
-def test_gradients_of_several_backwards_and_of_one_for_several_optimizers_are_summed_once(
-    group, tmp_path, strategy, task
-):
+def test_gradients_of_several_backwards_are_summed_once(group, tmp_path, strategy, task):
+    """Also those of one backward for several optimizers."""
     alone = train_by(tmp_path / "alone", "auto", task)
     for each in group(2).run(train_by, tmp_path, strategy, task):
         torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
@@ -102,7 +101,7 @@ def train_weighed(folder, strategy):
     return train(folder, strategy, Scaled())
 
 
-def test_parts_of_a_batch_count_by_the_weights_of_the_task(group, tmp_path):
+def test_batch_parts_are_weighted_by_task_weights(group, tmp_path):
     alone = train_weighed(tmp_path / "alone", "auto")
     for each in group(2).run(train_weighed, tmp_path, "ddp"):
         torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
@@ -123,7 +122,7 @@ def read_batches(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["stream", "sampler"])
-def test_batches_that_cannot_be_cut_are_taken_in_turn_and_numbered_alike(group, tmp_path, kind):
+def test_unsplittable_batches_alternate_between_ranks(group, tmp_path, kind):
     alone = train(tmp_path / "alone", "auto", Gan(), pair_loader(44, 8), max_epochs=1, global_batch_size=None)
     for each in group(2).run(read_batches, tmp_path, kind):
         torch.testing.assert_close(each[0], alone[0], rtol=0, atol=1e-13)
@@ -139,7 +138,7 @@ def go_on(folder, strategy, max_steps):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one_and_goes_on_anywhere(group, tmp_path, strategy):
+def test_resumed_run_is_exact_under_any_strategy(group, tmp_path, strategy):
     whole = group(2).run(go_on, tmp_path / "whole", strategy, 11)
     group(2).run(go_on, tmp_path / "parts", strategy, 5)
     assert group(2).run(go_on, tmp_path / "parts", strategy, 11) == whole
@@ -166,7 +165,7 @@ def overflow(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_overflow_on_one_process_keeps_all_from_moving(group, tmp_path, strategy):
+def test_overflow_on_one_rank_skips_update_on_all(group, tmp_path, strategy):
     results = group(2).run(overflow, tmp_path, strategy)
     assert results[0][0] == results[1][0]
     assert {each[-1] for each in results} == {512.0}
@@ -182,7 +181,7 @@ def train_critic(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_gradients_of_fp16_have_the_size_that_they_have_on_one_process(group, tmp_path, strategy):
+def test_fp16_gradients_equal_those_of_single_process(group, tmp_path, strategy):
     alone = train_critic(tmp_path / "alone", "auto")
     assert max(map(abs, alone)) > 0.05
     for each in group(2).run(train_critic, tmp_path, strategy):
@@ -207,7 +206,7 @@ def train_counting(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_process_without_a_part_of_the_batch_makes_the_others_steps_and_leaves_no_trace(group, tmp_path, strategy):
+def test_idle_rank_takes_part_and_changes_nothing(group, tmp_path, strategy):
     alone = train_counting(tmp_path / "alone", "auto")
     assert alone[2] == 3
     strategy = getattr(lumen, strategy.upper())(broadcast_buffers=False)
@@ -235,7 +234,7 @@ def leave(folder):
     return left[1:3], train(folder, "ddp", Stopping(), max_epochs=2)[1:3]
 
 
-def test_one_process_ends_the_epoch_or_the_run_for_all(group, tmp_path):
+def test_one_rank_ends_epoch_or_run_for_all(group, tmp_path):
     for left, stopped in group(2).run(leave, tmp_path):
         assert left == ([0, 1] * 2, 4)
         assert stopped == ([0, 1], 2)
@@ -253,7 +252,7 @@ def plain_backward(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_plain_backward_is_refused_where_it_has_to_be_summed(group, tmp_path, strategy):
+def test_plain_backward_is_refused_on_several_ranks(group, tmp_path, strategy):
     group(2).run(plain_backward, tmp_path, strategy)
 
 
@@ -267,7 +266,7 @@ def own_parameter(folder):
         train(folder, "fsdp", Owning())
 
 
-def test_parameters_that_no_module_gathers_are_refused_under_fsdp(group, tmp_path):
+def test_parameters_of_task_itself_are_refused_under_fsdp(group, tmp_path):
     group(2).run(own_parameter, tmp_path)
 
 

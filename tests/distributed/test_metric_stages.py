@@ -122,7 +122,7 @@ def test_each_stage_computes_over_its_own_samples(tmp_path, kind):
 
 
 @pytest.mark.parametrize("logged", ["train", "val"])
-def test_a_stage_that_feeds_an_object_without_logging_it_is_kept_apart_too(tmp_path, logged):
+def test_metric_is_separate_in_stages_that_never_log(tmp_path, logged):
     """As where the other logs what `forward` gave: `self.log("acc", self.accuracy(scores, classes))`."""
     values = expected(MeanMetric, update)
     task = Shared(MeanMetric(), forward, log_in=(logged, "test"))
@@ -153,7 +153,7 @@ class Reading(Shared):
 
 
 @pytest.mark.parametrize("resets", [False, True])
-def test_a_metric_of_training_can_be_read_and_reset_in_a_validation(tmp_path, resets):
+def test_training_metric_is_readable_and_resettable_in_validation(tmp_path, resets):
     task = Reading(SumMetric(), lambda metric, batch: metric.update(batch + 1), log_in=())
     task.resets = resets
     fit(tmp_path, task, max_epochs=1, num_sanity_val_steps=0)
@@ -162,7 +162,7 @@ def test_a_metric_of_training_can_be_read_and_reset_in_a_validation(tmp_path, re
     assert at_second_start == at_second_end == sum(range(1, 9)) - at_start * resets
 
 
-def test_a_metric_that_nobody_resets_goes_on_from_evaluation_to_evaluation(tmp_path):
+def test_metric_without_reset_accumulates_across_evaluations(tmp_path):
     class Counting(Shared):
         def follow(self, stage, batch):
             if stage != "train":
@@ -197,7 +197,7 @@ def test_an_evaluation_that_resets_takes_nothing_from_training(tmp_path, wrap):
     assert [row for _, row in rows] == [{"val": 102.0}, {"val": 102.0}, {"train": 3.5}] * 2
 
 
-def test_a_value_of_a_validation_batch_is_not_logged_as_that_of_a_step(tmp_path):
+def test_validation_batch_value_is_not_logged_in_training(tmp_path):
     class Mixed(Shared):
         def training_step(self, batch):
             self.metric.update(batch[0])  # keeps no value of this batch
@@ -236,7 +236,7 @@ def fit_on_ranks(folder, training, validation):
 
 
 @pytest.mark.parametrize(("training", "validation"), [(5, 1), (1, 5), (4, 3)])
-def test_they_are_kept_apart_on_processes_that_had_no_batch(group, tmp_path, training, validation):
+def test_stages_stay_separate_on_ranks_without_batches(group, tmp_path, training, validation):
     of_training = {"train_metric": sum(range(training))}
     of_validation = {"val_metric": sum(range(100, 100 + validation))}
     epoch = [of_validation] * -(-training // 2) + [of_training]

@@ -70,7 +70,7 @@ def log_from_one_rank(folder):
     return evaluate(folder, Logs(in_validation=step), 7, batch_size=2)
 
 
-def test_names_that_only_some_ranks_log_have_the_mean_of_what_these_logged(group, tmp_path):
+def test_names_of_some_ranks_are_averaged_over_these(group, tmp_path):
     for values in group(2).run(log_from_one_rank, tmp_path):  # batches (0, 1), (4, 5) and (2, 3), (6)
         assert values == {"of_0": 2.5, "of_1": 11 / 3, "all": 3.0, "rank_1": 11 / 3, "peak": 6.0, "count": 3.0}
         assert list(values) == ["of_0", "all", "rank_1", "peak", "count", "of_1"]
@@ -120,7 +120,7 @@ def log_a_metric_that_is_no_part_of_the_task(folder):
         evaluate(folder, Logs(in_validation=step), 4)
 
 
-def test_what_ranks_log_differently_under_one_name_is_one_error_on_all(group, tmp_path):
+def test_different_log_options_raise_equally_on_all_ranks(group, tmp_path):
     group(2).run(log_with_other_options, tmp_path, reduce_fx=["mean", "sum"])
     group(2).run(log_with_other_options_in_a_step, tmp_path)
     group(2).run(log_a_metric_here_and_a_number_there, tmp_path)
@@ -143,7 +143,7 @@ def log_steps(folder, strategy, accumulate):
     return memory.rows, {name: value for name, value in trainer.newest_values.items() if name == "x_epoch"}
 
 
-def test_step_values_are_means_over_the_micro_batches_of_all_ranks(group, tmp_path):
+def test_step_values_average_micro_batches_of_all_ranks(group, tmp_path):
     alone, epoch_alone = log_steps(tmp_path, "single", 4)
     (first, epoch), (_, other) = group(2).run(log_steps, tmp_path / "ranks", "ddp", 2)
     strip = [(step, {name: value for name, value in row.items() if "/" not in name}) for step, row in alone]
@@ -163,7 +163,7 @@ def log_rows_of_an_evaluation(folder):
     return memory.rows
 
 
-def test_rows_of_an_evaluation_are_written_in_the_order_of_its_batches(group, tmp_path):
+def test_evaluation_rows_are_in_batch_order(group, tmp_path):
     rows, _ = group(2).run(log_rows_of_an_evaluation, tmp_path)
     assert [row["x"] for _, row in rows if "x" in row] == [0, 1, 2, 3, 4]
 
@@ -183,7 +183,7 @@ def read_in_the_middle(folder):
     return [*reads, trainer.newest_values["x"]]
 
 
-def test_values_read_before_the_end_of_an_epoch_do_not_change_what_it_ends_with(group, tmp_path):
+def test_reading_values_early_keeps_epoch_result(group, tmp_path):
     assert group(2).run(read_in_the_middle, tmp_path) == [[1.5, 406 / 8]] * 2
 
 
@@ -243,7 +243,7 @@ def log_of_own_samples(folder):
     return found
 
 
-def test_a_number_of_one_process_logged_as_that_of_all_is_told_once(group, tmp_path):
+def test_rank_value_logged_as_global_warns_once(group, tmp_path):
     for found in group(2).run(log_of_own_samples, tmp_path):
         for name, (_, messages) in found.items():
             (message,) = messages  # of a sanity check and two validations
@@ -278,7 +278,8 @@ def log_of_own_samples_in_other_stages(folder):
     return messages + told(lambda: bare_trainer(folder, **options).test(task, numbers(5)))[1]
 
 
-def test_a_number_of_one_process_is_told_in_every_stage(group, tmp_path):
+def test_rank_value_logged_as_global_warns_in_stages(group, tmp_path):
+    """In training and in a test."""
     for messages in group(2).run(log_of_own_samples_in_other_stages, tmp_path):
         training, test = messages
         assert training.startswith("on_train_epoch_end logs 'of_training' as a number of each process (5, 5)")
@@ -297,7 +298,7 @@ def log_with_a_word(folder):
     return log_at_the_end(folder, at_end, 11)
 
 
-def test_a_number_of_each_process_that_says_how_they_become_one_is_exact(group, tmp_path):
+def test_rank_values_with_explicit_reduction_are_exact(group, tmp_path):
     for values, messages in group(2).run(log_with_a_word, tmp_path):
         assert values == {"count": 11.0, "largest": 10.0, "mean": 5.0, "meant": 5.5, "gathered": 11.0}
         assert messages == []
@@ -361,7 +362,7 @@ def log_what_is_the_same_everywhere(folder):
     return told(lambda: trainer.fit(task, numbers(8), val_dataloaders=numbers(8)))
 
 
-def test_a_number_that_is_the_same_on_every_process_is_not_doubted(group, tmp_path):
+def test_values_equal_on_all_ranks_warn_nothing(group, tmp_path):
     for _, messages in group(2).run(log_what_is_the_same_everywhere, tmp_path):
         assert messages == []
 
@@ -373,7 +374,7 @@ def test_on_one_process_nothing_is_doubted(tmp_path):
     assert [message for message in messages if "logs 'x'" in message] == []
 
 
-def test_a_name_of_steps_is_not_logged_in_a_hook_around_them_too(tmp_path):
+def test_step_name_is_refused_in_epoch_hooks(tmp_path):
     """Its mean would be that of the samples and of one number beside them."""
     task = Keeps(lambda task: task.log("x", task.all.mean()))
     task.in_validation = lambda task, batch: task.kept.append(batch) or task.log("x", batch.mean())
@@ -402,7 +403,7 @@ def test_early_stopping_decides_alike_on_all_ranks(group, tmp_path):
     assert first[2].item() == pytest.approx(alone[2].item())  # the mean over the samples of both ranks
 
 
-def test_a_stop_that_waits_for_steps_leaves_all_ranks_there(group, tmp_path):
+def test_min_steps_delays_early_stopping_on_all_ranks(group, tmp_path):
     first, second = group(2).run(stop_early, tmp_path, 5)
     assert first == second
     assert first[:2] == (2, 5)  # two steps an epoch: in the middle of the third one
@@ -422,7 +423,7 @@ def follow_a_plateau(folder, **options):
     return trainer.lr_scheduler_configs[0].scheduler.state_dict() | {"lr": trainer.optimizers[0].param_groups[0]["lr"]}
 
 
-def test_a_plateau_of_step_values_is_that_of_one_process(group, tmp_path):
+def test_plateau_schedule_of_step_values_equals_single_process(group, tmp_path):
     alone = follow_a_plateau(tmp_path, accumulate_grad_batches=2)
     for each in group(2).run(follow_a_plateau, tmp_path, strategy="ddp"):
         assert each["lr"] == alone["lr"] < 0.1
@@ -538,7 +539,7 @@ def train_with_metrics(folder, strategy, accumulate):
     return [(step, {name: row[name] for name in kept & set(row)}) for step, row in memory.rows if kept & set(row)]
 
 
-def test_metrics_of_a_training_epoch_are_of_all_ranks_and_begin_anew_in_each(group, tmp_path):
+def test_training_metrics_cover_all_ranks_and_one_epoch(group, tmp_path):
     alone = train_with_metrics(tmp_path, "single", 2)
     rows, _ = group(2).run(train_with_metrics, tmp_path / "ranks", "ddp", 1)
     assert len(rows) == len(alone) == 10  # four steps and an epoch, twice
@@ -583,7 +584,7 @@ def copy_a_metric(folder):
     return task.found
 
 
-def test_a_copy_of_a_metric_computes_what_the_copies_have_seen(group, tmp_path):
+def test_copied_metric_is_reduced_over_its_copies(group, tmp_path):
     assert group(2).run(copy_a_metric, tmp_path) == [{"copy": [0, 2, 10, 1, 11], "own": [0, 2, 1]}] * 2
 
 
@@ -596,7 +597,7 @@ def compute_within_a_step(folder):
     return evaluate(folder, task, 3)
 
 
-def test_a_metric_computed_within_a_step_is_of_this_rank_and_waits_for_nobody(group, tmp_path):
+def test_metric_computed_in_a_step_is_local(group, tmp_path):
     expected = {"so_far": (0 + 1 + (0 + 2) / 2) / 3}  # rank 0 had the batches 0 and 2, rank 1 had 1
     assert group(2).run(compute_within_a_step, tmp_path) == [expected] * 2
 
@@ -648,7 +649,7 @@ def stand_in(folder, count):
 
 
 @pytest.mark.parametrize(("world", "count"), [(2, 5), (3, 1)])
-def test_a_batch_that_stands_in_takes_part_in_forwards_and_counts_nowhere(group, tmp_path, world, count):
+def test_dummy_batches_run_forward_but_count_nowhere(group, tmp_path, world, count):
     found = group(world).run(stand_in, tmp_path, count)
     for rank, (values, batches, forwards, counted, predicted) in enumerate(found):
         assert values == {"x_epoch": (count - 1) / 2, "count": count, "kept": sum(range(count))}
@@ -681,7 +682,7 @@ def evaluate_with_buffers(folder):
     return trainer.newest_values["seen"], int(task.norm.num_batches_tracked), bool(task.mask), kept
 
 
-def test_an_evaluation_takes_the_persistent_buffers_of_rank_0(group, tmp_path):
+def test_evaluation_uses_persistent_buffers_of_rank_0(group, tmp_path):
     assert group(2).run(evaluate_with_buffers, tmp_path) == [(5.0, 0, True, True)] * 2
 
 
@@ -768,11 +769,11 @@ def gather_unequal_shapes(folder):
         evaluate(folder, Logs(at_end=lambda task: task.all_gather(torch.ones(rank() + 1))), 2)
 
 
-def test_all_gather_of_unequal_shapes_is_one_error_on_all_ranks(group, tmp_path):
+def test_all_gather_of_unequal_shapes_raises_everywhere(group, tmp_path):
     group(2).run(gather_unequal_shapes, tmp_path)
 
 
-def test_all_gather_in_one_process_returns_tensors_as_they_are():
+def test_all_gather_in_one_process_keeps_tensors():
     tensor = torch.ones(2)
     found = Regression().all_gather([tensor, 3])
     assert found[0] is tensor
@@ -804,7 +805,7 @@ def log_by_rank(task, values):
     task.log(f"val_loss/rank{task.trainer.global_rank}", values.mean())
 
 
-def test_the_loss_of_each_rank_stands_beside_that_of_all(group, tmp_path):
+def test_loss_of_each_rank_is_logged_with_mean(group, tmp_path):
     numbers = torch.tensor([1.0, 2.0, 10.0, 20.0, 3.0], dtype=torch.float64)  # batches [1, 2], [10, 20], [3]
     for found in group(2).run(evaluate_by_rank, tmp_path, numbers):
         assert found == {"val_loss": 7.2, "val_loss/rank0": 2.0, "val_loss/rank1": 15.0}
@@ -816,7 +817,7 @@ def evaluate_by_rank(folder, numbers):
     return found
 
 
-def test_a_tensor_is_reduced_by_any_operation_to_all_ranks_or_one(group, tmp_path):
+def test_reduce_supports_every_operation_and_destination(group, tmp_path):
     expected = {"sum": [5, -1], "mean": [2.5, -0.5], "max": [3, 1], "min": [2, -2], "prod": [6, -2]}
     for rank, (to_all, to_one) in enumerate(group(2).run(reduce_all, tmp_path)):
         assert to_all == expected

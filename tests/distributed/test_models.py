@@ -82,14 +82,14 @@ def ask(folder, strategy, kind, accumulate=1, steps=7, **options):
     return task.met, task.held, task.weight.item()
 
 
-def test_what_follows_the_training_of_two_processes_follows_that_of_one(group, tmp_path):
+def test_data_following_training_equals_single_process(group, tmp_path):
     _, _, weight = ask(tmp_path / "alone", "auto", None, accumulate=2)
     for met, held, found in group(2).run(ask, tmp_path / "ddp", "ddp", None):
         assert met == held
         assert found == pytest.approx(weight, abs=1e-12)
 
 
-def test_each_process_may_follow_by_itself_and_goes_on_exactly(group, tmp_path):
+def test_data_following_each_rank_resumes_exactly(group, tmp_path):
     whole = group(2).run(ask, tmp_path / "whole", "ddp", Own)
     for met, held, _ in whole:
         assert met == held

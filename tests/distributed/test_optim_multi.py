@@ -47,7 +47,7 @@ def contents(path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_what_two_processes_write_one_reads_and_the_other_way_round(group, tmp_path, strategy):
+def test_multi_optimizer_checkpoints_load_under_other_strategies(group, tmp_path, strategy):
     group(2).run(write, tmp_path, strategy, 2)
     write(tmp_path, "single", 1)
     assert not read(tmp_path, f"{strategy}-2", "single")

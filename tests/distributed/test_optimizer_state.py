@@ -57,13 +57,13 @@ def grow(folder, strategy="auto", accumulate=2):
     return {name: value.numpy() for name, value in whole(task).items()}
 
 
-def test_gradients_of_a_module_added_in_training_are_summed_too(group, tmp_path):
+def test_ddp_sums_gradients_of_modules_added_in_training(group, tmp_path):
     alone = grow(tmp_path)
     assert alone.keys() > Growing().state_dict().keys()
     assert_equal(on_ranks(group, 2, grow, tmp_path, "ddp", 1), alone)
 
 
-def test_fsdp_refuses_a_module_added_in_training_before_a_step_with_it(group, tmp_path):
+def test_fsdp_refuses_modules_added_in_training(group, tmp_path):
     assert group(2).run(refuse_growth, tmp_path) == [7 // 2 + 1] * 2
 
 
@@ -87,7 +87,7 @@ class InTheStep(Finetuning):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_unfreezing_in_the_middle_of_a_step_is_an_error_before_the_update(group, tmp_path, strategy):
+def test_unfreezing_within_a_step_raises_before_update(group, tmp_path, strategy):
     for message, step in group(2).run(unfreeze_in_a_step, tmp_path, strategy):
         assert "net.0.weight, net.0.bias" in message
         assert "on_train_epoch_start" in message
@@ -114,9 +114,8 @@ def resume_own(folder, kind, strategy):
 
 
 @pytest.mark.parametrize("kind", [OwnStateDict, Attributes])
-def test_one_process_reads_what_two_have_cut_up_and_tensors_without_owner_are_refused_the_other_way(
-    group, tmp_path, kind
-):
+def test_sharded_custom_optimizer_state_resumes_unsharded(group, tmp_path, kind):
+    """The other way round, tensors that belong to no parameter are refused."""
     group(2).run(write_own, tmp_path, kind)
     train_own(tmp_path, kind, "auto", 9)
     ours = state_of(train_own(tmp_path / "whole", kind, "auto", 9))

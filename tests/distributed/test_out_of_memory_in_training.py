@@ -25,7 +25,7 @@ def train(folder, kind, fits, where, strategy="auto", batch_size=8, **options):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("kind", "strategy"), [(kind, "auto") for kind in KINDS] + [("plain", "find unused")])
-def test_the_step_is_that_of_processes_with_enough_memory(group, tmp_path, where, kind, strategy):
+def test_halved_batches_make_the_same_step(group, tmp_path, where, kind, strategy):
     """18 samples are left for the second step: the first process has two batches of it, the other one."""
     whole = group(2).run(train, tmp_path, kind, 10**6, where, strategy)
     halved = group(2).run(train, tmp_path, kind, 3, where, strategy)
@@ -48,7 +48,7 @@ def test_a_gradient_scaler_sees_the_same_step(group, tmp_path):
         assert fits == 2
 
 
-def test_while_all_fits_the_bits_are_those_without_the_flag(group, tmp_path):
+def test_halving_is_exact_while_memory_suffices(group, tmp_path):
     without, flagged = (group(2).run(train, tmp_path, "plain", fits, "forward") for fits in (10**6, 99))
     for (expected, *_), (found, *_) in zip(without, flagged, strict=True):
         assert torch.equal(found, expected)
@@ -70,7 +70,7 @@ def forget(folder):
     return "unused.weight, unused.bias" in str(caught.value)
 
 
-def test_a_parameter_without_a_gradient_is_still_an_error(group, tmp_path):
+def test_unused_parameter_is_still_an_error(group, tmp_path):
     assert group(2).run(forget, tmp_path) == [True, True]
 
 

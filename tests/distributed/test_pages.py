@@ -18,7 +18,7 @@ def said_of(method, table):
     return found
 
 
-def test_each_method_has_the_collectives_that_the_page_says(group):
+def test_methods_use_the_documented_collectives(group):
     table = {name.strip("`"): text for name, _, text in rows("docs/contributing/collectives.md", "The methods")}
     for counted in group(2).run(count_collectives):
         assert counted == {name: said_of(name, table) for name in counted}

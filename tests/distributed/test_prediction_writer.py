@@ -13,7 +13,7 @@ def predict(folder, form):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "jsonl", "parquet"])
-def test_the_files_of_all_processes_hold_each_sample_once(group, tmp_path, form):
+def test_files_of_all_ranks_hold_every_sample_once(group, tmp_path, form):
     assert group(2).run(predict, tmp_path, form) == [None, None]
     found = sorted(read(tmp_path / "out"))
     assert found == [((0, number), 2 * number, [number] * 2) for number in range(10)]

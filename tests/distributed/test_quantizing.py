@@ -7,7 +7,7 @@ from tests.helpers.quantization import quantized
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_train_what_one_does_in_few_bits(group, tmp_path, strategy):
+def test_quantized_training_equals_single_process_and_resumes_exactly(group, tmp_path, strategy):
     options = {"strategy": strategy, "global_batch_size": 4}
     whole = group(2).run(train, tmp_path / "whole", None, options)
     for each in whole:

@@ -19,7 +19,7 @@ def compiled(folder, strategy, setting):
 
 
 @pytest.mark.parametrize(("strategy", "setting"), [("ddp", {}), ("ddp", BLOCKS), ("fsdp", BLOCKS)])
-def test_on_each_process_nothing_is_compiled_after_the_first_epoch(group, tmp_path, strategy, setting):
+def test_no_rank_recompiles_after_first_epoch(group, tmp_path, strategy, setting):
     for first, *others in group(2).run(compiled, tmp_path, strategy, setting):
         assert others == [first] * (EPOCHS - 1)
         assert first[:2] == (2, 0)

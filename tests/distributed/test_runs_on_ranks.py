@@ -68,7 +68,7 @@ def assert_equal(one, other):
 # ---------------------------------------------------------------------- one record
 
 
-def test_one_rank_claims_the_directory_and_writes_the_record(group, tmp_path):
+def test_one_rank_claims_directory_and_writes_record(group, tmp_path):
     alone = quiet_trainer(tmp_path / "alone", max_epochs=2, accumulate_grad_batches=2)
     alone.fit(Regression(dtype=F64), loader(dtype=F64), val_dataloaders=loader(dtype=F64))
     first, second = group(2).run(fit_and_tell, tmp_path)
@@ -98,7 +98,7 @@ def process_state():
     return dict(os.environ), handlers, list(logging.getLogger("lumen").handlers)
 
 
-def test_a_directory_in_use_is_the_same_error_on_every_rank(group, tmp_path):
+def test_directory_in_use_raises_equally_on_all_ranks(group, tmp_path):
     with RunDirectory.claim(tmp_path / "runs", "run", reuse=True):
         first, second = group(2).run(refused, tmp_path, RunDirectoryError, {"resume": "auto"})
     assert first == second
@@ -112,13 +112,13 @@ def refused(tmp_path, kind, options):
     return str(caught.value)
 
 
-def test_a_run_that_fails_before_it_begins_gives_its_name_back(group, tmp_path):
+def test_run_failing_before_start_frees_its_name(group, tmp_path):
     group(2).run(refused, tmp_path, CheckpointError, {"init_from": tmp_path / "nothing.safetensors"})
     group(2).run(refused, tmp_path, CheckpointError, {"resume": tmp_path / "nowhere"})
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_every_rank_has_a_log_file_and_only_the_first_one_the_terminal(group, tmp_path):
+def test_ranks_log_to_files_and_rank_0_prints(group, tmp_path):
     shown = group(2).run(warn_on_every_rank, tmp_path)
     directory = tmp_path / "runs" / "run"
     logs = sorted((directory / "logs").iterdir())
@@ -159,7 +159,7 @@ def warn_on_every_rank(tmp_path):
         return file.getvalue()
 
 
-def test_each_rank_that_fails_leaves_its_traceback_and_says_where_all_are(group, tmp_path):
+def test_failing_ranks_write_tracebacks_and_name_their_folder(group, tmp_path):
     shown = group(2).run(fail_on_every_rank, tmp_path)
     directory, where = tmp_path / "runs" / "run", "This was in step 2 (epoch 0, batch_idx {}, rank {})."
     for rank, log in enumerate(sorted((directory / "logs").iterdir())):
@@ -185,7 +185,7 @@ def fail_on_every_rank(tmp_path):
     return "".join(traceback.format_exception(caught.value))
 
 
-def test_loggers_of_other_ranks_take_everything_and_write_nothing(group, tmp_path):
+def test_loggers_of_other_ranks_write_nothing(group, tmp_path):
     group(2).run(log_by_hand, tmp_path)
     metrics = (tmp_path / "runs" / "run" / "metrics.csv").read_text()
     assert metrics.count("7.5") == 4
@@ -227,7 +227,7 @@ class Prepared(lumen.DataModule):
         return loader()
 
 
-def test_data_is_prepared_once_and_setup_draws_the_same_everywhere(group, tmp_path):
+def test_data_is_prepared_once_and_setup_draws_equally(group, tmp_path):
     (folder := tmp_path / "data").mkdir()
     drawn = group(2).run(prepare, tmp_path, folder)
     (alone := tmp_path / "alone").mkdir()
@@ -240,7 +240,7 @@ def prepare(tmp_path, folder, strategy="ddp"):
     return module.drawn
 
 
-def test_data_that_cannot_be_prepared_is_an_error_on_every_rank(group, tmp_path):
+def test_prepare_data_error_raises_on_all_ranks(group, tmp_path):
     assert group(2).run(prepare_badly, tmp_path) == ["the download is broken"] * 2
 
 
@@ -257,7 +257,7 @@ def test_sync_batchnorm_needs_cuda(group, tmp_path):
 
 
 @pytest.mark.parametrize("url", [False, True])
-def test_a_run_begins_with_weights_that_are_fetched_once_per_node(group, tmp_path, url):
+def test_initial_weights_are_fetched_once_per_node(group, tmp_path, url):
     weights = {name: torch.randn_like(tensor) for name, tensor in Regression(dtype=F64).state_dict().items()}
     save_file(weights, path := tmp_path / "other.safetensors")
     answers = group(2).run(begin_with, tmp_path, f"file://{path}" if url else path)
@@ -317,7 +317,7 @@ def run_by_the_clock(tmp_path, how):
     return trainer.global_step, sorted(path.name for path in (trainer.run_directory / "checkpoints").iterdir())
 
 
-def test_a_signal_to_one_rank_ends_all_at_one_step_with_a_checkpoint(group, tmp_path):
+def test_signal_to_one_rank_saves_and_stops_all(group, tmp_path):
     steps = group(2).run(stop_rank_one, tmp_path)
     assert steps[0] == steps[1] >= 5
     (saved,) = (tmp_path / "runs" / "run" / "checkpoints").iterdir()
@@ -352,7 +352,7 @@ class Announcing(lumen.Callback):
                 vote.acknowledge()
 
 
-def test_what_one_rank_announces_is_heard_by_all_until_they_have_looked(group, tmp_path):
+def test_announcement_of_one_rank_reaches_all(group, tmp_path):
     assert group(2).run(announce, tmp_path) == [[True, True, True, False, False, False]] * 2
 
 
@@ -380,7 +380,7 @@ class Signalled(lumen.Callback):
         self.heard = slow.stop_signal, changing.stop_signal
 
 
-def test_a_signal_is_heard_at_the_end_of_a_slow_step_and_of_the_first_of_other_steps(group, tmp_path):
+def test_signal_is_seen_after_slow_or_changed_steps(group, tmp_path):
     assert group(2).run(announce, tmp_path, Signalled) == [(signal.SIGTERM, signal.SIGTERM)] * 2
 
 
@@ -391,7 +391,7 @@ STRATEGIES = ["ddp", "fsdp"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(group, tmp_path, strategy):
+def test_resumed_run_equals_uninterrupted_run(group, tmp_path, strategy):
     answers = group(2).run(undisturbed_and_resumed, tmp_path, strategy)
     for undisturbed, resumed in answers:
         assert undisturbed == resumed
@@ -432,7 +432,7 @@ def copy(tmp_path, source, name, strategy):
     quiet_trainer(tmp_path, **options).fit(Full(), data())
 
 
-def test_an_epoch_that_changes_the_number_of_its_ranks_has_one_mean(group, tmp_path):
+def test_epoch_resumed_on_other_ranks_has_one_mean(group, tmp_path):
     alone = end_an_epoch(tmp_path / "alone", "single", None, tmp_path / "begun-by-1")
     group(2).run(end_an_epoch, tmp_path / "two", "ddp", None, tmp_path / "begun-by-2")
     fewer = end_an_epoch(tmp_path / "fewer", "single", tmp_path / "begun-by-2", None)
@@ -451,7 +451,7 @@ def end_an_epoch(folder, strategy, resume, saved):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_save_that_fails_on_the_writing_rank_is_an_error_on_every_rank(group, tmp_path, strategy):
+def test_failed_save_on_writer_raises_on_all_ranks(group, tmp_path, strategy):
     messages = group(2).run(save_on_a_full_disk, tmp_path, strategy)
     assert messages[0] == messages[1]
     assert len(messages[0]) == 3
@@ -493,7 +493,7 @@ def save_on_a_full_disk(tmp_path, strategy):
     return saves.messages
 
 
-def test_evaluation_and_the_best_checkpoint_are_found_by_every_rank(group, tmp_path):
+def test_all_ranks_find_the_best_checkpoint(group, tmp_path):
     first, second = group(2).run(evaluate_best, tmp_path)
     assert first == second
 
@@ -510,7 +510,7 @@ def evaluate_best(tmp_path):
 # ---------------------------------------------------------------------- callbacks and profilers
 
 
-def test_speeds_are_those_of_all_ranks_and_every_rank_has_its_trace(group, tmp_path):
+def test_throughput_covers_all_ranks_and_each_has_trace(group, tmp_path):
     options = {"max_steps": 6, "global_batch_size": 8, "log_every_n_steps": 2}
     alone = measured(tmp_path / "alone", "single", options)
     first, second = group(2).run(measured, tmp_path, "ddp", options)
@@ -552,7 +552,8 @@ def summarized(tmp_path, strategy):
     )
 
 
-def test_processes_that_make_the_step_larger_are_said_unless_its_size_is_set(group, tmp_path):
+def test_larger_step_from_more_ranks_is_reported(group, tmp_path):
+    """Not if `global_batch_size` is set."""
     for name, options in {"by processes": {}, "set": {"global_batch_size": 8}}.items():
         quiet_trainer(tmp_path / name, max_steps=2, **options).fit(Regression(), loader(batch_size=4))
         group(2).run(go_on, tmp_path / name, options)
@@ -566,7 +567,7 @@ def go_on(folder, options):
     quiet_trainer(folder, **options).fit(Regression(), loader(batch_size=4))
 
 
-def test_data_that_grows_alike_on_all_ranks_is_assigned_and_any_other_is_refused(group, tmp_path):
+def test_growing_data_must_grow_equally_on_all_ranks(group, tmp_path):
     first, second = group(2).run(grow, tmp_path, 2, 2)
     assert sorted(first[1] + second[1]) == [*range(10)]
     for message in group(2).run(grow, tmp_path, 2, 4):
@@ -616,7 +617,7 @@ def fit_with_callbacks_by_rank(folder, name):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_callbacks_that_differ_between_ranks_are_refused_before_the_run(group, tmp_path, name):
+def test_different_callbacks_are_refused_before_the_run(group, tmp_path, name):
     group(2).run(fit_with_callbacks_by_rank, tmp_path, name, limit_s=20)
 
 

@@ -103,7 +103,7 @@ def nbytes(tensors):
     ("world", "layout"),
     [(2, "plain"), (2, "copied"), (2, "rows"), (2, "columns"), (4, "rows"), (4, "hybrid"), (4, "hybrid columns")],
 )
-def test_tensors_of_every_kind_are_written_once_and_read_bit_for_bit(group, tmp_path, world, layout):
+def test_every_tensor_layout_is_saved_once_and_exactly(group, tmp_path, world, layout):
     group(world).run(save_kinds, tmp_path / "step-1", layout)
     checkpoint = Checkpoint.open(tmp_path / "step-1")
     expected = kinds()
@@ -188,7 +188,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_is_saved_by_all_of_its_processes(group, tmp_path, strategy):
+def test_all_ranks_save_their_part_of_run(group, tmp_path, strategy):
     world = 4 if strategy == "hybrid_shard" else 2
     told = group(world).run(train_and_save, tmp_path, strategy)
     path = tmp_path / "step-3"
@@ -237,7 +237,7 @@ def train_and_save(tmp_path, strategy):
 
 
 @pytest.mark.parametrize("layout", ["plain", "rows"])
-def test_beside_its_share_a_process_holds_one_part_of_one_tensor(group, tmp_path, layout):
+def test_saving_holds_at_most_one_shard_more(group, tmp_path, layout):
     grown = group(2).run(save_large, tmp_path / "step-1", layout)
     assert max(grown) < (8 if layout == "plain" else 4) + 4  # the largest part is copied, because it is not contiguous
 
@@ -312,7 +312,7 @@ HARMS = {
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("harm", HARMS)
-def test_an_error_on_some_ranks_is_the_same_on_all_and_nothing_remains(group, tmp_path, harm, ranks):
+def test_save_error_is_on_all_ranks_without_leftovers(group, tmp_path, harm, ranks):
     older = small(tmp_path / "step-1")
     messages = group(2).run(save_in_vain, tmp_path, harm, ranks)
     assert messages[0] == messages[1]
@@ -355,7 +355,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_cannot_be_saved_or_differs_between_ranks_is_one_error_before_any_work(group, tmp_path, kind, rank):
+def test_unsupported_or_different_state_raises_before_saving(group, tmp_path, kind, rank):
     messages = group(2).run(save_other_tensors, tmp_path / "runs" / "step-1", kind, rank)
     assert messages[0] == messages[1]
     assert re.search(OTHERS[kind][1], messages[0]), messages[0]
@@ -388,7 +388,7 @@ def save_different_ones(path):
     return refused(path, tensors, processes)
 
 
-def test_a_tensor_that_is_not_cut_up_alike_everywhere_is_one_error_before_any_work(group, tmp_path):
+def test_differently_sharded_tensor_raises_before_saving(group, tmp_path):
     messages = group(2).run(save_with_a_gap, tmp_path / "step-1")
     assert messages[0] == messages[1]
     assert re.search(r"model/w is .*Shard\(dim=0\).* on rank 0 and .*Replicate.* on rank 1", messages[0])
@@ -404,7 +404,7 @@ def save_with_a_gap(path):
     return str(caught.value)
 
 
-def test_a_tensor_that_lost_its_memory_on_one_rank_ends_all(group, tmp_path):
+def test_freed_tensor_on_one_rank_ends_all(group, tmp_path):
     first, second = group(2).run(save_freed_memory, tmp_path / "step-1")
     assert first == ("ProcessLost", second[1])
     assert "rank 1 failed: RuntimeError" in first[1]
@@ -423,7 +423,7 @@ def save_freed_memory(path):
     return type(caught.value).__name__, told
 
 
-def test_what_rank_zero_alone_knows_to_be_wrong_is_an_error_everywhere(group, tmp_path):
+def test_error_known_to_rank_0_raises_on_all(group, tmp_path):
     small(tmp_path / "step-1")
     for messages in group(2).run(save_badly, tmp_path):
         assert "never overwritten" in messages[0]
@@ -441,7 +441,7 @@ def save_badly(folder):
     return messages
 
 
-def test_parameters_that_are_not_finite_on_one_rank_are_not_saved_on_any(group, tmp_path):
+def test_non_finite_parameters_on_one_rank_prevent_saving(group, tmp_path):
     for strategy in ("ddp", "full_shard"):
         messages = group(2).run(save_nan, tmp_path, strategy)
         assert messages[0] == messages[1]
@@ -492,7 +492,7 @@ class Counting(lumen.TaskModule):
         return torch.optim.SGD(self.net.parameters(), lr=0.01)
 
 
-def test_what_is_not_trained_is_that_of_one_process(group, tmp_path):
+def test_untrained_state_equals_single_process(group, tmp_path):
     group(2).run(train_counting, tmp_path)
     checkpoint = Checkpoint.open(tmp_path / "step-2")
     for name in ("codes", "counts", "more"):
@@ -572,7 +572,7 @@ def ring(tensor):
 
 @pytest.mark.parametrize("make", [mean_of_rows, mean_of_columns, ring])
 @pytest.mark.parametrize("written_by", ["single", "fsdp"])
-def test_what_an_optimizer_keeps_of_rows_or_columns_lies_as_its_parameter_again(group, tmp_path, written_by, make):
+def test_row_and_column_state_is_sharded_like_parameter(group, tmp_path, written_by, make):
     if written_by == "single":
         train_keeping_on("single", make, 2, save=tmp_path)
     for (straight, lies), (resumed, lies_again) in group(2).run(resume_keeping, tmp_path, written_by, make):
@@ -597,7 +597,7 @@ def resume_keeping(folder, written_by, make):
     return straight, train_keeping_on("fsdp", make, 4, resume=folder / "step-2")
 
 
-def test_damage_that_one_rank_finds_is_no_damage_where_another_failed_otherwise(group):
+def test_other_error_on_one_rank_outranks_damage(group):
     first, second = group(2).run(fail_differently)
     assert first == "RuntimeError"
     assert second == "ProcessLost"

@@ -152,7 +152,7 @@ CASES = [(kind, samples) for kind in LOADERS for samples in lengths(kind)]
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(("kind", "samples"), CASES)
-def test_the_ranks_together_read_what_one_process_reads_in_the_same_steps(kind, samples, world):
+def test_ranks_together_read_the_batches_of_one_process(kind, samples, world):
     """The same samples, augmented alike, under the same numbers; two epochs."""
     given = read_by(world, kind, samples)
     expected = read_by(1, kind, samples, rounds=2 * world)
@@ -164,7 +164,7 @@ def test_the_ranks_together_read_what_one_process_reads_in_the_same_steps(kind, 
 
 @pytest.mark.parametrize("kind", ["shuffled", "a batch sampler", "no batching", "a stream", *COMBINED])
 @pytest.mark.parametrize("samples", [1, 3, 11])
-def test_a_rank_that_stands_in_is_given_a_real_batch_that_counts_nothing(kind, samples):
+def test_dummy_batches_are_real_but_count_nothing(kind, samples):
     given = read_by(4, kind, samples, rounds=1, needs_dummies=True)
     idle = 0
     for epoch in range(2):
@@ -198,7 +198,7 @@ def test_each_rank_takes_batches_of_the_loaders_size():
     assert sizes == [[2, 2, 2], [2, 2, 1]]
 
 
-def test_a_global_batch_is_the_same_whatever_the_number_of_ranks(caplog):
+def test_global_batch_is_independent_of_world_size(caplog):
     def rank(ours):
         return read(adapt_loader(LOADERS["shuffled"](11), SEED, global_batch_size=5, rank_slice=ours))[0]
 
@@ -226,7 +226,7 @@ def test_a_rank_loads_its_own_samples_only(kind):
 
 
 @pytest.mark.parametrize("mode", COMBINED)
-def test_a_rank_loads_only_what_its_own_combined_batches_consist_of(mode):
+def test_ranks_load_only_their_combined_batches(mode):
     def loaded(ours):
         loader = LOADERS[mode](11)
         read(adapt_loader(loader, SEED, 2 * ours.world, rank_slice=ours))
@@ -266,7 +266,7 @@ def going_on(kind, samples, worlds, limit=None):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("samples", "limit"), [(11, None), (23, None), (23, 9)])
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
-def test_another_number_of_ranks_goes_on_with_what_is_left(kind, samples, limit):
+def test_changed_world_size_resumes_with_remaining_batches(kind, samples, limit):
     expected = going_on(kind, samples, [1], limit)
     for worlds in ([2, 4], [3, 1, 2]):
         assert going_on(kind, samples, worlds, limit) == expected
@@ -301,7 +301,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_ranks_with_other_data_or_another_order_are_one_clear_error_on_all(kind):
+def test_different_data_raises_equally_on_all_ranks(kind):
     results = Ranks(2).run(lambda ours: read(adapt_loader(DIFFERENT[kind](ours.rank), SEED, 2, rank_slice=ours)))
     for error in results:
         assert isinstance(error, DataError)
@@ -319,7 +319,7 @@ def test_ranks_with_other_data_or_another_order_are_one_clear_error_on_all(kind)
         lambda rank: lumen.CombinedLoader([DataLoader(numbers(4), 2), [torch.arange(2) + rank]]),
     ],
 )
-def test_streams_that_differ_without_saying_so_are_one_clear_error_on_all_ranks(make):
+def test_undeclared_stream_shards_raise_equally_on_all_ranks(make):
     results = Ranks(3).run(lambda ours: read(adapt_loader(make(ours.rank), SEED, 3, rank_slice=ours)))
     for error in results:
         assert isinstance(error, DataError)
@@ -327,7 +327,7 @@ def test_streams_that_differ_without_saying_so_are_one_clear_error_on_all_ranks(
         assert "say so by shards_itself = True" in str(error)
 
 
-def test_a_sampler_that_draws_is_the_same_on_all_ranks_whatever_they_drew_before():
+def test_random_sampler_is_equal_on_all_ranks():
     def rank(ours):
         torch.manual_seed(ours.rank)
         return read(
@@ -417,7 +417,7 @@ COUNTS = [[7, 7], [12, 1], [0, 9], [0, 0], [1, 0, 14], [3, 0, 0, 0], [2, 9, 4, 5
 @pytest.mark.parametrize("needs_dummies", [False, True])
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_streams_that_shard_themselves_are_read_to_their_ends(counts, rounds, needs_dummies):
+def test_self_sharding_streams_are_read_to_their_ends(counts, rounds, needs_dummies):
     """Each sample once; steps are full until the last one; ranks that ended earlier take part."""
     world = len(counts)
 
@@ -447,7 +447,7 @@ def test_batches_of_a_part_count_their_own_samples(batch_size):
 
 @pytest.mark.parametrize("kind", [Part, ResumablePart])
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
-def test_a_limit_counts_the_batches_of_all_parts_and_loads_no_more(kind, limit):
+def test_limit_counts_batches_of_all_shards(kind, limit):
     counts = [2, 9]
     sets = [kind(counts, rank) for rank in range(2)]
     given = Ranks(2).run(
@@ -474,7 +474,7 @@ def parts_fit(kind, counts, world, *, steps=None, position=None, epoch=0, limit=
 @pytest.mark.parametrize(("limit", "accumulate"), [(None, None), (3, None), (None, 1), (None, 5)])
 @pytest.mark.parametrize("counts", [[4, 4], [6, 1], [0, 5], [2, 5, 1]])
 @pytest.mark.parametrize("kind", [Part, ResumablePart, PlacedPart])
-def test_each_rank_goes_on_from_its_own_state_at_every_step(kind, counts, limit, accumulate):
+def test_every_rank_resumes_its_shard_at_any_step(kind, counts, limit, accumulate):
     def fit(epoch, position, steps=None, sets=None):
         return parts_fit(
             kind, counts, len(counts), steps=steps, position=position, epoch=epoch, limit=limit, sets=sets,
@@ -498,7 +498,7 @@ def test_each_rank_goes_on_from_its_own_state_at_every_step(kind, counts, limit,
                 assert fit(epoch + 1, Position(state=position.state))[0] == whole[epoch + 1], (epoch, step)
 
 
-def test_a_part_without_a_state_reads_again_what_its_own_rank_had_read(caplog):
+def test_shard_without_state_rereads_its_batches(caplog):
     sets = [Part([6, 1], rank, noise=True) for rank in range(2)]
     _, position = parts_fit(Part, [6, 1], 2, steps=2)
     parts_fit(Part, [6, 1], 2, position=position, sets=sets)
@@ -506,7 +506,8 @@ def test_a_part_without_a_state_reads_again_what_its_own_rank_had_read(caplog):
     assert "3 batches of this epoch are read once more" in caplog.text
 
 
-def test_another_number_of_ranks_cannot_go_on_within_parts():
+def test_sharded_stream_cannot_resume_with_other_world_size():
+    """Between epochs it can."""
     _, inside = parts_fit(Part, [4, 4], 2, steps=2)
     for world in (1, 3):
         with pytest.raises(DataError, match="read in parts by 2 processes; now there are"):
@@ -519,7 +520,7 @@ def test_another_number_of_ranks_cannot_go_on_within_parts():
         parts_fit(ResumablePart, [4, 4, 4], 3, position=Position(state=cut.state), epoch=1)
 
 
-def test_every_evaluation_of_parts_begins_where_the_first_did():
+def test_every_evaluation_restarts_the_shards():
     def rank(ours):
         data = ResumablePart([5, 2], ours.rank)
         adapter = adapt_loader(DataLoader(data, 1), SEED, 2, rank_slice=ours, rewinds=True)
@@ -531,7 +532,7 @@ def test_every_evaluation_of_parts_begins_where_the_first_did():
     assert passes[0] == passes[1][:3]
 
 
-def test_ranks_draw_differently_but_lay_out_their_parts_alike():
+def test_ranks_draw_differently_but_shard_equally():
     class Laid(IterableDataset):
         shards_itself = True
 
@@ -563,14 +564,14 @@ def test_workers_of_different_parts_draw_differently():
     assert len(set(flat(together(given)))) == 2
 
 
-def test_a_stream_that_was_split_by_node_is_read_in_parts():
+def test_streams_split_by_node_are_read_as_shards():
     given = Ranks(2).run(
         lambda ours: read(adapt_loader(DataLoader(Split([5, 3], ours.rank), 1), SEED, 2, rank_slice=ours))
     )
     assert sorted(flat(together([steps for steps, _ in given]))) == expected_samples([5, 3])
 
 
-def test_a_loader_of_the_users_own_may_shard_itself_and_know_its_length():
+def test_custom_loader_may_shard_itself_and_have_length():
     class Loader:
         shards_itself = True
 
@@ -592,7 +593,7 @@ def test_a_loader_of_the_users_own_may_shard_itself_and_know_its_length():
     assert {each[1:] for each in given} == {(7, 4, 3)}
 
 
-def test_the_documented_part_of_a_stream_is_read_once():
+def test_documented_stream_shards_are_read_once():
     files = [range(10 * number, 10 * number + number) for number in range(5)]
 
     def rank(ours):
@@ -605,7 +606,7 @@ def test_the_documented_part_of_a_stream_is_read_once():
     assert sorted(flat(together(Ranks(3).run(rank)))) == [number for file in files for number in file]
 
 
-def test_parts_that_look_like_the_whole_are_one_warning(caplog):
+def test_identical_shards_warn_once_per_rank(caplog):
     Ranks(2).run(
         lambda ours: [
             read(adapter) for adapter in [adapt_loader(DataLoader(Part([4, 4], 0), 1), SEED, 2, rank_slice=ours)] * 2
@@ -693,14 +694,14 @@ def test_real_processes_train_on_each_batch_once(group, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "a batch sampler", "a stream with a state", "max_size_cycle"])
-def test_real_processes_of_another_number_go_on_in_the_middle_of_an_epoch(group, tmp_path, kind):
+def test_real_ranks_resume_mid_epoch_with_another_count(group, tmp_path, kind):
     begun = group(2).run(begin, tmp_path, kind, 2)
     assert {index for _, index, _ in all_of(begun)} == {0, 1, 2, 3}
     rest = group(3).run(go_on, tmp_path, kind)
     assert all_of([*begun, *rest]) == fit(tmp_path, kind)[0]
 
 
-def test_real_processes_read_parts_of_their_own_train_validate_and_resume(group, tmp_path):
+def test_real_ranks_train_validate_and_resume_on_shards(group, tmp_path):
     whole = group(2).run(fit, tmp_path, "parts")
     trained, validated = all_of(whole), all_of(whole, 1)
     for given in (trained, validated):
@@ -725,6 +726,6 @@ def fit_different(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["more samples", "a batch sampler that shards"])
-def test_real_processes_with_other_data_are_told_so_together(group, tmp_path, kind):
+def test_real_ranks_with_different_data_raise_together(group, tmp_path, kind):
     first, second = group(2).run(fit_different, tmp_path, kind)
     assert first == second

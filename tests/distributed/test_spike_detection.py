@@ -44,7 +44,7 @@ def fit(path, strategy, **detecting):
     ],
     ids=["loss", "grad_norm", "rollback"],
 )
-def test_several_processes_leave_out_the_steps_that_one_does(group, tmp_path, detecting):
+def test_ranks_skip_the_steps_of_a_single_process(group, tmp_path, detecting):
     alone, state, steps, left_out = fit(tmp_path / "single", "single", **detecting)
     assert 2 < state["spikes"] < 12 or len(left_out) > 1
     for strategy in ("ddp", "fsdp"):

@@ -14,7 +14,7 @@ def verify_together(folder, removing):
 
 
 @pytest.mark.parametrize("removing", [0, 1])
-def test_what_is_removed_while_several_processes_verify_it_is_no_damage_for_any(group, tmp_path, removing):
+def test_checkpoint_removed_during_verification_is_no_damage(group, tmp_path, removing):
     for step in (1, 2):
         small(tmp_path / f"step-{step}")
     assert group(2).run(verify_together, tmp_path, removing) == ["step-3"] * 2

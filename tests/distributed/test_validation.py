@@ -26,7 +26,7 @@ def validate_own_names(folder):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_name_of_one_loader_is_returned_with_that_one_alone(group, tmp_path, world):
+def test_values_of_one_loader_are_returned_only_there(group, tmp_path, world):
     """Also where a process has no batch of the first."""
     task = OwnNames(dtype=torch.float64)
     a, b = full_loss(task, 5), full_loss(task, 50)
@@ -43,7 +43,7 @@ def cramped(folder, method, fits):
     return getattr(trainer, method)(Cramped(fits), loader(50, 16, shuffle=False, dtype=torch.float64))
 
 
-def test_the_processes_that_halve_their_batches_give_the_values_of_one_that_has_the_memory(group, tmp_path):
+def test_halved_evaluation_batches_give_the_same_values(group, tmp_path):
     """50 = 3 * 16 + 2: the second process halves one batch, and one fits."""
     full = full_loss(Cramped(50), 50)
     for values in group(2).run(cramped, tmp_path, "validate", 3):

@@ -24,14 +24,14 @@ def test_two_processes_compute_what_one_does(tmp_path, group, strategy):
     assert why(observed(tmp_path, Variant("one"), make), on_two(group, tmp_path, make, strategy), FLOAT64) is None
 
 
-def test_batch_norm_on_each_process_is_no_fault_and_named(tmp_path, group):
+def test_unsynchronized_batch_norm_is_named_and_no_failure(tmp_path, group):
     make = Make(partial(Within, "Norm"))
     cause = why(observed(tmp_path, Variant("one"), make), on_two(group, tmp_path, make), FLOAT64)
     assert cause.kind == "BatchNorm sees other statistics on each process"
     assert (cause.place, cause.verdict) == ("net.2.norm", "not promised")
 
 
-def test_a_callback_that_acts_on_rank_0_alone_is_named(tmp_path, group):
+def test_callback_on_rank_0_only_is_named(tmp_path, group):
     make = Make(Clean, callbacks=[verified_tasks.OnRankZero])
     two = on_two(group, tmp_path, make)
     cause = why(observed(tmp_path, Variant("one"), make), two, FLOAT64)
@@ -41,7 +41,7 @@ def test_a_callback_that_acts_on_rank_0_alone_is_named(tmp_path, group):
     assert "written on rank 0 alone" in cause.text
 
 
-def test_a_metric_that_is_averaged_by_hand_is_named_with_its_line(tmp_path, group):
+def test_manually_averaged_metric_is_named_with_its_line(tmp_path, group):
     make = Make(verified_tasks.ByHand)
     checkpoint = observed(tmp_path, Variant("one"), make).folder / NAME / "checkpoints/step-00000004"
     first = observed(tmp_path, Variant("first", evaluates=True, resume=str(checkpoint)), make)

@@ -81,7 +81,7 @@ def read(root, source, strategy, kind):
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
-def test_any_strategy_reads_what_any_other_has_written_and_goes_on(group, tmp_path, kind):
+def test_any_strategy_resumes_from_any_other(group, tmp_path, kind):
     def on(strategy, function, *args):
         return function(*args) if strategy == "auto" else group(2).run(function, *args)[0]
 
@@ -101,7 +101,7 @@ def test_any_strategy_reads_what_any_other_has_written_and_goes_on(group, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
-def test_a_run_in_parts_ends_with_the_bits_of_a_whole_one(group, tmp_path, kind):
+def test_resumed_fsdp_run_is_exact(group, tmp_path, kind):
     whole = group(2).run(train, tmp_path / "whole", "fsdp", kind)
     for steps in (3, 6, 8):
         parts = group(2).run(train, tmp_path / "parts", "fsdp", kind, steps)
@@ -149,7 +149,7 @@ def refusals():
     return found
 
 
-def test_what_an_optimizer_keeps_of_all_parameters_together_is_refused(group):
+def test_state_of_all_parameters_together_is_refused(group):
     for found in group(2).run(refusals):
         assert [each.partition(" of all")[0] for each in found] == ["WholeMatrices: Counting keeps calls"] * 3
 

@@ -2,58 +2,58 @@
 
 A step is a completed update, also with accumulation, and max_steps ends exactly there
     fit/loop/test_loop.py::test_max_steps_with_accumulation_ends_exactly
-    fit/loop/test_loop.py::test_an_epoch_is_cut_into_whole_steps_and_a_short_last_one
+    fit/loop/test_loop.py::test_epoch_is_cut_into_steps_with_short_last
 Epochs, steps and batches are counted exactly in a fit, in a resumed one, and in a second one, which begins at zero
-    fit/test_behaviours.py::test_counts_are_exact_after_a_fit_a_resumed_one_and_a_second_one
+    fit/test_behaviours.py::test_counts_are_exact_after_fit_resume_and_refit
 Of several limits the first one reached ends the run; -1 is none, 0 trains nothing, less is refused
     fit/loop/test_loop.py::test_the_first_limit_reached_ends_the_run
-    fit/loop/test_loop.py::test_a_wrong_setting_is_named_when_the_trainer_is_built
+    fit/loop/test_loop.py::test_invalid_trainer_setting_is_named_at_construction
 A minimum of steps or epochs delays a stop, which adds no validation and drops none that is due
     fit/loop/test_loop.py::test_a_minimum_delays_a_stop
     fit/loop/test_validation.py::test_an_early_stop_does_not_add_a_validation
-    fit/test_behaviours.py::test_a_stop_asked_for_in_training_adds_no_validation_and_drops_none
+    fit/test_behaviours.py::test_stop_adds_or_drops_no_validation
 A stop asked for inside an epoch leaves after the step in progress
     fit/loop/test_loop.py::test_a_stop_leaves_after_the_step_in_progress
 -1 from on_train_batch_start skips the rest of the epoch, and schedules move all the same
-    fit/loop/test_loop.py::test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move
+    fit/loop/test_loop.py::test_returning_minus_one_skips_rest_of_epoch
     fit/callbacks/test_callbacks.py::test_a_function_may_end_the_epoch
 Hooks come in one order, in training, with accumulation, resumed, and in each evaluation
-    fit/task/test_hooks.py::test_fit_calls_what_the_map_says_in_its_order
-    fit/task/test_hooks.py::test_a_fit_resumed_inside_an_epoch_calls_what_the_map_says
+    fit/task/test_hooks.py::test_fit_follows_the_hook_order
+    fit/task/test_hooks.py::test_fit_resumed_in_mid_epoch_follows_hook_order
     fit/task/test_hooks.py::test_an_evaluation_calls_what_the_map_says
 Each submodule is in its own mode again after an evaluation
     fit/loop/test_validation.py::test_each_submodule_gets_its_own_mode_back
     fit/loop/test_validation.py::test_modes_come_back_after_an_error_too
 A validation never falls inside a step, and disturbs neither gradients nor generators
-    fit/test_behaviours.py::test_a_validation_never_falls_inside_a_step_and_leaves_its_gradients_alone
+    fit/test_behaviours.py::test_validation_never_falls_inside_a_step
     fit/loop/test_validation.py::test_validation_disturbs_neither_gradients_nor_generators
 The sanity check leaves no value, no row and no draw behind
     fit/loop/test_validation.py::test_the_sanity_check_leaves_no_trace
-    fit/test_behaviours.py::test_what_is_drawn_after_the_sanity_check_does_not_depend_on_it
+    fit/test_behaviours.py::test_sanity_check_does_not_change_later_draws
 
 An empty loader is an error in training, and a warning in an evaluation
-    fit/data/test_data.py::test_an_empty_training_loader_is_an_error_that_says_what_is_empty
+    fit/data/test_data.py::test_empty_training_loader_raises_and_names_the_cause
     fit/data/test_data.py::test_an_empty_evaluation_loader_is_one_warning
     fit/loop/test_validation.py::test_an_empty_evaluation_gives_nothing
 A stream needs no length, may give a wrong one, and may have nothing in an epoch
     fit/data/test_data.py::test_a_loader_of_another_kind_repeats_and_resumes
-    fit/data/test_loaders.py::test_a_stream_whose_length_is_wrong_is_read_to_its_end
-    fit/test_behaviours.py::test_a_stream_that_has_nothing_in_one_epoch_skips_it_with_a_warning
+    fit/data/test_loaders.py::test_stream_with_wrong_length_is_read_completely
+    fit/test_behaviours.py::test_empty_epoch_of_a_stream_warns_and_continues
 A limit is a count or a fraction, 0 too; an endless loader needs a count; a fraction of less than a batch is an error
-    fit/loop/test_loop.py::test_a_limit_is_a_count_or_a_fraction_of_the_batches
-    fit/loop/test_loop.py::test_a_fraction_of_less_than_one_batch_is_an_error
+    fit/loop/test_loop.py::test_limit_is_a_count_or_fraction
+    fit/loop/test_loop.py::test_fraction_below_one_batch_raises
     fit/loop/test_validation.py::test_limits_hold_for_every_evaluation
     fit/data/test_data.py::test_an_endless_stream_needs_only_a_limit
     fit/test_behaviours.py::test_endless_evaluation_loaders_need_only_a_count
 Several training loaders combine in every mode; several validation loaders are told apart
     fit/data/test_loaders.py::test_several_loaders_are_read_together
-    fit/data/test_loaders.py::test_the_mode_is_that_of_all_loaders_however_they_are_nested
+    fit/data/test_loaders.py::test_mode_applies_to_all_nested_loaders
     fit/task/test_hooks.py::test_hooks_get_what_they_are_promised
     fit/loop/test_validation.py::test_several_loaders_have_a_value_each
 Loaders are made once, only where they are needed, and anew every so many epochs
-    fit/test_behaviours.py::test_a_data_module_is_asked_for_each_loader_once_and_only_for_its_stage
+    fit/test_behaviours.py::test_each_loader_is_requested_once_for_its_stage
     fit/loop/test_loop.py::test_loaders_may_live_on_the_task
-    fit/data/test_loaders.py::test_loaders_are_asked_for_anew_every_so_many_epochs
+    fit/data/test_loaders.py::test_loaders_are_reloaded_every_n_epochs
 Workers end with the run and with the evaluation, also when it fails, persistent or not
     fit/data/test_data.py::test_no_worker_outlives_its_run
     fit/test_behaviours.py::test_no_worker_of_an_evaluation_outlives_it
@@ -62,61 +62,61 @@ No two workers, samples or epochs draw the same
     fit/data/test_data.py::test_augmentation_belongs_to_the_sample
 A sampler of the user's is kept and told the epoch; one for several processes leaves no sample out
     fit/data/test_loaders.py::test_whatever_wants_to_know_the_epoch_is_told
-    fit/data/test_loaders.py::test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples
-    fit/test_behaviours.py::test_an_evaluation_reads_each_sample_once_and_in_the_same_order_every_time
+    fit/data/test_loaders.py::test_distributed_sampler_is_replaced
+    fit/test_behaviours.py::test_evaluation_reads_each_sample_once_in_fixed_order
 overfit_batches repeats the same batches in every epoch
     fit/data/test_loaders.py::test_overfitting_repeats_the_same_batches_in_every_epoch
 A prediction has each sample once, in order, and each batch its number
     promises/test_exact_evaluation.py::test_one_process_gives_what_plain_code_gives
-    fit/test_behaviours.py::test_each_prediction_comes_with_the_numbers_of_its_batch_and_loader
+    fit/test_behaviours.py::test_predictions_have_batch_and_loader_indices
 
 Backward runs once for each micro-batch and each evaluation of a closure
-    fit/loop/test_closures.py::test_backward_runs_as_often_as_there_are_micro_batches_and_evaluations
+    fit/loop/test_closures.py::test_backward_runs_once_per_micro_batch_and_evaluation
 Gradients are clipped by norm and by value as torch does it, in every precision
-    fit/optim/test_optim_adamw.py::test_clipping_under_every_precision_is_that_of_torch_on_unscaled_gradients
+    fit/optim/test_optim_adamw.py::test_clipping_uses_unscaled_gradients_in_every_precision
     fit/test_precision.py::test_one_dtype_equals_the_loop_by_hand
 Schedules move by step and epoch, at their frequency, by their monitor, and are saved as they are after the update
     fit/optim/test_schedulers.py::test_rates_are_those_of_the_hand_written_loop
     fit/optim/test_schedulers.py::test_a_plateau_follows_its_monitor
-    fit/optim/test_schedulers.py::test_a_missing_monitor_is_an_error_that_names_what_was_logged
-    fit/optim/test_schedulers.py::test_a_missing_monitor_that_is_not_strict_leaves_the_rate_alone
+    fit/optim/test_schedulers.py::test_missing_monitor_raises_and_lists_logged_names
+    fit/optim/test_schedulers.py::test_non_strict_missing_monitor_keeps_the_rate
     fit/optim/test_schedulers.py::test_a_checkpoint_holds_the_schedule_after_the_update
 Under fp16 gradients are unscaled before they are clipped, fused or not, and an overflow moves nothing
-    fit/optim/test_optim_adamw.py::test_fused_and_scaled_updates_are_those_of_the_loop_written_by_hand
+    fit/optim/test_optim_adamw.py::test_fused_scaled_updates_equal_the_manual_loop
     promises/test_hand_written_loop.py::test_autocast_equals_autocast_by_hand
     promises/test_hand_written_loop.py::test_an_overflowing_fp16_update_moves_nothing
 A loss or a monitor that is not finite ends the run, and the operation behind it is found on demand
-    fit/run/test_weights.py::test_a_loss_that_is_not_finite_is_an_error_that_names_the_step
+    fit/run/test_weights.py::test_non_finite_loss_raises_and_names_the_step
     fit/callbacks/test_callbacks.py::test_early_stopping_stops_at_the_right_epoch
-    fit/run/test_anomalies.py::test_the_operation_whose_backward_made_a_nan_is_named_with_its_line
+    fit/run/test_anomalies.py::test_operation_with_nan_backward_is_named_with_line
 Manual optimization and several optimizers, which there are not, are refused before training
     fit/errors/test_errors.py::test_a_task_that_cannot_be_trained_is_refused
 
 A run that was stopped or killed anywhere and resumed ends like one that was not, with validation and without
-    fit/test_behaviours.py::test_a_run_stopped_at_any_step_and_resumed_ends_like_one_that_was_not
+    fit/test_behaviours.py::test_run_stopped_at_any_step_resumes_exactly
     promises/test_exact_resume.py::test_three_kills_leave_no_trace
 A loader's own state is saved, and gone on from
-    fit/data/test_loaders.py::test_a_stream_with_a_state_goes_on_from_it
+    fit/data/test_loaders.py::test_stateful_stream_resumes_from_its_state
     fit/data/test_loaders.py::test_a_stateful_loader_is_not_read_again
 An exception in any hook, step or save leaves a run that goes on exactly
-    fit/test_behaviours.py::test_an_exception_anywhere_leaves_a_run_that_goes_on_exactly
+    fit/test_behaviours.py::test_exception_anywhere_leaves_a_run_that_resumes_exactly
 States of callbacks survive; one whose callback is missing is named
     fit/checkpoint/test_partial_resume.py::test_every_combination_of_parts_takes_over_exactly_these
-    fit/callbacks/test_model_checkpoint.py::test_a_callback_that_is_missing_on_resume_is_named
+    fit/callbacks/test_model_checkpoint.py::test_callback_missing_on_resume_is_named
 Each rule writes and keeps exactly its checkpoints, on an exception too
     fit/callbacks/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
     fit/callbacks/test_model_checkpoint.py::test_the_interval_counts_from_the_last_save
-    fit/callbacks/test_on_exception_checkpoint.py::test_a_failure_before_the_update_saves_the_parameters_of_the_last_one
+    fit/callbacks/test_on_exception_checkpoint.py::test_failure_before_update_saves_previous_parameters
 The end of training is saved if nothing else was, and no step twice
     fit/callbacks/test_model_checkpoint.py::test_exactly_the_expected_checkpoints_are_kept
     fit/callbacks/test_model_checkpoint.py::test_a_step_with_several_reasons_is_saved_once
 NaN as the first score does not block a later best
-    fit/callbacks/test_model_checkpoint.py::test_a_nan_first_score_does_not_block_a_later_best
+    fit/callbacks/test_model_checkpoint.py::test_nan_first_score_allows_a_later_best
 Going on never removes the checkpoints of the run it goes on from
-    fit/callbacks/test_model_checkpoint.py::test_a_new_run_from_a_checkpoint_leaves_those_of_the_old_one
-    fit/callbacks/test_model_checkpoint.py::test_what_is_resumed_from_stays_until_a_newer_one_is_committed
+    fit/callbacks/test_model_checkpoint.py::test_new_run_from_checkpoint_keeps_the_old_run
+    fit/callbacks/test_model_checkpoint.py::test_resume_source_is_kept_until_a_newer_commit
 Parameters load strictly, with more and with fewer names, or leniently
-    fit/checkpoint/test_load.py::test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone
+    fit/checkpoint/test_load.py::test_strict_mismatch_raises_and_non_strict_warns
 """
 
 import ast
@@ -144,7 +144,7 @@ from tests.helpers.tasks import FEATURES, Regression, Seeing, bare_trainer, load
 # ---------------------------------------------------------------------- the table above
 
 
-def test_every_test_that_the_table_names_exists_and_every_test_here_is_named():
+def test_table_and_tests_agree():
     held, behaviour = {}, ""
     for line in __doc__.splitlines()[2:]:
         if line.startswith(" "):
@@ -161,9 +161,7 @@ def test_every_test_that_the_table_names_exists_and_every_test_here_is_named():
     }
     assert named - there == set()
     this_file = Path(__file__).relative_to(ROOT / "tests").as_posix()
-    assert {test for file, test in there - named if file == this_file} == {
-        "test_every_test_that_the_table_names_exists_and_every_test_here_is_named"
-    }
+    assert {test for file, test in there - named if file == this_file} == {"test_table_and_tests_agree"}
 
 
 # ---------------------------------------------------------------------- steps, epochs, counts
@@ -182,7 +180,7 @@ class Counts(Regression):
 
 
 @pytest.mark.parametrize(("first", "epoch"), [({"max_epochs": 1}, 1), ({"max_steps": 5}, 1), ({"max_steps": 2}, 0)])
-def test_counts_are_exact_after_a_fit_a_resumed_one_and_a_second_one(tmp_path, first, epoch):
+def test_counts_are_exact_after_fit_resume_and_refit(tmp_path, first, epoch):
     """Nine micro-batches in steps of three: epochs of three steps."""
 
     def fit(task, **options):
@@ -233,7 +231,7 @@ class When(lumen.Callback):
         (3, {"val_check_interval": 2, "min_steps": 6}, 6, [2, 4, 6]),
     ],
 )
-def test_a_stop_asked_for_in_training_adds_no_validation_and_drops_none(tmp_path, stop_in, options, steps, validated):
+def test_stop_adds_or_drops_no_validation(tmp_path, stop_in, options, steps, validated):
     when = When(stop_in)
     trainer = bare_trainer(tmp_path, max_epochs=4, num_sanity_val_steps=0, callbacks=[when], **options)
     trainer.fit(Regression(), loader(40, 8), val_dataloaders=loader(8, 8))
@@ -244,8 +242,8 @@ def test_a_stop_asked_for_in_training_adds_no_validation_and_drops_none(tmp_path
 
 
 @pytest.mark.parametrize("interval", [0.1, 0.5, 1.0, 1])
-def test_a_validation_never_falls_inside_a_step_and_leaves_its_gradients_alone(tmp_path, interval):
-    """Ten micro-batches in steps of four: every tenth of an epoch ends inside one."""
+def test_validation_never_falls_inside_a_step(tmp_path, interval):
+    """Ten micro-batches in steps of four: a tenth of an epoch ends inside one. Gradients are unchanged."""
 
     class Watched(Regression):
         def __init__(self):
@@ -272,7 +270,7 @@ def test_a_validation_never_falls_inside_a_step_and_leaves_its_gradients_alone(t
             assert torch.equal(expected, found)
 
 
-def test_what_is_drawn_after_the_sanity_check_does_not_depend_on_it(tmp_path):
+def test_sanity_check_does_not_change_later_draws(tmp_path):
     class Draws(Regression):
         def draw(self):
             return torch.rand(()).item(), np.random.rand(), random.random()
@@ -325,7 +323,7 @@ class Validated(Seeing):
 
 @pytest.mark.parametrize("has_length", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_has_nothing_in_one_epoch_skips_it_with_a_warning(tmp_path, caplog, has_length, workers):
+def test_empty_epoch_of_a_stream_warns_and_continues(tmp_path, caplog, has_length, workers):
     class Stream(IterableDataset):
         epoch = 0
 
@@ -413,7 +411,7 @@ class Counting(lumen.DataModule):
         ("predict", {}, ["predict"]),
     ],
 )
-def test_a_data_module_is_asked_for_each_loader_once_and_only_for_its_stage(tmp_path, stage, options, made):
+def test_each_loader_is_requested_once_for_its_stage(tmp_path, stage, options, made):
     data = Counting()
     getattr(bare_trainer(tmp_path, max_epochs=3, **options), stage)(Validated(), data)
     assert data.made == made
@@ -457,8 +455,8 @@ def test_no_worker_of_an_evaluation_outlives_it(tmp_path, stage, fails, persiste
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_an_evaluation_reads_each_sample_once_and_in_the_same_order_every_time(tmp_path, stage):
-    """Also where a sampler for several processes was given, which would leave half of them out."""
+def test_evaluation_reads_each_sample_once_in_fixed_order(tmp_path, stage):
+    """Also with a sampler for several processes, which would leave half of them out."""
     data = numbers(10)
     for sampler in ({"sampler": DistributedSampler(data, num_replicas=2, rank=1)}, {"shuffle": True}):
         task, batches = Validated(), DataLoader(data, 4, **sampler)
@@ -475,7 +473,7 @@ def test_an_evaluation_reads_each_sample_once_and_in_the_same_order_every_time(t
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_prediction_comes_with_the_numbers_of_its_batch_and_loader(tmp_path, workers):
+def test_predictions_have_batch_and_loader_indices(tmp_path, workers):
     class Writer(lumen.Callback):
         def __init__(self):
             self.written = []
@@ -561,7 +559,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("step", range(1, 7))
 @pytest.mark.parametrize("validate", [False, True])
-def test_a_run_stopped_at_any_step_and_resumed_ends_like_one_that_was_not(tmp_path, undisturbed, validate, step):
+def test_run_stopped_at_any_step_resumes_exactly(tmp_path, undisturbed, validate, step):
     class Stop(lumen.Callback):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
             if trainer.global_step == step and trainer.run.ending.vote.requested is None:
@@ -605,7 +603,7 @@ def failing(base, name):
 
 
 @pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in PLACES.items() for name in names])
-def test_an_exception_anywhere_leaves_a_run_that_goes_on_exactly(tmp_path, undisturbed, owner, name):
+def test_exception_anywhere_leaves_a_run_that_resumes_exactly(tmp_path, undisturbed, owner, name):
     broken = failing(owner, name)
     trainer = saving_trainer(tmp_path, *([broken] if owner is lumen.Callback else []))
     task = Rich() if owner is lumen.Callback else broken

@@ -50,7 +50,7 @@ def dtypes(task):
         (["fp64", "64", "64-true", 64], torch.float64, torch.float64),
     ],
 )
-def test_every_name_trains_evaluates_and_predicts_in_its_dtypes(tmp_path, names, parameters, outputs):
+def test_precision_names_train_and_predict_in_their_dtypes(tmp_path, names, parameters, outputs):
     for name in names:
         task = Regression()
         trainer = fit(tmp_path, task, max_epochs=1, precision=name)
@@ -76,7 +76,7 @@ def test_every_name_trains_evaluates_and_predicts_in_its_dtypes(tmp_path, names,
         (16.0, "precision: expected a string, an int, a Precision or a class derived from Precision, found 16.0"),
     ],
 )
-def test_a_name_that_cannot_be_had_is_refused_at_once(name, answer):
+def test_unsupported_precision_is_rejected_at_construction(name, answer):
     with pytest.raises(ConfigError, match=answer):
         lumen.Trainer(max_epochs=1, precision=name)
 
@@ -102,7 +102,7 @@ class Bursting(Regression):
         return loss * 3e38 if batch_idx in (1, 4) else loss
 
 
-def test_the_scaler_moves_as_torchs_own_with_the_same_settings(tmp_path):
+def test_float16_scale_equals_torch_grad_scaler(tmp_path):
     settings = {"init_scale": 512.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
     noted = Scales()
     precision = Float16(**settings)
@@ -120,7 +120,7 @@ def test_the_scaler_moves_as_torchs_own_with_the_same_settings(tmp_path):
     assert precision.skipped_updates == 2
 
 
-def test_each_run_of_one_precision_begins_with_its_first_scale(tmp_path):
+def test_each_run_starts_with_the_initial_scale(tmp_path):
     precision = Float16(init_scale=64.0, growth_interval=1)
     for _ in range(2):
         noted = Scales()
@@ -128,7 +128,7 @@ def test_each_run_of_one_precision_begins_with_its_first_scale(tmp_path):
         assert noted.scales == [128.0, 256.0, 512.0, 1024.0, 2048.0]
 
 
-def test_a_resumed_run_has_the_checkpoints_scale_and_its_own_settings_which_are_told(tmp_path, caplog):
+def test_resumed_run_keeps_scale_and_warns_of_settings(tmp_path, caplog):
     quick, slow = ({"init_scale": 64.0, "growth_interval": interval} for interval in (1, 3))
     whole, resumed = Scales(), Scales()
     options = {"log_level": "WARNING", "resume": "auto"}
@@ -159,7 +159,7 @@ def test_a_resumed_run_has_the_checkpoints_scale_and_its_own_settings_which_are_
         ({"growth": 2}, "Float16 has no argument growth. Did you mean growth_factor"),
     ],
 )
-def test_a_setting_of_the_scaler_that_cannot_be_is_refused(settings, answer):
+def test_invalid_scaler_settings_are_rejected(settings, answer):
     with pytest.raises(ConfigError, match=answer):
         Float16(**settings)
 
@@ -242,7 +242,7 @@ class StaticScale(lumen.Precision):
 
 
 @pytest.mark.parametrize("options", [{}, {"detect_anomaly": True}, {"profiler": "simple"}])
-def test_a_precision_of_the_users_own_trains_with_the_same_bits(tmp_path, options):
+def test_equivalent_custom_precision_trains_identically(tmp_path, options):
     strange, tasks = StaticScale(), (Regression(dropout=0.2), Regression(dropout=0.2))
     for task, precision in zip(tasks, ("fp32", strange), strict=True):
         trainer = quiet_trainer(
@@ -259,7 +259,7 @@ def test_a_precision_of_the_users_own_trains_with_the_same_bits(tmp_path, option
     assert trainer.precision is strange
 
 
-def test_a_precision_of_the_users_own_is_saved_and_resumed(tmp_path):
+def test_custom_precision_is_saved_and_resumed(tmp_path):
     whole, resumed = Regression(), Regression()
     quiet_trainer(tmp_path / "whole", max_steps=9).fit(whole, loader())
     quiet_trainer(tmp_path, max_steps=4, precision=StaticScale).fit(Regression(), loader())
@@ -270,7 +270,7 @@ def test_a_precision_of_the_users_own_is_saved_and_resumed(tmp_path):
     assert_same(Regression.load_from_checkpoint(tmp_path / "runs/run"), resumed)
 
 
-def test_a_change_to_a_precision_of_the_users_own_is_told(tmp_path, caplog):
+def test_change_to_custom_precision_warns(tmp_path, caplog):
     quiet_trainer(tmp_path, max_steps=2).fit(Regression(), loader())
     options = {"resume": "auto", "log_level": "WARNING"}
     quiet_trainer(tmp_path, max_steps=4, precision=Bare(), **options).fit(Regression(), loader())
@@ -289,7 +289,7 @@ class Bare(lumen.Precision):
         return {"rounding": "up"}
 
 
-def test_a_config_names_a_precision_of_the_users_own(tmp_path):
+def test_config_may_name_a_custom_precision(tmp_path):
     named = f"precision: {{class_path: {__name__}.StaticScale, init_args: {{scale: 4}}}}"
     strange = trained(tmp_path, config=re.sub("precision: .*", named, SCALED))
     assert (type(strange), strange.scale, strange.optimizer_steps) == (StaticScale, 4, 2)
@@ -343,7 +343,8 @@ class Buffers(Regression):
         return super().training_step((self.norm(inputs * self.table), targets))
 
 
-def test_parameters_and_buffers_are_converted_but_not_integers_and_sums(tmp_path):
+def test_bf16_true_converts_parameters_but_not_integers(tmp_path):
+    """Nor sums of logged values."""
     task = Buffers()
     trainer = fit(tmp_path, task, loader(400, 2), max_epochs=1, precision="bf16-true")
     assert dtypes(task) == {torch.bfloat16}
@@ -382,7 +383,7 @@ class LastWord(Looking):
         (LastWord, (torch.float64, torch.bfloat16, torch.int64)),
     ],
 )
-def test_floating_tensors_of_a_batch_are_converted_unless_the_task_does_it(tmp_path, kind, found):
+def test_floating_point_inputs_are_converted_unless_task_does(tmp_path, kind, found):
     inputs, targets = regression_data(8)
     data = [{"inputs": inputs[i], "more": (targets[i], torch.tensor(i))} for i in range(8)]
     task = kind()
@@ -390,7 +391,7 @@ def test_floating_tensors_of_a_batch_are_converted_unless_the_task_does_it(tmp_p
     assert task.found == [found] * 2
 
 
-def test_a_bfloat16_run_goes_on_exactly_and_only_as_one(tmp_path):
+def test_bf16_true_run_resumes_and_loads_exactly(tmp_path):
     def trainer(**options):
         return quiet_trainer(tmp_path, **({"precision": "bf16-true", "resume": "auto"} | options))
 
@@ -409,7 +410,7 @@ def test_a_bfloat16_run_goes_on_exactly_and_only_as_one(tmp_path):
     assert torch.equal(weights(loaded), weights(resumed))
 
 
-def test_a_float32_run_does_not_go_on_in_bfloat16(tmp_path):
+def test_fp32_run_cannot_resume_in_bf16_true(tmp_path):
     quiet_trainer(tmp_path, max_steps=2).fit(Regression(), loader())
     with pytest.raises(CheckpointMismatch, match=r"precision: fp32, bf16 or fp16.*Set the same precision"):
         quiet_trainer(tmp_path, max_steps=4, resume="auto", precision="bf16-true").fit(Regression(), loader())
@@ -444,7 +445,7 @@ class Sequences(Regression):
         return self.head(self.encoder(inputs))
 
 
-def test_a_layer_that_has_no_float16_kernel_is_named_with_its_place(tmp_path):
+def test_layer_without_float16_kernel_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"fp16.*'encoder\.cells\.1' \(LSTM\) on cpu.*Use precision: bf16 or fp32"):
         fit(tmp_path, Sequences(), precision="fp16")
     fit(tmp_path, Sequences(), max_epochs=1, precision="fp64")  # not every processor has one in bfloat16 either
@@ -507,7 +508,7 @@ def test_other_operations_without_a_dtype_are_named_too(tmp_path, task, precisio
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-true", "fp64"])
-def test_a_mistake_that_has_nothing_to_do_with_dtypes_stays_what_it_is(tmp_path, precision):
+def test_unrelated_shape_error_passes_through(tmp_path, precision):
     class Mistaken(Regression):
         def training_step(self, batch):
             return self(batch[0][:, 1:]).mean()
@@ -564,7 +565,7 @@ def test_the_documentation_runs_as_shown(tmp_path, precision):
     torch.testing.assert_close(found, scores.softmax(-1) @ value)
 
 
-def test_the_documented_precision_trains_with_the_bits_of_float32(tmp_path):
+def test_documented_precision_equals_fp32(tmp_path):
     names = {"__name__": "documentation", "lumen": lumen}
     exec(snippets("docs/guides/precision.md")[2], names)
     plain, scaled = Regression(), Regression()
@@ -613,7 +614,7 @@ class Watching(Regression):
 
 @pytest.mark.parametrize("fail", [False, True])
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_matmul_precision_holds_for_the_run_and_is_put_back(tmp_path, precision, fail):
+def test_matmul_precision_is_restored_after_the_run(tmp_path, precision, fail):
     before, task = switches(), Watching(fail)
     try:
         fit(tmp_path, task, max_epochs=1, matmul_precision=precision, benchmark=True)
@@ -649,7 +650,7 @@ HAS_MPS = torch.backends.mps.is_available()
 
 
 @pytest.mark.skipif(HAS_MPS, reason="there is MPS")
-def test_an_accelerator_that_is_not_there_is_refused_with_those_that_are():
+def test_unavailable_accelerator_lists_the_available_ones():
     with pytest.raises(ConfigError, match=r"accelerator: 'mps' is not available here; there are: auto, .*cpu"):
         lumen.Trainer(max_epochs=1, accelerator="mps")
 
@@ -671,7 +672,7 @@ def test_training_on_mps(tmp_path, precision):
 @pytest.mark.parametrize(
     ("precision", "text"), [("fp64", "double check the labels"), ("fp16", "Half of them are empty")]
 )
-def test_an_error_that_the_user_raises_is_left_alone(tmp_path, precision, text):
+def test_error_raised_by_user_is_unchanged(tmp_path, precision, text):
     class Raising(Regression):
         def training_step(self, batch):
             raise RuntimeError(text)

@@ -13,7 +13,7 @@ from tests.helpers.seed import order, trainer_of
 from tests.helpers.tasks import Regression, loader, weights
 
 
-def test_two_runs_after_the_same_seed_see_the_same_order(tmp_path):
+def test_same_seed_gives_the_same_order(tmp_path):
     lumen.seed_everything(123, workers=True)
     first = order(trainer_of(tmp_path))
     lumen.seed_everything(123)
@@ -41,7 +41,7 @@ def test_a_run_repeats_where_torch_is_seeded(tmp_path):
     torch.set_rng_state(state)
 
 
-def test_the_seed_of_the_trainer_goes_before_and_the_last_one_chosen_counts(tmp_path):
+def test_trainer_seed_wins_over_last_seed_everything(tmp_path):
     early = trainer_of(tmp_path)
     lumen.seed_everything(1)
     lumen.seed_everything(2)
@@ -58,7 +58,7 @@ def test_a_model_built_after_it_is_the_same(tmp_path):
     assert torch.equal(built(), built())
 
 
-def test_it_is_recorded_and_the_run_resumes_with_it(tmp_path):
+def test_seed_is_recorded_and_used_on_resume(tmp_path):
     lumen.seed_everything(123)
     task, data = Regression(dropout=0.3), loader()
     trainer_of(tmp_path, max_epochs=2).fit(task, data)
@@ -73,7 +73,7 @@ def test_it_is_recorded_and_the_run_resumes_with_it(tmp_path):
         trainer_of(tmp_path / "again", max_epochs=3, resume="auto").fit(task, data)
 
 
-def test_without_a_seed_it_is_0_and_says_so_unless_told_not_to(caplog):
+def test_missing_seed_is_0_with_optional_warning(caplog):
     assert lumen.seed_everything() == 0
     assert "it is 0" in caplog.text
     caplog.clear()

@@ -14,7 +14,7 @@ from lumen.errors import ConfigError
 from tests.helpers.tasks import Regression, backward, bare_trainer, loader, network, quiet_trainer
 
 
-def test_the_norms_of_gradients_are_those_of_each_and_of_all():
+def test_grad_norm_returns_each_and_total():
     net = network(dtype=torch.float64)
     assert lumen.grad_norm(net, 2) == {}
     backward(net)
@@ -33,7 +33,7 @@ def test_the_norms_of_gradients_are_those_of_each_and_of_all():
         lumen.grad_norm(net, 0)
 
 
-def test_a_sparse_gradient_has_the_norm_of_the_dense_one():
+def test_sparse_and_dense_gradient_norms_are_equal():
     norms = []
     for sparse in (True, False):
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_whatever_holds_tensors_is_moved():
         lumen.move_data_to_device(batch, "nowhere")
 
 
-def test_what_the_first_process_says_is_seen_within_a_run_and_outside(tmp_path, capsys):
+def test_rank_zero_messages_are_shown_outside_runs_too(tmp_path, capsys):
     class Saying(Regression):
         def on_train_start(self):
             lumen.rank_zero_info("hello %s", "run")
@@ -98,7 +98,7 @@ def test_what_the_first_process_says_is_seen_within_a_run_and_outside(tmp_path, 
     assert "hidden" not in record
 
 
-def test_the_first_process_warns_by_the_line_of_the_caller():
+def test_rank_zero_warn_uses_the_line_of_caller():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lumen.rank_zero_warn("careful", category=FutureWarning)
@@ -121,7 +121,7 @@ def test_the_rank_is_found_and_not_chosen(monkeypatch):
     assert (act(5), lumen.rank_zero_only.rank) == (None, 1)
 
 
-def test_a_model_is_summed_up_outside_of_a_run():
+def test_summarize_works_outside_a_run():
     net = network()
     net[0].weight.requires_grad_(False)
     summary = lumen.summarize(net, max_depth=-1)

@@ -232,5 +232,5 @@ def test_processes_evaluate_as_one_does(group, tmp_path, strategy, world):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp with stand-ins"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_processes_evaluate_as_one_does_for_all_data_and_counts(group, tmp_path, strategy, world, kind):
+def test_evaluation_on_ranks_equals_single_process(group, tmp_path, strategy, world, kind):
     check(group, tmp_path, world, strategy, [case for case in ALL if case[0] == kind])

@@ -119,7 +119,7 @@ def test_three_kills_leave_no_trace(tmp_path, nursery, undisturbed, which):
     ],
     ids=["ddp script", "fsdp torchrun", "ddp torchrun", "fsdp script"],
 )
-def test_a_job_of_which_one_rank_is_killed_ends_and_goes_on(tmp_path, nursery, undisturbed, options, start, strike):
+def test_job_with_killed_rank_ends_and_resumes(tmp_path, nursery, undisturbed, options, start, strike):
     lives = Lives(tmp_path / "killed", nursery, options)
     assert lives.live(strike, start=start)
     assert lives.longest_s < 15
@@ -153,7 +153,7 @@ def kill_at_every_operation(directory, nursery, undisturbed, options, rank):
     ],
     ids=["one process", "ddp", "ddp asynchronous", "fsdp", "fsdp asynchronous"],
 )
-def test_kills_at_every_operation_of_a_save_leave_no_trace(tmp_path, nursery, undisturbed, options, rank, least):
+def test_kills_at_any_save_operation_leave_no_trace(tmp_path, nursery, undisturbed, options, rank, least):
     assert kill_at_every_operation(tmp_path / "killed", nursery, undisturbed, options, rank) > least
 
 

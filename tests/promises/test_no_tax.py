@@ -84,7 +84,7 @@ def test_clipping_and_accumulation_add_few_calls(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"on_step": True, "on_epoch": True}, {"prog_bar": True}, {"reduce_fx": "max"}])
-def test_names_cost_their_number_in_steps_epochs_and_validations(tmp_path, options):
+def test_logged_names_cost_linear_time(tmp_path, options):
     """Each new name was compared with all others, anew in every epoch and every validation."""
 
     class Named(Logging):
@@ -106,7 +106,7 @@ def test_names_cost_their_number_in_steps_epochs_and_validations(tmp_path, optio
     assert calls(500) - none <= 10.5 * (calls(50) - none)
 
 
-def test_an_evaluation_calls_few_functions_of_lumens_own_for_a_batch(tmp_path):
+def test_evaluation_makes_few_python_calls_per_batch(tmp_path):
     assert calls_per_batch(lambda loader: bare_trainer(tmp_path).validate(Regression(), loader)) <= 40
 
 
@@ -131,7 +131,7 @@ def operations(code):
 
 
 @pytest.mark.parametrize("function", EVERY_STEP, ids=lambda function: function.__qualname__)
-def test_what_runs_in_every_step_makes_neither_strings_nor_dictionaries(function):
+def test_per_step_code_makes_no_strings_or_dictionaries(function):
     assert not operations(function.__code__) & MAKING
 
 
@@ -186,7 +186,7 @@ def plain_and_ours(tmp_path, dataset, indices, **options):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("name", SETS)
-def test_batches_are_bit_for_bit_those_of_the_plain_loader(tmp_path, name, workers):
+def test_batches_equal_plain_dataloader(tmp_path, name, workers):
     indices = [5, 5, 29, 0, 11, *range(7, 20)]
     for plain, ours in zip(*plain_and_ours(tmp_path, SETS[name], indices, num_workers=workers), strict=True):
         assert type(plain) is type(ours)
@@ -200,7 +200,7 @@ def test_batches_are_bit_for_bit_those_of_the_plain_loader(tmp_path, name, worke
 
 
 @pytest.mark.parametrize("dtype", [numpy.uint8, numpy.int16, numpy.uint64])
-def test_indices_of_a_subset_may_be_of_any_integer_type(tmp_path, dtype):
+def test_subset_indices_may_have_any_integer_dtype(tmp_path, dtype):
     def dataset():
         return Subset(SETS["tensors"](), numpy.array([3, 0, 2, 1, 9], dtype=dtype))
 
@@ -230,7 +230,7 @@ def test_functions_given_to_default_collate_are_used(tmp_path, monkeypatch, data
     assert ours[0][0].dtype is torch.float16
 
 
-def test_of_an_accumulated_step_one_batch_is_held_at_a_time(tmp_path):
+def test_accumulated_step_holds_one_batch(tmp_path):
     class Held(Regression):
         alive, most = weakref.WeakSet(), 0
 
@@ -243,12 +243,12 @@ def test_of_an_accumulated_step_one_batch_is_held_at_a_time(tmp_path):
     assert Held.most <= 2
 
 
-def test_indices_from_the_end_are_taken_as_the_data_set_takes_them(tmp_path):
+def test_negative_indices_match_the_dataset(tmp_path):
     plain, ours = plain_and_ours(tmp_path, SETS["tensors"], [-1, -30, 3, -2])
     assert all(torch.equal(*parts) for parts in zip(plain[0], ours[0], strict=True))
 
 
-def test_changing_a_batch_in_place_leaves_the_data_as_it_is(tmp_path):
+def test_changing_batch_in_place_keeps_the_data(tmp_path):
     class Spoiling(Seen):
         def training_step(self, batch):
             batch[0].zero_()
@@ -260,7 +260,7 @@ def test_changing_a_batch_in_place_leaves_the_data_as_it_is(tmp_path):
     assert torch.equal(made.tensors[0], before)
 
 
-def test_samples_that_do_not_fit_each_other_are_the_plain_loaders_error(tmp_path):
+def test_mismatched_samples_raise_plain_dataloader_error(tmp_path):
     for make, message in (
         (lambda index: (torch.ones(6),) * (1 + index % 2), "each element in list of batch should be of equal size"),
         (lambda index: (torch.ones(3 + index), torch.ones(1)), "stack expects each tensor to be equal size"),
@@ -269,7 +269,7 @@ def test_samples_that_do_not_fit_each_other_are_the_plain_loaders_error(tmp_path
             bare_trainer(tmp_path, max_epochs=1).fit(Seen(), DataLoader(Samples(make), batch_size=7))
 
 
-def test_a_weighted_sampler_over_tensors_gives_the_rows_it_names(tmp_path):
+def test_weighted_sampler_gives_rows_of_tensors(tmp_path):
     made, task = SETS["tensors"](), Seen()
     sampler = WeightedRandomSampler(torch.arange(30.0), 28)
     bare_trainer(tmp_path, max_epochs=1).fit(task, DataLoader(made, batch_size=7, sampler=sampler))
@@ -279,7 +279,7 @@ def test_a_weighted_sampler_over_tensors_gives_the_rows_it_names(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int4])
-def test_rows_of_any_dtype_are_those_of_the_plain_loader(tmp_path, dtype):
+def test_rows_of_any_dtype_equal_plain_dataloader(tmp_path, dtype):
     generator = torch.Generator().manual_seed(0)
     size = 2 if dtype is torch.bool else 256
     raw = torch.randint(size, (30, 8), dtype=torch.uint8, generator=generator)
@@ -309,7 +309,7 @@ def test_an_optimizers_own_zero_grad_is_called(tmp_path):
     assert Own.calls == 5
 
 
-def test_gradients_of_a_group_added_on_the_way_are_dropped_too(tmp_path):
+def test_gradients_of_added_group_are_zeroed(tmp_path):
     class Task(Regression):
         def __init__(self):
             super().__init__()

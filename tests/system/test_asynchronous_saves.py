@@ -36,7 +36,7 @@ fit(Path(sys.argv[1]), saving(every_n_train_steps=2), Slow(), max_epochs=1000, l
 """
 
 
-def test_python_waits_for_the_save_even_if_it_is_interrupted_again_and_again(tmp_path):
+def test_python_exit_waits_for_save_despite_interrupts(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", IMPATIENT, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -79,7 +79,7 @@ fit(directory, saving(), Slow(), strategy=strategy, resume="auto", log_every_n_s
 
 
 @pytest.mark.parametrize(("strategy", "victim"), [pytest.param("ddp", 1, marks=pytest.mark.slow), ("fsdp", 0)])
-def test_ranks_whose_threads_wait_for_one_that_is_killed_end_at_once(tmp_path, strategy, victim):
+def test_killed_rank_ends_ranks_that_wait_for_it(tmp_path, strategy, victim):
     job = start_ranks(tmp_path, strategy, str(victim))
     assert job[victim].stdout.readline().strip() == "saving"
     time.sleep(0.5)  # the other one waits for it now
@@ -98,7 +98,7 @@ def test_ranks_whose_threads_wait_for_one_that_is_killed_end_at_once(tmp_path, s
     assert names(tmp_path) == ["step-00000004", "step-00000008"]
 
 
-def test_a_save_that_lost_a_process_while_the_run_did_says_so_in_a_sentence(tmp_path):
+def test_failed_save_after_lost_rank_is_reported_once(tmp_path):
     job = start_ranks(tmp_path, "ddp", "1", step_s="0.4")
     assert job[1].stdout.readline().strip() == "saving"
     time.sleep(0.5)  # rank 0 trains, and does not wait for its thread
@@ -150,7 +150,8 @@ fit(Path(sys.argv[1]), [At(step4=cramp), saver], task, max_steps=5, log_level="W
 
 
 @pytest.mark.parametrize("asynchronous", [None, True])
-def test_without_memory_for_a_copy_training_waits_for_the_save_unless_it_was_told_not_to(tmp_path, asynchronous):
+def test_save_without_memory_for_copy_is_synchronous(tmp_path, asynchronous):
+    """It raises if asynchronous=True was set."""
     _, said = run_python("-c", CRAMPED, tmp_path, asynchronous, code=1 if asynchronous else 0)
     if asynchronous:
         assert "CheckpointError: step-00000004: there is no memory for the copy" in said

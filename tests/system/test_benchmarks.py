@@ -51,7 +51,7 @@ def _state_of_torch():
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_lumen_ends_with_the_bits_of_the_loop_by_hand(name, tmp_path):
+def test_lumen_equals_manual_loop_exactly(name, tmp_path):
     case = CASES[name].small()
     samples = []
     for system in ("hand", "lumen"):
@@ -65,7 +65,7 @@ def test_lumen_ends_with_the_bits_of_the_loop_by_hand(name, tmp_path):
 
 
 @pytest.mark.parametrize(("system", "seeds"), [("lumen", True), ("lumen-own", False)])
-def test_lumens_own_python_is_measured_without_the_calls_that_seed(system, seeds, tmp_path, monkeypatch):
+def test_python_overhead_is_measured_without_seeding(system, seeds, tmp_path, monkeypatch):
     keys = []
     monkeypatch.setattr("lumen.random._seed_torch", keys.append)
     case = CASES["nothing"].small()
@@ -85,7 +85,7 @@ def test_only_one_case_has_data_that_draw(name, draws, tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of the other libraries
 @pytest.mark.parametrize("name", ["evaluation-loss", "evaluation-metric"])
 @pytest.mark.parametrize("system", [each for each in ("hand", "lumen", *PEERS) if installed(each)])
-def test_every_system_evaluates_a_batch_once_and_all_of_it_in_inference_mode(system, name, tmp_path, monkeypatch):
+def test_every_system_evaluates_batches_once_in_inference_mode(system, name, tmp_path, monkeypatch):
     compute, modes = torch.nn.functional.cross_entropy, []
 
     def count(*inputs):
@@ -110,7 +110,7 @@ def test_an_import_is_measured_above_that_of_torch():
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.measure == "gap_s"])
-def test_gaps_are_traced_on_the_device_of_the_case(name, tmp_path):
+def test_gaps_are_traced_on_device_of_case(name, tmp_path):
     case = replace(CASES[name].small(), device="cpu", compiled=False, tolerance=0.0)
     samples = {}
     for system in ("hand", "lumen"):
@@ -121,7 +121,7 @@ def test_gaps_are_traced_on_the_device_of_the_case(name, tmp_path):
     assert refusal(case, "lumen", samples) is None
 
 
-def test_a_gap_is_the_time_between_two_operations_however_they_are_nested():
+def test_gap_is_time_between_operations_however_nested():
     gaps, matrix = Gaps("cpu"), torch.randn(64, 64)
     gaps.enable()
     begin_s = time.perf_counter()
@@ -158,7 +158,7 @@ def test_a_system_that_computes_something_else_is_refused(changed, message):
     assert "out of memory" in refusal(case, "lumen", {"hand": by_hand, "lumen": "out of memory"})
 
 
-def test_a_fused_optimizer_is_compared_with_the_fused_loop_by_hand():
+def test_fused_optimizers_are_compared_with_fused_manual_loop():
     near, far = SAMPLE | {"loss": (0.501).hex()}, SAMPLE | {"loss": (0.6).hex()}
     case, samples = CASES["tiny-tensor"], {"hand": SAMPLE, "hand-fused": near, "lumen": near, "ignite": SAMPLE}
     assert refusal(case, "hand-fused", samples) is refusal(case, "lumen", samples) is None
@@ -199,7 +199,7 @@ def test_the_best_ratio_is_that_of_undisturbed_turns():
     assert ignite.trouble == "not installed"
 
 
-def test_a_refused_row_has_both_values_and_no_ratio(tmp_path):
+def test_refused_row_shows_both_values_and_no_ratio(tmp_path):
     console = Console(width=120, record=True, file=(tmp_path / "table.txt").open("w"))
     print_case("tiny", results(0.75), console)
     text = console.export_text()
@@ -209,7 +209,7 @@ def test_a_refused_row_has_both_values_and_no_ratio(tmp_path):
     console.file.close()
 
 
-def test_figures_of_the_readme_are_written_between_its_markers(tmp_path):
+def test_readme_figures_are_written_between_markers(tmp_path):
     readme = Path(benchmarks.__file__).with_name("README.md")
     copy = tmp_path / "README.md"
     copy.write_text(readme.read_text())
@@ -225,7 +225,7 @@ def test_figures_of_the_readme_are_written_between_its_markers(tmp_path):
 
 
 @pytest.mark.parametrize("definition", [None, replace(CASES["tiny"], batch_size=64).definition])
-def test_figures_of_a_case_that_was_another_are_not_shown(definition, tmp_path):
+def test_figures_of_changed_cases_are_stale(definition, tmp_path):
     old = results()
     old["cases"]["tiny"]["definition"] = definition
     assert "| **tiny**, goal 1.03 | by hand | stale |  |  |  |  |" in markdown(old)
@@ -238,13 +238,13 @@ def test_figures_of_a_case_that_was_another_are_not_shown(definition, tmp_path):
     assert "1.100" not in text
 
 
-def test_words_about_a_case_and_its_goal_may_change_while_its_figures_stay():
+def test_description_and_goal_are_no_part_of_definition():
     case = CASES["tiny"]
     assert replace(case, about="?", goal=2.0, rounds=1, systems=("hand",)).definition == case.definition
     assert json.loads(json.dumps(CASES["checkpoint"].definition)) == CASES["checkpoint"].definition
 
 
-def test_the_heading_has_the_dates_and_the_peers_of_the_figures_below_it():
+def test_heading_has_dates_and_peers_of_valid_figures():
     found = results()
     again = found["cases"]["tiny"] | {"date": "2026-02-03", "definition": CASES["clip"].definition}
     stale = found["cases"]["tiny"] | {"date": "2025-01-01", "peers": {"accelerate": "1.0"}}
@@ -262,7 +262,7 @@ def test_each_machine_is_named_with_its_cases():
     assert second == "2026-01-01, GPU of thought, Abacus, 2 cores, Python 3.11, torch 2.13: clip."
 
 
-def test_wall_time_of_a_gpt_is_told_in_tokens_too():
+def test_gpt_wall_time_includes_tokens_per_second():
     case, sample = CASES["gpt2-cuda"], SAMPLE | {"wall_s": [0.1]}
     found = {
         "date": "2026-01-01", "machine": MACHINE, "definition": case.definition, "peers": {}, "turns": 1,
@@ -274,7 +274,7 @@ def test_wall_time_of_a_gpt_is_told_in_tokens_too():
     assert speed(CASES["gpt"], "cpu_s", row) == speed(CASES["tiny"], "wall_s", row) == ""
 
 
-def test_what_a_save_costs_later_may_be_negative_and_has_no_ratio():
+def test_negative_cost_after_a_save_has_no_ratio():
     case, rounds = CASES["checkpoint"], [(0.5, -0.25), (1.0, 0.5), (3.0, -2.0)]
     found = {
         "date": "2026-01-01", "machine": MACHINE, "definition": case.definition, "peers": {}, "turns": 1,
@@ -292,7 +292,7 @@ def test_what_a_save_costs_later_may_be_negative_and_has_no_ratio():
 
 
 @pytest.mark.slow
-def test_a_case_is_stored_with_its_definition_and_the_commit():
+def test_stored_case_includes_definition_and_commit():
     found = json.loads(json.dumps(measure_case(CASES["nothing"], ["hand"], 1)))
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
     assert head.startswith(found["commit"].rstrip("+")) if head else "commit" not in found
@@ -302,7 +302,7 @@ def test_a_case_is_stored_with_its_definition_and_the_commit():
     assert "stale" not in text
 
 
-def test_the_commit_has_a_mark_where_the_library_differs_from_it(tmp_path, monkeypatch):
+def test_commit_is_marked_if_the_library_differs(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.__main__.HOME", tmp_path / "benchmarks")
     assert library_commit() is None
     for folder in ("lumen", "benchmarks/results"):
@@ -322,7 +322,7 @@ def test_the_commit_has_a_mark_where_the_library_differs_from_it(tmp_path, monke
 
 @pytest.mark.filterwarnings("ignore")  # as in the processes that measure
 @pytest.mark.parametrize("case", GROWING.values(), ids=list(GROWING))
-def test_what_grows_is_measured_by_lumen_and_by_hand(case, tmp_path, monkeypatch):
+def test_growth_is_measured_for_lumen_and_manual_code(case, tmp_path, monkeypatch):
     size = 3 if case.sizes[0] > 3 else case.sizes[0]
     for number, function in enumerate((case.measure, case.by_hand)):
         if function is not None:
@@ -331,12 +331,12 @@ def test_what_grows_is_measured_by_lumen_and_by_hand(case, tmp_path, monkeypatch
             assert function(size) > 0
 
 
-def test_an_exponent_is_the_power_by_which_the_last_size_grew():
+def test_exponent_is_the_power_of_the_last_growth():
     assert exponent({10: 5.0, 100: 1.0, 1000: 100.0}) == pytest.approx(2)
     assert exponent({10: 5.0, 1000: 5.0}) == 0
 
 
-def test_growth_is_reported_with_its_sizes_its_systems_and_its_exponents(tmp_path):
+def test_growth_report_has_sizes_systems_and_exponents(tmp_path):
     page = tmp_path / "README.md"
     page.write_text(f"before\n{GROWTH_BEGIN}\nold\n{GROWTH_END}\nafter\n")
     found = {"resume": {"by hand": {100: 0.001, 1000: 0.01}, "Lumen": {100: 0.002, 1000: 0.2}}}
@@ -362,7 +362,7 @@ def test_another_commits_lumen_is_measured_beside_this_one(tmp_path):
     assert all(list(values) == [20] for values in found.values())
 
 
-def test_the_picture_of_the_readme_is_that_of_the_results(tmp_path):
+def test_readme_picture_matches_the_results(tmp_path):
     folder = ROOT / "benchmarks/results"
     sketch(json.loads((folder / "results.json").read_text()), tmp_path / "cost.svg")
     assert (tmp_path / "cost.svg").read_text() == (folder / "cost.svg").read_text()

@@ -41,7 +41,7 @@ def samples(*captions):
 # -------------------------------------------------------------------- the data
 
 
-def test_no_image_of_the_test_is_in_another_part():
+def test_splits_share_no_images():
     data = Captions(rows=2000)
     data.setup("fit")
     found = [{image.numpy().tobytes() for image, _ in part.images} for part in (data.val, data.test)]
@@ -50,7 +50,7 @@ def test_no_image_of_the_test_is_in_another_part():
     assert len(set.union(*found)) == 5000
 
 
-def test_a_caption_reads_the_row_aloud_and_some_training_rows_have_none():
+def test_captions_read_their_row_and_some_are_missing():
     data = Captions(rows=1000, shift=0)
     data.setup("fit")
     for part in (data.train, data.val, data.test):
@@ -94,7 +94,7 @@ def logits_of(model, batch):
     return model.write(model.look(batch["objects"]), batch["object_mask"], batch["tokens"][:, :-1])
 
 
-def test_a_row_is_read_the_same_alone_and_beside_longer_ones(model):
+def test_padding_does_not_change_the_logits(model):
     given = samples("one two", "one two three four five six", "one two three")
     for sample, row in zip(given, logits_of(model, collate(given)), strict=True):
         expected = logits_of(model, collate([sample]))[0]
@@ -111,7 +111,7 @@ def test_what_stands_in_the_padding_does_not_matter(model):
     assert torch.equal(scribbled[1], logits[1])
 
 
-def test_the_loss_is_the_mean_over_tokens_and_a_row_without_a_caption_has_no_part(model):
+def test_loss_is_token_mean_without_uncaptioned_rows(model):
     given = samples("one two", None, "three four five six")
     loss, weight = model.training_step(collate(given))
     parts = [model.training_step(collate([sample])) for sample in given]
@@ -164,7 +164,7 @@ def test_two_processes_weigh_every_token_alike(group, tmp_path, alone):
         assert_same(found, alone)
 
 
-def test_a_mean_over_rows_of_means_would_be_another_training(tmp_path, alone, monkeypatch):
+def test_row_mean_would_train_differently(tmp_path, alone, monkeypatch):
     step = Captioner.training_step
     monkeypatch.setattr(Captioner, "training_step", lambda self, batch: step(self, batch)[0])
     _, parameters = train(tmp_path, 4)
@@ -179,7 +179,8 @@ def scores(tmp_path, *arguments):
     return json.loads((tmp_path / "values.json").read_text())[0]
 
 
-def test_two_short_epochs_are_enough_for_three_of_ten_captions_and_the_picture_shows_them(tmp_path, capsys):
+def test_short_training_reads_some_captions_and_writes_picture(tmp_path, capsys):
+    """Two epochs: 30 % of the captions are right in every word."""
     run_model("fit", "captions", tmp_path, "--trainer.max_epochs=2", "--data.rows=2000")
     found = scores(tmp_path)
     assert found["test_right"] >= 0.30
@@ -206,7 +207,7 @@ def test_two_short_epochs_are_enough_for_three_of_ten_captions_and_the_picture_s
     np.testing.assert_array_equal(np.asarray(shown), expected)
 
 
-def test_a_picture_has_the_rows_and_their_captions_beside_them():
+def test_picture_shows_rows_with_their_captions():
     batch = collate(samples("one two", "one two three four"))
     blank = picture(batch["objects"], ["", ""])
     written = picture(batch["objects"], ["", "one two three four", "not shown"])
@@ -221,6 +222,7 @@ def test_a_picture_has_the_rows_and_their_captions_beside_them():
 
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
-def test_the_config_gets_nine_of_ten_captions_of_the_test_right_in_every_word(tmp_path):
+def test_config_gets_nine_of_ten_captions_right(tmp_path):
+    """Of the test split, right in every word."""
     run_model("fit", "captions", tmp_path)
     assert scores(tmp_path)["test_right"] >= 0.90

@@ -70,7 +70,7 @@ def test_a_resumed_run_never_holds_its_state_twice(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_asynchronous_save_takes_one_copy_and_one_at_once_none(tmp_path):
+def test_asynchronous_save_takes_one_copy_synchronous_none(tmp_path):
     at_once, asynchronous = (peaks(tmp_path / str(kind), 4, kind)[1] for kind in (False, True))
     assert at_once < 24
     assert STATE_MIB - 4 < asynchronous - at_once < STATE_MIB + 24

@@ -36,7 +36,7 @@ def test_lumen_answers_without_torch(words):
     assert ("validate" in done.stdout) == (words != ["--version"])
 
 
-def test_a_users_class_is_found_in_the_working_directory_of_python_m_lumen(tmp_path):
+def test_classes_are_found_in_the_working_directory(tmp_path):
     write("my_task.py", "from tests.helpers.cli_tasks import Line\n\nclass Mine(Line):\n    pass\n")
     write("mine.yaml", {**CONFIG, "model": "my_task.Mine"})
     # -P: Python itself does not look here
@@ -46,7 +46,7 @@ def test_a_users_class_is_found_in_the_working_directory_of_python_m_lumen(tmp_p
     assert "finished: max_epochs=2 reached at step 6" in done.stderr
 
 
-def test_the_command_that_an_interrupted_run_prints_resumes_it(tmp_path):
+def test_command_printed_by_interrupted_run_resumes_it(tmp_path):
     words = [sys.executable, "-m", "lumen", "fit", "--config", "line.yaml", "--trainer.max_epochs", "100000000"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
@@ -64,7 +64,7 @@ def test_the_command_that_an_interrupted_run_prints_resumes_it(tmp_path):
     assert Spy.trainer.global_step == before + 5
 
 
-def test_a_reader_that_has_seen_enough_costs_no_result(tmp_path):
+def test_closed_output_pipe_loses_no_results(tmp_path):
     words = [sys.executable, "-m", "lumen", "predict", "--config", "line.yaml", "--model=tests.helpers.cli_tasks.Slope"]
     words += ["--data.samples=20000", "--data.batch_size=5000", "--output=text.jsonl"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -62,7 +62,8 @@ def script(text, *words, **environment):
 # ---------------------------------------------------------------------- classes
 
 
-def test_a_short_name_means_no_class_that_its_module_has_no_more(monkeypatch):
+def test_short_name_ignores_replaced_classes(monkeypatch):
+    """As after a notebook cell that defines the class has run twice."""
     module = types.ModuleType("redefined")
     monkeypatch.setitem(sys.modules, "redefined", module)
     definition = "import lumen\nclass Redefined(lumen.TaskModule):\n    def training_step(self, batch): ..."
@@ -73,7 +74,7 @@ def test_a_short_name_means_no_class_that_its_module_has_no_more(monkeypatch):
     assert find_class("Redefined", [lumen.TaskModule]) is kept[1] is not kept[0]
 
 
-def test_the_arguments_of_the_scripts_classes_are_settings_of_their_own():
+def test_class_arguments_are_settings():
     made = cli("fit", "--model.lr", "0.5", "--data.samples", "8", "--model.noise.scale", "2")
     assert (type(made.model), type(made.datamodule), type(made.trainer)) == (Line, Points, lumen.Trainer)
     assert (made.model.hparams.lr, made.model.noise.scale, made.datamodule.hparams.samples) == (0.5, 2.0, 8)
@@ -85,7 +86,7 @@ def test_the_arguments_of_the_scripts_classes_are_settings_of_their_own():
     assert made.config.fit.model.lr == made.config["fit"]["model"]["lr"] == 0.5
 
 
-def test_the_saved_config_repeats_the_run_under_the_same_script():
+def test_saved_config_repeats_the_run():
     first = cli("fit", "--model.lr", "0.5").model
     second = lumen.CLI(Line, Points, args=["fit", "--config", "runs/line/config.yaml"]).model
     assert torch.equal(first.layer.weight, second.layer.weight)
@@ -94,7 +95,7 @@ def test_the_saved_config_repeats_the_run_under_the_same_script():
     assert lumen.CLI(Line, Points, args=["validate", "--ckpt_path", "runs/line"]).model.hparams.lr == 0.5
 
 
-def test_a_config_of_lumen_fit_is_read_by_a_script_of_the_same_class(printed):
+def test_script_reads_configs_of_lumen_fit(printed):
     Path("whole.yaml").write_text(
         "model: {class_path: tests.helpers.cli_tasks.Line, init_args: {lr: 0.25}}\n"
         "data: {class_path: tests.helpers.cli_tasks.Points}\n"
@@ -109,7 +110,7 @@ def test_another_class_than_the_scripts_is_refused():
     )
 
 
-def test_with_subclasses_on_the_settings_name_a_class_derived_from_the_scripts():
+def test_subclass_mode_accepts_derived_classes():
     words = ["--model", "tests.helpers.cli_tasks.Slope", "--model.steepness", "3", "--data", "Points"]
     made = cli("fit", *words, subclass_mode_model=True, subclass_mode_data=True)
     assert type(made.model) is Slope
@@ -153,7 +154,7 @@ def printed(capsys):
     return run
 
 
-def test_arguments_are_linked_added_and_have_the_scripts_defaults():
+def test_arguments_can_be_linked_added_and_defaulted():
     made = Linked(Line, Points, args=["fit", "--trainer.max_steps", "1", "--data.batch_size", "6", "--note", "a: b"])
     assert (made.model.hparams.label, made.model.width, made.model.hparams.lr) == ("of 6", 3, 0.125)
     assert (made.config.fit.note, made.config.fit.tries) == ("a: b", 1)
@@ -166,14 +167,14 @@ def test_arguments_are_linked_added_and_have_the_scripts_defaults():
     assert (again.model.hparams.label, again.config.fit.note) == ("of 6", "a: b")
 
 
-def test_links_and_defaults_are_for_classes_that_the_settings_name_too():
+def test_links_and_defaults_apply_to_configured_classes():
     words = ["fit", "--trainer.max_steps=1", "--model=tests.helpers.cli_tasks.Line", "--data=Points"]
     made = Linked(args=[*words, "--data.batch_size=6"])
     assert (made.model.hparams.label, made.model.width, made.model.hparams.lr) == ("of 6", 3, 0.125)
     assert saved("runs/line")["model"]["init_args"].keys().isdisjoint({"width", "label"})
 
 
-def test_files_and_the_environment_beat_what_the_script_sets(printed, monkeypatch):
+def test_files_and_environment_override_script_defaults(printed, monkeypatch):
     monkeypatch.setenv("LUMEN_FIT__TRAINER__MAX_STEPS", "5")
 
     def make(*words):
@@ -185,7 +186,7 @@ def test_files_and_the_environment_beat_what_the_script_sets(printed, monkeypatc
     assert printed(make)["trainer"]["max_steps"] == 9
 
 
-def test_what_is_left_out_of_a_printed_config_is_what_the_script_sets_anyway(capsys):
+def test_skip_default_omits_what_the_script_sets(capsys):
     def left(*words):
         capsys.readouterr()
         with pytest.raises(SystemExit):
@@ -204,7 +205,7 @@ def test_a_linked_argument_is_no_setting():
     )
 
 
-def test_what_is_wrong_with_options_of_the_scripts_own_is_said_with_the_rest():
+def test_errors_include_arguments_added_by_script():
     said = refused("--tries", "two", "--timer.duratoin", "3", "--model.lr", "high", "--note2", "x", kind=Linked)
     assert "tries (the command line): expected int, found 'two'." in said
     assert "timer.duratoin (the command line): Timer has no option duratoin. Did you mean duration?" in said
@@ -221,7 +222,7 @@ class Nested(lumen.CLI):
         parser.set_defaults({"sizes.small": 4, "model": {"lr": 0.25}, "trainer.max_steps": 1})
 
 
-def test_options_may_have_names_in_names_and_name_classes():
+def test_added_arguments_may_be_nested_and_name_classes():
     made = Nested(Line, Points, args=["fit", "--extra=Timer", "--extra.duration=00:00:01:00"])
     assert (made.config.fit.sizes.small, made.model.hparams.lr) == (4, 0.25)
     assert type(made.config_init.extra) is lumen.Timer
@@ -233,14 +234,14 @@ def test_options_may_have_names_in_names_and_name_classes():
     assert len(said.splitlines()) == 3
 
 
-def test_what_is_wrong_with_the_scripts_own_defaults_is_said_so():
+def test_invalid_script_defaults_are_reported_as_such():
     said = refused(trainer_defaults={"gpus": 2, "max_steps": "many", "precision": "fp17"}, args=["fit"])
     assert "trainer.gpus (the script): Trainer has no option gpus. Use accelerator and devices." in said
     assert "trainer.precision (the script): " in said
     assert "trainer.max_steps (the script): expected int, found 'many'." in said
 
 
-def test_the_help_of_a_script_has_its_own_options_and_its_name(capsys, monkeypatch):
+def test_script_help_has_its_arguments_and_name(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
     for words in (["fit", "--help"], ["fit", "--model.help"]):
         with pytest.raises(SystemExit) as ended:
@@ -262,7 +263,7 @@ class Wrong(lumen.CLI):
         parser.link_arguments("data.batchsize", "model.label")
 
 
-def test_a_link_of_what_is_not_there_is_an_error():
+def test_invalid_link_is_an_error():
     assert refused(kind=Wrong).startswith("link_arguments('data.batchsize', 'model.label'): No action for key")
 
 
@@ -273,7 +274,7 @@ class Optimized(lumen.CLI):
         parser.set_defaults({"optimizer.lr": 0.5, "lr_scheduler.gamma": 0.5})
 
 
-def test_a_script_chooses_the_optimizer_and_the_settings_its_arguments():
+def test_script_sets_optimizer_and_settings_its_arguments():
     made = Optimized(Line, Points, args=["fit", *QUIET, "--optimizer.weight_decay", "0.25", "--trainer.max_steps=4"])
     (optimizer,) = made.trainer.optimizers
     group = optimizer.param_groups[0]
@@ -348,7 +349,7 @@ def test_a_method_that_nothing_calls_is_an_error():
     )
 
 
-def test_defaults_of_the_trainer_may_be_settings_or_objects():
+def test_trainer_defaults_may_be_settings_or_objects():
     logger = lumen.CSVLogger()
     defaults = {"log_every_n_steps": 1, "logger": logger, "callbacks": [Spy()], "max_steps": 8}
     made = cli("fit", "--trainer.callbacks+=lumen.LearningRateMonitor", trainer_defaults=defaults)
@@ -367,7 +368,7 @@ class Mine(lumen.Trainer):
         self.room = room
 
 
-def test_the_trainer_may_be_a_class_of_the_scripts():
+def test_trainer_class_can_be_replaced():
     made = cli("fit", "--trainer.room", "there", trainer_class=Mine)
     assert (type(made.trainer), made.trainer.room, made.trainer.plan.max_steps) == (Mine, "there", 2)
 
@@ -385,7 +386,7 @@ class Keeping(lumen.Callback):
         self.config = config
 
 
-def test_the_callback_that_keeps_the_config_may_be_another_or_none():
+def test_save_config_callback_can_be_replaced_or_disabled():
     made = cli("fit", save_config_callback=Keeping)
     assert made.trainer.callbacks[0].config["model"]["lr"] == 0.01
     assert not Path("runs/line/config.yaml").exists()
@@ -393,7 +394,7 @@ def test_the_callback_that_keeps_the_config_may_be_another_or_none():
     assert not Path("runs/line-2/config.yaml").exists()
 
 
-def test_files_that_the_script_reads_by_default_are_below_all_others():
+def test_default_config_files_have_lowest_priority():
     Path("own.yaml").write_text("model: {lr: 0.5, widths: [7]}")
     Path("mine.yaml").write_text("model: {lr: 0.25}")
     for files in ({"default_config_files": ["own.yaml", "none.yaml"]}, {"fit": {"default_config_files": ["own.yaml"]}}):
@@ -402,7 +403,7 @@ def test_files_that_the_script_reads_by_default_are_below_all_others():
     assert "found env_prefix='MY'" in refused(parser_kwargs={"env_prefix": "MY"})
 
 
-def test_an_argument_of_lightnings_cli_says_what_serves_in_its_place():
+def test_unsupported_lightning_argument_names_its_replacement():
     with pytest.raises(ConfigError, match="CLI has no argument save_config_kwargs"):
         lumen.CLI(Line, save_config_kwargs={"overwrite": True}, args=["fit"])
 
@@ -410,7 +411,7 @@ def test_an_argument_of_lightnings_cli_says_what_serves_in_its_place():
 # ---------------------------------------------------------------------- run=False, words of others
 
 
-def test_without_running_everything_is_built_and_fit_is_the_scripts():
+def test_run_false_builds_without_fitting():
     words = ["--config", "line.yaml", "--seed_everything=7", "--optimizer=AdamW", "--optimizer.lr=0.5"]
     made = lumen.CLI(Line, Points, run=False, args=words)
     assert (made.subcommand, made.config.optimizer.init_args.lr) == (None, 0.5)
@@ -422,7 +423,7 @@ def test_without_running_everything_is_built_and_fit_is_the_scripts():
     assert torch.equal(told.model.layer.weight, made.model.layer.weight)
 
 
-def test_without_running_the_environment_is_read_without_a_command(monkeypatch):
+def test_run_false_reads_environment_without_subcommand(monkeypatch):
     monkeypatch.setenv("LUMEN_MODEL__LR", "0.5")
     monkeypatch.setenv("LUMEN_FIT__MODEL__LR", "0.25")
     assert lumen.CLI(Line, Points, run=False, args=[]).model.hparams.lr == 0.5
@@ -438,7 +439,7 @@ def test_arguments_may_be_settings():
 
 
 @pytest.mark.parametrize("run", [True, False])
-def test_variables_of_lightnings_are_named_and_not_passed_over(monkeypatch, run):
+def test_lightning_environment_variables_raise(monkeypatch, run):
     middle = "FIT__" if run else ""
     monkeypatch.setenv(f"PL_{middle}TRAINER__MAX_STEPS", "3")
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")  # Lightning sets it itself
@@ -453,7 +454,7 @@ def test_variables_of_lightnings_are_named_and_not_passed_over(monkeypatch, run)
 # ---------------------------------------------------------------------- scripts
 
 
-def test_a_script_needs_one_line_and_its_errors_are_one_line():
+def test_script_needs_one_line_and_errors_are_one():
     done = script("lumen.CLI(Mine, Points)\nprint('goes on')\n", "fit", *QUIET)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "goes on\n"

@@ -104,14 +104,14 @@ def test_no_step_waits_for_what_it_has_queued(tmp_path, precision, task, options
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_task_that_moves_its_optimizers_itself_waits_for_nothing_either(tmp_path, precision):
+def test_manual_optimization_never_synchronizes(tmp_path, precision):
     trainer = bare_trainer(tmp_path, accelerator="cuda", precision=precision, max_steps=110)
     trainer.fit(task := InTurns(), batches(pin_memory=True))
     assert trainer.global_step == 110
     assert len(task.losses) == 220
 
 
-def test_batches_copied_on_a_stream_of_their_own_are_the_same(tmp_path):
+def test_batches_copied_on_side_stream_are_equal(tmp_path):
     losses = []
     for device, pin_memory in (("cpu", False), ("cuda", False), ("cuda", True)):
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ GRAPHS = {"mode": "reduce-overhead"}
 
 @pytest.mark.time_limit(300)
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_graphs_train_validate_and_predict_what_the_plain_modules_do(tmp_path):
+def test_cuda_graphs_equal_eager_modules(tmp_path):
     found = []
     for setting in (None, GRAPHS):
         torch.manual_seed(0)
@@ -186,7 +186,7 @@ class Breaks(Classifier):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_loss_that_is_nan_is_named_by_its_step_and_no_checkpoint_comes_after_it(tmp_path, asynchronous):
+def test_nan_loss_names_its_step_and_saves_nothing(tmp_path, asynchronous):
     saves = lumen.ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, asynchronous=asynchronous)
     trainer = quiet_trainer(tmp_path, accelerator="cuda", max_steps=50, callbacks=[saves])
     with pytest.raises(NonFiniteLoss, match="the loss of step 7 "):
@@ -202,7 +202,7 @@ class Drops(Classifier):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(tmp_path, precision, monkeypatch):
+def test_resumed_run_is_exact(tmp_path, precision, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     ends = []
     for folder, parts in (("whole", [20]), ("parts", [7, 20])):
@@ -229,7 +229,7 @@ class Overflows(Classifier):
         return torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
 
 
-def test_a_fused_optimizer_skips_an_update_that_overflows_and_it_counts_no_step(tmp_path):
+def test_fused_optimizer_skips_overflow_without_counting_a_step(tmp_path):
     trainer = bare_trainer(tmp_path, accelerator="cuda", precision="fp16", max_epochs=1, limit_train_batches=10)
     trainer.fit(task := Overflows(), batches(pin_memory=True))
     assert trainer.global_step == 9
@@ -244,7 +244,7 @@ class Slow(Classifier):
         return super().training_step((batch[0][:32, :16], batch[1][:32]))
 
 
-def test_batches_that_the_host_has_sent_ahead_do_not_pile_up(tmp_path):
+def test_prefetched_batches_do_not_accumulate(tmp_path):
     size = 1 << 22
     data = TensorDataset(torch.zeros(64, size), torch.zeros(64, dtype=torch.int64))
     trainer = bare_trainer(tmp_path, accelerator="cuda", max_steps=60)
@@ -253,7 +253,7 @@ def test_batches_that_the_host_has_sent_ahead_do_not_pile_up(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_what_the_allocator_holds_is_on_record_and_nothing_waits_for_it(tmp_path):
+def test_allocator_stats_are_recorded_without_synchronizing(tmp_path):
     trainer = quiet_trainer(
         tmp_path, accelerator="cuda", max_steps=120, log_every_n_steps=30, callbacks=[lumen.DeviceStatsMonitor()]
     )
@@ -277,7 +277,7 @@ def test_a_loss_on_another_device_is_checked_there(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_run_has_the_bits_of_the_loop_written_by_hand(tmp_path, precision, fused, monkeypatch):
+def test_run_equals_manual_loop_exactly(tmp_path, precision, fused, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
     data, ends = batches(pin_memory=True), []
@@ -344,7 +344,7 @@ def little_memory():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_batch_that_the_device_has_no_memory_for_is_halved_to_the_same_update(tmp_path, little_memory):
+def test_batch_halved_on_oom_gives_the_same_update(tmp_path, little_memory):
     inputs = torch.randn(2048, 16, generator=torch.Generator().manual_seed(0))
     data, ends = TensorDataset(inputs), []
     for size, options in ((256, {"accumulate_grad_batches": 8}), (2048, {"halve_on_oom": True})):
@@ -359,7 +359,7 @@ def test_a_batch_that_the_device_has_no_memory_for_is_halved_to_the_same_update(
     assert torch.cat(predicted).shape == (2048, 1)
 
 
-def test_the_largest_batch_that_the_device_has_memory_for_is_found(tmp_path, little_memory):
+def test_largest_batch_size_that_fits_is_found(tmp_path, little_memory):
     class Sized(Wide):
         batch_size = 2
 
@@ -395,7 +395,7 @@ class Collects(torch.utils.data.Dataset):
         return torch.randn(16), torch.tensor(index % 4)
 
 
-def test_workers_that_are_forked_after_a_run_do_not_free_what_it_has_left(tmp_path):
+def test_forked_workers_do_not_free_cuda_objects(tmp_path):
     gc.disable()
     try:
         for _ in range(3):
@@ -557,7 +557,7 @@ def two(code, folder, limit_s, *arguments, own_device):
     return [process.returncode for process in started], outputs, time.monotonic() - began_s
 
 
-def test_predictions_of_two_processes_are_those_of_their_samples(tmp_path):
+def test_predictions_of_two_ranks_match_their_samples(tmp_path):
     codes, outputs, _ = two(PREDICT, tmp_path, 80, own_device=False)
     assert codes == [0, 0], outputs
     assert all("the same" in output for output in outputs)
@@ -575,7 +575,7 @@ def test_two_processes_train_what_one_does(tmp_path):
 
 
 @pytest.mark.cuda(devices=2)
-def test_an_error_on_one_of_two_processes_ends_both_in_seconds(tmp_path):
+def test_error_on_one_rank_ends_both_quickly(tmp_path):
     codes, outputs, took_s = two(FAIL, tmp_path, 100, own_device=True)
     assert codes == [1, 1], outputs
     assert "a mistake on one rank" in outputs[1]
@@ -583,14 +583,14 @@ def test_an_error_on_one_of_two_processes_ends_both_in_seconds(tmp_path):
 
 
 @pytest.mark.cuda(devices=2)
-def test_synchronized_batchnorm_has_the_statistics_of_the_samples_of_both_processes(tmp_path):
+def test_sync_batchnorm_uses_samples_of_both_ranks(tmp_path):
     codes, outputs, _ = two(SYNCHRONIZED, tmp_path, 100, own_device=True)
     assert codes == [0, 0], outputs
     assert all("of all samples" in output for output in outputs)
 
 
 @pytest.mark.cuda(devices=2)
-def test_fsdp_trains_on_where_one_device_has_no_memory_for_a_batch(tmp_path):
+def test_fsdp_continues_if_one_rank_lacks_memory(tmp_path):
     codes, outputs, _ = two(CRAMPED, tmp_path, 100, own_device=True)
     assert codes == [0, 0], outputs
     assert all("the same" in output for output in outputs)

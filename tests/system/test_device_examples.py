@@ -106,7 +106,8 @@ def check_writing(job, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(400)
-def test_two_processes_read_97_percent_of_the_digits_and_end_by_themselves(tmp_path):
+def test_digits_on_two_ranks_reach_97_percent(tmp_path):
+    """The run stops early."""
     words = ["--config", "models/digits_ddp.yaml", "--trainer.default_root_dir", str(tmp_path)]
     lumen = [sys.executable, "-m", "lumen"]
     done = subprocess.run([*lumen, "fit", *words, "--trainer.devices", "2"], cwd=ROOT, capture_output=True, text=True)

@@ -37,7 +37,7 @@ def test_predictions_are_the_likeliest_digits():
     assert digits.tolist() == [max(range(10), key=row.__getitem__) for row in model(batch[0]).tolist()]
 
 
-def test_the_logged_accuracy_is_that_of_all_images_together(tmp_path):
+def test_logged_accuracy_covers_all_images(tmp_path):
     data, model = MNIST5k(batch_size=96), DigitsCNN()
     trainer = lumen.Trainer(default_root_dir=tmp_path, enable_progress_bar=False, log_level="ERROR")
     (metrics,) = trainer.validate(model, data)
@@ -81,7 +81,7 @@ def test_moving_the_images_needs_no_seed_to_repeat(tmp_path):
 # -------------------------------------------------------------------- until it gets no better
 
 
-def test_the_learning_rate_warms_up_and_falls_when_the_loss_does_not_and_then_the_run_ends(tmp_path):
+def test_plateau_run_warms_up_decays_and_stops(tmp_path):
     """With a loss that counts as falling only when it falls by 10, on little data."""
     run_model("fit", "digits_plateau", tmp_path, "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1",
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_steps=4", "--lr_scheduler.threshold_mode=abs",
@@ -93,7 +93,7 @@ def test_the_learning_rate_warms_up_and_falls_when_the_loss_does_not_and_then_th
 
 @pytest.mark.slow
 @pytest.mark.time_limit(240)
-def test_the_plateau_config_reads_96_percent_of_the_digits_and_ends_by_itself(tmp_path):
+def test_plateau_config_reaches_96_percent_and_stops_early(tmp_path):
     run_model("fit", "digits_plateau", tmp_path)
     run_model("validate", "digits_plateau", tmp_path, "--ckpt_path=best", f"--output={tmp_path}/values.json")
     assert json.loads((tmp_path / "values.json").read_text())[0]["val_acc"] >= 0.96
@@ -104,7 +104,7 @@ def test_the_plateau_config_reads_96_percent_of_the_digits_and_ends_by_itself(tm
 # -------------------------------------------------------------------- tricks of DDP
 
 
-def test_nesterovs_rate_warms_up_in_epochs_and_falls_and_then_the_run_ends(tmp_path):
+def test_nesterov_run_warms_up_decays_and_stops(tmp_path):
     """With a loss that counts as falling only when it falls by 10, on little data."""
     run_model("fit", "digits_ddp", tmp_path, "--trainer.limit_train_batches=8", "--trainer.limit_val_batches=1",
         "--trainer.log_every_n_steps=1", "--lr_schedule.warmup_epochs=1", "--lr_scheduler.threshold_mode=abs",
@@ -114,7 +114,7 @@ def test_nesterovs_rate_warms_up_in_epochs_and_falls_and_then_the_run_ends(tmp_p
     assert "finished: stopped early at step 20" in (tmp_path / "digits_ddp/run.log").read_text()
 
 
-def test_the_tricks_are_those_of_torchs_nesterov_inside_lookahead(tmp_path):
+def test_optimizer_is_nesterov_inside_lookahead(tmp_path):
     run_model("fit", "digits_ddp", tmp_path, "--trainer.max_steps=1")
     state = next((tmp_path / "digits_ddp/checkpoints").glob("*/state.json")).read_text()
     assert "Lookahead(SGD)" in state
@@ -132,7 +132,8 @@ def tuned(trained):
 
 
 @pytest.mark.slow
-def test_fine_tuning_on_100_images_reads_nine_of_ten_of_another_scanner(tuned):
+def test_finetuning_reads_nine_of_ten_scans(tuned):
+    """With 100 labelled images; without fine-tuning at most 75 % are right."""
     run_model(
         "validate", "digits", tuned, "--data=datamodules.scans.Scans", "--ckpt_path=last", f"--output={tuned}/v.json"
     )
@@ -141,7 +142,7 @@ def test_fine_tuning_on_100_images_reads_nine_of_ten_of_another_scanner(tuned):
 
 
 @pytest.mark.slow
-def test_fine_tuning_leaves_the_first_layer_bit_equal_and_changes_all_others(tuned):
+def test_finetuning_changes_all_but_first_layer(tuned):
     before = DigitsCNN.load_from_checkpoint(tuned / "digits").state_dict()
     after = FineTunedCNN.load_from_checkpoint(tuned / "digits_finetune").state_dict()
     assert before.keys() == after.keys()
@@ -150,7 +151,7 @@ def test_fine_tuning_leaves_the_first_layer_bit_equal_and_changes_all_others(tun
 
 
 @pytest.mark.slow
-def test_each_layer_learns_half_as_fast_as_the_one_above_and_all_slow_down(tuned):
+def test_layer_rates_halve_downwards_and_decay(tuned):
     layers = ("net.3", "net.7", "head")
     lowest, middle, highest = (logged(tuned, "digits_finetune", f"lr/{layer} decay") for layer in layers)
     assert lowest == pytest.approx([rate / 2 for rate in middle])

@@ -44,7 +44,7 @@ def test_a_config_for_several_devices_trains_the_gpt(config, tmp_path):
     _run_in_checkout([*words, "--trainer.max_steps=2", "--trainer.limit_val_batches=2"], tmp_path)
 
 
-def test_the_script_for_several_gpus_runs_on_two_processes(tmp_path):
+def test_multi_gpu_script_runs_on_two_processes(tmp_path):
     (script,) = blocks("python", DEVICES["multi-gpu"])
     (tmp_path / "train.py").write_text(script)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -81,7 +81,7 @@ def on_top_of_the_digits(config, folder):
     return (folder / "digits/config.yaml").read_text()
 
 
-def test_the_configs_of_the_page_on_commands_train_on_top_of_an_example(tmp_path, monkeypatch):
+def test_configs_of_commands_page_train_on_an_example(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     one, several = blocks("yaml", COMMANDS)
     saved = on_top_of_the_digits(one, tmp_path)
@@ -93,7 +93,7 @@ def test_the_configs_of_the_page_on_commands_train_on_top_of_an_example(tmp_path
     assert "ReduceLROnPlateau" in saved
 
 
-def test_the_commands_of_the_page_on_checks_run_and_its_names_are_those_of_the_code(tmp_path, monkeypatch):
+def test_commands_of_check_page_run_and_names_exist(tmp_path, monkeypatch):
     page = (ROOT / "docs/guides/check.md").read_text()
     for entry in ("models", "datamodules"):
         (tmp_path / entry).symlink_to(ROOT / entry)

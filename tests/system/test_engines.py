@@ -67,7 +67,7 @@ def preempt(slurm, job):
     "disturbances",
     [(come_near_the_time_limit, preempt), pytest.param((requeue, preempt, requeue), marks=pytest.mark.torture)],
 )
-def test_a_job_of_slurm_that_loses_its_node_again_and_again_computes_the_same(disturbances, undisturbed, tmp_path):
+def test_preempted_slurm_job_computes_the_same(disturbances, undisturbed, tmp_path):
     with cluster(tmp_path / "slurm") as environment:
         words = "--on slurm --gpus-per-node 0 --tasks-per-node 2 --partition low"
         said = submit(tmp_path, words, {**HERE, **environment, "LUMEN_TEST_PAUSE_S": "0.1"})
@@ -90,7 +90,7 @@ def test_a_job_of_slurm_that_loses_its_node_again_and_again_computes_the_same(di
 
 
 @pytest.mark.parametrize("engine", ["k8s", "sky"])
-def test_the_command_of_a_file_trains_on_two_nodes_whose_engine_sets_its_variables(engine, undisturbed, tmp_path):
+def test_engine_command_trains_on_two_nodes(engine, undisturbed, tmp_path):
     port = free_port()
     if engine == "k8s":
         _, job = yaml.safe_load_all(submit(tmp_path, "--on k8s --nodes 2 --gpus-per-node 0 --image x --dry-run"))
@@ -114,7 +114,7 @@ def test_the_command_of_a_file_trains_on_two_nodes_whose_engine_sets_its_variabl
     assert found == undisturbed
 
 
-def test_a_function_that_submitit_runs_trains_as_the_command(undisturbed, tmp_path):
+def test_submitit_function_trains_as_the_command(undisturbed, tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIG)
     (program,) = re.findall(r"```python\n(import submitit.*?)```", (ROOT / "docs/guides/clusters.md").read_text(), re.S)
     (tmp_path / "program.py").write_text(program.replace('"submitit")', '"submitit", cluster="local")'))

@@ -22,7 +22,7 @@ def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_who_reads_the_file_needs_neither_lumen_nor_a_pickle():
+def test_exported_file_needs_neither_lumen_nor_pickle():
     fit()
     export("runs/run", "--output", "net.safetensors", "--module", "net")
     code = (
@@ -68,7 +68,7 @@ def stop_in_the_middle(number, output, *words):
 
 
 @pytest.mark.parametrize(("output", "words"), [("x.safetensors", []), ("x", ["--max_shard_size=20MB"]), ("x", [])])
-def test_a_killed_export_leaves_nothing_under_its_name_and_the_next_one_nothing_at_all(large, output, words):
+def test_killed_export_leaves_nothing_and_next_cleans_up(large, output, words):
     process, left = stop_in_the_middle(signal.SIGKILL, output, large, *words)
     process.wait()
     assert left.is_dir()
@@ -79,7 +79,7 @@ def test_a_killed_export_leaves_nothing_under_its_name_and_the_next_one_nothing_
     assert os.listdir() == [output]
 
 
-def test_an_export_that_is_still_writing_is_no_left_over(large):
+def test_running_export_is_not_cleaned_up(large):
     small(Path("step-1"))
     process, left = stop_in_the_middle(signal.SIGSTOP, "x.safetensors", large)
     export("step-1", "--output", "x.safetensors")
@@ -116,7 +116,7 @@ print(memory("VmHWM") - before)
         (3, ["--output=x.safetensors"], 24),  # the sum has 8
     ],
 )
-def test_the_peak_of_memory_is_that_of_a_tensor_and_not_of_the_model(large, sources, words, most):
+def test_export_memory_is_that_of_one_tensor(large, sources, words, most):
     save(Path("step-2"), model={"w": torch.ones(9)})
     environment, words = ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": "1000000"}, [*[str(large)] * sources, *words]
     done = subprocess.run([sys.executable, "-c", PEAK, *words], env=environment, capture_output=True, text=True)

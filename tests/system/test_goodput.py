@@ -39,7 +39,7 @@ lumen.Trainer(name="slow", max_steps=int(sys.argv[1]), resume="auto", callbacks=
 
 
 @pytest.mark.slow
-def test_times_sum_to_the_wall_time_across_a_kill_and_a_restart(tmp_path):
+def test_times_sum_to_wall_time_across_restarts(tmp_path):
     command, run = [sys.executable, "-c", PROGRAM], tmp_path / "runs/slow"
     begun = time.time()
     first = subprocess.Popen([*command, "1000000"], env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.DEVNULL)
@@ -81,7 +81,7 @@ def test_steps_that_were_computed_again_are_not_productive(tmp_path):
     assert str(spent) == "goodput 35 % of 20 s: startup 15 %, data 5 %, lost 30 %, queue 15 %"
 
 
-def test_the_end_of_a_run_tells_it_if_that_took_a_minute(tmp_path, monkeypatch, capsys):
+def test_goodput_is_printed_after_a_minute(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(measuring._of_process, "is_told", True)  # the time since these tests began is no start
     for minute_s, told in ((60.0, False), (0.0, True)):
         monkeypatch.setattr(telling, "_WORTH_TELLING_S", minute_s)
@@ -101,7 +101,7 @@ def test_the_list_of_runs_tells_it(tmp_path, monkeypatch, capsys):
     assert shown["goodput"]["spent_s"] == spent.spent_s
 
 
-def test_a_record_that_cannot_be_written_or_is_of_something_else_ends_no_training(tmp_path, monkeypatch):
+def test_unwritable_goodput_record_does_not_end_training(tmp_path, monkeypatch):
     monkeypatch.setattr(telling, "_WORTH_TELLING_S", 0.0)
     place = tmp_path / "run" / measuring.FILE
 
@@ -129,6 +129,6 @@ def test_a_record_that_cannot_be_written_or_is_of_something_else_ends_no_trainin
     assert lumen.goodput(tmp_path / "run").lives == 1
 
 
-def test_a_directory_without_it_is_an_error_that_says_so(tmp_path):
+def test_directory_without_goodput_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no goodput.jsonl in .*: is it the directory of a run\?"):
         lumen.goodput(tmp_path)

@@ -61,7 +61,7 @@ def collectives_are_recorded(logs, ended_by_itself):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "devices"), [key for key in NAMED if key not in {("loop", 2), ("loop", 1)}])
-def test_a_process_that_hangs_is_named_and_the_job_ends(nursery, tmp_path, mode, devices):
+def test_hanging_process_is_named_and_job_ends(nursery, tmp_path, mode, devices):
     is_named_and_ended(nursery, tmp_path, mode, devices)
 
 
@@ -92,13 +92,13 @@ def test_ranks_of_different_groups_may_wait(nursery, tmp_path):
 @pytest.mark.torture
 @pytest.mark.parametrize(("mode", "devices"), [*NAMED])
 @pytest.mark.parametrize("time", range(5))
-def test_hangs_are_named_and_ended_5_times_of_5(nursery, tmp_path, mode, devices, time):
+def test_hangs_are_named_and_ended_reliably(nursery, tmp_path, mode, devices, time):
     took_s = is_named_and_ended(nursery, tmp_path, mode, devices)
     print(f"{mode} on {devices}: the last process ended {took_s:.1f} s after the first")
 
 
 @pytest.mark.slow
-def test_a_job_that_hung_is_started_again_and_done(tmp_path):
+def test_hung_job_is_restarted_and_finishes(tmp_path):
     options = {"mode": "loop", "devices": 2, "launched": True, "max_restarts": 1}
     end = script(tmp_path, MODULE, options).wait()
     assert end.code == 0, end.output
@@ -113,7 +113,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path):
 
 @pytest.mark.torture
 @pytest.mark.parametrize("time", range(5))
-def test_a_rank_that_never_comes_is_named_5_times_of_5(tmp_path, time):
+def test_missing_rank_is_named_reliably(tmp_path, time):
     is_missed(tmp_path)
 
 
@@ -125,7 +125,7 @@ def is_missed(folder):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_stopped_for_a_while_goes_on(nursery, tmp_path):
+def test_suspended_job_continues(nursery, tmp_path):
     """As Ctrl-Z and `fg` do, for longer than the limit."""
     job = nursery.start(str(tmp_path), MODULE, {"mode": "suspended", "devices": 2})
     while len([*tmp_path.glob("waits-*")]) < 2:

@@ -53,7 +53,7 @@ def test_lumen_itself_waits_for_nothing(tmp_path):
     assert packages(imported("import lumen", tmp_path) - imported("", tmp_path)) == {"lumen"}
 
 
-def test_the_names_of_a_script_bring_lumen_and_little_else(tmp_path):
+def test_main_names_import_little_beyond_torch(tmp_path):
     before = imported("import torch", tmp_path)
     added = imported("import torch\nfrom lumen import TaskModule, DataModule, Trainer", tmp_path) - before
     found = {name for name in packages(added) if not name.startswith(("_cython", "cython"))}  # numpy's own
@@ -61,7 +61,7 @@ def test_the_names_of_a_script_bring_lumen_and_little_else(tmp_path):
     assert not HEAVY & (added | packages(added))
 
 
-def test_every_public_name_can_be_had_without_what_is_heavy(tmp_path):
+def test_public_names_import_no_heavy_packages(tmp_path):
     before = imported("import torch", tmp_path)
     sharded = {"DDP", "FSDP", "CLI", "runs"}  # the last reads YAML
     added = imported(f"import lumen\nfor name in set(lumen.__all__) - {sharded}: getattr(lumen, name)", tmp_path)
@@ -88,7 +88,7 @@ def test_documented_names_need_no_other_import(tmp_path):
     python("import lumen\nlumen.optim.cosine", tmp_path)
 
 
-def test_a_name_that_is_missing_is_an_attribute_error():
+def test_missing_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="'optimizers'"):
         _ = lumen.optimizers
 
@@ -118,13 +118,13 @@ for directories in (10, 100):
 """
 
 
-def test_a_later_run_opens_its_own_files_only_however_many_there_are_before_it(tmp_path):
+def test_later_runs_open_no_files_of_earlier_runs(tmp_path):
     few, many = python(OPENED, tmp_path).splitlines()[-2:]
     assert few == many
     assert {path for path in few.split() if not path.startswith("runs/NAME")} == {"runs"}
 
 
-def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path):
+def test_run_imports_no_unused_heavy_packages(tmp_path):
     before = imported(
         "from tests.helpers.tasks import Regression, loader\nRegression().configure_optimizers()", tmp_path
     )
@@ -133,17 +133,17 @@ def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path):
     assert not HEAVY & added
 
 
-def test_torchmetrics_is_not_imported_before_a_metric_is_logged(tmp_path):
+def test_torchmetrics_is_not_imported_before_first_metric(tmp_path):
     assert "torchmetrics" not in imported(TRAIN.format(options={}), tmp_path)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--version"]])
-def test_the_command_says_what_it_can_do_without_torch(tmp_path, words):
+def test_usage_help_and_version_do_not_import_torch(tmp_path, words):
     modules = imported(f"from lumen.cli import main\nmain({words})", tmp_path)
     assert not {"torch", "numpy", "rich", "yaml", "jsonargparse"} & modules
 
 
-def test_the_help_of_a_command_imports_neither_the_compiler_nor_torchmetrics(tmp_path):
+def test_command_help_imports_no_compiler_or_torchmetrics(tmp_path):
     modules = imported("from lumen.cli import main\ntry: main(['fit', '--help'])\nexcept SystemExit: print()", tmp_path)
     assert not {"torch._dynamo", "torchmetrics", "fsspec", "tensorboard", "torch.distributed.fsdp"} & modules
 
@@ -160,11 +160,11 @@ def started_by_torch(folder):
     )
 
 
-def test_a_script_on_one_device_starts_no_other_process(tmp_path):
+def test_single_device_script_starts_no_other_process(tmp_path):
     assert started(python(WATCH + TRAIN.format(options={}), tmp_path)) == started_by_torch(tmp_path)
 
 
-def test_the_command_that_is_started_is_the_process_that_trains(tmp_path):
+def test_command_trains_in_the_started_process(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os\nfrom tests.helpers.tasks import Seeing, numbers\nimport lumen\n"
         "from torch.utils.data import DataLoader\n"

@@ -186,7 +186,7 @@ def test_one_flag_runs_a_command_in_two_processes(tmp_path):
     assert (code, output.count("finished: max_epochs=4 reached")) == (0, 1), output
 
 
-def test_a_seed_that_nobody_set_is_the_same_in_all_processes():
+def test_drawn_seed_is_equal_in_all_processes():
     Path("line.yaml").write_text(Path("line.yaml").read_text().replace("seed_everything: 7\n", ""))
     Path("seeds.py").write_text(SEEDED)
     words = ["--model", "seeds.Seeded", "--trainer.fast_dev_run", "true", "--trainer.devices", "2"]
@@ -195,7 +195,8 @@ def test_a_seed_that_nobody_set_is_the_same_in_all_processes():
     assert Path("drawn-0").read_text() == Path("drawn-1").read_text()
 
 
-def test_what_is_wrong_in_all_processes_is_said_once_with_exit_code_2():
+def test_error_of_all_processes_is_printed_once():
+    """The exit code is 2."""
     words = ["--trainer.devices", "2", "--trainer.global_batch_size", "8", "--trainer.accumulate_grad_batches", "2"]
     code, output = run("-m", "lumen", "fit", "--config", "line.yaml", *words)
     assert code == 2
@@ -231,7 +232,7 @@ def test_a_script_runs_in_its_workers(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["-c", "-m"])
-def test_a_program_of_another_kind_runs_anew_as_it_was_started(way):
+def test_program_restarts_in_workers_as_it_was_started(way):
     words = {"-m": ["-m", "train"], "-c": ["-c", "import sys, runpy; runpy.run_path('train.py', run_name='__main__')"]}
     code, output = run(*words[way], "fine", "2", "2")
     assert code == 0, output
@@ -240,7 +241,7 @@ def test_a_program_of_another_kind_runs_anew_as_it_was_started(way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["-"], ["-i", "train.py", "fine", "2", "2"]])
-def test_a_program_that_cannot_be_started_again_is_refused_with_advice(words):
+def test_program_that_cannot_restart_is_refused_with_advice(words):
     code = SCRIPT.replace("sys.argv[1:]", '["fine", "2", "2"]')
     done = subprocess.run(
         [sys.executable, *words], input=code if words == ["-"] else "", text=True, capture_output=True
@@ -260,7 +261,7 @@ def test_several_devices_are_refused_under_pytest(tmp_path):
 # ---------------------------------------------------------------------- a rank that fails
 
 
-def test_the_command_shows_the_users_lines_of_the_rank_that_failed():
+def test_command_shows_user_lines_of_failed_rank():
     Path("torn.py").write_text(TORN)
     words = ["fit", "--config", "line.yaml", "--trainer.devices", "2", "--model", "torn.Torn"]
     code, output = run("-m", "lumen", *words)
@@ -282,7 +283,7 @@ def test_the_command_shows_the_users_lines_of_the_rank_that_failed():
 @pytest.mark.parametrize(
     "time", [pytest.param(n, marks=pytest.mark.torture if n else pytest.mark.slow) for n in range(20)]
 )
-def test_a_rank_that_raises_ends_the_job_with_its_own_traceback_last(time, capsys):
+def test_traceback_of_failing_rank_comes_last(time, capsys):
     code, output = run("train.py", "error", "9", "2")
     lines = output.splitlines()
     assert code == 1, output
@@ -306,14 +307,14 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_traceback_last(time, capsy
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_and_is_ended_by_a_signal_before_it_has_left_has_an_exit_code_that_shells_know():
+def test_raising_rank_ended_by_signal_exits_with_1():
     code, output = run("train.py", "ended", "9", "2")
     assert code == 1, output
     assert "KeyError: 'what the user did'" in output.splitlines()
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_an_error_with_the_stacks_of_all_ranks():
+def test_hanging_rank_is_an_error_with_all_stacks():
     code, output = run("train.py", "hang", "9", "2")
     assert code == 70, output
     assert re.search(r"rank 1 is in user code: \S+train\.py:\d+ in this_is_where_it_hangs\. rank 0 waits\.\n$", output)
@@ -394,7 +395,7 @@ def wait_until_trained(process):
     "number",
     [pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.torture)],
 )
-def test_a_stopped_job_saves_and_goes_on_where_it_was(number):
+def test_stopped_job_saves_and_resumes(number):
     process = start("train.py", "slow", "100000", "2")
     wait_until_trained(process)
     os.killpg(process.pid, number)  # as a terminal does
@@ -417,7 +418,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("train.py", "slow", "100000", "2"), TORCHRUN], ids=["own launcher", "torchrun"])
-def test_one_request_to_all_processes_of_a_job_is_one_request(words):
+def test_signal_to_all_processes_counts_once(words):
     process = start(*words)
     wait_until_trained(process)
     for _, number in processes_here():  # as systemd does for a service
@@ -440,7 +441,7 @@ def test_workers_do_not_outlive_their_launcher(words):
 
 
 @pytest.mark.slow
-def test_workers_whose_launcher_is_killed_while_they_import_torch_do_not_train():
+def test_workers_of_killed_launcher_do_not_train():
     importing = 'from pathlib import Path; import os, time; rank = os.environ.get("RANK"); Path(f"at-{rank}").touch()\n'
     Path("train.py").write_text(importing + "time.sleep(2 * (rank is not None))\n" + SCRIPT)
     process = start("train.py", "slow", "100000", "2")
@@ -462,7 +463,7 @@ def free_port():
         return place.getsockname()[1]
 
 
-def test_the_launcher_that_passes_the_local_rank_to_the_program_starts_a_run_too():
+def test_torch_distributed_launch_is_supported():
     port = str(free_port())
     launcher = ["-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-port", port]
     code, output = run(*launcher, "-m", "lumen", "fit", "--config", "line.yaml")
@@ -473,7 +474,7 @@ def test_the_launcher_that_passes_the_local_rank_to_the_program_starts_a_run_too
 
 
 @pytest.mark.parametrize("spelt", ["--local-rank", "--local_rank"])
-def test_a_local_rank_is_only_taken_from_the_launcher_that_says_so_in_the_environment_too(monkeypatch, capsys, spelt):
+def test_local_rank_argument_must_match_environment(monkeypatch, capsys, spelt):
     words = [f"{spelt}=0", "fit", "--config=line.yaml", "--print_config"]
     assert main(words) == 2
     assert "local" in capsys.readouterr().err
@@ -588,13 +589,13 @@ SHARED_STORE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     [(1, 2, 4), pytest.param(20, 1, 0, marks=pytest.mark.torture)],
     ids=["a late rank", "20 times of 20"],
 )
-def test_what_torchrun_starts_again_goes_on_in_the_directories_that_it_had(times, kills, late_s):
+def test_torchrun_restarts_resume_in_the_same_directories(times, kills, late_s):
     undisturbed = restarted(0, 0)
     for _ in range(times):
         assert restarted(kills, late_s, *SHARED_STORE) == undisturbed
 
 
-def test_the_tasks_of_a_slurm_step_are_used_as_they_are():
+def test_slurm_tasks_are_used_as_ranks():
     common = {
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "1",
         "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0",
@@ -648,7 +649,7 @@ def test_one_process_of_slurm_is_alone(change):
         (None, {"strategy": "ddp_find_unused_parameters_true"}, "lumen.DDP.*find_unused_parameters: true"),
     ],
 )
-def test_what_is_asked_for_and_what_is_there_must_agree(monkeypatch, environment, options, message):
+def test_requested_and_launched_processes_must_agree(monkeypatch, environment, options, message):
     found = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {} if environment is None else {**found, **environment}.items():
         monkeypatch.setenv(name, value)

@@ -20,7 +20,8 @@ from tests.helpers.services import OFFLINE, of_csv, of_mlflow, of_wandb, runs_of
     [("tensorboard", "TensorBoardLogger", "tensorboard"), ("wandb", "WandbLogger", "wandb"),
      ("mlflow", "MLFlowLogger", "mlflow"), ("aim", "AimLogger", "aim")],
 )  # fmt: skip
-def test_without_its_library_lumen_works_and_a_logger_says_what_to_install(module, logger, extra):
+def test_missing_logger_library_raises_with_install_command(module, logger, extra):
+    """Lumen itself works without the library."""
     code = f"""
 import sys
 sys.modules["{module}"] = None
@@ -60,7 +61,7 @@ quiet_trainer(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_what_a_validation_records_is_there_once_although_a_signal_cut_it(tmp_path, number, code):
+def test_validation_cut_by_signal_is_recorded_once(tmp_path, number, code):
     def part(directory, signal_number):
         command = [sys.executable, "-c", STOPPED, str(directory), str(int(signal_number))]
         return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
@@ -204,7 +205,7 @@ for kill_at in ("7", "18", "-1"):
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader")
-def test_services_have_one_run_without_gap_or_repetition_whatever_is_killed(tmp_path):
+def test_services_record_one_complete_run_despite_kills(tmp_path):
     (tmp_path / "line.yaml").write_text(SERVICES)
     environment = {**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("WANDB_SERVICE", None)  # An earlier test's service would outlive the lives and keep their run open.

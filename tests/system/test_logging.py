@@ -18,7 +18,7 @@ from tests.helpers.programs import run_python
         ("pass", ""),
     ],
 )
-def test_a_message_is_shown_once_and_in_the_manner_of_the_users_program(tmp_path, setup, shown):
+def test_messages_are_shown_once_in_format_of_program(tmp_path, setup, shown):
     script = f"""
 import logging, sys
 import rich.logging

@@ -52,7 +52,7 @@ def measure(folder, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
-def test_ten_thousand_steps_and_two_hundred_evaluations_are_flat(tmp_path):
+def test_long_run_with_evaluations_does_not_grow(tmp_path):
     growth = measure(tmp_path, 10_000, 2_000, 50)
     assert growth["objects"] < 400, growth
     assert growth["blocks"] < 2_000, growth
@@ -60,7 +60,7 @@ def test_ten_thousand_steps_and_two_hundred_evaluations_are_flat(tmp_path):
     assert growth["rss_mb"] < 4, growth
 
 
-def test_a_run_holds_no_more_after_many_steps_and_evaluations(tmp_path):
+def test_run_does_not_grow(tmp_path):
     growth = measure(tmp_path, 1_200, 400, 10)
     assert growth["objects"] < 100, growth
     assert growth["blocks"] < 300, growth
@@ -79,7 +79,7 @@ def test_one_small_object_a_step_would_be_seen(tmp_path, leak):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("known", [True, False], ids=["known order", "stream"])
-def test_a_batch_is_let_go_before_the_next_step_is_loaded(tmp_path, known, accumulate):
+def test_batch_is_freed_before_next_step_loads(tmp_path, known, accumulate):
     batches, alive = [], []
 
     class Sample(Dataset):

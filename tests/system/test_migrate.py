@@ -111,7 +111,7 @@ def texts(path):
     return {each.name: each.read_text() for each in (path / "a.py", path / "c.yaml", path / "ignored/b.py")}
 
 
-def test_the_diff_is_a_patch_and_makes_what_write_makes(project):
+def test_diff_is_a_patch_equal_to_write(project):
     before = texts(project)
     code, diff, said = command(".")
     assert (code, texts(project)) == (0, before)
@@ -134,7 +134,7 @@ def test_a_second_run_prints_no_edit(project):
     assert said == "nothing to edit; 0 places to think about\n"
 
 
-def test_edits_that_git_could_not_take_back_are_not_made(project):
+def test_edits_that_git_cannot_undo_are_refused(project):
     (project / "a.py").write_text("import lightning as L  # new\n")
     (project / "new.py").write_text("import lightning\n")
     before = texts(project)

@@ -201,7 +201,7 @@ def notebook(tmp_path_factory):
         yield notebook
 
 
-def test_a_fit_shows_lines_and_one_picture_that_is_drawn_in_its_place(notebook):
+def test_fit_shows_lines_and_one_updated_display(notebook):
     before, picture, after = notebook.first
     assert [output.output_type for output in notebook.first] == ["stream", "display_data", "stream"]
     assert {before.name, after.name} == {"stdout"}
@@ -221,7 +221,7 @@ def test_a_fit_shows_lines_and_one_picture_that_is_drawn_in_its_place(notebook):
     assert "\x1b" not in str(notebook.first)
 
 
-def test_the_picture_moves_but_not_more_than_twice_a_second(notebook):
+def test_display_updates_at_most_twice_per_second(notebook):
     began_at_s = time.monotonic()
     notebook.run("""
         slow = Regression()
@@ -239,7 +239,7 @@ def test_the_picture_moves_but_not_more_than_twice_a_second(notebook):
     assert "<progress" not in last
 
 
-def test_workers_and_handlers_and_settings_are_gone_after_a_fit(notebook):
+def test_fit_leaves_no_workers_handlers_or_settings(notebook):
     notebook.run("assert not (left := changes()), left")
 
 
@@ -251,7 +251,7 @@ def test_no_batch_outlives_the_fit(notebook):
     """)
 
 
-def test_a_cell_run_again_trains_the_same_in_a_new_directory(notebook):
+def test_repeated_cell_trains_equally_in_new_directory(notebook):
     notebook.run(DEFINITIONS)
     written = text_of(notebook.run("again = fit(Regression())"))
     assert written.startswith("the run is in runs/regression-2\n")
@@ -297,7 +297,7 @@ def test_an_error_is_one_traceback_and_leaves_nothing(notebook):
     notebook.run("assert not (left := changes()), left")
 
 
-def test_an_interrupted_fit_saves_its_step_and_the_next_cell_goes_on_exactly(notebook):
+def test_interrupted_fit_saves_and_resumes_exactly(notebook):
     outputs = notebook.run(
         """
         def wait():
@@ -334,7 +334,7 @@ def test_an_interrupted_fit_saves_its_step_and_the_next_cell_goes_on_exactly(not
     """)
 
 
-def test_a_second_interrupt_leaves_at_once_and_the_kernel_lives(notebook):
+def test_second_interrupt_exits_fit_and_keeps_kernel(notebook):
     outputs = notebook.run(
         """
         def hang():
@@ -354,7 +354,7 @@ def test_a_second_interrupt_leaves_at_once_and_the_kernel_lives(notebook):
     notebook.run("assert not (left := changes()), left")
 
 
-def test_a_fit_in_another_thread_is_the_same_fit(notebook):
+def test_fit_in_a_thread_is_equal(notebook):
     outputs = notebook.run("""
         aside = Regression()
         thread = threading.Thread(target=fit, args=(aside,), kwargs={"name": "aside"})
@@ -367,7 +367,7 @@ def test_a_fit_in_another_thread_is_the_same_fit(notebook):
     assert FINISHED in text_of(outputs)
 
 
-def test_a_command_that_a_cell_starts_writes_lines_without_escapes(notebook):
+def test_command_started_by_cell_prints_no_escapes(notebook):
     """Kernels set FORCE_COLOR for their commands, whose output is no terminal."""
     script = (
         dedent(DEFINITIONS) + "lumen.Trainer(max_epochs=1, name='command').fit(Regression(), DataLoader(Noisy(), 8))"

@@ -91,7 +91,8 @@ def check_sizes(expected, lives):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(400)
-def test_a_killed_run_goes_on_with_two_then_three_then_one_process_and_says_in_one_line_what_changed():
+def test_killed_run_resumes_with_other_world_sizes():
+    """One line says what changed."""
     live("single", 1)
     expected = result()
     lives = [("ddp", 2, 5, 1), ("fsdp", 3, 13, 2), ("single", 1, -1, 0)]
@@ -108,7 +109,7 @@ def test_a_killed_run_goes_on_with_two_then_three_then_one_process_and_says_in_o
 @pytest.mark.torture
 @pytest.mark.time_limit(7200)
 @pytest.mark.parametrize("seed", range(20))
-def test_random_kills_and_sizes_leave_the_losses_and_the_samples_as_they_were(seed):
+def test_random_kills_and_sizes_keep_losses_and_samples(seed):
     live("single", 1)
     expected = result()
     draw, step, lives = random.Random(seed), 0, []

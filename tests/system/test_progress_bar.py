@@ -40,7 +40,7 @@ def run_in_a_terminal(script: str) -> tuple[str, str, int]:
     return out.decode(), screen.decode(), process.returncode
 
 
-def test_a_real_terminal_gets_its_cursor_back_and_a_piped_output_stays_in_its_pipe(tmp_path: Path) -> None:
+def test_terminal_cursor_is_restored_and_piped_output_kept(tmp_path: Path) -> None:
     out, screen, code = run_in_a_terminal(f"""
         from tests.fit.callbacks import test_progress_bar as t
         task = t.Task(pause_s=0.01)
@@ -54,7 +54,7 @@ def test_a_real_terminal_gets_its_cursor_back_and_a_piped_output_stays_in_its_pi
     assert "RuntimeError: a mistake of the user" in screen.rpartition(SHOW)[2]
 
 
-def test_a_callback_that_fails_while_closing_does_not_cost_the_cursor(tmp_path: Path) -> None:
+def test_failing_callback_teardown_still_restores_the_cursor(tmp_path: Path) -> None:
     _, screen, code = run_in_a_terminal(f"""
         from tests.fit.callbacks import test_progress_bar as t
         class Bad(t.Callback):
@@ -90,7 +90,7 @@ def screen_of(written: str) -> list[str]:
     return [line.rstrip() for line in "\n".join(lines).rstrip().split("\n")]
 
 
-def test_what_stays_in_a_terminal_is_the_beginning_each_validation_and_the_end(tmp_path: Path) -> None:
+def test_terminal_keeps_start_validations_and_end(tmp_path: Path) -> None:
     _, screen, code = run_in_a_terminal(f"""
         from tests.fit.callbacks import test_progress_bar as t
         saves = t.lumen.ModelCheckpoint(monitor="val_number")
@@ -155,7 +155,7 @@ def debug_in_a_terminal(
     return shown, written, process.wait(60)
 
 
-def test_a_debugger_gets_the_terminal_without_the_bar_and_leaves_it_to_the_bar(tmp_path: Path) -> None:
+def test_debugger_gets_terminal_without_the_bar(tmp_path: Path) -> None:
     shown, written, code = debug_in_a_terminal(
         f"""
         from tests.fit.callbacks import test_progress_bar as t
@@ -201,7 +201,7 @@ trainer: {max_steps: 4, accelerator: cpu, enable_model_summary: false, log_level
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_while_somebody_thinks_nothing_ends_the_run_and_nothing_is_written(tmp_path: Path, ranks: int) -> None:
+def test_debugger_pause_writes_nothing_and_ends_no_run(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "debugged.py").write_text(DEBUGGED)
     (tmp_path / "line.yaml").write_text(CONFIG)
     kind = "lumen.SingleDevice" if ranks == 1 else "lumen.DDP"

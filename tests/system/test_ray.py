@@ -88,13 +88,14 @@ def undisturbed(tmp_path_factory):
     return record_of(directory)
 
 
-def test_the_job_that_submit_writes_outlives_a_killed_worker(undisturbed, tmp_path):
+def test_submitted_ray_job_survives_killed_worker(undisturbed, tmp_path):
     command = ["-m", "lumen", "submit", "--on", "ray", "--gpus-per-node", "0", "--tasks-per-node", "2", "--", *FIT]
     assert run(tmp_path, command, kill=True) == undisturbed
     assert "going on from" in (tmp_path / "runs/run/run.log").read_text()
 
 
-def test_a_trainer_of_ray_of_ones_own_outlives_it_too_and_has_metrics_and_checkpoints(undisturbed, tmp_path):
+def test_user_ray_trainer_survives_killed_worker_and_reports(undisturbed, tmp_path):
+    """It reports metrics and checkpoints to Ray."""
     (tmp_path / "own.py").write_text(OWN)
     assert run(tmp_path, ["own.py", str(tmp_path)], kill=True) == undisturbed
     result = json.loads((tmp_path / "result.json").read_text())

@@ -126,7 +126,7 @@ def files_of(checkpoint):
     return {re.sub(r"-[0-9a-f]{8}\b", "", name): checkpoint / name for name in found}
 
 
-def test_a_url_is_joined_and_compared_as_a_path_and_no_file_function_takes_it():
+def test_urls_behave_as_paths_except_for_file_functions():
     folder = as_place("s3://bucket/run/checkpoints/")
     path = folder / "step-1"
     assert str(path) == f"{path}" == "s3://bucket/run/checkpoints/step-1"
@@ -151,7 +151,7 @@ def test_a_url_is_joined_and_compared_as_a_path_and_no_file_function_takes_it():
             use(path)
 
 
-def test_a_url_that_pathlib_has_spoilt_and_one_with_wildcards_are_refused(tmp_path):
+def test_urls_with_lost_slashes_or_wildcards_are_refused(tmp_path):
     assert as_place(f"file://{tmp_path}") == as_place(tmp_path) == tmp_path
     assert type(as_place("runs/a*b")) is type(tmp_path)
     with pytest.raises(ConfigError, match=r"s3:/bucket: pathlib takes slashes out of URLs\. Give a string"):
@@ -183,7 +183,7 @@ def test_a_committed_checkpoint_is_never_overwritten(place):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_damaged_file_is_found_and_named_and_the_checkpoint_before_it_is_used(memory, name):
+def test_damaged_file_is_named_and_previous_checkpoint_used(memory, name):
     for damage in (flip, lambda path: put(path, data_of(path)[:-1]), drop):
         small(memory / "step-1")
         file = files_of(small(memory / "step-2"))[name]
@@ -214,7 +214,7 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["removed", "being removed"])
-def test_what_is_removed_before_its_turn_is_no_damage_and_the_place_is_looked_at_again(place, how):
+def test_checkpoint_removed_before_verification_restarts_the_search(place, how):
     for step in (1, 2, 3):
         small(place / f"step-{step}", value=float(step))
     flip(files_of(place / "step-3")["state.json"])
@@ -236,7 +236,7 @@ def test_what_is_removed_before_its_turn_is_no_damage_and_the_place_is_looked_at
 
 
 @pytest.mark.parametrize("how", ["removed", "being removed"])
-def test_what_is_removed_while_it_is_verified_is_no_damage(place, how, monkeypatch):
+def test_checkpoint_removed_during_verification_is_no_damage(place, how, monkeypatch):
     small(place / "step-1")
     last = files_of(small(place / "step-2"))["optimizer/00000-00000.safetensors"]
     digest = manifest.sha256_of
@@ -255,7 +255,7 @@ def test_what_is_removed_while_it_is_verified_is_no_damage(place, how, monkeypat
         assert newest_valid(place, pytest.fail).path == place / "step-1"
 
 
-def test_what_is_removed_after_it_was_opened_is_said_to_be_gone(place):
+def test_checkpoint_removed_after_opening_raises_gone(place):
     checkpoint = Checkpoint.open(small(place / "step-1"))
     remove_checkpoint(place / "step-1")
     for read in (partial(checkpoint.tensor, "model", "a"), partial(Checkpoint.open, checkpoint.path)):
@@ -263,7 +263,7 @@ def test_what_is_removed_after_it_was_opened_is_said_to_be_gone(place):
             read()
 
 
-def test_what_is_left_over_is_cleaned_and_nothing_else(place):
+def test_only_leftovers_are_cleaned(place):
     kept = [small(place / "step-1"), place / "exception-step-00000002"]
     for path in files_of(kept[0]).values():
         copy(path, kept[1] / path.relative_to(kept[0]))
@@ -296,7 +296,7 @@ def test_what_was_never_a_checkpoint_is_left_alone(place, at, name):
     assert storage_of(folder).files(folder) == [name]
 
 
-def test_no_name_of_an_object_comes_again_although_the_checkpoint_does(place):
+def test_object_names_are_never_reused(place):
     before = set(files_of(small(place / "step-1")).values())
     remove_checkpoint(place / "step-1")
     again = set(files_of(small(place / "step-1")).values())
@@ -320,7 +320,7 @@ def test_what_another_process_does_is_seen_at_once(bucket):
 
 
 @pytest.mark.parametrize("megabytes", [1, 40], ids=["one request", "in parts"])
-def test_an_upload_that_fails_leaves_no_object_and_no_parts(bucket, megabytes):
+def test_failed_upload_leaves_no_object_or_parts(bucket, megabytes):
     def upload(path):
         with new_file(path) as file:
             file.write(bytes(megabytes << 20))
@@ -332,7 +332,7 @@ def test_an_upload_that_fails_leaves_no_object_and_no_parts(bucket, megabytes):
     assert store().list_multipart_uploads(bucket.name) == []
 
 
-def test_an_object_of_another_size_than_was_written_is_an_error(memory, monkeypatch):
+def test_wrong_object_size_after_upload_raises(memory, monkeypatch):
     monkeypatch.setattr(MemoryFile, "write", lambda self, data: super(MemoryFile, self).write(data[:-1]))
     with pytest.raises(CheckpointError, match=r"memory://bucket/a: it has 9 bytes instead of 10 after the upload"):  # noqa: SIM117
         with new_file(memory / "a") as file:
@@ -397,7 +397,7 @@ def test_to_read_many_tensors_takes_few_requests(memory, requests):
     assert {method for method, _ in requests} == {"cat_file"}
 
 
-def test_a_few_tensors_far_apart_are_read_without_the_others(memory, requests):
+def test_few_tensors_are_read_without_the_others(memory, requests):
     tensors = mixed(memory / "step-1")
     checkpoint = Checkpoint.open(memory / "step-1")
     requests.clear()
@@ -414,7 +414,7 @@ def test_several_threads_read_one_checkpoint(place):
     assert all(map(torch.equal, found, tensors.values()))
 
 
-def test_a_box_of_a_large_tensor_is_read_there(memory):
+def test_block_of_large_tensor_is_read_exactly(memory):
     tensor = torch.randn(3000, 1000)
     write_checkpoint(memory / "step-1", {"model": {"w": tensor}}, {}, info={})
     checkpoint = Checkpoint.open(memory / "step-1")
@@ -424,7 +424,7 @@ def test_a_box_of_a_large_tensor_is_read_there(memory):
 
 
 @pytest.mark.parametrize("left", [0, 1000, 3 << 20])
-def test_an_object_that_becomes_shorter_after_the_checkpoint_was_opened_is_named(place, left):
+def test_object_shortened_after_opening_is_named(place, left):
     write_checkpoint(place / "step-1", {"model": {"w": torch.ones(1 << 20), "b": torch.ones(9)}}, {}, info={})
     checkpoint = Checkpoint.open(place / "step-1")
     file = files_of(place / "step-1")["model/00000-00000.safetensors"]
@@ -460,7 +460,7 @@ def test_a_checkpoint_is_streamed_both_ways(bucket):
     assert both < 100
 
 
-def test_a_save_that_fails_at_any_object_is_one_error_and_leaves_nothing(memory, monkeypatch):
+def test_failed_save_at_any_object_leaves_nothing(memory, monkeypatch):
     small(memory / "step-1")
     upload = ObjectStore.create
     for failing in range(1, len(FILES) + 1):
@@ -500,7 +500,7 @@ def save_until(place, last, environment):
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_object_of_a_save_leaves_all_of_it_or_nothing_that_is_seen(bucket, server):
+def test_killed_save_is_complete_or_invisible(bucket, server):
     small(bucket / "step-1")
     for last in count(1):
         process = processes.Process(target=save_until, args=(bucket, last, server))
@@ -544,7 +544,7 @@ def state_of(trainer):
     ("asynchronous", "workers"),
     [pytest.param(False, 0, id="at once"), pytest.param(True, 2, id="later, with workers", marks=pytest.mark.slow)],
 )
-def test_a_run_goes_on_there_bit_by_bit_although_its_machine_is_gone(tmp_path, bucket, asynchronous, workers):
+def test_run_resumes_exactly_without_its_machine(tmp_path, bucket, asynchronous, workers):
     straight = fit(tmp_path / "straight", bucket / "a", 10)
     saver = saving(bucket / "b", asynchronous=asynchronous)
     fit(tmp_path, bucket / "b", 5, saver=saver, workers=workers, log_every_n_steps=1)
@@ -560,7 +560,7 @@ def test_a_run_goes_on_there_bit_by_bit_although_its_machine_is_gone(tmp_path, b
 
 
 @pytest.mark.slow
-def test_a_checkpoint_there_can_be_named_in_every_way(tmp_path, bucket):
+def test_remote_checkpoint_can_be_named_in_every_way(tmp_path, bucket):
     saver = saving(bucket / "run/checkpoints", monitor="val_loss", every_n_epochs=1, keep_last=-1)
     trained = fit(tmp_path, None, 14, saver=saver, max_epochs=2)
     (first, *_, last), wanted = find_checkpoints(bucket / "run/checkpoints"), trained.run.task.state_dict()
@@ -584,7 +584,7 @@ def test_a_checkpoint_there_can_be_named_in_every_way(tmp_path, bucket):
         Regression.load_from_checkpoint(f"{bucket}/nothing")
 
 
-def test_a_run_passes_over_a_damaged_checkpoint_and_cleans_up(tmp_path, place, caplog):
+def test_damaged_checkpoint_is_skipped_and_leftovers_cleaned(tmp_path, place, caplog):
     wanted = state_of(fit(tmp_path / "straight", place / "straight", 8))
     fit(tmp_path, place / "run", 6)
     flip(files_of(place / "run/step-00000006")["model/00000-00000.safetensors"])
@@ -596,7 +596,7 @@ def test_a_run_passes_over_a_damaged_checkpoint_and_cleans_up(tmp_path, place, c
     assert sorted(names(place / "run")) == ["step-00000006", "step-00000006.damaged-1", "step-00000008"]
 
 
-def test_the_checkpoints_of_another_run_are_refused_and_left_alone(tmp_path, memory):
+def test_checkpoints_of_another_run_are_refused_and_kept(tmp_path, memory):
     fit(tmp_path, memory, 4)
     put(memory / "step-00000099/state.json")
     before = sorted(MemoryFileSystem.store)
@@ -619,7 +619,7 @@ def refused(tmp_path, dirpath, error=CheckpointError):
     return str(caught.value)
 
 
-def test_a_place_that_cannot_be_used_is_one_error_before_anything_is_done(tmp_path, bucket, monkeypatch):
+def test_unusable_place_raises_before_the_run(tmp_path, bucket, monkeypatch):
     assert "bucket does not exist. Create it" in refused(tmp_path, "s3://no-such-bucket/run")
     assert "nothing opens such a URL: Protocol not known: s33" in refused(tmp_path, "s33://bucket", ConfigError)
     with monkeypatch.context() as patch:
@@ -637,7 +637,7 @@ def test_a_place_that_cannot_be_used_is_one_error_before_anything_is_done(tmp_pa
     forget_clients()
 
 
-def test_a_place_for_what_a_failing_run_saves_is_looked_at_too(tmp_path, bucket):
+def test_place_of_exception_checkpoint_is_checked_too(tmp_path, bucket):
     callbacks = [lumen.OnExceptionCheckpoint("s3://no-such-bucket/run"), saving(bucket)]
     with pytest.raises(CheckpointError, match="bucket does not exist"):
         fit(tmp_path, None, 2, task=Unwilling(), saver=callbacks)
@@ -649,7 +649,7 @@ def test_a_place_for_what_a_failing_run_saves_is_looked_at_too(tmp_path, bucket)
     "error", [PermissionError("Forbidden"), TimeoutError(), RuntimeError("503"), OSError(5, "I/O")]
 )
 @pytest.mark.parametrize("method", ["info", "cat_file", "ls"])
-def test_a_store_that_does_not_answer_is_no_damage_and_starts_no_new_run(tmp_path, memory, monkeypatch, error, method):
+def test_unavailable_store_is_no_damage_or_new_run(tmp_path, memory, monkeypatch, error, method):
     fit(tmp_path, memory / "run", 4)
 
     def fail(self, *args, **kwargs):
@@ -666,7 +666,7 @@ def test_a_store_that_does_not_answer_is_no_damage_and_starts_no_new_run(tmp_pat
     assert len(find_checkpoints(memory / "run")) == 2
 
 
-def test_a_failing_run_and_a_callback_save_there_too(tmp_path, memory):
+def test_exception_and_user_checkpoints_are_saved_remotely(tmp_path, memory):
     class Failing(Regression):
         def validation_step(self, batch):
             raise KeyError("mine")
@@ -689,7 +689,7 @@ class Removing(lumen.Callback):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "later"])
-def test_a_bucket_that_is_removed_meanwhile_ends_the_run_with_one_error(tmp_path, bucket, asynchronous):
+def test_removed_bucket_ends_run_with_one_error(tmp_path, bucket, asynchronous):
     callbacks = [Removing(), saving(bucket, asynchronous=asynchronous)]
     with pytest.raises(CheckpointError, match=r"cannot write s3://bucket-\d+/step-00000004.*bucket does not exist"):
         fit(tmp_path, bucket, 20, saver=callbacks)
@@ -714,7 +714,7 @@ fit(Path(sys.argv[1]), as_place(sys.argv[2]), 8)
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_the_checkpoint_before(tmp_path, bucket):
+def test_run_killed_during_upload_resumes_from_previous_checkpoint(tmp_path, bucket):
     wanted = state_of(fit(tmp_path / "straight", bucket / "straight", 8))
     place = bucket / "run"
     with subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path, str(place)], stdout=-1, text=True) as process:
@@ -791,7 +791,7 @@ def failing_on_one(tmp_path, place, server):
     return message
 
 
-def test_a_place_that_one_rank_cannot_reach_is_the_same_error_on_all(group, tmp_path, bucket, server):
+def test_unreachable_place_on_one_rank_raises_on_all(group, tmp_path, bucket, server):
     for message in group(2).run(failing_on_one, tmp_path, str(bucket), server):
         assert "Could not connect" in message
 
@@ -828,7 +828,7 @@ def test_the_documentation_works_as_shown(tmp_path, bucket, monkeypatch, capsys)
     assert all(torch.equal(exported[name], wanted[name]) for name in wanted)
 
 
-def test_the_seed_of_a_run_is_taken_from_checkpoints_that_lie_elsewhere(tmp_path, monkeypatch):
+def test_seed_is_taken_from_external_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
     words = ["fit", "--model=tests.helpers.cli_tasks.Line", "--data=tests.helpers.cli_tasks.Points"]
@@ -839,7 +839,7 @@ def test_the_seed_of_a_run_is_taken_from_checkpoints_that_lie_elsewhere(tmp_path
     assert find_checkpoints(tmp_path / "elsewhere")[-1].name == "step-00000004"
 
 
-def test_the_bytes_of_a_checkpoint_are_verified_once_although_the_seed_is_taken_from_it(tmp_path, monkeypatch):
+def test_checkpoint_is_verified_once_despite_reading_the_seed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
     words = ["fit", "--model=tests.helpers.cli_tasks.Line", "--data=tests.helpers.cli_tasks.Points", "--optimizer=SGD"]

@@ -20,7 +20,7 @@ CONFIG = {
 
 
 @pytest.mark.usefixtures("program_directory")
-def test_what_two_processes_have_trained_one_makes_again_from_the_same_micro_batches(tmp_path, capsys):
+def test_one_process_replays_micro_batches_of_two(tmp_path, capsys):
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(CONFIG))
     subprocess.run([sys.executable, "-m", "lumen", "fit", "--config", "line.yaml"], check=True, capture_output=True)
     main(["replay", "runs/line", "--step=2"])

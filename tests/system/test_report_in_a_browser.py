@@ -80,7 +80,7 @@ def place(page, part):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (768, "dark"), (1600, "light")])
-def test_a_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, scheme):
+def test_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, scheme):
     page = opened(recorded(tmp_path / "a", **curves()), recorded(tmp_path / "b"), color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})
     until(page, f"document.documentElement.scrollWidth <= {width}")
@@ -97,7 +97,8 @@ def test_a_report_fits_its_window_in_light_and_dark(opened, tmp_path, width, sch
     assert (np.abs(pixels[120:] - colour).max(axis=2) < 40).sum() > 100  # below the legend: a curve
 
 
-def test_one_cursor_tells_the_values_of_all_charts_by_mouse_and_by_keyboard(opened, tmp_path):
+def test_cursor_shows_values_of_all_charts(opened, tmp_path):
+    """By mouse and by keyboard."""
     page = opened(
         recorded(tmp_path / "a", **curves(system_csv="step,speed\n" + "".join(f"{s},{s}\n" for s in range(1, 401))))
     )
@@ -119,7 +120,7 @@ def test_one_cursor_tells_the_values_of_all_charts_by_mouse_and_by_keyboard(open
     assert output.text_content() == f"{2.0 / 399:.5g}"
 
 
-def test_dragging_zooms_all_charts_and_a_button_shows_all_again(opened, tmp_path):
+def test_dragging_zooms_all_charts_and_button_resets(opened, tmp_path):
     page = opened(recorded(tmp_path / "a", **curves()))
     all_steps = whole(page)
     page.locator(LOSS).scroll_into_view_if_needed()
@@ -136,7 +137,7 @@ def test_dragging_zooms_all_charts_and_a_button_shows_all_again(opened, tmp_path
     until(page, f"{MODEL}('chart-m0').y_range.end > 9")
 
 
-def test_smoothing_draws_a_mean_that_is_no_peak_and_goes_again(opened, tmp_path):
+def test_smoothing_draws_a_mean_and_can_be_removed(opened, tmp_path):
     page = opened(recorded(tmp_path / "a", **curves()))
     smooth = f"[...{MODEL}('smooth-m0-0-0').data_source.data.y]"
     assert page.evaluate(smooth) == []
@@ -187,7 +188,7 @@ def test_runs_and_marks_are_hidden_and_shown(opened, tmp_path):
     assert not visible("mark-epochs-1")
 
 
-def test_what_a_hostile_run_holds_is_shown_and_not_run(opened, tmp_path):
+def test_hostile_text_is_shown_and_not_executed(opened, tmp_path):
     attack = "</script><script>window.pwned=1</script><img src=x onerror=window.pwned=1><svg onload=window.pwned=1>"
     rows = f'step,"{attack}"\n1,0.5\n2,0.25\n'
     page = opened(

@@ -72,7 +72,7 @@ def undisturbed(devices):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
-def test_killed_processes_are_started_again_and_every_loss_is_that_of_the_undisturbed_run():
+def test_killed_ranks_are_restarted_with_exact_losses():
     expected = undisturbed(2)
     code, output = run("job.py", "killed", "2", "2")
     assert code == 0, output
@@ -91,7 +91,7 @@ def test_one_process_is_started_again_too():
 
 
 @pytest.mark.slow
-def test_the_same_error_at_the_same_step_is_the_tasks_and_its_traceback_comes_last():
+def test_repeated_error_ends_job_with_its_traceback_last():
     code, output = run("job.py", "error", "2", "9")
     assert code == 1
     assert len(re.findall(r"restart \d of 9: rank 1 failed: KeyError", output)) == 1
@@ -115,14 +115,15 @@ def test_the_same_error_at_the_same_step_is_the_tasks_and_its_traceback_comes_la
         ("requeued", 9, 75, 0, "exit code 75: to be put back into the queue. Go"),
     ],
 )
-def test_a_job_is_not_started_again_in_vain_nor_against_a_wish(mode, allowed, code, restarts, said):
+def test_job_is_not_restarted_in_vain_or_unasked(mode, allowed, code, restarts, said):
     found, output = run("job.py", mode, "1", str(allowed))
     assert (found, len(re.findall(r"restart \d of", output))) == (code, restarts), output
     assert said in output
 
 
 @pytest.mark.slow
-def test_under_torchrun_its_own_count_holds_and_one_line_says_so():
+def test_torchrun_restart_count_overrides_max_restarts():
+    """One line of output says so."""
     code, output = run("-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "2", "job.py", "fine",
                        "0", "7")  # fmt: skip
     assert code == 0, output
@@ -131,7 +132,7 @@ def test_under_torchrun_its_own_count_holds_and_one_line_says_so():
 
 @pytest.mark.torture
 @pytest.mark.time_limit(3600)
-def test_killed_processes_are_started_again_20_times_of_20():
+def test_killed_ranks_are_restarted_reliably():
     expected = undisturbed(2)
     for _ in range(20):
         code, output = run("job.py", "killed", "2", "2")

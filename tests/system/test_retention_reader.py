@@ -90,7 +90,7 @@ def read(path, after_opening):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_whole_or_an_error_that_names_it(tmp_path, asynchronous):
+def test_checkpoint_removed_while_reading_is_complete_or_named(tmp_path, asynchronous):
     with running(tmp_path, asynchronous) as checkpoints:
         wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
         for which, after_opening in ((-1, wait_until_removed), (0, lambda path: None)):  # once it is open; anywhere
@@ -110,7 +110,8 @@ def wait_until_removed(path):
     wait_until(lambda: not path.exists())
 
 
-def test_the_newest_one_of_a_run_that_goes_on_is_found_although_it_was_removed_meanwhile(tmp_path, monkeypatch):
+def test_newest_checkpoint_of_running_run_is_found(tmp_path, monkeypatch):
+    """Although the one that was newest is removed meanwhile."""
     digest, looked_at = manifest.sha256_of, set()
 
     def waiting(path, size):
@@ -127,7 +128,7 @@ def test_the_newest_one_of_a_run_that_goes_on_is_found_although_it_was_removed_m
     assert len(looked_at) == 3
 
 
-def test_an_export_from_a_run_that_goes_on_is_whole_or_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_export_from_running_run_is_complete_or_absent(tmp_path, monkeypatch, capsys):
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
     output, codes = Path("x.safetensors"), []

@@ -45,7 +45,7 @@ lumen.Trainer(
     "display",
     [pytest.param("pipe", marks=pytest.mark.slow), "terminal", pytest.param("closed", marks=pytest.mark.slow)],
 )
-def test_a_display_that_is_gone_does_not_end_the_run(tmp_path, display):
+def test_closed_terminal_or_pipe_does_not_end_run(tmp_path, display):
     ours, theirs = pty.openpty() if display == "terminal" else os.pipe()
     words = [sys.executable, "-c", TALKING]
     if display == "closed":  # from the beginning

@@ -68,7 +68,7 @@ def look(connection, path):
     connection.send(RunDirectory.is_locked(path))
 
 
-def test_a_new_run_gets_a_new_directory_and_a_reused_one_the_same(tmp_path):
+def test_new_run_gets_new_directory_reused_the_same(tmp_path):
     root = tmp_path / "deep" / "runs"
     (root / "gpt-3").mkdir(parents=True)
     for reuse, expected in ((False, "gpt"), (False, "gpt-2"), (False, "gpt-4"), (True, "gpt"), (True, "new")):
@@ -83,7 +83,7 @@ def claim_at(connection, root, moment):
     hold(connection, root, "gpt", False)
 
 
-def test_processes_that_start_at_once_get_directories_of_their_own(tmp_path):
+def test_simultaneous_processes_get_separate_directories(tmp_path):
     moment = time.time() + 0.5
     jobs = [Job(claim_at, tmp_path, moment) for _ in range(6)]
     try:
@@ -94,7 +94,7 @@ def test_processes_that_start_at_once_get_directories_of_their_own(tmp_path):
     assert paths == {tmp_path / name for name in ("gpt", *(f"gpt-{k}" for k in range(2, 7)))}
 
 
-def test_a_second_job_is_told_who_holds_the_directory(tmp_path):
+def test_second_job_error_names_the_holder(tmp_path):
     with Job(hold, tmp_path, "gpt", True) as job:
         path, _ = job.hear()
         holder = RunDirectory.is_locked(path)
@@ -137,7 +137,7 @@ def fork_a_child(run):
     return child
 
 
-def test_kill_9_frees_the_directory_although_a_forked_child_lives_on(tmp_path):
+def test_kill_frees_directory_despite_forked_child(tmp_path):
     with Job(hold, tmp_path, "gpt", True, fork_a_child) as job:
         path, child = job.hear()
         try:
@@ -161,7 +161,7 @@ def fork_an_heir(run):
     return child
 
 
-def test_a_child_that_outlives_its_job_can_claim_the_directory(tmp_path):
+def test_child_that_outlives_its_job_can_claim(tmp_path):
     with Job(hold, tmp_path, "gpt", True, fork_an_heir) as job:
         path, child = job.hear()
         try:
@@ -184,7 +184,7 @@ def fork_a_child_that_meddles(run):
     return os.waitstatus_to_exitcode(status)
 
 
-def test_a_forked_child_sees_the_lock_and_cannot_drop_it(tmp_path):
+def test_forked_child_sees_but_cannot_release_the_lock(tmp_path):
     with Job(hold, tmp_path, "gpt", True, fork_a_child_that_meddles) as job:
         path, child_exit = job.hear()
         assert child_exit == 0
@@ -200,14 +200,14 @@ def lock_and_let_go(connection, path):
         connection.recv()
 
 
-def test_a_lock_that_is_just_being_freed_is_waited_for(tmp_path):
+def test_claim_waits_for_a_lock_being_released(tmp_path):
     RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
     with Job(lock_and_let_go, tmp_path / "gpt" / ".lock") as job:
         assert job.hear() == "locked"
         RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
 
 
-def test_a_claim_removes_the_leftovers_of_killed_saves_and_nothing_else(tmp_path):
+def test_claim_removes_only_leftovers_of_killed_saves(tmp_path):
     folder = tmp_path / "gpt" / "checkpoints"
     write_checkpoint(folder / "step-1", {"model": {"w": torch.ones(2)}}, {}, info={})
     (folder / "step-2.tmp-01234567" / "model").mkdir(parents=True)
@@ -226,13 +226,13 @@ def test_a_claim_removes_the_leftovers_of_killed_saves_and_nothing_else(tmp_path
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/etc", "../up", "a\\b", "a\0", "a\nb"])
 @pytest.mark.parametrize("reuse", [True, False])
-def test_a_name_that_is_no_plain_directory_name_is_refused(tmp_path, name, reuse):
+def test_invalid_run_names_are_refused(tmp_path, name, reuse):
     with pytest.raises(ConfigError, match="cannot name a run"):
         RunDirectory.claim(tmp_path / "runs", name, reuse=reuse)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_in_the_way_is_named_with_the_reason(tmp_path):
+def test_file_in_the_way_is_named(tmp_path):
     (tmp_path / "file").touch()
     for root, name in ((tmp_path / "file", "gpt"), (tmp_path, "file"), (tmp_path / "file" / "deep", "gpt")):
         with pytest.raises(RunDirectoryError, match=r"/file.*(File exists|Not a directory).* Move what is in the way"):
@@ -249,7 +249,7 @@ def test_a_file_in_the_way_is_named_with_the_reason(tmp_path):
     assert RunDirectory.is_locked(tmp_path / "none") is None
 
 
-def test_a_linked_lock_file_is_refused_and_its_target_untouched(tmp_path):
+def test_linked_lock_file_is_refused_and_target_kept(tmp_path):
     (tmp_path / "gpt").mkdir()
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "gpt" / ".lock").symlink_to(tmp_path / "precious")
@@ -260,7 +260,7 @@ def test_a_linked_lock_file_is_refused_and_its_target_untouched(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 @pytest.mark.parametrize("operation", ["mkdir", "open", "pwrite", "fsync"])
-def test_a_directory_that_cannot_be_written_is_an_error_and_stays_free(tmp_path, monkeypatch, operation, code):
+def test_unwritable_directory_raises_and_stays_free(tmp_path, monkeypatch, operation, code):
     def refuse(*args, **kwargs):
         raise OSError(code, os.strerror(code), str(tmp_path / "gpt"))
 
@@ -286,7 +286,7 @@ def open_paths():
     return found
 
 
-def test_what_is_made_for_a_run_survives_a_power_loss(tmp_path, monkeypatch):
+def test_new_files_survive_power_loss(tmp_path, monkeypatch):
     synced, fsync = set(), os.fsync
 
     def noting(descriptor):
@@ -299,7 +299,7 @@ def test_what_is_made_for_a_run_survives_a_power_loss(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_warned_about_and_used(tmp_path, monkeypatch, code):
+def test_file_system_without_locks_warns_and_works(tmp_path, monkeypatch, code):
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
@@ -316,7 +316,7 @@ def test_a_file_system_without_locks_is_warned_about_and_used(tmp_path, monkeypa
     RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
 
 
-def test_what_is_started_again_takes_the_directory_of_its_own_name_and_number(tmp_path):
+def test_restarted_job_takes_directory_by_name_and_number(tmp_path):
     claims = [("gpt-2", False), ("gpt", False), ("gpt", False)]
 
     def attempt():

@@ -26,7 +26,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 LUMEN = [sys.executable, "-m", "lumen"]
 
 
-def test_how_a_run_stands_is_told_by_its_lock_and_by_what_it_said_last(listed):
+def test_status_comes_from_lock_and_last_log_line(listed):
     def start():
         return subprocess.Popen(
             [*LUMEN, "fit", "--config=line.yaml", "--trainer.max_epochs=10000000"],
@@ -58,7 +58,7 @@ def test_how_a_run_stands_is_told_by_its_lock_and_by_what_it_said_last(listed):
     assert listed()["line-2"]["status"] == "unknown"
 
 
-def test_a_killed_run_has_failed_at_every_log_level(listed):
+def test_killed_runs_are_failed_at_every_log_level(listed):
     Path("endings.py").write_text(ENDINGS)
     with pytest.raises(KeyError):
         fit("--model=tests.helpers.cli_tasks.Broken", "--trainer.name=killed")
@@ -69,7 +69,7 @@ def test_a_killed_run_has_failed_at_every_log_level(listed):
     assert (run["status"], run["error"]) == ("failed", None)  # of that before it nothing is said any more
 
 
-def test_the_log_of_a_failed_run_has_the_whole_traceback_and_the_list_of_runs_its_last_line(shown, capsys):
+def test_failed_run_logs_traceback_and_list_shows_error(shown, capsys):
     with pytest.raises(KeyError, match="nothing"):
         fit("--model=tests.helpers.cli_tasks.Broken", "--trainer.log_level=ERROR")
     assert "Traceback" not in capsys.readouterr().err  # whoever gets the error shows it
@@ -89,7 +89,7 @@ def newer(name):
     return any(path.name > name for path in find_checkpoints(Path("runs/line/checkpoints")))
 
 
-def test_going_on_with_a_run_changes_how_it_stands(listed):
+def test_resuming_changes_the_status(listed):
     fit("--trainer.max_epochs=1")
     assert listed()["line"]["status"] == "finished"
     words = [*LUMEN, "fit", "--config=line.yaml", "--trainer.max_epochs=10000000", "--trainer.resume=auto"]
@@ -105,7 +105,7 @@ def test_going_on_with_a_run_changes_how_it_stands(listed):
     assert listed()["line"]["status"] == "finished"
 
 
-def test_looking_disturbs_neither_who_holds_a_run_nor_who_takes_it(shown):
+def test_listing_disturbs_neither_holders_nor_claims(shown):
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom lumen.trainer.run_directory import RunDirectory\n"
         "for _ in range(300):\n    RunDirectory.claim(Path('runs'), 'mine', reuse=True).release()\n"
@@ -132,7 +132,7 @@ def test_names_and_values_of_strangers_do_no_harm(listed, shown):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not look")
-def test_what_this_user_may_not_read_is_named_and_the_rest_is_shown(tmp_path):
+def test_unreadable_runs_are_named_and_others_shown(tmp_path):
     for name in ("mine", "closed", "unreadable", "locked", "blocked"):
         small(Path(f"runs/{name}/checkpoints/step-1"))
     RunDirectory.claim(Path("runs"), "locked", reuse=True).release()

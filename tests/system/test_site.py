@@ -34,7 +34,7 @@ def site(tmp_path_factory):
     return built
 
 
-def test_every_page_of_the_documentation_is_in_the_navigation(site):
+def test_navigation_has_every_page(site):
     docs = ROOT / "docs"
     pages = {str(path.relative_to(docs).with_suffix("")) for path in docs.rglob("*.md") if path.parts[-2] != "site"}
     names = pages | {"tutorials/notebook", "contributing/index", "changelog"}
@@ -42,7 +42,7 @@ def test_every_page_of_the_documentation_is_in_the_navigation(site):
     assert names - linked == set()
 
 
-def test_the_reference_has_what_lumen_exports_and_every_command(site):
+def test_reference_has_every_export_and_command(site):
     pages = [path.read_text() for path in (site / "reference").glob("*.html")]
     found = [name for page in pages for name in re.findall(r'<h2 id="lumen\.(\w+)" class="doc doc-heading', page)]
     assert sorted(found) == sorted(lumen.__all__)
@@ -51,7 +51,7 @@ def test_the_reference_has_what_lumen_exports_and_every_command(site):
         assert f"usage: lumen {command} " in commands
 
 
-def test_a_link_out_of_the_documentation_leads_to_the_source(site):
+def test_links_out_of_docs_lead_to_source(site):
     page = (site / "guides/transformers.html").read_text()
     assert 'href="../source/models/bert.py.html"' in page
     assert "NameWriter" in (site / "source/models/gpt2.py.html").read_text()
@@ -59,7 +59,7 @@ def test_a_link_out_of_the_documentation_leads_to_the_source(site):
 
 @pytest.mark.skipif(BROWSER is None, reason="not proven here: it needs Chromium")
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1360, "light")])
-def test_pages_fit_their_window_and_ask_nothing_of_the_network(site, width, scheme):
+def test_pages_fit_their_window_and_work_offline(site, width, scheme):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -164,9 +164,7 @@ def stopped(undisturbed, number, receiver, phase, devices, launcher=(), code=Non
         (signal.SIGUSR1, "process group", "training", 1),
     ],
 )
-def test_a_stopped_job_saves_leaves_with_the_code_of_the_signal_and_goes_on(
-    undisturbed, number, receiver, phase, devices
-):
+def test_stopped_job_saves_returns_signal_code_and_resumes(undisturbed, number, receiver, phase, devices):
     stopped(undisturbed, number, receiver, phase, devices)
 
 
@@ -205,7 +203,8 @@ lumen.Trainer(
 @pytest.mark.parametrize(
     ("where", "devices", "stood"), [("save", 1, 4), ("step", 2, 3)], ids=["in a save", "a rank in a lock of C"]
 )
-def test_what_is_not_done_within_grace_s_is_left_and_the_newest_checkpoint_named(where, devices, stood):
+def test_unfinished_work_after_grace_s_is_abandoned(where, devices, stood):
+    """The output names the newest checkpoint."""
     Path("stuck.py").write_text(STUCK)
     words = [sys.executable, "stuck.py"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}

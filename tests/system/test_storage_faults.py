@@ -23,7 +23,7 @@ from tests.helpers.programs import numbers_of
 
 
 @pytest.mark.parametrize("pattern", ["step-2.tmp-*", "step-2.tmp-*/model/00000-00000.safetensors", "."])
-def test_a_directory_removed_meanwhile_is_an_error_and_no_checkpoint(tmp_path, pattern, monkeypatch):
+def test_directory_removed_during_save_raises_without_checkpoint(tmp_path, pattern, monkeypatch):
     folder = tmp_path / "checkpoints"
     small(folder / "step-1")
     written, write = [], writer.write_safetensors
@@ -83,7 +83,7 @@ class Faults:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("occupied", [False, True], ids=["free", "damaged there"])
-def test_a_fault_at_any_operation_leaves_all_or_nothing(tmp_path, forever, occupied):
+def test_fault_at_any_operation_leaves_all_or_nothing(tmp_path, forever, occupied):
     old = small(tmp_path / "step-1")
     for k in count(1):
         folder = tmp_path / str(k)
@@ -114,7 +114,7 @@ def test_a_fault_at_any_operation_leaves_all_or_nothing(tmp_path, forever, occup
     assert error is None
 
 
-def test_everything_is_on_the_disk_before_the_commit_and_the_commit_after_it(tmp_path, monkeypatch):
+def test_files_are_synced_before_commit_and_commit_after(tmp_path, monkeypatch):
     events = []
     real_fsync, real_rename = os.fsync, os.rename
 
@@ -136,7 +136,7 @@ def test_everything_is_on_the_disk_before_the_commit_and_the_commit_after_it(tmp
     assert events[commit + 1 :] == [str(path.parent)]
 
 
-def test_a_file_system_that_cannot_sync_directories_is_tolerated(tmp_path, monkeypatch):
+def test_file_system_without_directory_sync_is_tolerated(tmp_path, monkeypatch):
     real = os.fsync
 
     def fsync(descriptor):
@@ -182,7 +182,7 @@ def save_for_ever(folder, first):
             remove_checkpoint(folder / f"step-{step}")
 
 
-def test_kill_9_in_the_middle_of_saves_never_leaves_half_a_checkpoint(tmp_path):
+def test_killed_saves_never_leave_partial_checkpoints(tmp_path):
     rng = random.Random(0)
     leftovers = 0
     for life in range(15):
@@ -223,7 +223,7 @@ print(written - start, peak() - start)
 """
 
 
-def test_saving_and_loading_need_the_memory_of_one_tensor(tmp_path):
+def test_saving_and_loading_need_memory_of_one_tensor(tmp_path):
     written, read = numbers_of("-c", MEMORY, tmp_path)  # in MiB; the tensors have 8 each, 192 together
     assert written < 14
     assert read < 14

@@ -65,7 +65,7 @@ def check_fields(tree, known, at=""):
             check_fields(value, known, f"{at}.{name}")
 
 
-def test_the_script_of_slurm_has_a_task_per_gpu_and_is_one_that_bash_reads(capsys):
+def test_slurm_script_is_bash_with_task_per_gpu(capsys):
     text = printed(capsys, "--on", "slurm", "--nodes", "2", "--gpus-per-node", "8", "--time", "1:00:00")
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.M))
@@ -81,14 +81,14 @@ def test_on_cpus_slurm_is_asked_for_no_gpus(capsys):
     assert "\nmodule load x\n" in text
 
 
-def test_the_driver_of_ray_is_a_program_with_a_worker_per_gpu(capsys):
+def test_ray_driver_is_python_with_worker_per_gpu(capsys):
     text = printed(capsys, "--on", "ray", "--nodes", "2", "--gpus-per-node", "8", "--max-restarts", "5")
     (workers,) = [node.value for node in ast.walk(ast.parse(text)) if getattr(node, "arg", None) == "num_workers"]
     assert workers.value == 16
     assert "FailureConfig(5)" in text
 
 
-def test_the_job_of_kubernetes_has_fields_that_there_are(capsys):
+def test_kubernetes_job_has_valid_fields(capsys):
     words = ["--on", "k8s", "--nodes", "2", "--gpus-per-node", "8", "--image", "me/x:1", "--volume", "shared"]
     policy, job = yaml.safe_load_all(printed(capsys, *words, "--time", "1:00:01", "--gpu", "H100"))
     own = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
@@ -102,7 +102,7 @@ def test_the_job_of_kubernetes_has_fields_that_there_are(capsys):
     assert job["spec"]["elasticPolicy"]["minReplicas"] == 2
 
 
-def test_the_task_of_skypilot_has_fields_that_there_are_and_a_command_that_bash_reads(capsys):
+def test_skypilot_task_has_valid_fields_and_valid_bash(capsys):
     words = ["--on", "sky", "--nodes", "2", "--gpus-per-node", "8", "--gpu", "H100", "--setup", "pip install ."]
     task = yaml.safe_load(printed(capsys, *words, "--image", "me/x:1"))
     check_fields(task, SKY)
@@ -129,18 +129,18 @@ def test_the_task_of_skypilot_has_fields_that_there_are_and_a_command_that_bash_
         (["--on", "slurm", "--partition", "a\n#SBATCH -N 9", *FIT], "--partition: expected a word of printable ASCII"),
     ],
 )
-def test_what_is_wrong_is_an_error_before_anything_is_written(words, said, capsys):
+def test_invalid_arguments_raise_before_writing(words, said, capsys):
     assert said in refused(capsys, *words)
 
 
-def test_without_the_engine_the_error_says_where_the_file_is_and_what_to_run(monkeypatch, capsys):
+def test_missing_engine_names_file_and_command_to_run(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["submit", "--on", "slurm", *FIT]) == 2
     assert "sbatch is not installed here. The job is in run.sbatch. Where it is, run: sbatch" in capsys.readouterr().err
     assert Path("run.sbatch").read_text().startswith("#!/bin/bash")
 
 
-def test_the_file_is_given_to_the_engines_own_program_whose_exit_code_counts(here, monkeypatch):
+def test_engine_gets_file_and_sets_the_exit_code(here, monkeypatch):
     (here / "bin").mkdir()
     (here / "bin/sky").write_text('#!/bin/sh\necho "$@" > asked\nexit 7\n')
     (here / "bin/sky").chmod(0o755)

@@ -19,7 +19,7 @@ def model():
     return SurnameGRU(ORIGINS).eval()
 
 
-def test_a_name_means_the_same_alone_and_beside_longer_ones(model):
+def test_padding_does_not_change_the_logits(model):
     names = ["Ek", "Hundertwasser", "Šimková", "van der Berg"]
     together = model(*pad(names))
     for name, logits in zip(names, together, strict=True):
@@ -48,7 +48,7 @@ def test_the_loss_is_the_mean_over_names(model):
     torch.testing.assert_close(model.training_step((*pad(names), labels)), torch.stack(each).mean())
 
 
-def test_a_prediction_is_the_name_its_likeliest_origin_and_how_likely_it_is(model):
+def test_prediction_has_name_origin_and_probability(model):
     batch = pad(["Ek", "Šimková"])
     likelihoods = model(*batch).softmax(-1)
     for line, name, row in zip(model.predict_step(batch), ["Ek", "Šimková"], likelihoods.tolist(), strict=True):
@@ -60,7 +60,7 @@ def best_accuracy(tmp_path):
     return json.loads((tmp_path / "values.json").read_text())[0]["val_acc"]
 
 
-def test_three_epochs_are_enough_for_three_of_four_names(tmp_path, capsys):
+def test_three_epochs_classify_three_of_four_names(tmp_path, capsys):
     run_model("fit", "surnames", tmp_path, "--trainer.max_epochs=3")
     assert best_accuracy(tmp_path) >= 0.75
     capsys.readouterr()
@@ -72,7 +72,7 @@ def test_three_epochs_are_enough_for_three_of_four_names(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(240)
-def test_the_config_tells_the_origin_of_four_of_five_names_and_ends_by_itself(tmp_path):
+def test_config_classifies_four_of_five_and_stops_early(tmp_path):
     run_model("fit", "surnames", tmp_path)
     assert best_accuracy(tmp_path) >= 0.80
     assert "finished: stopped early" in (tmp_path / "surnames/run.log").read_text()

@@ -31,7 +31,7 @@ def held_out(table):
     return data.test[:]
 
 
-def test_the_scale_is_that_of_the_rows_it_was_fit_to():
+def test_standardize_uses_statistics_of_fitted_rows():
     rows = torch.randn(50, 3) * torch.tensor([1.0, 100.0, 0.01]) + torch.tensor([5.0, -300.0, 0.0])
     scale = Standardize(3)
     assert torch.equal(scale(rows), rows)
@@ -41,18 +41,18 @@ def test_the_scale_is_that_of_the_rows_it_was_fit_to():
     torch.testing.assert_close(scale.inverse(scale(rows)), rows)
 
 
-def test_the_config_is_right_for_94_of_100_biopsies_it_never_saw(trained):
+def test_config_classifies_94_percent_of_test_biopsies(trained):
     _, found = trained
     assert found["breast_cancer"]["test_acc"] >= 0.94
     assert found["breast_cancer"]["test_auroc"] >= 0.98
 
 
-def test_the_config_explains_30_percent_of_the_variance_among_patients_it_never_saw(trained):
+def test_config_explains_30_percent_of_test_variance(trained):
     _, found = trained
     assert found["diabetes"]["test_r2"] >= 0.30
 
 
-def test_the_values_of_the_test_are_those_of_all_its_rows_together(trained):
+def test_metrics_of_test_cover_all_rows(trained):
     root, found = trained
     rows, labels = held_out("breast_cancer")
     logits = best(Classifier(30), "breast_cancer", root)(rows)
@@ -75,7 +75,7 @@ def best(model, name, root):
     return model.eval().requires_grad_(False)
 
 
-def test_the_saved_scale_is_that_of_the_training_rows_only(trained):
+def test_saved_scale_uses_training_rows_only(trained):
     root, _ = trained
     data = Tabular("diabetes")
     data.setup("fit")
@@ -97,7 +97,7 @@ def test_predictions_are_for_people(trained, capsys):
     assert [line.partition("%")[0].split()[-1] for line in lines] == [f"{100 * p:.1f}" for p in likelihoods]
 
 
-def test_predictions_of_a_regression_are_in_the_units_of_the_table(trained, capsys):
+def test_regression_predictions_are_in_original_units(trained, capsys):
     root, _ = trained
     rows, targets = held_out("diabetes")
     run_model("predict", "diabetes", root, "--ckpt_path=best")

@@ -27,7 +27,7 @@ fit_saying(Path("."), "mine")
         ),
     ],
 )
-def test_no_line_is_shown_twice_and_a_program_that_shows_them_itself_does(tmp_path, setup, shown):
+def test_user_messages_are_shown_once_despite_user_handlers(tmp_path, setup, shown):
     _, found = run_python("-c", SCRIPT.format(setup=setup), cwd=tmp_path)
     assert [line for line in found.splitlines() if "said" in line] == shown
     log = (tmp_path / "runs/run/run.log").read_text()

@@ -45,7 +45,7 @@ def rows(ran):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(900)
-def test_all_is_proven_of_a_clean_task_and_the_certificate_says_when_a_number_changes():
+def test_clean_task_is_proven_and_certificate_detects_changes():
     ran = verify(dropout=0.3)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
     assert " proven" in ran.stdout
@@ -68,7 +68,7 @@ def test_all_is_proven_of_a_clean_task_and_the_certificate_says_when_a_number_ch
 
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
-def test_other_versions_and_devices_are_told_and_are_no_change_of_what_was_proven():
+def test_other_versions_or_devices_are_no_change():
     only = ["--only", "validation"]
     assert verify(*only).returncode == 0
     with open("certificate.json") as file:
@@ -88,7 +88,7 @@ def test_other_versions_and_devices_are_told_and_are_no_change_of_what_was_prove
 
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
-def test_the_certificate_of_the_demo_is_repeated_on_any_later_day():
+def test_demo_certificate_is_reproducible():
     words = ["--config", "models/gpt.yaml", "--against", "docs/gpt-certificate.json", "--json"]
     command = [sys.executable, "-m", "lumen", "verify", *words]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -105,13 +105,13 @@ def test_the_certificate_of_the_demo_is_repeated_on_any_later_day():
 
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
-def test_data_that_follows_the_training_is_tried_with_no_workers_and_told():
+def test_data_following_training_is_reported_without_workers():
     (row,) = rows(verify("--only", "workers", "--json", "--data", "null", task="Plays")).values()
     assert (row["verdict"], row["cause"]["kind"]) == ("not shown", "nothing to compare")
     assert "its data set follows the training" in row["cause"]["text"]
 
 
-def test_a_process_that_is_done_leaves_the_others_their_time(tmp_path, monkeypatch):
+def test_finished_process_leaves_others_their_time(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "_PATIENCE_S", 0.2)
     runs = worker.Pool(Make(LateOnRankZero), SIZE, tmp_path, 2, worker.libraries())
     try:
@@ -135,7 +135,8 @@ print(result.failure, len(result.outcomes))
 """
 
 
-def test_more_modules_than_a_command_line_holds_may_be_imported_and_one_that_fails_is_left_out(tmp_path):
+def test_many_or_failing_modules_can_be_imported(tmp_path):
+    """More than a command line holds; one that cannot be imported is left out."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "mine_is_broken.py").write_text("raise KeyError('mine')")
     done = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, check=False)
@@ -143,7 +144,7 @@ def test_more_modules_than_a_command_line_holds_may_be_imported_and_one_that_fai
 
 
 @pytest.mark.time_limit(300)
-def test_a_task_with_a_state_of_its_own_fails_where_it_is_killed_and_the_module_is_named():
+def test_state_lost_by_kills_names_its_module():
     ran = verify("--only", "kills", "--json", task="Within", module="Counts")
     assert ran.returncode == 1
     found = rows(ran)
@@ -155,7 +156,7 @@ def test_a_task_with_a_state_of_its_own_fails_where_it_is_killed_and_the_module_
 
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
-def test_the_order_of_a_set_is_found_by_an_interpreter_of_its_own():
+def test_set_order_is_found_with_separate_interpreter():
     (row,) = rows(verify("--only", "again", "--json", task="Within", module="Unordered")).values()
     assert (row["verdict"], row["cause"]["kind"]) == ("failed", "an operation is not deterministic")
     assert "a set, whose order" in row["cause"]["text"]
@@ -163,7 +164,7 @@ def test_the_order_of_a_set_is_found_by_an_interpreter_of_its_own():
 
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
-def test_parameters_that_a_hook_replaces_are_told_before_anything_is_compared():
+def test_replaced_parameters_are_reported_before_comparing():
     (row,) = rows(verify("--json", task="Replaced")).values()
     assert (row["what"], row["verdict"]) == ("the task trains", "failed")
     assert "the optimizer holds 2 parameters that are not the task's" in row["cause"]["text"]

@@ -140,7 +140,7 @@ def ways(*, lazily):
 # ---------------------------------------------------------------------- floors
 
 
-def test_a_module_imports_only_from_floors_below_its_own():
+def test_modules_import_only_from_lower_floors():
     upward = {(importer, found) for importer, found in ways(lazily=False) if floor(found) >= floor(importer)}
     assert upward == set()
     for name in FLOORS:
@@ -166,7 +166,7 @@ def test_no_module_imports_itself_in_a_circle():
     assert len(list(TopologicalSorter(graph).static_order())) == len(SOURCES)
 
 
-def test_the_package_itself_imports_nothing_until_it_is_asked():
+def test_package_imports_nothing_until_used():
     assert {name.split(".")[0] for name in imported_by("lumen", lazily=False)} <= {
         "__future__",
         "ast",
@@ -179,7 +179,7 @@ def test_the_package_itself_imports_nothing_until_it_is_asked():
     }
 
 
-def test_lumen_does_not_know_the_models_that_use_it():
+def test_lumen_does_not_import_models_or_tests():
     for module in SOURCES:
         for lazily in (False, True):
             found = {name.split(".")[0] for name in imported_by(module, lazily=lazily)}
@@ -278,7 +278,7 @@ class Looked(Regression):
         ({"strategy": "ddp"}, 1),
     ],
 )
-def test_few_frames_lie_between_fit_and_what_a_user_steps_through(tmp_path, options, more):
+def test_few_frames_lie_between_fit_and_user_code(tmp_path, options, more):
     task = Looked()
     task.stacks = []
     quiet_trainer(tmp_path, max_steps=2, val_check_interval=2, num_sanity_val_steps=0, **options).fit(
@@ -314,7 +314,7 @@ def parameters(function, skip):
     return [(each.name, each.kind, each.default) for each in found[skip:]]
 
 
-def test_every_hook_exists_on_callback_and_task_with_the_same_arguments():
+def test_hooks_have_same_arguments_on_callback_and_task():
     not_hooks = {"state_key", "state_dict", "load_state_dict", "stops_at_steps", "reads_step_loss", "around_validation"}
     not_hooks |= {"evaluated_state", "log", "log_dict"}
     hooks = [name for name in vars(lumen.Callback) if not name.startswith("_") and name not in not_hooks]
@@ -330,7 +330,7 @@ def test_every_hook_exists_on_callback_and_task_with_the_same_arguments():
         ]
 
 
-def test_every_hook_of_the_task_is_a_hook_of_callbacks_or_of_transfers_or_modes():
+def test_task_hooks_are_callback_transfer_or_mode_hooks():
     of_the_task_alone = {"on_before_batch_transfer", "on_after_batch_transfer", *MODE_HOOKS}
     hooks = {name for name, each in inspect.getmembers(lumen.TaskModule, callable) if name.startswith("on_")}
     assert hooks == {name for name in HOOKS if name.startswith("on_")} | of_the_task_alone
@@ -373,7 +373,7 @@ class Weighted(Regression):
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_a_strategy_of_the_users_own_trains_with_the_same_bits(tmp_path, algorithm):
+def test_custom_strategy_trains_exactly(tmp_path, algorithm):
     counting, tasks = Counting(), (Weighted(dropout=0.2), Weighted(dropout=0.2))
     for task, strategy in zip(tasks, ("auto", counting), strict=True):
         trainer = quiet_trainer(
@@ -414,7 +414,7 @@ def test_nobody_asks_a_strategy_for_its_name():
                 assert not asked & {"Strategy", "strategy"}, f"{module}:{node.lineno}"
 
 
-def test_the_house_is_no_larger_than_one_can_remember():
+def test_numbers_of_floors_and_rooms_are_limited():
     assert len(FLOORS) <= 11
     assert len({each.stem for each in ROOT.iterdir()} - {"__pycache__"}) <= 25
 
@@ -468,13 +468,14 @@ def test_nobody_asks_what_a_place_is_kept_by():
     assert asking == ["lumen.checkpoint.format.storage"]
 
 
-def test_what_only_a_path_of_this_machine_has_is_asked_for_where_locks_logs_and_links_are():
+def test_as_local_is_imported_only_where_needed():
+    """Only modules with locks, logs or links may depend on a path of this machine."""
     assert {
         module for module in SOURCES if "lumen.checkpoint.format.storage.as_local" in names_imported_by(module)
     } == {"lumen.callbacks.checkpoint_names", "lumen.checkpoint.load.weights_source", "lumen.tools.runs.find"}
 
 
-def test_one_module_reads_pickles_and_by_torchs_reader_of_weights():
+def test_one_module_reads_pickles_with_weights_only():
     reading = []
     for module, tree in SOURCES.items():
         for node in ast.walk(tree):
@@ -790,7 +791,7 @@ def is_method(member):
     return inspect.isroutine(member) or isinstance(member, property)
 
 
-def test_every_class_is_abstract_or_final_or_made_for_users():
+def test_every_class_is_abstract_final_or_open():
     for cls in all_classes():
         assert (
             inspect.isabstract(cls)
@@ -811,7 +812,7 @@ def test_no_method_is_overridden_twice():
             assert len(owners) <= 2, f"{name} is defined by {', '.join(owners)}"
 
 
-def test_nothing_is_defined_where_the_class_test_does_not_look():
+def test_no_classes_are_nested():
     """A class inside a function or another class would escape the tests above."""
     for module, tree in SOURCES.items():
         on_top = {node for node in ast.walk(tree) if isinstance(node, ast.Module) for node in node.body}

@@ -40,7 +40,7 @@ def test_the_security_page_names_tests_that_exist():
 
 
 @pytest.mark.parametrize("page", NAMES)
-def test_every_file_and_function_that_a_page_names_exists(page):
+def test_files_and_functions_named_in_pages_exist(page):
     named = PATH.findall(PAGES[page])
     for path, name in named:
         if (ROOT / path).exists():
@@ -51,7 +51,7 @@ def test_every_file_and_function_that_a_page_names_exists(page):
     assert named or page == "docs/reference/checkpoint-format.md"
 
 
-def test_the_page_on_architecture_has_every_room_on_its_floor():
+def test_architecture_page_lists_every_room_on_its_floor():
     of_page = [{name.strip("`") for floor, name, _ in rows(NAMES[0], "Rooms") if floor == str(number)}
                for number in range(1, len(FLOORS) + 1)]  # fmt: skip
     assert of_page == [*FLOORS]
@@ -59,7 +59,7 @@ def test_the_page_on_architecture_has_every_room_on_its_floor():
     assert {name for floor in of_page for name in floor} == on_disk - {"__init__", "__main__"}
 
 
-def test_the_page_on_architecture_names_the_parts_that_a_run_has():
+def test_architecture_page_names_parts_of_run():
     parts = {name.strip("`") for name, _, _ in rows(NAMES[0], "The parts of a run")}
     tree = ast.parse((ROOT / "run/run.py").read_text())
     (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
@@ -94,7 +94,7 @@ def test_each_promise_names_files_tests_and_readme_row():
 OF_TORCH = {"all_reduce", "all_gather", "broadcast_object_list", "gather_object", "all_gather_object", "full_tensor"}
 
 
-def test_the_page_on_processes_tells_of_each_collective_method():
+def test_collectives_page_lists_every_collective_method():
     assert {name.strip("`") for name, _, _ in rows(COLLECTIVES, "The methods")} == COLLECTIVE
 
 
@@ -108,7 +108,7 @@ def communicates(node):
     return name in (COLLECTIVE | OF_TORCH | {"agree"}) - {"connect"}
 
 
-def test_the_page_on_processes_names_every_file_that_makes_them_communicate():
+def test_collectives_page_names_every_file_that_communicates():
     named = {path for path, _ in PATH.findall(PAGES[COLLECTIVES])}
     files = {
         str(Path(*module.split(".")[1:]).with_suffix(".py"))
@@ -118,7 +118,7 @@ def test_the_page_on_processes_names_every_file_that_makes_them_communicate():
     assert files - named == set()
 
 
-def test_the_page_on_processes_tells_the_numbers_that_are_counted():
+def test_collectives_page_has_counted_numbers():
     page, vote = PAGES[COLLECTIVES], communication.VOTE
     assert f"by a sum of **{vote} numbers**" in " ".join(page.split())
     assert f"1 `gather` (**{communication.GATHER} collectives**)" in page
@@ -128,7 +128,7 @@ def test_the_page_on_processes_tells_the_numbers_that_are_counted():
     assert votes["an epoch ends"] == votes["training begins"] == vote + 2
 
 
-def test_the_page_on_processes_counts_an_epoch_as_its_test_does():
+def test_collectives_page_counts_epochs_as_tested():
     table = re.search(r"Counted for an epoch of one step:\n\n(.*?)\n\n", PAGES[COLLECTIVES], re.S)[1]
     assert [tuple(map(int, re.findall(r"\| (\d+)", row))) for row in table.splitlines()[2:]] == [
         *communication.EPOCHS.values()

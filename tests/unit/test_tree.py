@@ -61,7 +61,7 @@ def test_units_start_no_process(tree):
 
 
 @pytest.mark.parametrize("tree", in_rooms("helpers", *ROOMS))
-def test_what_several_files_of_tests_use_is_a_helper(tree):
+def test_shared_test_code_is_in_helpers(tree):
     own = {name for name in TREES if TREES[name] is tree}
     tests = {name.removesuffix(".py").replace("/", ".") for name, each in TREES.items() if of_file(each)}
     known = {f"tests.{name}" for name in tests - {name.removesuffix(".py").replace("/", ".") for name in own}}

@@ -44,7 +44,7 @@ def train(folder, steps=6, **options):
     return {name: value.numpy() for name, value in whole(task).items()}
 
 
-def test_a_run_that_is_cut_sees_the_scenes_of_the_whole_one(tmp_path):
+def test_resumed_run_sees_the_same_scenes(tmp_path):
     whole_run = train(tmp_path / "whole", limit_val_batches=0)
     for steps in (2, 6):
         cut = train(tmp_path / "cut", steps, limit_val_batches=0)
@@ -61,7 +61,7 @@ def average_precision(folder):
     return metrics
 
 
-def test_the_mean_average_precision_of_two_processes_is_that_of_one(group, tmp_path):
+def test_mean_average_precision_equals_single_process(group, tmp_path):
     alone = average_precision(tmp_path / "alone")
     for each in group(2).run(average_precision, tmp_path / "two"):
         assert each == alone

@@ -26,7 +26,7 @@ def train(folder, steps=6, batch_size=16, **options):
     return {name: value.numpy() for name, value in whole(task).items()} | {"rates": rates}
 
 
-def test_a_run_that_is_cut_mixes_what_the_whole_one_does(tmp_path):
+def test_resumed_run_mixes_the_same_images(tmp_path):
     """Images, MixUp or CutMix, the rates of timm's schedule, and the average."""
     whole_run = train(tmp_path / "whole", steps=9)
     for steps in (4, 7, 9):

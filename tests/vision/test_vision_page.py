@@ -5,7 +5,7 @@ from tests.helpers.pages import programs_run
 from tests.helpers.tables import rows_of
 
 
-def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
+def test_programs_of_page_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert list(programs_run("docs/guides/vision.md"))
     for run, name in (("mixed", "val_acc"), ("found", "map")):

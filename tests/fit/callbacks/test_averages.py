@@ -68,7 +68,7 @@ def loss_of(state):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_mean_of_the_last_has_the_bits_of_the_one_by_hand_in_whatever_reads_it(dtype):
+def test_mean_of_last_checkpoints_is_exact_everywhere(dtype):
     states = train()
     if dtype != torch.float64:
         for step, state in states.items():
@@ -91,7 +91,7 @@ def test_the_mean_of_the_last_has_the_bits_of_the_one_by_hand_in_whatever_reads_
         assert trainer.validate(Normed(), loader(**DATA), source, average="last:3") == loss_of(expected)
 
 
-def test_the_last_are_those_up_to_the_one_that_is_named_and_the_best_are_by_the_monitor():
+def test_average_last_ends_at_path_best_follows_monitor():
     states = train()
     read = Turning.load_from_checkpoint
     until = read(f"{RUN}/checkpoints/step-00000006", average="last:2")
@@ -137,7 +137,7 @@ def test_means_of_bfloat16_checkpoints_export_in_float32():
     assert same(load_file("wide.safetensors"), expected)
 
 
-def test_paths_and_files_of_others_have_a_mean_too(capsys):
+def test_average_accepts_paths_and_safetensors_files(capsys):
     states = train()
     paths = [f"{RUN}/checkpoints/step-{step:08d}" for step in (2, 8)]
     expected = mean([states[2], states[8]])
@@ -327,7 +327,7 @@ def test_best_is_what_was_validated(callback, precision, caplog):
         assert torch.equal(each, exported[name].to(each.dtype))
 
 
-def test_an_evaluation_may_be_of_what_a_callback_has_averaged():
+def test_evaluation_accepts_average_of_a_callback():
     ema = lumen.EMA(decay=0.7)
     states = train(ema, task=Normed(), val_check_interval=1.0)
     trainer = bare_trainer(Path())

@@ -57,7 +57,7 @@ def test_saves_are_said_on_request(tmp_path, caplog, verbose):
     assert any(each.startswith(("saved ", "saving ")) for each in said) is verbose
 
 
-def test_what_asks_for_nothing_of_a_checkpoint_is_taken():
+def test_model_checkpoint_accepts_neutral_lightning_arguments():
     neutral = {name: values[0] for name, values in NEUTRAL_IN_CHECKPOINTS.items()}
     assert lumen.ModelCheckpoint(save_last=None, verbose=False, every_n_train_steps=None, **neutral).keep_last == 2
     for name, values in NEUTRAL_IN_CHECKPOINTS.items():
@@ -72,14 +72,14 @@ def test_what_asks_for_nothing_of_a_checkpoint_is_taken():
         ("save_on_train_epoch_end", False), ("every_n_val_epochs", 2), ("period", 1), ("prefix", "best"),
     ],
 )  # fmt: skip
-def test_what_a_checkpoint_cannot_do_says_what_to_write(name, value):
+def test_model_checkpoint_rejects_unsupported_arguments_with_a_hint(name, value):
     with pytest.raises(ConfigError) as caught:
         lumen.ModelCheckpoint(**{name: value})
     assert str(caught.value) == f"ModelCheckpoint has no argument {name}. {INSTEAD_IN_CHECKPOINTS[name]}"
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES_OF_CHECKPOINTS)
-def test_an_attribute_that_only_lightnings_checkpoint_has_says_what_to_read(name):
+def test_missing_lightning_attributes_name_their_replacement(name):
     saver = lumen.ModelCheckpoint()
     assert not hasattr(saver, name)
     with pytest.raises(AttributeError) as caught:
@@ -92,7 +92,7 @@ def test_an_attribute_that_only_lightnings_checkpoint_has_says_what_to_read(name
 # ---------------------------------------------------------------------- EarlyStopping
 
 
-def test_a_stop_has_its_reason_and_its_best_score(tmp_path):
+def test_early_stopping_has_stopping_reason_and_best_score(tmp_path):
     stopping = lumen.EarlyStopping("score", patience=2, log_rank_zero_only=False)
     assert (stopping.stopping_reason, stopping.stopped_epoch) == ("not_stopped", 0)
     assert stopping.best_score.item() == math.inf
@@ -116,15 +116,15 @@ def test_thresholds_are_reasons_too(tmp_path, options, reason, epochs):
 
 
 @pytest.mark.parametrize(("at_epochs", "step"), [(None, 4), (False, 4), (True, 6)])
-def test_a_monitor_is_looked_at_when_it_is_new_or_at_the_end_of_epochs_alone(tmp_path, at_epochs, step):
-    """A validation after each step, two in an epoch: 4 1, 3 2, 5 6, 7 8; the newest at the ends are 1 2 6 8."""
+def test_early_stopping_checks_new_values_or_epoch_ends(tmp_path, at_epochs, step):
+    """Two validations an epoch: 4 1, 3 2, 5 6, 7 8; the newest at the ends are 1 2 6 8."""
     stopping = lumen.EarlyStopping("score", patience=2, check_on_train_epoch_end=at_epochs)
     trainer = fit(tmp_path, stopping, make=bare_trainer, epochs=9, val_check_interval=1)
     assert (stopping.best_score, trainer.global_step) == (1.0, step)
 
 
-def test_a_value_that_waits_for_the_end_of_its_epoch_is_looked_at_after_a_resume(tmp_path):
-    """Interrupted after the first validation of an epoch, whose value is seen at its end alone."""
+def test_pending_value_is_checked_after_resume(tmp_path):
+    """Interrupted after the first validation of an epoch, whose value is seen at its end only."""
 
     def run(name, **options):
         stopping = lumen.EarlyStopping("score", patience=2, check_on_train_epoch_end=True)
@@ -152,7 +152,7 @@ def test_a_value_that_waits_for_the_end_of_its_epoch_is_looked_at_after_a_resume
 # ---------------------------------------------------------------------- others
 
 
-def test_what_asks_for_nothing_of_other_callbacks_is_taken(tmp_path):
+def test_other_callbacks_accept_neutral_lightning_arguments(tmp_path):
     assert lumen.Timer(verbose=False).time_remaining("train") is None
     assert lumen.LearningRateMonitor(logging_interval=None).logging_interval == "step"
     lumen.OnExceptionCheckpoint(tmp_path, filename="on_exception")
@@ -160,7 +160,7 @@ def test_what_asks_for_nothing_of_other_callbacks_is_taken(tmp_path):
         lumen.OnExceptionCheckpoint(tmp_path, filename="crash")
 
 
-def test_what_asks_for_nothing_of_a_trainer_is_taken():
+def test_trainer_accepts_neutral_lightning_arguments():
     trainer = lumen.Trainer(
         barebones=False, plugins=None, use_distributed_sampler=True, enable_autolog_hparams=True, model_registry=None,
         logger=None, enable_checkpointing=None, enable_progress_bar=None, num_sanity_val_steps=None, precision=None,
@@ -174,7 +174,7 @@ def test_what_asks_for_nothing_of_a_trainer_is_taken():
         lumen.Trainer(use_distributed_sampler=False)
 
 
-def test_an_operation_that_is_not_deterministic_is_a_warning_on_request(tmp_path):
+def test_deterministic_warn_only_warns(tmp_path):
     seen = []
 
     class Looking(Regression):

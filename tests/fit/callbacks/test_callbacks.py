@@ -37,7 +37,7 @@ def test_early_stopping_stops_at_the_right_epoch(tmp_path, values, options, epoc
 
 
 @pytest.mark.parametrize("options", [{"verbose": True}, {}])
-def test_early_stopping_says_how_each_value_compares_if_asked_to(tmp_path, options):
+def test_verbose_early_stopping_logs_each_comparison(tmp_path, options):
     stopping = lumen.EarlyStopping("score", patience=2, **options)
     trainer = fit_scripted(tmp_path, [5, 4, 4.5, 6, 1], [stopping], log_level="INFO")
     said = [line.split(" INFO ")[1] for line in (trainer.run_directory / "run.log").read_text().splitlines()]
@@ -64,7 +64,7 @@ def test_early_stopping_says_how_each_value_compares_if_asked_to(tmp_path, optio
     ],
 )
 @pytest.mark.parametrize("cut", [None, 2])
-def test_a_stop_that_waits_for_the_minimum_is_taken_back_by_a_new_best(tmp_path, values, minimum, options, epochs, cut):
+def test_new_best_cancels_a_stop_waiting_for_minimum(tmp_path, values, minimum, options, epochs, cut):
     if cut is not None:
         fit_scripted(
             tmp_path, values, [lumen.EarlyStopping("score", **{"patience": 1} | options)], max_epochs=cut, **minimum
@@ -102,7 +102,7 @@ def seldom(tmp_path, callbacks, names=("score",), **options):
     return trainer
 
 
-def test_callbacks_look_at_new_values_only_also_after_a_resume(tmp_path):
+def test_callbacks_ignore_stale_values_even_after_resume(tmp_path):
     def callbacks():
         return [lumen.EarlyStopping("score", patience=1), lumen.ModelCheckpoint(monitor="score", save_top_k=9)]
 
@@ -114,7 +114,7 @@ def test_callbacks_look_at_new_values_only_also_after_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [lumen.EarlyStopping, lumen.ModelCheckpoint])
-def test_a_monitor_that_is_not_logged_any_more_is_an_error_after_a_resume(tmp_path, kind):
+def test_unlogged_monitor_after_resume_raises(tmp_path, kind):
     options = {"check_val_every_n_epoch": 2}
     seldom(tmp_path, [kind(monitor="score")], max_epochs=2, **options)
     seldom(tmp_path, [kind(monitor="score")], ["other"], max_epochs=3, resume="auto", **options)  # none was validated
@@ -151,7 +151,7 @@ MONITORS = {
         ("loss_step", {"on_epoch": True}, "'loss_step' has values of single steps only.*of an epoch is 'loss_epoch'"),
     ],
 )  # fmt: skip
-def test_a_monitor_of_single_steps_is_an_error_that_says_what_to_write(tmp_path, who, monitor, options, message):
+def test_per_step_monitor_raises_with_a_fix(tmp_path, who, monitor, options, message):
     data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
     trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=MONITORS[who](monitor))
     with pytest.raises(ConfigError, match=f"{who}: the monitor {message}"):
@@ -182,13 +182,13 @@ class Plateau(PerStep):
         return [optimizer], [{"scheduler": scheduler, "interval": self.interval, "monitor": "loss"}]
 
 
-def test_a_schedule_that_moves_by_epochs_cannot_look_at_single_steps(tmp_path):
+def test_epoch_schedule_rejects_per_step_monitor(tmp_path):
     data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
     with pytest.raises(ConfigError, match=r"lr_scheduler: the monitor 'loss' is logged per step only.*on_epoch=True"):
         quiet_trainer(tmp_path, max_epochs=3).fit(Plateau("epoch"), data)
 
 
-def test_what_a_schedule_sees_of_single_steps_is_nothing_for_callbacks(tmp_path):
+def test_callbacks_do_not_see_per_step_values(tmp_path):
     data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
     trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=MONITORS["ModelCheckpoint"]("loss"))
     with pytest.raises(ConfigError, match="ModelCheckpoint: the monitor 'loss' is logged per step only"):
@@ -196,7 +196,7 @@ def test_what_a_schedule_sees_of_single_steps_is_nothing_for_callbacks(tmp_path)
 
 
 @pytest.mark.parametrize("callback", [lumen.EarlyStopping("scroe"), lumen.ModelCheckpoint(monitor="scroe")])
-def test_a_monitor_never_logged_is_an_error_that_names_what_was(tmp_path, callback):
+def test_never_logged_monitor_raises_and_lists_logged_names(tmp_path, callback):
     with pytest.raises(ConfigError, match="'scroe' was never logged; logged so far: score"):
         fit_scripted(tmp_path, [1, 2], [callback])
 
@@ -228,7 +228,7 @@ def rows(tmp_path, name="run"):
 # ---------------------------------------------------------------------- functions as callbacks
 
 
-def test_functions_are_called_at_their_hooks_and_no_other_hook_is(tmp_path):
+def test_lambda_callback_runs_only_the_given_hooks(tmp_path):
     calls = []
     functions = lumen.LambdaCallback(
         setup=lambda trainer, task, stage: calls.append(("setup", stage)),
@@ -269,7 +269,7 @@ def timed(tmp_path, timer, task=None, **options):
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("interval", "steps"), [("step", 3), ("epoch", 4)])
-def test_a_timer_ends_training_when_its_time_is_used_up(tmp_path, interval, steps):
+def test_timer_ends_training_at_its_limit(tmp_path, interval, steps):
     timer = lumen.Timer({"seconds": 0.12}, interval)
     trainer = timed(tmp_path, timer)
     assert trainer.global_step == steps
@@ -302,7 +302,7 @@ def test_a_timer_tells_the_time_of_each_stage(tmp_path, clock):
         timer.time_elapsed("fit")
 
 
-def test_a_timer_counts_the_parts_of_a_resumed_run_and_goes_on_when_given_more_time(tmp_path, clock):
+def test_timer_counts_resumed_time_and_accepts_more(tmp_path, clock):
     first = lumen.Timer({"seconds": 0.12})
     assert timed(tmp_path, first).global_step == 3
     same = lumen.Timer({"seconds": 0.12})
@@ -342,7 +342,7 @@ def optimized(tmp_path, monitor, make, **options):
     return rows(tmp_path)
 
 
-def test_the_rate_of_each_update_is_logged_with_momentum_and_weight_decay(tmp_path):
+def test_lr_monitor_logs_rate_momentum_and_weight_decay(tmp_path):
     monitor = lumen.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
     found = optimized(
         tmp_path, monitor, lambda net: torch.optim.SGD(net.parameters(), 0.5, momentum=0.75, weight_decay=0.125)
@@ -352,7 +352,7 @@ def test_the_rate_of_each_update_is_logged_with_momentum_and_weight_decay(tmp_pa
     assert {(row["momentum"], row["weight_decay"]) for row in steps} == {("0.75", "0.125")}
 
 
-def test_by_epoch_the_values_of_its_first_update_are_logged_for_each_group(tmp_path):
+def test_lr_monitor_logs_first_update_of_each_epoch(tmp_path):
     monitor = lumen.LearningRateMonitor(logging_interval="epoch", log_momentum=True)
 
     def make(net):
@@ -368,7 +368,7 @@ def test_by_epoch_the_values_of_its_first_update_are_logged_for_each_group(tmp_p
     assert {row["momentum/group_1"] for row in logged} == {"0.875"}
 
 
-def test_groups_with_names_are_logged_under_them_and_with_numbers_where_they_share_one(tmp_path):
+def test_lr_monitor_names_groups_and_numbers_duplicates(tmp_path):
     def make(net):
         kinds = [{"name": "low"}, {"name": "top"}, {"name": "top", "lr": 0.25}, {}]
         parameters = list(net.parameters())
@@ -379,7 +379,7 @@ def test_groups_with_names_are_logged_under_them_and_with_numbers_where_they_sha
     assert rates == {"lr/low": "0.5", "lr/top 1": "0.5", "lr/top 2": "0.25", "lr/group_3": "0.5"}
 
 
-def test_what_the_optimizer_does_not_have_cannot_be_logged(tmp_path):
+def test_lr_monitor_rejects_momentum_the_optimizer_lacks(tmp_path):
     with pytest.raises(ConfigError, match=r"Adagrad has no momentum\. Leave log_momentum out"):
         optimized(
             tmp_path, lumen.LearningRateMonitor(log_momentum=True), lambda net: torch.optim.Adagrad(net.parameters())

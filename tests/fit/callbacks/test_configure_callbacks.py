@@ -47,7 +47,7 @@ def kinds(trainer):
     return [type(each).__name__ for each in trainer.callbacks]
 
 
-def test_they_join_the_trainers_before_those_that_save_in_every_stage(tmp_path):
+def test_configured_callbacks_join_before_savers_in_every_stage(tmp_path):
     for stage in ("fit", "validate", "test", "predict"):
         trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[lumen.Timer()])
         before = kinds(trainer)
@@ -55,7 +55,7 @@ def test_they_join_the_trainers_before_those_that_save_in_every_stage(tmp_path):
         assert kinds(trainer) == [*before[:-1], "Counting", "ModelCheckpoint"]
 
 
-def test_one_takes_the_place_of_all_of_its_class_or_of_a_base_of_it(tmp_path, caplog):
+def test_configured_callback_replaces_its_class_and_bases(tmp_path, caplog):
     timer = lumen.Timer()
     mine = [Counting(), timer, lumen.Callback(), More(), Counting()]
     trainer = bare_trainer(tmp_path, max_steps=1, callbacks=mine, log_level="INFO")
@@ -67,7 +67,7 @@ def test_one_takes_the_place_of_all_of_its_class_or_of_a_base_of_it(tmp_path, ca
     assert "Bringing.configure_callbacks take the place of: Counting, More, Counting" in caplog.text
 
 
-def test_a_derived_one_of_the_trainer_stays_beside_its_base(tmp_path):
+def test_configured_base_keeps_derived_callback_of_trainer(tmp_path):
     trainer = bare_trainer(tmp_path, max_steps=1, callbacks=[More()])
     trainer.fit(task_of(lambda: [Counting()]), loader())
     assert kinds(trainer) == ["More", "Counting"]
@@ -103,7 +103,7 @@ def test_they_replace_the_defaults(tmp_path):
 
 
 @pytest.mark.parametrize("stop", [2, 7])
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(tmp_path, stop):
+def test_configured_callbacks_resume_exactly(tmp_path, stop):
     def bring():
         return [Counting(), lumen.EMA(decay=0.5), lumen.ModelCheckpoint(every_n_train_steps=1, keep_last=-1)]
 
@@ -133,7 +133,7 @@ def test_one_that_stops_stops_the_run(tmp_path):
     assert trainer.early_stopping_callback.stopped_epoch == 2
 
 
-def test_steps_are_as_large_as_the_tasks_scheduler_says_in_place_of_the_trainers(tmp_path):
+def test_accumulation_scheduler_of_task_replaces_that_of_trainer(tmp_path):
     def sizes(*given, twice=False):
         trainer = bare_trainer(tmp_path, max_epochs=1, callbacks=[*given])
         steps = []
@@ -152,7 +152,7 @@ def test_steps_are_as_large_as_the_tasks_scheduler_says_in_place_of_the_trainers
         )
 
 
-def test_an_evaluation_after_fit_still_knows_the_best_checkpoint(tmp_path):
+def test_evaluation_after_fit_knows_the_best_checkpoint(tmp_path):
     trainer = quiet_trainer(tmp_path, max_epochs=2)
     task = task_of(lambda: [Counting(), lumen.ModelCheckpoint(monitor="val_loss")])
     trainer.fit(task, loader(), loader())
@@ -164,7 +164,7 @@ def test_an_evaluation_after_fit_still_knows_the_best_checkpoint(tmp_path):
     assert kinds(trainer).count("Counting") == 1
 
 
-def test_a_run_that_goes_back_keeps_those_it_has(tmp_path):
+def test_roll_back_keeps_configured_callbacks(tmp_path):
     made = []
 
     class Back(lumen.Callback):
@@ -233,7 +233,7 @@ def one_twice():
         (one_twice, "Bringing.configure_callbacks: one Counting is there twice"),
     ],
 )
-def test_what_is_no_list_of_callbacks_is_one_error(tmp_path, brings, message):
+def test_invalid_configured_callbacks_raise_one_error(tmp_path, brings, message):
     trainer = bare_trainer(tmp_path, max_steps=1)
     with pytest.raises(ConfigError, match=message):
         trainer.fit(task_of(brings), loader())
@@ -263,7 +263,7 @@ class Unfit(Regression):
 @pytest.mark.parametrize(
     ("kind", "message"), [(Property, "is a property"), (Generator, "Write it without `yield`"), (Unfit, "called with")]
 )
-def test_a_method_that_cannot_be_called_is_one_error(tmp_path, kind, message):
+def test_uncallable_configure_callbacks_raises_one_error(tmp_path, kind, message):
     with pytest.raises(ConfigError, match=message):
         bare_trainer(tmp_path, max_steps=1).fit(kind(), loader())
 
@@ -277,7 +277,7 @@ def test_their_hooks_are_checked_as_those_of_others(tmp_path):
         bare_trainer(tmp_path, max_steps=1).fit(task_of(Old), loader())
 
 
-def test_a_run_in_a_hook_of_the_same_trainer_leaves_its_callbacks_alone(tmp_path):
+def test_nested_run_keeps_callbacks_of_the_trainer(tmp_path):
     class Nested(lumen.Callback):
         def on_train_start(self, trainer, task):
             with pytest.raises(ConfigError, match="this trainer is in a run"):

@@ -26,7 +26,7 @@ def rows(trainer, file="system.csv"):
     return rows_of(trainer.run_directory / file)
 
 
-def test_load_and_memory_of_the_host_are_on_record_at_each_logged_step(tmp_path):
+def test_cpu_stats_are_recorded_at_each_logged_step(tmp_path):
     trainer, task = fit(tmp_path, lumen.DeviceStatsMonitor())
     found = [row for row in rows(trainer) if row["cpu_percent"]]
     assert [row["step"] for row in found] == ["4", "8"]
@@ -37,12 +37,12 @@ def test_load_and_memory_of_the_host_are_on_record_at_each_logged_step(tmp_path)
     assert torch.equal(weights(task), weights(without))
 
 
-def test_a_run_on_the_cpu_that_asks_for_nothing_of_it_records_nothing(tmp_path):
+def test_cpu_run_without_cpu_stats_records_nothing(tmp_path):
     trainer, _ = fit(tmp_path, lumen.DeviceStatsMonitor(cpu_stats=False))
     assert not any(name.startswith("cpu") for name in rows(trainer)[0])
 
 
-def test_psutil_is_named_where_it_is_needed_and_only_there(tmp_path, monkeypatch):
+def test_psutil_is_required_only_for_cpu_stats(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     fit(tmp_path, lumen.DeviceStatsMonitor(cpu_stats=False))
     for asked in (None, True):
@@ -50,8 +50,8 @@ def test_psutil_is_named_where_it_is_needed_and_only_there(tmp_path, monkeypatch
             fit(tmp_path, lumen.DeviceStatsMonitor(asked))
 
 
-def test_what_is_read_of_torchs_allocator_is_what_torch_says_it_counts():
-    """Before CUDA is used nothing is counted; what a device counts is in `tests/system/test_cuda.py`."""
+def test_cuda_stats_use_names_of_torch_memory_stats():
+    """Nothing is counted before CUDA is used; `tests/system/test_cuda.py` tests what a device counts."""
     kinds = {key.partition(".")[0] for key, _ in _CUDA.values()}
     assert all(f'"{kind}' in torch.cuda.memory_stats.__doc__ for kind in kinds)
     assert _of_cuda(torch.device("cuda")) == dict.fromkeys(_CUDA, 0.0)

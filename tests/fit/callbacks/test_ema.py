@@ -21,7 +21,7 @@ def newest(trainer):
     return find_checkpoints(trainer.run_directory / "checkpoints")[-1]
 
 
-def test_the_average_has_the_bits_of_the_one_by_hand_and_is_left_in_the_task(tmp_path):
+def test_ema_is_exact_and_stays_in_the_task(tmp_path):
     first, ema, kept = Normed().state_dict(), lumen.EMA(decay=0.8), Kept()
     _, task = fit(tmp_path, ema, kept)
     expected = averaged(kept.states, first, 0.8)
@@ -29,7 +29,7 @@ def test_the_average_has_the_bits_of_the_one_by_hand_and_is_left_in_the_task(tmp
     assert same(task.state_dict(), expected)
 
 
-def test_validations_in_fit_are_of_the_average_with_the_newest_update(tmp_path):
+def test_validation_in_fit_uses_the_newest_average(tmp_path):
     first, kept, seen = Normed().state_dict(), Kept(), []
 
     class Watching(lumen.Callback):
@@ -48,7 +48,7 @@ def test_validations_in_fit_are_of_the_average_with_the_newest_update(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [3, 4, 8])
-def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut):
+def test_resumed_ema_equals_uninterrupted_run(tmp_path, cut):
     whole, parts = lumen.EMA(decay=0.7, warmup=True), lumen.EMA(decay=0.7, warmup=True)
     expected, _ = fit(tmp_path / "whole", whole)
     fit(tmp_path / "parts", lumen.EMA(decay=0.7, warmup=True), max_steps=cut)
@@ -58,7 +58,7 @@ def test_a_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut):
     assert files[0] == files[1]
 
 
-def test_an_error_in_a_validation_leaves_the_parameters_in_the_task(tmp_path):
+def test_validation_error_restores_the_parameters(tmp_path):
     class Failing(Normed):
         def validation_step(self, batch):
             raise ZeroDivisionError
@@ -92,7 +92,7 @@ def test_when_and_how_far_it_moves(tmp_path, options, moves, val_check_interval)
     assert all(torch.equal(ema.average[name], each) for name, each in expected.items() if each.is_floating_point())
 
 
-def test_without_buffers_the_average_has_those_of_the_model(tmp_path):
+def test_ema_without_buffers_uses_buffers_of_the_model(tmp_path):
     ema, kept = lumen.EMA(decay=0.8, use_buffers=False), Kept()
     _, task = fit(tmp_path, ema, kept)
     assert ema.average.keys() == dict(task.named_parameters()).keys()
@@ -111,7 +111,7 @@ def test_updates_that_overflow_do_not_move_it(tmp_path):
         assert 0 < moved < 1e-2  # by one update, of AdamW with this rate
 
 
-def test_a_task_that_optimizes_by_hand_is_averaged_once_a_step(tmp_path):
+def test_ema_with_manual_optimization_updates_once_per_step(tmp_path):
     first, ema, kept = Gan().state_dict(), lumen.EMA(decay=0.8), Kept()
     quiet_trainer(tmp_path, max_steps=5, callbacks=[ema, kept]).fit(Gan(every=2), pair_loader())
     assert same(dict(ema.average), averaged(kept.states, first, 0.8))
@@ -129,7 +129,7 @@ def test_what_it_cannot_be_is_refused(tmp_path):
         fit(tmp_path, lumen.EMA(use_buffers=False))
 
 
-def test_a_callback_of_ones_own_may_stand_around_validations(tmp_path):
+def test_user_callback_can_wrap_validation(tmp_path):
     calls = []
 
     class Around(lumen.Callback):

@@ -16,7 +16,7 @@ from tests.helpers.tasks import bare_trainer, loader
 
 
 @pytest.mark.parametrize("train_bn", [True, False])
-def test_a_backbone_is_trained_from_its_epoch_on_as_by_hand(tmp_path, train_bn):
+def test_backbone_finetuning_equals_manual_unfreezing(tmp_path, train_bn):
     ours, rates = finetune(tmp_path, lumen.BackboneFinetuning(2, train_bn=train_bn))
     theirs, expected = by_hand(2, train_bn)
     assert_equal(ours, theirs)
@@ -178,7 +178,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_schedule_with_a_rate_for_each_group_leaves_the_new_one_alone(tmp_path, kind):
+def test_per_group_schedule_leaves_backbone_group_alone(tmp_path, kind):
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([parameter], lr=0.02)
     schedule, expected = SCHEDULES[kind](optimizer), []

@@ -79,7 +79,7 @@ class Counting(Regression):
         self.trainer.should_stop = self.global_step == self.stops_at
 
 
-def test_what_the_task_does_at_a_boundary_is_in_the_checkpoint_of_it(tmp_path):
+def test_checkpoint_includes_task_changes_at_its_boundary(tmp_path):
     resume = None
     for name, stops_at in (("run", 3), ("run-2", 5)):
         task = Counting(stops_at)
@@ -98,7 +98,7 @@ class Interrupted(Counting):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_stop_in_the_middle_of_a_validation_leaves_the_boundary_to_the_resumed_run(tmp_path):
+def test_stop_during_validation_leaves_boundary_to_resumed_run(tmp_path):
     counts = []
     for stops_at in (None, 8):
         task = Interrupted(stops_at)
@@ -109,7 +109,7 @@ def test_a_stop_in_the_middle_of_a_validation_leaves_the_boundary_to_the_resumed
     assert counts == [3, 8]
 
 
-def test_stopping_where_it_is_decided_already_is_an_error(tmp_path):
+def test_stopping_in_on_step_checkpoint_raises(tmp_path):
     stop = lumen.LambdaCallback(on_step_checkpoint=lambda trainer, task: setattr(trainer, "should_stop", True))
     with pytest.raises(TrainingError, match="Set it in on_step_end"):
         quiet_trainer(tmp_path, max_epochs=1, callbacks=[stop]).fit(Regression(), loader())
@@ -149,7 +149,7 @@ def test_a_step_with_several_reasons_is_saved_once(tmp_path):
         assert before.items() <= after.items()
 
 
-def test_a_nan_first_score_does_not_block_a_later_best(tmp_path):
+def test_nan_first_score_allows_a_later_best(tmp_path):
     saving = lumen.ModelCheckpoint(monitor="score", keep_last=1)
     fit_scripted(tmp_path, [math.nan, 3, 5], [saving])
     assert saving.best_model_score == 3
@@ -178,7 +178,7 @@ def test_the_callback_knows_its_best_checkpoints(tmp_path):
 # ---------------------------------------------------------------------- where
 
 
-def test_without_a_monitor_the_newest_checkpoint_is_the_best_one_as_in_lightning(tmp_path):
+def test_without_monitor_best_checkpoint_is_the_newest(tmp_path):
     plain = lumen.ModelCheckpoint(every_n_epochs=2)
     assert plain.best_model_path == ""
     seen = []
@@ -197,7 +197,7 @@ def test_checkpoints_can_lie_elsewhere(tmp_path):
     assert [path.name for path in find_checkpoints(tmp_path / "elsewhere")] == ["step-00000002", "step-00000004"]
 
 
-def test_a_run_goes_on_from_checkpoints_that_lie_elsewhere(tmp_path):
+def test_run_resumes_from_external_checkpoint_directory(tmp_path):
     def elsewhere():
         return [lumen.ModelCheckpoint(dirpath=tmp_path / "elsewhere")]
 
@@ -210,7 +210,7 @@ def test_a_run_goes_on_from_checkpoints_that_lie_elsewhere(tmp_path):
     assert len(rows) == 1 + 3
 
 
-def test_a_trainer_used_twice_saves_each_run_in_its_own_directory(tmp_path):
+def test_reused_trainer_saves_each_run_separately(tmp_path):
     data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
     trainer = quiet_trainer(tmp_path, max_epochs=1)
     for _ in range(2):
@@ -221,7 +221,7 @@ def test_a_trainer_used_twice_saves_each_run_in_its_own_directory(tmp_path):
 # ---------------------------------------------------------------------- going on
 
 
-def test_a_resumed_run_ranks_its_checkpoints_with_those_of_before(tmp_path):
+def test_resumed_run_ranks_old_and_new_checkpoints(tmp_path):
     def saving():
         return lumen.ModelCheckpoint(monitor="score", save_top_k=2, keep_last=1)
 
@@ -234,7 +234,7 @@ def test_a_resumed_run_ranks_its_checkpoints_with_those_of_before(tmp_path):
     assert list(resumed.best_k_models.values()) == [1.0, 2.0]
 
 
-def test_a_new_run_from_a_checkpoint_leaves_those_of_the_old_one(tmp_path):
+def test_new_run_from_checkpoint_keeps_the_old_run(tmp_path):
     fit_scripted(tmp_path, [3, 2, 1], [lumen.ModelCheckpoint(keep_last=-1)])
     before = {path: path.read_bytes() for path in (tmp_path / "runs/run").rglob("*") if path.is_file()}
     source = tmp_path / "runs/run/checkpoints/step-00000002"
@@ -245,7 +245,7 @@ def test_a_new_run_from_a_checkpoint_leaves_those_of_the_old_one(tmp_path):
     assert before == {path: path.read_bytes() for path in (tmp_path / "runs/run").rglob("*") if path.is_file()}
 
 
-def test_what_is_resumed_from_stays_until_a_newer_one_is_committed(tmp_path):
+def test_resume_source_is_kept_until_a_newer_commit(tmp_path):
     fit_scripted(tmp_path, [3, 2], [lumen.ModelCheckpoint()], max_epochs=1)
 
     class Fails(Scripted):
@@ -267,7 +267,7 @@ def test_a_best_checkpoint_that_somebody_removed_is_forgotten(tmp_path):
     assert resumed.best_model_score == 2.0
 
 
-def test_a_callback_that_is_missing_on_resume_is_named(tmp_path, caplog):
+def test_callback_missing_on_resume_is_named(tmp_path, caplog):
     fit_scripted(tmp_path, [3, 2, 1], [lumen.EarlyStopping("score")], max_epochs=2)
     with caplog.at_level(logging.WARNING, "lumen"):
         fit_scripted(tmp_path, [3, 2, 1], [], resume="auto", log_level="WARNING")
@@ -311,6 +311,6 @@ def test_settings_that_cannot_work_are_refused_at_once(options, message):
         lumen.ModelCheckpoint(**options)
 
 
-def test_saving_and_not_saving_cannot_be_asked_for_at_once():
+def test_model_checkpoint_contradicts_enable_checkpointing_false():
     with pytest.raises(ConfigError, match="Remove one"):
         lumen.Trainer(callbacks=[lumen.ModelCheckpoint()], enable_checkpointing=False)

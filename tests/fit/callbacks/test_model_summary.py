@@ -69,12 +69,12 @@ def fit(
     return screen.file.getvalue()
 
 
-def test_every_level_is_counted_exactly_and_tied_parameters_once_in_the_total() -> None:
+def test_summary_counts_exactly_and_tied_parameters_once() -> None:
     assert summarize(Task(), -1) == ROWS
     assert summarize(Task(), 2) == ROWS
 
 
-def test_modules_below_the_depth_are_counted_in_the_row_above_them() -> None:
+def test_summary_depth_adds_deeper_modules_to_parent() -> None:
     assert summarize(Task()) == [row for row in ROWS if "." not in row.name]
     assert summarize(Task(), 0) == ROWS[:1]
 
@@ -88,7 +88,7 @@ def test_metrics_are_no_rows_unless_they_hold_parameters() -> None:
     assert [row.name for row in summarize(task, -1)[len(ROWS) :]] == ["metrics", "metrics.judge"]
 
 
-def test_parameters_of_a_lazy_module_count_nothing_until_they_exist() -> None:
+def test_lazy_parameters_count_zero_until_materialized() -> None:
     lazy = nn.Sequential(nn.LazyLinear(3))
     assert [row.parameters for row in summarize(lazy)] == [0, 0]
     lazy(torch.randn(2, 5))
@@ -96,9 +96,7 @@ def test_parameters_of_a_lazy_module_count_nothing_until_they_exist() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_table_is_printed_and_the_totals_are_said_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: bool
-) -> None:
+def test_summary_prints_table_and_totals_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: bool) -> None:
     printed = fit(monkeypatch, tmp_path, ModelSummary(), Task(), terminal=terminal)
     totals = "Task: 108 parameters (92 trainable, 16 frozen, 40 more tied to these), < 0.01 MB float32; "
     assert printed.count(totals) == 1
@@ -117,7 +115,7 @@ def test_the_table_is_printed_and_the_totals_are_said_once(
         ]
 
 
-def test_a_long_name_is_whole_in_a_log_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_long_names_are_complete_in_log_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     task = Task()
     name = "_".join(["a_name_that_goes_on"] * 5)
     setattr(task, name, nn.Linear(1, 1))

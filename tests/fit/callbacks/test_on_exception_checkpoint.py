@@ -173,7 +173,7 @@ def test_a_failure_while_data_is_loaded_costs_nothing(tmp_path):
     assert record(tmp_path) == record(tmp_path / "whole")
 
 
-def test_a_boundary_that_is_saved_already_is_not_saved_again(tmp_path):
+def test_saved_boundary_is_not_saved_again_on_exception(tmp_path):
     fails(tmp_path, FailsInStep(), callbacks=saving(every_n_train_steps=4, every_n_epochs=0))
     assert names(tmp_path) == ["step-00000004", "step-00000008"]
 
@@ -191,7 +191,7 @@ def test_checkpoints_of_failures_count_among_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [FailsInStep, FailsBeforeUpdate])
-def test_a_failure_before_the_update_saves_the_parameters_of_the_last_one(tmp_path, kind):
+def test_failure_before_update_saves_previous_parameters(tmp_path, kind):
     until = Normed()
     fit(tmp_path / "until", until, max_steps=FAILS_AT)
     fails(tmp_path, kind())
@@ -205,7 +205,7 @@ def test_a_failure_before_the_update_saves_the_parameters_of_the_last_one(tmp_pa
     assert (state["step"], state["samples"], state["micro_batches"]) == (8, 24, 8)
 
 
-def test_auto_never_takes_what_was_saved_inside_a_step(tmp_path):
+def test_auto_resume_ignores_exception_checkpoints(tmp_path):
     whole = FailsInStep()
     whole.fails = False
     fit(tmp_path / "whole", whole)
@@ -217,7 +217,7 @@ def test_auto_never_takes_what_was_saved_inside_a_step(tmp_path):
     assert "exception-step-00000008" in names(tmp_path)
 
 
-def test_its_path_starts_a_run_that_trains_each_remaining_sample_once(tmp_path):
+def test_exception_checkpoint_trains_each_remaining_sample_once(tmp_path):
     fails(tmp_path, FailsInStep())
     seen = []
 
@@ -236,7 +236,7 @@ def test_its_path_starts_a_run_that_trains_each_remaining_sample_once(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True))
 
 
-def test_a_failure_after_the_update_saves_the_new_parameters(tmp_path):
+def test_failure_after_update_saves_the_new_parameters(tmp_path):
     class AfterEight(FailsAfterUpdate):
         @property
         def is_time(self):
@@ -249,7 +249,7 @@ def test_a_failure_after_the_update_saves_the_new_parameters(tmp_path):
     assert_same(until, Normed.load_from_checkpoint(tmp_path / "runs/run/checkpoints/exception-step-00000009"))
 
 
-def test_a_second_failure_at_the_same_step_keeps_the_first_ones(tmp_path):
+def test_second_failure_keeps_the_first_exception_checkpoint(tmp_path):
     for _ in range(2):
         fails(tmp_path, FailsInStep(), resume="auto")
     assert names(tmp_path) == ["exception-step-00000008", "exception-step-00000008-1", "step-00000005"]
@@ -267,7 +267,7 @@ def test_all_of_them_may_go_to_another_place(tmp_path):
 # ---------------------------------------------------------------------- nothing
 
 
-def test_a_failure_inside_the_update_saves_nothing_and_says_so(tmp_path, caplog):
+def test_failure_inside_update_saves_nothing_and_warns(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "lumen"):
         fails(tmp_path, FailsInUpdate(), log_level="WARNING")
     assert names(tmp_path) == ["step-00000005"]
@@ -285,12 +285,14 @@ def test_a_loss_that_is_not_finite_saves_nothing(tmp_path):
     assert names(tmp_path) == ["step-00000005"]
 
 
-def test_what_cannot_be_saved_does_not_hide_the_first_failure(tmp_path):
+def test_failed_exception_save_keeps_the_original_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     fails(tmp_path, FailsInStep(), callbacks=saving(tmp_path / "file/below"), log_level="CRITICAL")
 
 
-def test_a_failure_before_the_first_update_and_in_an_evaluation_saves_nothing(tmp_path):
+def test_failure_before_first_update_saves_nothing(tmp_path):
+    """Nor does a failure in an evaluation."""
+
     class FailsAtOnce(Normed):
         def training_step(self, batch):
             raise Failure

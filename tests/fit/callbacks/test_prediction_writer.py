@@ -71,7 +71,7 @@ def test_a_writer_of_ones_own_gets_lightnings_arguments(tmp_path):
     assert own.epochs == [([[[0, 2, 4], [6]], [[0, 2]]], [[[0, 1, 2], [3]], [[0, 1]]])]
 
 
-def test_the_predictions_of_one_loader_are_a_list_without_another_around_it(tmp_path):
+def test_predictions_of_one_loader_are_a_flat_list(tmp_path):
     class Own(lumen.BasePredictionWriter):
         def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
             self.given = [each["value"].tolist() for each in predictions], batch_indices
@@ -110,7 +110,7 @@ class Shaped(lumen.TaskModule):
         }
 
 
-def test_parquet_has_the_dtypes_and_the_shapes_of_what_was_predicted(tmp_path):
+def test_parquet_keeps_dtypes_and_shapes(tmp_path):
     predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), [data(7), data(2)], Shaped())
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
         "predictions-0-rank-0.parquet", "predictions-1-rank-0.parquet",
@@ -127,7 +127,7 @@ def test_parquet_has_the_dtypes_and_the_shapes_of_what_was_predicted(tmp_path):
     ]
 
 
-def test_many_rows_wait_for_a_group_and_no_longer(tmp_path):
+def test_parquet_groups_many_rows(tmp_path):
     loader = DataLoader(numbers(40_000), 1000)
     predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), loader, Doubling(), return_predictions=False)
     file = ParquetFile(tmp_path / "out" / "predictions-0-rank-0.parquet")
@@ -142,7 +142,7 @@ class Changing(lumen.TaskModule):
         return {"value": batch[0]} if batch_idx < 2 else {"other": batch[0]}
 
 
-def test_a_file_that_is_not_whole_is_not_there(tmp_path):
+def test_incomplete_prediction_file_is_not_left(tmp_path):
     with pytest.raises(DataError, match=r"has the columns index \(int64\), value \(int64\), but a batch has .*other"):
         predict(tmp_path, lumen.PredictionWriter(tmp_path / "out", "parquet"), task=Changing())
     assert not list((tmp_path / "out").glob("predictions-*"))
@@ -150,7 +150,7 @@ def test_a_file_that_is_not_whole_is_not_there(tmp_path):
     assert [each.name for each in (tmp_path / "out").iterdir()] == ["predictions-0-rank-0.parquet"]
 
 
-def test_what_parquet_needs_is_said_before_anything_is_done(tmp_path, monkeypatch):
+def test_missing_pyarrow_is_an_error_at_construction(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"needs pyarrow, which cannot be imported .*pip install 'lumen\[parquet\]'"):
         lumen.PredictionWriter(tmp_path, "parquet")

@@ -82,7 +82,7 @@ def test_the_total_follows_data_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_
     assert list(dict.fromkeys(totals)) == [6, 8, 9]  # 3 x 2, 2 + 2 x 3, 2 + 3 + 4
 
 
-def test_the_total_counts_steps_that_grow_with_the_epochs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_total_counts_steps_with_scheduled_accumulation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written = show_on(monkeypatch, terminal=False)
     bar = ProgressBar(plain_every_s=0.0)
     trainer(tmp_path, bar, max_epochs=4, accumulate_grad_batches={1: 2, 3: 6}).fit(Task(), loader(6))
@@ -91,15 +91,13 @@ def test_the_total_counts_steps_that_grow_with_the_epochs(monkeypatch: pytest.Mo
     assert dict(map(itemgetter(2, 0), shown)) == {"1": "6", "2": "9", "3": "12", "4": "13"}  # the last of each epoch
 
 
-def test_each_plain_line_shows_the_values_of_its_own_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plain_lines_show_values_of_their_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written = show_on(monkeypatch, terminal=False)
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=9).fit(Task(), loader(20))
     assert list(pairs(written())) == [(step, step) for step in range(1, 10)]
 
 
-def test_samples_per_second_are_steps_per_second_times_the_batch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_samples_per_second_match_steps_and_batch_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written = show_on(monkeypatch, terminal=False)
     trainer(tmp_path, ProgressBar(plain_every_s=0.0), max_steps=30, accumulate_grad_batches=3).fit(
         Task(pause_s=0.003), loader(90)
@@ -114,7 +112,7 @@ def test_samples_per_second_are_steps_per_second_times_the_batch(
 
 
 @pytest.mark.parametrize("plain_every_s", [0.0, 0.1, 1000.0])
-def test_plain_lines_come_at_the_end_and_at_validations_that_are_no_closer_than_the_interval(
+def test_plain_lines_follow_interval_at_validations_and_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock, plain_every_s: float
 ) -> None:
     due_at_s, epochs = 0.0, []
@@ -151,16 +149,14 @@ def test_no_time_is_left_when_no_step_is(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ]  # fmt: skip
 
 
-def test_without_values_for_the_bar_the_last_loss_and_the_first_validation_values_are_shown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_default_bar_shows_loss_and_first_validation_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written = show_on(monkeypatch, terminal=False)
     task = Task(bar=False)
     trainer(tmp_path, max_epochs=1).fit(task, loader(5), val_dataloaders=loader(2))
     assert f"loss {number(task.losses[-1], 4)} · val_number 1005 · unasked 7.000 · " in written()
 
 
-def test_an_epoch_mean_asked_for_is_shown_once_it_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_epoch_mean_is_shown_once_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Means(Task):
         def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
             self.log("mean", float(self.global_step), on_step=False, on_epoch=True, prog_bar=True)
@@ -190,7 +186,7 @@ def test_a_time_limit_tells_the_time_left(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert re.search(r"^step 1 · epoch 1 · number 1.000 .* · 1 day, [56]:\d\d:\d\d left$", written(), re.MULTILINE)
 
 
-def test_data_without_a_length_is_shown_without_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_data_without_length_has_no_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Stream(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[list[torch.Tensor]]:
             return iter([[torch.ones(BATCH, 2)]] * 3)
@@ -206,9 +202,7 @@ def test_data_without_a_length_is_shown_without_a_bar(monkeypatch: pytest.Monkey
     assert "━" not in written()
 
 
-def test_evaluations_of_their_own_end_in_one_line_with_their_values(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_evaluation_ends_in_one_line_with_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for terminal in (False, True):
         written = show_on(monkeypatch, terminal=terminal)
         task, judge = Task(), trainer(tmp_path)
@@ -243,7 +237,7 @@ def judged(folder: Path, bar: ProgressBar, steps: int, *scores: float, **options
     run.fit(Judged(*scores), loader(100), val_dataloaders=loader(1))
 
 
-def test_the_time_left_after_a_validation_is_that_of_the_steps_and_validations_to_come(
+def test_time_left_includes_remaining_validations(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
 ) -> None:
     written = show_on(monkeypatch, terminal=False)
@@ -255,9 +249,7 @@ def test_the_time_left_after_a_validation_is_that_of_the_steps_and_validations_t
     }
 
 
-def test_a_line_says_which_validation_is_the_best_so_far_also_of_a_resumed_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_best_validation_is_marked_also_after_resume(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     for steps, scores, resume in ((15, (0.5, 0.75, 0.25), None), (25, (0, 0, 0, 0.625, 0.875), "auto")):
         written = show_on(monkeypatch, terminal=False)
@@ -313,7 +305,7 @@ def test_a_terminal_shows_everything_within_its_width(
     assert "validation" not in seen[-1]
 
 
-def test_each_picture_shows_the_values_of_its_own_step(
+def test_frames_show_values_of_their_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar
 ) -> None:
     written = show_on(monkeypatch, terminal=True)
@@ -323,9 +315,7 @@ def test_each_picture_shows_the_values_of_its_own_step(
     assert {step for step, _ in shown} == set(range(1, 31))
 
 
-def test_the_bar_is_the_epochs_in_a_run_of_several_and_else_the_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar
-) -> None:
+def test_bar_covers_epoch_or_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_step: ProgressBar) -> None:
     written = show_on(monkeypatch, terminal=True)
     trainer(tmp_path, every_step, max_epochs=3).fit(Task(), loader(20))
     shown = re.findall(r"step (\d+)/60 · epoch (\d)/3 [━╸╺]+ (\d+) %", without_escapes(written()))
@@ -341,9 +331,7 @@ def test_the_bar_is_the_epochs_in_a_run_of_several_and_else_the_runs(
     assert all(int(percent) == 10 * int(step) for step, percent in shown)
 
 
-def test_a_terminal_is_drawn_no_more_often_than_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
-) -> None:
+def test_terminal_refresh_rate_is_limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
     written = show_on(monkeypatch, terminal=True)
     start = clock.read()
     trainer(tmp_path, ProgressBar(refresh_per_second=5), max_steps=100).fit(Task(pause_s=0.01), loader(100))
@@ -387,7 +375,7 @@ class FailsInValidation(Callback):
 
 
 @pytest.mark.parametrize("place", ["step", "validation", "stop"])
-def test_nothing_stays_live_after_an_error_or_a_stop(
+def test_no_live_display_remains_after_error_or_stop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
     written = show_on(monkeypatch, terminal=True)

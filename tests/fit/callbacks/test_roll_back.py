@@ -42,7 +42,7 @@ def fit(path, batches, *callbacks, **options):
     return trainer, task
 
 
-def test_a_run_that_went_back_is_one_that_never_saw_what_it_left_out(tmp_path):
+def test_rolled_back_run_equals_run_without_skipped_data(tmp_path):
     trainer, task = fit(tmp_path, data(11), detection(), often(), log_every_n_steps=1, log_level="INFO")
     _, without = fit(tmp_path / "without", data(kept=[*range(8), *range(13, 20)]))
     assert (trainer.global_step, trainer.progress.left_out) == (15, [[8, 13]])
@@ -63,7 +63,7 @@ def test_which_checkpoint_it_goes_back_to_changes_nothing(tmp_path):
     assert torch.equal(*ends)
 
 
-def test_it_goes_back_at_each_spike_so_often_as_it_may(tmp_path):
+def test_rolls_back_at_each_spike_up_to_limit(tmp_path):
     trainer, task = fit(tmp_path, data(6, 15), detection(max_rollbacks=2), often())
     _, without = fit(tmp_path / "without", data(kept=[0, 1, 2, 8, 9, 10, 11, 17, 18, 19]))
     assert trainer.progress.left_out == [[3, 8], [12, 17]]
@@ -125,7 +125,7 @@ class ToldToLeaveOut(lumen.Callback):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_it_has_the_bits_of_a_run_that_goes_on_from_the_checkpoint_and_is_told_to_leave_them_out(tmp_path, workers):
+def test_rolled_back_run_equals_resume_with_skipped_batches(tmp_path, workers):
     """It goes back over the end of an epoch, after which the backbone was unfrozen."""
 
     def run(path, *more, **options):
@@ -158,7 +158,7 @@ class Interrupted(lumen.Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_who_asks_it_to_leave_at_a_spike_is_heard_and_when_it_goes_on_it_goes_back(tmp_path):
+def test_interrupt_at_spike_rolls_back_on_resume(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, data(11), detection(), often(), Interrupted())
     trainer, task = fit(tmp_path, data(11), detection(), often(), resume="auto")
@@ -185,7 +185,7 @@ def test_a_stream_goes_back_too(tmp_path):
     assert torch.equal(weights(task), weights(without))
 
 
-def test_an_epoch_of_which_all_is_left_out_is_no_failure(tmp_path):
+def test_epoch_skipped_entirely_is_no_failure(tmp_path):
     trainer, _ = fit(tmp_path, data(4, steps=5), detection(before=1, after=6), often(), max_epochs=None, max_steps=6)
     assert (trainer.global_step, trainer.current_epoch, trainer.progress.left_out) == (6, 2, [[3, 11]])
 
@@ -197,13 +197,14 @@ def test_an_epoch_of_which_all_is_left_out_is_no_failure(tmp_path):
         (3, {"before": 5}, "and there is no checkpoint from then.*warmup"),
     ],
 )
-def test_without_a_checkpoint_from_before_it_the_run_ends_and_keeps_what_it_has(tmp_path, spike, options, says):
+def test_spike_without_earlier_checkpoint_ends_the_run(tmp_path, spike, options, says):
     with pytest.raises(TrainingError, match=says):
         fit(tmp_path, data(spike), detection(**options), often(every_n_train_steps=3))
     assert len(find_checkpoints(tmp_path / "runs" / "run" / "checkpoints")) == spike // 3
 
 
-def test_a_run_without_checkpoints_is_refused_and_a_quick_look_skips(tmp_path):
+def test_roll_back_requires_saved_checkpoints(tmp_path):
+    """A fast_dev_run, which saves none, skips the update."""
     with pytest.raises(ConfigError, match="goes back to a checkpoint, and this run saves none"):
         fit(tmp_path, data(), detection(), enable_checkpointing=False)
     trainer, _ = fit(tmp_path, data(5), detection(), fast_dev_run=8)

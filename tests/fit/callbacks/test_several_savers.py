@@ -75,7 +75,7 @@ def test_everybody_names_one_checkpoint_as_the_best(tmp_path, capsys, caplog, op
 
 
 @pytest.mark.parametrize("options", [(PLAIN, BEST), (PLAIN, WORST, BEST), (BEST | {"on_best": False}, PLAIN)])
-def test_at_each_moment_the_directory_names_the_callbacks_best(tmp_path, options):
+def test_directory_and_callback_always_agree_on_best(tmp_path, options):
     said = []
 
     def look(trainer, task, *_):
@@ -91,7 +91,7 @@ def test_at_each_moment_the_directory_names_the_callbacks_best(tmp_path, options
 
 @pytest.mark.parametrize("options", [(PLAIN, BEST), (PLAIN, WORST | {"save_top_k": 3}, BEST)])
 @pytest.mark.parametrize("cut", [2, 4])
-def test_a_checkpoint_holds_the_scores_of_all_whoever_saves_it(tmp_path, options, cut):
+def test_every_checkpoint_holds_scores_of_all_savers(tmp_path, options, cut):
     fit(tmp_path / "whole", whole := savers(*options))
     fit(tmp_path, savers(*options), epochs=cut)
     fit(tmp_path, resumed := savers(*options), resume="auto")
@@ -117,7 +117,7 @@ def contents(tmp_path):
 
 
 @pytest.mark.parametrize("options", [(BEST, PLAIN), (PLAIN, BEST), (BEST | {"keep_last": 3}, BEST), (WORST, BEST)])
-def test_a_run_goes_on_from_the_newest_of_all_its_directories(tmp_path, options):
+def test_run_resumes_from_newest_of_all_directories(tmp_path, options):
     fit(tmp_path / "whole", places(tmp_path / "whole", *options))
     fit(tmp_path, places(tmp_path, *options), epochs=3)
     trainer = fit(tmp_path, resumed := places(tmp_path, *options), resume="auto")
@@ -131,7 +131,7 @@ def test_a_run_goes_on_from_the_newest_of_all_its_directories(tmp_path, options)
 
 
 @pytest.mark.parametrize(("lacks", "damaged"), [("a", None), ("b", None), (None, "a"), (None, "b")])
-def test_what_one_directory_lacks_is_taken_from_the_other(tmp_path, lacks, damaged):
+def test_damaged_checkpoint_is_replaced_from_other_directory(tmp_path, lacks, damaged):
     often, seldom = {"every_n_train_steps": 1, "keep_last": 9}, {"every_n_train_steps": 2, "keep_last": 9}
     fit(tmp_path / "whole", places(tmp_path / "whole", often, seldom), task=(whole := Both()))
     fit(tmp_path, places(tmp_path, often, seldom), epochs=3)
@@ -158,7 +158,7 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_without_a_monitor_where_it_is_looked_for_there_is_no_best_one(tmp_path):
+def test_saver_without_monitor_has_no_best_checkpoint(tmp_path):
     trainer = fit(tmp_path, savers(PLAIN, {"monitor": "loss", "save_top_k": 0}))
     plain, silent = trainer.checkpoint_callback, trainer.callbacks[-1]
     assert (plain.monitor, silent.monitor) == (None, "loss")
@@ -168,7 +168,7 @@ def test_without_a_monitor_where_it_is_looked_for_there_is_no_best_one(tmp_path)
         trainer.validate(Both(), DATA, ckpt_path="best")
 
 
-def test_a_checkpoint_that_is_never_gone_on_from_does_not_say_which_is_best(tmp_path, capsys):
+def test_exception_checkpoint_does_not_decide_the_best(tmp_path, capsys):
     fit(tmp_path, savers(BEST, PLAIN))
     folder = tmp_path / "runs/run/checkpoints"
     shutil.copytree(folder / "step-00000004", folder / "exception-step-00000013")

@@ -48,7 +48,7 @@ class Scheduled(Regression):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
 
 
-def test_a_schedule_does_not_move_at_a_spike_and_what_it_was_is_said(tmp_path):
+def test_spike_skips_schedule_step_and_is_logged(tmp_path):
     rate = LastRate()
     trainer = quiet_trainer(
         tmp_path, max_epochs=1, callbacks=[lumen.SpikeDetection(rtol=9.0, window=3), rate], log_level="INFO"
@@ -61,7 +61,7 @@ def test_a_schedule_does_not_move_at_a_spike_and_what_it_was_is_said(tmp_path):
     assert said[0].endswith("the update after step 5 is skipped")
 
 
-def test_the_run_stops_before_the_update_of_a_spike(tmp_path):
+def test_stop_action_stops_before_the_spiking_update(tmp_path):
     saver = lumen.ModelCheckpoint(at_end=True)
     trainer, task = fit(tmp_path, spiking(5), [lumen.SpikeDetection(rtol=9.0, action="stop"), saver])
     assert (trainer.global_step, trainer.run.ending.limit_reached) == (5, "stopped early")
@@ -97,7 +97,7 @@ class Losses(lumen.Callback):
         self.values.append((float(trainer.step_loss()), float(trainer.gradient_norm())))
 
 
-def test_loss_and_norm_are_those_of_the_step_whatever_its_weights(tmp_path):
+def test_loss_and_norm_respect_batch_weights(tmp_path):
     losses = Losses()
     task = Weighed(dtype=torch.float64)
     start = weights(task)
@@ -112,12 +112,12 @@ def test_loss_and_norm_are_those_of_the_step_whatever_its_weights(tmp_path):
     assert losses.values == [(pytest.approx(loss.item(), rel=1e-14), pytest.approx(norm.item(), rel=1e-14))]
 
 
-def test_values_that_stay_high_are_no_spikes_any_longer(tmp_path):
+def test_values_that_stay_high_raise(tmp_path):
     with pytest.raises(TrainingError, match=r"4 updates in a row after step 5 are spikes: loss .*max_in_a_row"):
         fit(tmp_path, spiking(*range(5, 12)), [lumen.SpikeDetection(rtol=9.0, max_in_a_row=3)])
 
 
-def test_fp16_adapts_its_scale_when_a_hook_leaves_an_update_out(tmp_path):
+def test_fp16_scale_grows_despite_skipped_update(tmp_path):
     detection = lumen.SpikeDetection(rtol=9.0, warmup=3)
     precision = lumen.precision.Float16(init_scale=4.0, growth_interval=6)
     trainer, _ = fit(tmp_path, spiking(5), [detection], precision=precision)
@@ -130,7 +130,7 @@ class TwiceEvaluated(Regression):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-def test_an_optimizer_that_evaluates_a_step_again_is_decided_for_once(tmp_path):
+def test_reevaluating_optimizer_is_judged_once_per_step(tmp_path):
     detection = lumen.SpikeDetection(rtol=9.0, warmup=3)
     task = TwiceEvaluated()
     trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[detection])
@@ -139,7 +139,7 @@ def test_an_optimizer_that_evaluates_a_step_again_is_decided_for_once(tmp_path):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_step_end", "on_train_epoch_start"])
-def test_an_update_is_skipped_only_where_one_is_about_to_be_made(tmp_path, hook):
+def test_skip_update_is_allowed_only_before_an_update(tmp_path, hook):
     calls = lumen.LambdaCallback(**{hook: lambda trainer, *_: trainer.skip_update()})
     if hook == "on_train_batch_start":
         trainer, _ = fit(tmp_path, spiking(), [calls])

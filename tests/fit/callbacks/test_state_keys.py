@@ -49,7 +49,8 @@ def test_swapped_callbacks_go_on_with_their_own_state(tmp_path, caplog, order):
 
 
 @pytest.mark.parametrize("change", [{"monitor": "score"}, {"mode": "max"}])
-def test_a_state_of_another_monitor_or_mode_is_not_taken_over_and_this_is_one_line(tmp_path, caplog, change):
+def test_state_of_other_monitor_is_ignored_and_reported(tmp_path, caplog, change):
+    """A change of the mode is treated the same."""
     fit(tmp_path, [lumen.EarlyStopping("loss", patience=9), lumen.ModelCheckpoint(monitor="loss")])
     other = {"monitor": "loss", "mode": "min"} | change
     stopping, saving = lumen.EarlyStopping(patience=9, **other), lumen.ModelCheckpoint(**other)
@@ -96,7 +97,7 @@ class Named(Counting):
         return self._generate_state_key(factor=self.factor)
 
 
-def test_callbacks_of_a_users_class_are_told_apart_by_their_key(tmp_path):
+def test_user_callbacks_are_matched_by_state_key(tmp_path):
     fit(tmp_path, [Named(1), Named(10)])
     ten, one = swapped = [Named(10), Named(1)]
     fit(tmp_path, swapped, epochs=6)
@@ -111,7 +112,7 @@ def test_callbacks_of_a_users_class_are_told_apart_by_their_key(tmp_path):
         (lambda: savers()[:1] * 1 + savers()[:1], "ModelCheckpoint{'monitor': 'loss'"),
     ],
 )
-def test_states_that_could_not_be_told_apart_are_an_error_at_the_start(tmp_path, callbacks, key):
+def test_duplicate_state_keys_raise_before_training(tmp_path, callbacks, key):
     class Untrained(Both):
         def training_step(self, batch):
             raise AssertionError
@@ -122,7 +123,7 @@ def test_states_that_could_not_be_told_apart_are_an_error_at_the_start(tmp_path,
     assert "define the property state_key" in str(caught.value)
 
 
-def test_a_state_that_may_be_of_several_is_an_error(tmp_path):
+def test_ambiguous_saved_state_raises(tmp_path):
     fit(tmp_path, [Counting(1)])
     with pytest.raises(ConfigError, match="the same state_key: Counting"):
         fit(tmp_path, [Counting(1), Counting(10)], epochs=6, enable_checkpointing=False)

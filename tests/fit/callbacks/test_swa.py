@@ -16,7 +16,7 @@ from tests.helpers.tasks import loader, quiet_trainer
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("annealing", "strategy"), [(2, "cos"), (2, "linear"), (10, "cos")])
-def test_mean_and_rates_are_those_of_torchs_own_tools(tmp_path, annealing, strategy):
+def test_swa_mean_and_rates_equal_those_of_torch(tmp_path, annealing, strategy):
     rates = Rates()
     ours, _ = average(tmp_path, lumen.SWA(0.02, START, annealing, strategy), rates)
     theirs, expected = by_hand(annealing, strategy)
@@ -41,7 +41,7 @@ def test_buffers_may_be_left_as_they_are(tmp_path):
     assert_equal({"mean": ours["net.1.running_mean"]}, {"mean": last["net.1.running_mean"].numpy()}, 0.0)
 
 
-def test_validations_are_of_the_mean_once_there_is_one(tmp_path):
+def test_validation_uses_the_mean_once_it_exists(tmp_path):
     kept, seen = Kept(), []
 
     class Watching(lumen.Callback):
@@ -54,7 +54,7 @@ def test_validations_are_of_the_mean_once_there_is_one(tmp_path):
     torch.testing.assert_close(seen, expected, rtol=0, atol=1e-15)
 
 
-def test_checkpoints_hold_both_and_before_the_first_mean_none(tmp_path):
+def test_checkpoints_hold_parameters_and_mean_once_it_exists(tmp_path):
     _, trainer = average(tmp_path, swa := lumen.SWA(0.02, START, 2))
     newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
     mean = Scheduled.load_from_checkpoint(newest, average="SWA").state_dict()

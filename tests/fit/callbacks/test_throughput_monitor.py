@@ -69,7 +69,7 @@ def records(directory: Path) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in row.items() if value} for row in rows_of(directory / "system.csv")]
 
 
-def test_speed_and_memory_are_recorded_at_each_logged_step_even_without_a_bar(tmp_path: Path) -> None:
+def test_speed_and_memory_are_recorded_at_logged_steps(tmp_path: Path) -> None:
     rows = records(fit(tmp_path, Task(step_s=0.01)))
     assert list(rows[0]) == [
         "step", "time_s", "steps_per_s", "batches_per_s", "samples_per_s", "data_wait_share", "memory_mb"
@@ -85,7 +85,7 @@ def test_speed_and_memory_are_recorded_at_each_logged_step_even_without_a_bar(tm
         assert 50 < row["memory_mb"] < 20_000
 
 
-def test_the_share_of_time_spent_waiting_for_data_is_true(tmp_path: Path) -> None:
+def test_data_wait_share_is_correct(tmp_path: Path) -> None:
     waiting = records(fit(tmp_path / "data", Task(), pause_s=0.003))
     computing = records(fit(tmp_path / "step", Task(step_s=0.012)))
     both = records(fit(tmp_path / "both", Task(step_s=0.012), pause_s=0.001))
@@ -94,14 +94,14 @@ def test_the_share_of_time_spent_waiting_for_data_is_true(tmp_path: Path) -> Non
     assert [row["data_wait_share"] for row in both] == pytest.approx([0.25] * 4, abs=1e-3)
 
 
-def test_time_spent_on_validation_is_not_taken_for_slow_training(tmp_path: Path) -> None:
+def test_validation_time_is_excluded_from_speed(tmp_path: Path) -> None:
     task = Task(step_s=0.01, validation_s=0.5)
     rows = records(fit(tmp_path, task, validation=True, val_check_interval=5, num_sanity_val_steps=0))
     assert rows[-1]["time_s"] >= 20 * 0.01 + 3 * 0.5
     assert [row["steps_per_s"] for row in rows] == pytest.approx([100.0] * 4)
 
 
-def test_timings_stay_out_of_the_record_that_repeats_exactly(tmp_path: Path) -> None:
+def test_timings_stay_out_of_metrics_csv(tmp_path: Path) -> None:
     directory = fit(tmp_path, Task())
     assert "steps_per_s" in (directory / "system.csv").read_text()
     assert (directory / "metrics.csv").read_text().startswith("step,epoch,loss\n")
@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
     assert rows[2]["steps_per_s"] == pytest.approx(100)
 
 
-def test_an_average_may_be_taken_over_a_longer_time(tmp_path: Path) -> None:
+def test_window_averages_speed_over_time(tmp_path: Path) -> None:
     class Faster(Task):
         def training_step(self, batch: torch.Tensor) -> torch.Tensor:
             self.step_s = 0.03 if self.global_step < 10 else 0.01
@@ -136,7 +136,7 @@ def test_an_average_may_be_taken_over_a_longer_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weighs", ["returned", "beforehand"])
-def test_the_units_of_the_task_are_counted_where_it_weighs(tmp_path: Path, weighs: str) -> None:
+def test_batch_weights_are_counted_as_units(tmp_path: Path, weighs: str) -> None:
     class Weighing(Task):
         def training_step(self, batch: torch.Tensor) -> Any:
             loss = super().training_step(batch)
@@ -217,7 +217,7 @@ class Linear(lumen.TaskModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-def test_the_operations_of_a_step_are_those_of_its_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_flop_per_step_match_the_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lumen"):
         rows = train(tmp_path, Linear(), True, accumulate_grad_batches=2, max_steps=3)
     assert [row["flop_per_step"] for row in rows] == [pytest.approx(2 * BATCH * 2 * 2 * 6 * 5)] * 3
@@ -290,7 +290,7 @@ def test_a_compiled_model_is_left_compiled(tmp_path: Path, caplog: pytest.LogCap
         ("cpu", torch.float32, False, None),
     ],
 )
-def test_a_peak_is_that_of_the_device_and_the_dtype(
+def test_peak_flops_depend_on_device_and_dtype(
     device: str, dtype: torch.dtype, tf32: bool, tflop_per_s: float | None
 ) -> None:
     expected = None if tflop_per_s is None else pytest.approx(tflop_per_s * 1e12)

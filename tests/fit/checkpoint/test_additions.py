@@ -29,7 +29,7 @@ def fit(tmp_path, *callbacks, task=None, **options):
     return trainer
 
 
-def test_an_average_that_a_callback_adds_goes_on_as_if_never_stopped(tmp_path):
+def test_average_of_a_callback_resumes_exactly(tmp_path):
     straight, again, task = Average(), Average(), Remembering()
     fit(tmp_path / "straight", straight, max_steps=6)
     fit(tmp_path, Average())
@@ -57,14 +57,14 @@ class Named(Keeping):
         return f"Named {self.name}"
 
 
-def test_callbacks_that_add_the_same_key_do_not_trip_over_each_other(tmp_path):
+def test_callbacks_may_save_the_same_key(tmp_path):
     fit(tmp_path, Keeping(1), Named(torch.tensor(2), "a"), Named([3], "b"))
     callbacks = [Named(0, "b"), Keeping(0), Named(0, "a")]
     fit(tmp_path, *callbacks, max_steps=4, resume="auto")
     assert [each.value for each in callbacks] == [[3], 1, torch.tensor(2)]
 
 
-def test_additions_of_one_state_key_are_an_error_when_saved_and_when_loaded(tmp_path):
+def test_duplicate_state_key_raises_on_save_and_load(tmp_path):
     with pytest.raises(ConfigError, match="the same state_key: Keeping"):
         fit(tmp_path / "saved", Keeping(1), Keeping(2))
     fit(tmp_path, Keeping(1))
@@ -113,7 +113,7 @@ def test_additions_come_at_the_moments_of_lightning(tmp_path):
     assert events[:5] == ["setup", "task loads", "callback loads", "configure_optimizers", "load_state_dict"]
 
 
-def test_additions_go_with_the_part_that_they_belong_to(tmp_path):
+def test_additions_are_loaded_with_their_part(tmp_path):
     path = fit(tmp_path, Average()).checkpoint_callback.last_model_path
     for parts, loaded in ((["model"], False), (["model", "progress"], True)):
         average = Average()
@@ -124,7 +124,7 @@ def test_additions_go_with_the_part_that_they_belong_to(tmp_path):
     assert not hasattr(average, "loaded_steps")
 
 
-def test_what_a_callback_of_lightning_1_returns_is_added(tmp_path):
+def test_return_value_of_on_save_checkpoint_is_saved(tmp_path):
     class Returning(lumen.Callback):
         def on_save_checkpoint(self, trainer, task, checkpoint):
             return {"best": 3.5}
@@ -138,7 +138,7 @@ def test_what_a_callback_of_lightning_1_returns_is_added(tmp_path):
     assert returning.best == 3.5
 
 
-def test_a_callback_that_is_gone_is_said_and_one_that_is_new_finds_an_empty_dictionary(tmp_path, caplog):
+def test_removed_callback_warns_and_new_gets_empty_dictionary(tmp_path, caplog):
     class New(lumen.Callback):
         def on_load_checkpoint(self, trainer, task, checkpoint):
             self.found = dict(checkpoint), checkpoint.get("x", 7), "x" in checkpoint
@@ -187,7 +187,7 @@ def refused(tmp_path, adding, *, by):
 
 
 @pytest.mark.parametrize(("by", "where"), [("callback", "on_save_checkpoint.Adding.it.deep"), ("task", "task.it.deep")])
-def test_what_cannot_be_saved_names_the_owner_and_the_key_before_anything_is_trained(tmp_path, by, where):
+def test_unsavable_addition_names_owner_and_key_before_training(tmp_path, by, where):
     message = refused(tmp_path, lambda checkpoint: checkpoint.update(it={"deep": nn.Linear(1, 1)}), by=by)
     assert f"{where}: an object of type Linear cannot be saved" in message
 
@@ -203,7 +203,7 @@ ASKING = {
 
 @pytest.mark.parametrize("ask", ASKING)
 @pytest.mark.parametrize(("by", "owner"), [("callback", "Adding"), ("task", "AddingTask")])
-def test_what_only_lightning_keeps_there_is_an_error_that_says_where_it_is(tmp_path, ask, by, owner):
+def test_keys_of_lightning_checkpoints_raise_with_their_replacement(tmp_path, ask, by, owner):
     message = refused(tmp_path, lambda checkpoint: ASKING[ask](checkpoint, "state_dict"), by=by)
     assert message == f"{owner}: checkpoint['state_dict'] is not there. {INSTEAD['state_dict']}"
 
@@ -262,7 +262,7 @@ LATE = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
 
 @pytest.mark.parametrize("ask", ["state_dict", "on_save_checkpoint"])
 @pytest.mark.parametrize("hook", LATE)
-def test_a_state_may_be_made_in_any_hook_before_the_save(tmp_path, hook, ask):
+def test_state_may_be_created_in_any_earlier_hook(tmp_path, hook, ask):
     fit(tmp_path, late := Late(hook, ask))
     assert late.taken is None
     fit(tmp_path, late := Late(hook, ask), max_steps=4, resume="auto")
@@ -270,7 +270,7 @@ def test_a_state_may_be_made_in_any_hook_before_the_save(tmp_path, hook, ask):
 
 
 @pytest.mark.parametrize("hook", LATE)
-def test_who_makes_a_state_late_may_come_late_too(tmp_path, hook, caplog):
+def test_late_state_may_be_missing_on_resume(tmp_path, hook, caplog):
     fit(tmp_path)
     fit(tmp_path, late := Late(hook), max_steps=4, resume="auto", log_level="INFO")
     assert late.taken is None
@@ -298,7 +298,7 @@ def test_a_data_modules_state_may_come_with_training(tmp_path):
     assert data.batches == 5
 
 
-def test_a_state_that_cannot_be_asked_for_is_a_warning_before_training_and_an_error_at_the_save(tmp_path, caplog):
+def test_failing_state_dict_warns_then_raises_on_save(tmp_path, caplog):
     class Broken(lumen.Callback):
         def state_dict(self):
             return {"x": self.never_made}
@@ -311,7 +311,7 @@ def test_a_state_that_cannot_be_asked_for_is_a_warning_before_training_and_an_er
     assert "test_additions.py line" in caplog.text
 
 
-def test_a_state_that_cannot_be_saved_is_an_error_before_anything_is_trained(tmp_path):
+def test_unsavable_state_raises_before_training(tmp_path):
     class Module(lumen.Callback):
         def state_dict(self):
             return {"x": nn.Linear(1, 1)}

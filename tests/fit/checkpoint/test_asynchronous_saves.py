@@ -43,7 +43,7 @@ from tests.helpers.tasks import Regression, loader, quiet_trainer
 # ---------------------------------------------------------------------- what is saved
 
 
-def test_its_bytes_are_those_of_a_save_at_once_although_training_goes_on(tmp_path, monkeypatch):
+def test_asynchronous_save_equals_synchronous_save_bytewise(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     under_way = []
 
@@ -66,7 +66,7 @@ def test_its_bytes_are_those_of_a_save_at_once_although_training_goes_on(tmp_pat
     assert found == expected
 
 
-def test_a_run_is_the_same_whether_its_saves_are_asynchronous_or_not(tmp_path):
+def test_asynchronous_saves_do_not_change_the_run(tmp_path):
     """Every step is saved, so each save but the first waits for the one before."""
     for name, asynchronous in (("a", True), ("b", False)):
         saver = saving(every_n_train_steps=1, keep_last=-1, at_end=True, asynchronous=asynchronous)
@@ -84,7 +84,7 @@ def test_a_run_is_the_same_whether_its_saves_are_asynchronous_or_not(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_snapshot_has_the_bits_of_tensors_of_every_kind(dtype):
+def test_snapshot_copies_every_kind_of_tensor_exactly(dtype):
     tensors = {str(shape): tensor_of(dtype, shape) for shape in SHAPES}
     if dtype.itemsize > 1 and not str(dtype).startswith("torch.float4"):
         tensors |= {"transposed": tensor_of(dtype, (5, 7)).T, "expanded": tensor_of(dtype, (1, 3)).expand(4, 3)}
@@ -99,7 +99,7 @@ def test_a_snapshot_has_the_bits_of_tensors_of_every_kind(dtype):
     assert not addresses & {copy.data_ptr() for copy in copies.values()}
 
 
-def test_reserved_memory_is_not_touched_for_the_first_time_by_a_save():
+def test_reserved_memory_causes_no_page_faults_in_save():
     tensors = {"model": {str(number): torch.ones(1 << 20) for number in range(16)}}
 
     def faults(snapshot):
@@ -118,7 +118,7 @@ def test_reserved_memory_is_not_touched_for_the_first_time_by_a_save():
 
 
 @pytest.mark.cuda
-def test_a_snapshot_of_cuda_tensors_is_that_of_its_moment():
+def test_cuda_snapshot_is_of_its_moment():
     tensor, layers = torch.zeros(1 << 24, device="cuda"), torch.randn(1024, 1024, device="cuda")
     for _ in range(50):
         layers = layers @ layers  # the copy has to wait for these
@@ -151,7 +151,7 @@ class Numerous(Regression):
         (Numerous, None, True), (Numerous, False, False),
     ],
 )  # fmt: skip
-def test_only_large_checkpoints_are_written_beside_the_run_unless_it_is_said(
+def test_only_large_checkpoints_are_asynchronous_by_default(
     tmp_path, monkeypatch, task, asynchronous, is_left_to_a_thread
 ):
     disk = SlowDisk(monkeypatch)
@@ -161,7 +161,7 @@ def test_only_large_checkpoints_are_written_beside_the_run_unless_it_is_said(
     assert disk.is_left_to_a_thread == is_left_to_a_thread
 
 
-def test_what_does_not_fit_into_the_memory_twice_is_written_at_once(tmp_path, monkeypatch):
+def test_saves_are_synchronous_when_memory_is_short(tmp_path, monkeypatch):
     read_text = Path.read_text
     meminfo = "MemTotal:       99999999 kB\nMemAvailable:      30000 kB\n"  # 29 MiB for 18 and more
 
@@ -175,7 +175,7 @@ def test_what_does_not_fit_into_the_memory_twice_is_written_at_once(tmp_path, mo
     assert not disk.is_left_to_a_thread
 
 
-def test_the_checkpoint_at_the_end_is_written_at_once(tmp_path, monkeypatch):
+def test_final_checkpoint_is_saved_synchronously(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     fit(tmp_path, saving(every_n_train_steps=0, at_end=True), max_steps=3)
     assert names(tmp_path) == ["step-00000003"]
@@ -190,7 +190,8 @@ class Improving(Moving):
         self.log("score", -float(self.global_step))
 
 
-def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tmp_path, monkeypatch):
+def test_old_checkpoints_are_removed_only_after_the_commit(tmp_path, monkeypatch):
+    """Every path that the callback gives exists."""
     disk = SlowDisk(monkeypatch)
     saver = saving(monitor="score", on_best=False, keep_last=1)
     seen = {}
@@ -227,7 +228,7 @@ def test_nothing_is_removed_before_the_commit_and_every_path_given_out_exists(tm
     assert names(tmp_path) == ["step-00000012"]
 
 
-def test_a_moment_that_two_callbacks_save_is_written_once_and_waited_for_by_none(tmp_path, monkeypatch):
+def test_shared_save_of_two_callbacks_is_written_once(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
 
     def go_on(trainer):
@@ -265,7 +266,7 @@ def limit_the_size_of_files(tmp_path, trainer):
         (limit_the_size_of_files, r"step-00000008.*: File too large. No file may grow that large there"),
     ],
 )
-def test_an_error_of_the_thread_ends_the_run_at_the_next_boundary(tmp_path, harm, message):
+def test_thread_error_ends_run_at_next_boundary(tmp_path, harm, message):
     watched = Watched()
     callbacks = [watched, At(step8=lambda trainer: harm(tmp_path, trainer)), saving()]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -281,13 +282,13 @@ def test_an_error_of_the_thread_ends_the_run_at_the_next_boundary(tmp_path, harm
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends there"])
-def test_a_directory_that_is_removed_during_a_save_is_an_error_that_names_it(tmp_path, monkeypatch, ends):
+def test_directory_removed_during_save_raises(tmp_path, monkeypatch, ends):
     callbacks = [At(step5=remover(tmp_path, SlowDisk(monkeypatch))), saving()]
     with pytest.raises(CheckpointError, match=r"step-00000004.*removed while it was in use"):
         fit(tmp_path, callbacks, max_steps=5 if ends else 9)
 
 
-def test_an_error_that_a_failing_run_cannot_raise_any_more_is_logged(tmp_path, monkeypatch, caplog):
+def test_save_error_in_failing_run_is_logged(tmp_path, monkeypatch, caplog):
     disk = SlowDisk(monkeypatch)
 
     def fail(trainer):
@@ -339,7 +340,7 @@ class Leaves(Moving):
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt, SystemExit])
-def test_leaving_the_run_waits_for_the_save_under_way(tmp_path, monkeypatch, error):
+def test_leaving_run_waits_for_pending_save(tmp_path, monkeypatch, error):
     disk = SlowDisk(monkeypatch)
     timer = threading.Timer(0.5, disk.goes_on.set)
     timer.start()
@@ -353,7 +354,7 @@ def test_leaving_the_run_waits_for_the_save_under_way(tmp_path, monkeypatch, err
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lumen-save")]
 
 
-def test_a_failing_run_finds_the_boundary_that_is_being_saved(tmp_path, monkeypatch):
+def test_failing_run_reuses_pending_boundary_save(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     timer = threading.Timer(0.5, disk.goes_on.set)
     timer.start()
@@ -366,7 +367,7 @@ def test_a_failing_run_finds_the_boundary_that_is_being_saved(tmp_path, monkeypa
 # ---------------------------------------------------------------------- what went wrong once
 
 
-def test_moments_of_one_step_come_and_go_in_their_order(tmp_path):
+def test_saves_within_one_step_stay_in_order(tmp_path):
     class Skipping(Regression):
         def training_step(self, batch):
             return None if self.global_step >= 3 else super().training_step(batch)
@@ -388,7 +389,7 @@ def _newest(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_two_savers_of_one_folder_share_a_checkpoint_however_they_spell_it(tmp_path, monkeypatch, asynchronous):
+def test_savers_share_a_folder_however_it_is_spelled(tmp_path, monkeypatch, asynchronous):
     monkeypatch.chdir(tmp_path)
     savers = [
         saving(dirpath=path, asynchronous=asynchronous) for path in ("ck", tmp_path / "ck", tmp_path / "ck/../ck")
@@ -397,7 +398,7 @@ def test_two_savers_of_one_folder_share_a_checkpoint_however_they_spell_it(tmp_p
     assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == ["step-00000004", "step-00000008"]
 
 
-def test_a_callback_that_outlives_its_run_does_not_keep_it(tmp_path):
+def test_callback_does_not_keep_its_run_alive(tmp_path):
     saver, task = saving(), Moving()
     fit(tmp_path, saver, task)
     gone = weakref.ref(task)
@@ -408,7 +409,7 @@ def test_a_callback_that_outlives_its_run_does_not_keep_it(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_state_that_cannot_be_collected_leaves_no_score(tmp_path, asynchronous):
+def test_failed_state_collection_records_no_score(tmp_path, asynchronous):
     class Refusing(Moving):
         def on_save_checkpoint(self, checkpoint):
             if self.global_step == 8:
@@ -430,7 +431,7 @@ def test_a_single_element_of_any_stride_is_saved(tmp_path, asynchronous):
     assert names(tmp_path) == ["step-00000004"]
 
 
-def test_what_a_failed_save_leaves_is_the_checkpoint_before_it(tmp_path, monkeypatch):
+def test_failed_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
     real = os.fsync
 
     def fsync(descriptor):
@@ -446,7 +447,7 @@ def test_what_a_failed_save_leaves_is_the_checkpoint_before_it(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("asynchronous", [None, True])
-def test_what_else_fails_while_copying_is_not_taken_for_want_of_memory(tmp_path, asynchronous):
+def test_copy_error_is_not_reported_as_low_memory(tmp_path, asynchronous):
     callbacks = [At(step4=free_the_parameters), saving(asynchronous=asynchronous)]
     with pytest.raises(RuntimeError, match="out of bounds for storage of size 0") as caught:
         fit(tmp_path, callbacks, Large())

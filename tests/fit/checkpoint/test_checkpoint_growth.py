@@ -94,7 +94,7 @@ def counted_calls():
 # ---------------------------------------------------------------------- tensors
 
 
-def test_a_resume_opens_no_file_more_often_with_ten_times_the_tensors(tmp_path):
+def test_resume_opens_same_files_for_more_tensors(tmp_path):
     def opened_by_a_resume(count):
         fit(tmp_path / str(count), count, 1)
         with read_files() as counts:
@@ -107,7 +107,7 @@ def test_a_resume_opens_no_file_more_often_with_ten_times_the_tensors(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resume_takes_ten_times_the_work_for_ten_times_the_tensors(tmp_path, monkeypatch):
+def test_resume_work_is_linear_in_tensors(tmp_path, monkeypatch):
     asked, names = Counter(), Checkpoint.names
 
     def counting(checkpoint, section):
@@ -129,7 +129,7 @@ def test_a_resume_takes_ten_times_the_work_for_ten_times_the_tensors(tmp_path, m
     assert many_names - more_names <= 1.1 * (more_names - few_names)
 
 
-def test_a_checkpoint_keeps_no_file_open_that_nobody_reads(tmp_path):
+def test_unused_checkpoint_keeps_no_file_open(tmp_path):
     def descriptors():
         return {os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.lexists(each.path)}
 
@@ -156,7 +156,7 @@ def test_more_files_than_may_be_open_are_read(tmp_path):
     assert len(os.listdir("/proc/self/fd")) - before < 100
 
 
-def test_a_save_makes_a_bounded_number_of_calls_for_a_small_tensor(tmp_path):
+def test_save_has_bounded_calls_per_small_tensor(tmp_path):
     def work(count):
         tensors = {f"w{number}": torch.full((3,), float(number)) for number in range(count)}
         with counted_calls() as calls:
@@ -168,7 +168,7 @@ def test_a_save_makes_a_bounded_number_of_calls_for_a_small_tensor(tmp_path):
     assert many - few < 60 * 1000
 
 
-def test_small_tensors_whose_memory_was_freed_are_an_error_and_no_crash(tmp_path):
+def test_freed_small_tensors_raise_instead_of_crashing(tmp_path):
     tensors = {name: torch.ones(3) for name in "abc"}
     tensors["b"].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="setStorage"):
@@ -179,7 +179,7 @@ def test_small_tensors_whose_memory_was_freed_are_an_error_and_no_crash(tmp_path
 
 
 @pytest.mark.slow
-def test_no_save_and_no_resume_looks_through_all_objects_for_garbage(tmp_path):
+def test_save_and_resume_run_no_full_garbage_collection(tmp_path):
     looked, seen = [], []
 
     def note(phase, info):
@@ -206,7 +206,7 @@ def test_no_save_and_no_resume_looks_through_all_objects_for_garbage(tmp_path):
     assert seen == [0, 0]
 
 
-def test_the_depth_of_a_directory_costs_no_look_at_every_file(tmp_path, monkeypatch):
+def test_directory_depth_costs_no_extra_lstat_calls(tmp_path, monkeypatch):
     looked, lstat = [], os.lstat
 
     def looks(folder):
@@ -237,12 +237,12 @@ def manifests_read_by_a_resume(folder, epochs, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"monitor": "score"}, {"monitor": "score", "save_top_k": -1}], ids=str)
-def test_a_resume_reads_as_many_manifests_however_many_are_kept(tmp_path, options):
+def test_manifests_read_on_resume_are_bounded(tmp_path, options):
     few, many = (manifests_read_by_a_resume(tmp_path / str(epochs), epochs, **options) for epochs in (2, 8))
     assert many <= few <= 3
 
 
-def test_a_run_that_is_asked_to_leave_reads_as_many_manifests_however_many_are_kept(tmp_path):
+def test_manifests_read_on_stop_are_constant(tmp_path):
     def read_by_the_end(epochs):
         def stop(trainer, task):
             if trainer.current_epoch == epochs:
@@ -258,7 +258,7 @@ def test_a_run_that_is_asked_to_leave_reads_as_many_manifests_however_many_are_k
     assert read_by_the_end(8) == read_by_the_end(2) == 1
 
 
-def test_the_best_one_is_not_one_that_was_damaged_meanwhile(tmp_path):
+def test_damaged_checkpoint_is_not_the_best(tmp_path):
     def saving():
         return lumen.ModelCheckpoint(monitor="score", save_top_k=2, keep_last=-1)
 
@@ -272,7 +272,7 @@ def test_the_best_one_is_not_one_that_was_damaged_meanwhile(tmp_path):
     assert resumed.best_model_score == 2
 
 
-def test_a_save_asks_a_store_as_often_however_many_are_kept(tmp_path, monkeypatch):
+def test_requests_per_save_do_not_grow(tmp_path, monkeypatch):
     requests, ask = Counter(), object_store.ask
     seen = []
 
@@ -298,7 +298,7 @@ def test_a_save_asks_a_store_as_often_however_many_are_kept(tmp_path, monkeypatc
     assert seen[3] == seen[10]
 
 
-def test_a_list_of_checkpoints_parses_as_much_however_many_tensors_they_hold(tmp_path, monkeypatch):
+def test_listing_does_not_parse_tensors(tmp_path, monkeypatch):
     parsed, loads = [], json.loads
     monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(len(text)) or loads(text, **options))
 
@@ -315,7 +315,7 @@ def test_a_list_of_checkpoints_parses_as_much_however_many_tensors_they_hold(tmp
     assert 3 * 200 < few <= many <= few + 3 * 10
 
 
-def test_runs_are_listed_by_work_that_grows_as_their_checkpoints(tmp_path, capsys):
+def test_listing_runs_is_linear_in_checkpoints(tmp_path, capsys):
     def work(count):
         source = save(tmp_path / f"{count}/run/checkpoints/step-0", model={"w": torch.ones(2)})
         for step in range(1, count):
@@ -330,7 +330,7 @@ def test_runs_are_listed_by_work_that_grows_as_their_checkpoints(tmp_path, capsy
 
 
 @pytest.mark.parametrize("line", [0, 1, 2])
-def test_a_changed_byte_in_any_line_of_a_manifest_is_damage_for_who_lists_and_who_opens(tmp_path, line):
+def test_changed_manifest_byte_is_detected_everywhere(tmp_path, line):
     path = save(tmp_path / "step-1", model={"w": torch.ones(2)}) / "manifest.json"
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 3
@@ -345,7 +345,7 @@ def test_a_changed_byte_in_any_line_of_a_manifest_is_damage_for_who_lists_and_wh
                 Checkpoint.open(tmp_path / "step-1")
 
 
-def test_a_manifest_that_others_have_written_counts_if_its_digest_is_right(tmp_path):
+def test_edited_manifest_with_valid_digest_is_accepted(tmp_path):
     path = save(tmp_path / "step-1", model={"w": torch.ones(2)})
     tamper(path, lambda manifest: manifest["info"].__setitem__("step", 7))
     assert find_checkpoints(tmp_path) == [path]
@@ -368,7 +368,7 @@ def chunked(path, shape, boxes):
 
 
 @pytest.mark.parametrize("cut", ["rows", "columns", "grid"])
-def test_chunks_are_checked_by_work_that_grows_as_their_number(tmp_path, cut):
+def test_checking_chunks_is_linear(tmp_path, cut):
     def work(count):
         boxes = {
             "rows": [((number, 0), (1, 4)) for number in range(count)],
@@ -419,7 +419,7 @@ def is_covered(shape, boxes):
 
 
 @pytest.mark.slow
-def test_chunks_pass_exactly_where_they_hold_each_element_once(tmp_path):
+def test_chunks_pass_only_when_covering_each_element_once(tmp_path):
     path, verdicts = save(tmp_path / "step-1", model={"w": tensor_of(torch.float32, (1,))}), Counter()
     original = (path / "manifest.json").read_bytes()
     generator = random.Random(1)

@@ -94,7 +94,7 @@ def edit_index(directory, name, file):
 # ---------------------------------------------------------------------- from where
 
 
-def test_a_run_begins_with_the_parameters_of_a_checkpoint_and_with_nothing_else_of_it(tmp_path):
+def test_init_from_loads_parameters_only(tmp_path):
     source = trained(tmp_path)
     checkpoint = Path(source.checkpoint_callback.last_model_path)
     expected = {name: tensor.clone() for name, tensor in source.run.task.state_dict().items()}
@@ -113,7 +113,7 @@ def test_weights_are_as_built_without_init_from(tmp_path):
     assert equal(begin(where, None), built)
 
 
-def test_the_best_checkpoint_of_a_run_is_its_path(tmp_path):
+def test_init_from_accepts_best_model_path(tmp_path):
     source = trained(tmp_path, callbacks=[lumen.ModelCheckpoint(monitor="val_loss", mode="max", keep_last=1)])
     best = Path(source.checkpoint_callback.best_model_path)
     assert best != Path(source.checkpoint_callback.last_model_path)
@@ -134,7 +134,7 @@ def test_where_the_parameters_come_from_is_said(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("where", ["nowhere", "nowhere/model.safetensors", "pickles"])
-def test_a_place_without_weights_is_found_before_a_run_has_a_directory(tmp_path, caplog, where):
+def test_missing_weights_raise_before_run_directory_exists(tmp_path, caplog, where):
     (tmp_path / "pickles").mkdir()
     (tmp_path / "pickles/model.pt").write_bytes(b"")
     with pytest.raises((CheckpointError, ConfigError), match=rf"{where}.* does not exist|model.pt is a pickle"):
@@ -169,7 +169,7 @@ def temporary(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["file", "shards", "checkpoint"])
-def test_a_url_is_copied_for_the_time_of_loading(tmp_path, temporary, form):
+def test_url_is_copied_only_while_loading(tmp_path, temporary, form):
     local = tmp_path / "local"
     if form == "checkpoint":
         source = trained(tmp_path)
@@ -186,7 +186,7 @@ def test_a_url_is_copied_for_the_time_of_loading(tmp_path, temporary, form):
     assert list(temporary.glob("lumen-*")) == []
 
 
-def test_a_web_server_of_a_sharded_model_is_enough(tmp_path, temporary):
+def test_http_server_can_serve_a_sharded_model(tmp_path, temporary):
     expected = other_weights()
     shards(tmp_path / "served/model", expected)
     with serving(tmp_path / "served") as (url, asked):
@@ -195,7 +195,7 @@ def test_a_web_server_of_a_sharded_model_is_enough(tmp_path, temporary):
     assert list(temporary.glob("lumen-*")) == []
 
 
-def test_what_cannot_be_fetched_is_named_and_leaves_nothing(tmp_path, temporary):
+def test_failed_download_is_named_and_leaves_nothing(tmp_path, temporary):
     directory = shards(tmp_path / "served/model", other_weights())
     edit_index(directory, "net.0.weight", "model-00009-of-00003.safetensors")
     with serving(tmp_path / "served") as (url, _):
@@ -248,7 +248,7 @@ def test_damaged_files_of_others_are_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pickle_is_never_read_and_the_error_converts_it(tmp_path, monkeypatch):
+def test_pickle_is_never_read_and_error_converts_it(tmp_path, monkeypatch):
     class Bomb:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "exploded"),)
@@ -283,7 +283,7 @@ def test_a_place_without_weights_says_so(tmp_path):
 # ---------------------------------------------------------------------- names, shapes, dtypes
 
 
-def test_names_are_mapped_one_pattern_after_the_other_and_a_new_head_is_left_alone(tmp_path):
+def test_renames_apply_in_order_and_ignore_skips_parameters(tmp_path):
     own = other_weights()
     foreign = {
         "model.encoder.layer_0.weight": own["net.0.weight"],
@@ -332,7 +332,7 @@ def test_a_layer_called_module_keeps_its_name(tmp_path, caplog):
     assert "wrappers" not in caplog.text
 
 
-def test_whatever_is_missing_or_left_over_is_named_with_the_rename_that_would_fit(tmp_path):
+def test_mismatched_names_are_listed_with_a_fitting_rename(tmp_path):
     tensors = {name.removeprefix("net."): tensor for name, tensor in other_weights().items()}
     save_file({f"encoder.{name}": tensor for name, tensor in tensors.items()}, path := tmp_path / "other.safetensors")
     with pytest.raises(CheckpointMismatch) as caught:
@@ -359,7 +359,7 @@ def test_whatever_is_missing_or_left_over_is_named_with_the_rename_that_would_fi
         ({}, {"ignore": [".*"]}, "no name is in both"),
     ],
 )
-def test_what_does_not_fit_is_an_error_before_anything_is_changed(tmp_path, change, options, message):
+def test_mismatch_raises_before_any_change(tmp_path, change, options, message):
     tensors = {name: tensor for name, tensor in (other_weights() | change).items() if tensor is not None}
     save_file(tensors, path := tmp_path / "other.safetensors")
     task = Regression()
@@ -382,7 +382,7 @@ def test_lenient_loading_reports_what_it_leaves_alone(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("saved", "own"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
-def test_floating_point_weights_are_cast_and_it_is_said_once(tmp_path, caplog, saved, own):
+def test_floating_point_weights_are_cast_with_one_message(tmp_path, caplog, saved, own):
     tensors = {name: tensor.to(saved) for name, tensor in other_weights().items()}
     save_file(tensors, path := tmp_path / "half.safetensors")
     task = Regression(dtype=own)
@@ -411,7 +411,7 @@ def test_tied_weights_need_one_of_their_names(tmp_path, absent):
     assert begun["seen"] == 5
 
 
-def test_two_different_tensors_for_tied_weights_are_an_error(tmp_path):
+def test_different_tensors_for_tied_weights_raise(tmp_path):
     tensors = other_weights(Tied())
     tensors["again.weight"] = tensors["first.weight"] + 1
     save_file(tensors, path := tmp_path / "tied.safetensors")
@@ -420,7 +420,7 @@ def test_two_different_tensors_for_tied_weights_are_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"rename": {"(": ""}}, {"rename": {"a": r"\2"}}, {"ignore": ["*"]}])
-def test_a_pattern_that_is_none_is_refused_at_once(options):
+def test_invalid_pattern_raises_immediately(options):
     with pytest.raises(ConfigError, match="cannot be used as a regular expression"):
         lumen.Weights("x.safetensors", **options)
 
@@ -428,7 +428,7 @@ def test_a_pattern_that_is_none_is_refused_at_once(options):
 # ---------------------------------------------------------------------- and resuming
 
 
-def test_a_resumed_run_does_not_read_it_again_and_says_so(tmp_path):
+def test_resumed_run_skips_init_from_and_logs_it(tmp_path):
     save_file(other_weights(), path := tmp_path / "other.safetensors")
     options = {"init_from": path, "resume": "auto", "log_level": "INFO"}
     quiet_trainer(tmp_path, max_steps=5, **options).fit(Regression(), loader())
@@ -443,7 +443,7 @@ def test_a_resumed_run_does_not_read_it_again_and_says_so(tmp_path):
     assert equal(resumed.state_dict(), whole.state_dict())
 
 
-def test_a_path_to_resume_from_and_init_from_contradict_each_other(tmp_path):
+def test_init_from_contradicts_resume_path(tmp_path):
     for resume in ("best", tmp_path / "runs/run"):
         with pytest.raises(ConfigError, match=r"init_from and resume=.* both say"):
             quiet_trainer(tmp_path, resume=resume, init_from="model.safetensors", max_steps=1)
@@ -458,7 +458,7 @@ def test_weights_are_no_run_to_resume(tmp_path):
             Regression.load_from_checkpoint(where)
 
 
-def test_an_exported_file_in_a_run_directory_is_not_taken_for_the_run(tmp_path):
+def test_exported_file_in_run_directory_is_ignored(tmp_path):
     source = trained(tmp_path)
     save_file(other_weights(), source.run_directory / "model.safetensors")
     resumed = Regression()
@@ -497,7 +497,7 @@ def test_an_evaluation_does_not_begin_anew(tmp_path):
 # ---------------------------------------------------------------------- from a config
 
 
-def test_a_config_renames_and_its_record_repeats_the_run(tmp_path, monkeypatch):
+def test_config_renames_weights_and_its_record_reproduces_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
     save_file({"old.weight": torch.full((1, 3), 2.5), "x": torch.ones(1)}, "model.safetensors")

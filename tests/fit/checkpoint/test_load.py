@@ -61,7 +61,7 @@ def trained(tmp_path, task):
     return Path(trainer.checkpoint_callback.last_model_path)
 
 
-def test_a_task_comes_back_with_its_bits_ties_and_hyperparameters(tmp_path):
+def test_loaded_task_restores_tensors_ties_and_hyperparameters(tmp_path):
     task = Rich(width=5, extra=3)
     path = trained(tmp_path, task)
     for where in (path, path.parents[1]):  # the checkpoint, and its run
@@ -74,7 +74,7 @@ def test_a_task_comes_back_with_its_bits_ties_and_hyperparameters(tmp_path):
                 assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-def test_the_files_are_plain_safetensors_with_the_model_own_names(tmp_path):
+def test_files_are_plain_safetensors_with_model_names(tmp_path):
     task = Rich()
     (file,) = (trained(tmp_path, task) / "model").iterdir()
     tensors = safetensors.torch.load_file(file)
@@ -131,7 +131,7 @@ class Unlike(lumen.TaskModule):
         (More, Fewer, "only in the checkpoint: extra.bias, extra.weight, net.3.bias, net.3.weight"),
     ],
 )
-def test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone(tmp_path, caplog, saved, own, message):
+def test_strict_mismatch_raises_and_non_strict_warns(tmp_path, caplog, saved, own, message):
     task = saved()
     path = trained(tmp_path, task)
     with pytest.raises(CheckpointMismatch, match=re.escape(message)):
@@ -143,13 +143,13 @@ def test_strict_loading_names_what_differs_and_lenient_loading_leaves_it_alone(t
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_checkpoint_without_a_name_in_common_is_always_an_error(tmp_path, strict):
+def test_checkpoint_without_common_names_always_raises(tmp_path, strict):
     path = trained(tmp_path, Regression())
     with pytest.raises(CheckpointMismatch, match="no name is in both"):
         Unlike.load_from_checkpoint(path, strict=strict)
 
 
-def test_weights_that_are_tied_now_must_have_been_equal(tmp_path):
+def test_newly_tied_weights_must_be_equal(tmp_path):
     class Apart(Rich):
         def __init__(self, **settings):
             super().__init__(**settings)
@@ -185,7 +185,7 @@ def test_overrides_replace_hyperparameters(tmp_path):
     assert Rich.load_from_checkpoint(path, rates=(3.0,)).hparams.rates == (3.0,)
 
 
-def test_the_best_checkpoint_the_newest_and_the_run_are_each_loaded_by_their_path(tmp_path):
+def test_best_last_and_run_load_by_path(tmp_path):
     trainer = quiet_trainer(
         tmp_path, max_epochs=3, callbacks=[lumen.ModelCheckpoint(monitor="val_loss", mode="max", keep_last=1)]
     )
@@ -217,7 +217,7 @@ def test_missing_hyperparameters_are_named(tmp_path):
         Forgetful.load_from_checkpoint(path)
 
 
-def test_a_place_without_a_checkpoint_is_one_clear_error(tmp_path):
+def test_missing_checkpoint_is_one_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         Rich.load_from_checkpoint(tmp_path)
 
@@ -252,7 +252,7 @@ def test_hyperparameters_may_be_one_namespace(kind):
 
 
 @pytest.mark.parametrize("given", [5, 0.5, None, [1]])
-def test_what_has_no_names_is_no_set_of_hyperparameters(given):
+def test_unnamed_values_are_no_hyperparameters(given):
     class Kept(lumen.TaskModule):
         def __init__(self, given):
             super().__init__()
@@ -265,7 +265,7 @@ def test_what_has_no_names_is_no_set_of_hyperparameters(given):
 
 
 @pytest.mark.parametrize("base_first", [True, False])
-def test_what_a_subclass_ignores_is_ignored_by_its_base_too(base_first):
+def test_hyperparameter_ignored_by_subclass_is_ignored_by_base(base_first):
     class Base(lumen.TaskModule):
         def __init__(self, width):
             super().__init__()
@@ -325,7 +325,7 @@ def test_hyperparameters_by_name_dictionary_and_dataclass():
         _ = Given({"x": 1}).hparams.y
 
 
-def test_a_hyperparameter_that_is_no_plain_data_is_named_before_training(tmp_path):
+def test_unsavable_hyperparameter_is_named_before_training(tmp_path):
     class Holding(Regression):
         def __init__(self, encoder):
             lumen.TaskModule.__init__(self)
@@ -340,7 +340,7 @@ def test_a_hyperparameter_that_is_no_plain_data_is_named_before_training(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["auto", "last", "best"])
-def test_a_path_is_a_path_also_with_the_name_of_a_setting(tmp_path, monkeypatch, name):
+def test_path_named_like_a_setting_is_a_path(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=f"no valid checkpoint found in {name}"):
         Regression.load_from_checkpoint(name)

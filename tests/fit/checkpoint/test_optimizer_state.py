@@ -34,7 +34,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer,
 
 @pytest.mark.parametrize("way", ["group", "longer group"])
 @pytest.mark.parametrize(("clip", "weighted"), [("norm", False), ("value", False), (None, True), ("norm", True)])
-def test_parameters_added_in_training_are_clipped_and_brought_to_the_mean(tmp_path, clip, weighted, way):
+def test_added_parameters_are_clipped_and_reduced_correctly(tmp_path, clip, weighted, way):
     reference = Finetuning()
     reference.weighted, reference.way = weighted, way
     assert_equal(finetune(tmp_path, clip, weighted, way), by_hand(reference, clip))
@@ -42,7 +42,7 @@ def test_parameters_added_in_training_are_clipped_and_brought_to_the_mean(tmp_pa
 
 @pytest.mark.parametrize("way", ["group", "longer group"])
 @pytest.mark.parametrize("wrap", ["none", "Lookahead"])
-def test_a_run_to_which_a_hook_added_parameters_goes_on_exactly(tmp_path, way, wrap):
+def test_run_with_added_parameters_resumes_exactly(tmp_path, way, wrap):
     def make():
         task = Finetuning()
         task.way = way
@@ -72,7 +72,7 @@ class Readding(lumen.Callback):
             task.add(self.trainer.optimizers[0])
 
 
-def test_a_callback_that_adds_its_group_itself_on_resume_is_asked_first(tmp_path):
+def test_callback_may_add_its_group_itself_on_resume(tmp_path):
     ends = []
     for name, cuts in (("whole", (20,)), ("parts", (9, 20))):
         for max_steps in cuts:
@@ -84,7 +84,7 @@ def test_a_callback_that_adds_its_group_itself_on_resume_is_asked_first(tmp_path
     assert torch.equal(*ends)
 
 
-def test_other_groups_than_the_run_began_with_are_refused_still(tmp_path):
+def test_different_initial_groups_are_rejected_on_resume(tmp_path):
     class Other(Finetuning):
         def configure_optimizers(self):
             return AdamW([self.net[3].weight], lr=0.01)
@@ -94,7 +94,7 @@ def test_other_groups_than_the_run_began_with_are_refused_still(tmp_path):
         quiet_trainer(tmp_path, max_steps=12, resume="auto").fit(Other(), loader(dtype=torch.float64))
 
 
-def test_what_is_no_parameter_of_the_task_is_refused_before_it_is_trained(tmp_path):
+def test_foreign_parameter_is_rejected_before_training_it(tmp_path):
     class Stranger(Regression):
         def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 2:
@@ -123,12 +123,12 @@ OWN = (OwnStateDict, Attributes, Global, ById, Around, Packed)
 
 
 @pytest.mark.parametrize(("kind", "wrap"), [*product(OWN, WRAPS), (StateOfIds, "alone")])
-def test_what_a_users_optimizer_keeps_beside_torchs_state_goes_on_exactly(tmp_path, kind, wrap):
+def test_extra_state_of_user_optimizers_resumes_exactly(tmp_path, kind, wrap):
     (ours, _), (theirs, _) = resumed(tmp_path, lambda: own(kind, wrap))
     assert torch.equal(weights(ours), weights(theirs))
 
 
-def test_state_by_address_ends_the_run_after_one_step(tmp_path):
+def test_state_keyed_by_address_raises_after_one_step(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=8)
     with pytest.raises(CheckpointError, match=r"has the key \d+, which looks like an address .*id\(parameter\)"):
         trainer.fit(own(ByAddress), loader(dtype=torch.float64))
@@ -154,7 +154,7 @@ class ByParameter(Sgd):
         (ByParameter, r"ByParameter keeps tensors in its attribute 'means' .* Keep them in self.state\[parameter\]"),
     ],
 )
-def test_what_cannot_be_saved_of_an_optimizer_is_an_error_before_training(tmp_path, kind, message):
+def test_unsavable_optimizer_state_raises_before_training(tmp_path, kind, message):
     trainer = quiet_trainer(tmp_path, max_steps=3)
     with pytest.raises(CheckpointError, match=message):
         trainer.fit(own(kind), loader(dtype=torch.float64))
@@ -173,7 +173,7 @@ class Counting(AdamW):
         return super().step(closure)
 
 
-def test_a_changed_argument_that_an_optimizer_keeps_is_said(tmp_path, caplog):
+def test_changed_optimizer_argument_warns_on_resume(tmp_path, caplog):
     class Counted(Regression):
         every = 5
 
@@ -202,7 +202,7 @@ class Learned(Sgd):
         return 1.0
 
 
-def test_parameters_and_leaves_in_a_state_are_such_again(tmp_path):
+def test_optimizer_state_restores_parameters_and_leaves(tmp_path):
     _, (_, optimizer) = resumed(tmp_path, lambda: own(Learned), cuts=(2, 4))
     for entries in optimizer.state.values():
         kinds = {name: (type(each), each.requires_grad) for name, each in entries.items()}

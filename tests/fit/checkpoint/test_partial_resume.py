@@ -168,7 +168,7 @@ def test_every_combination_of_parts_takes_over_exactly_these(tmp_path, source, p
         assert torch.equal(task.batches[0], batches[STEPS if "data" in parts else 7])
 
 
-def test_an_epoch_that_begins_anew_forgets_what_it_had_logged(tmp_path, source):
+def test_restarted_epoch_forgets_its_logged_values(tmp_path, source):
     checkpoint, _ = source
     task = Remembering(lr=0.1)
     parts = ["model", "optimizer", "schedulers", "progress"]
@@ -203,7 +203,7 @@ class Weighted(Remembering):
 
 @IGNORED
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_that_is_left_out_is_where_it_would_be_had_it_always_been_the_configured_one(tmp_path, schedule):
+def test_omitted_schedule_is_fast_forwarded(tmp_path, schedule):
     def configure(lr):
         return lambda task: SCHEDULES[schedule](SGD(task.parameters(), lr, momentum=0.9))
 
@@ -215,7 +215,7 @@ def test_a_schedule_that_is_left_out_is_where_it_would_be_had_it_always_been_the
     assert branch.rates == pytest.approx(whole.rates[17:], rel=1e-12)
 
 
-def test_a_schedule_that_is_too_short_for_the_progress_is_a_clear_error(tmp_path):
+def test_schedule_too_short_for_progress_raises(tmp_path):
     train(tmp_path, max_steps=17)
 
     def configure(task):
@@ -228,7 +228,7 @@ def test_a_schedule_that_is_too_short_for_the_progress_is_a_clear_error(tmp_path
         )  # fmt: skip
 
 
-def test_an_optimizers_own_counters_go_with_its_state_and_its_settings_with_the_schedules(tmp_path):
+def test_optimizer_part_restores_counters_but_not_settings(tmp_path):
     def configure(weight_decay, eps):
         return lambda task: Lookahead(AdamW(task.parameters(), task.hparams.lr, weight_decay=weight_decay, eps=eps), 3)
 
@@ -277,12 +277,12 @@ def test_a_schedule_goes_on_with_another_optimizer(tmp_path, source):
         ({"resume": "best", "resume_parts": ["model", "data"]}, "Add progress, or leave out data"),
     ],
 )
-def test_parts_that_cannot_be_chosen_are_refused_at_once(tmp_path, options, message):
+def test_invalid_resume_parts_raise_immediately(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         quiet_trainer(tmp_path, max_steps=1, **options)
 
 
-def test_another_optimizer_or_schedule_says_which_part_to_leave_out(tmp_path, source):
+def test_other_optimizer_or_schedule_names_part_to_omit(tmp_path, source):
     checkpoint, _ = source
 
     def plain(task):
@@ -309,7 +309,7 @@ def test_another_optimizer_or_schedule_says_which_part_to_leave_out(tmp_path, so
     assert not (tmp_path / "runs/run").exists()
 
 
-def test_a_config_chooses_parts_and_its_record_does_not_repeat_that(tmp_path, monkeypatch):
+def test_config_record_omits_resume_parts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
     config = {
@@ -340,7 +340,7 @@ def warnings_of(caplog, directory, task, **options):
     return [message for message in said if not message.startswith("lr_scheduler: ")]  # too long for a short test
 
 
-def test_a_changed_learning_rate_is_said_with_both_values_and_how_to_get_the_other(tmp_path, caplog):
+def test_changed_learning_rate_warns_with_both_values(tmp_path, caplog):
     def configure(lr, betas=(0.9, 0.999), weight_decay=0.01, gamma=0.9):
         def build(task):
             optimizer = AdamW(task.parameters(), lr, betas, weight_decay=weight_decay)
@@ -374,7 +374,7 @@ def test_a_changed_learning_rate_is_said_with_both_values_and_how_to_get_the_oth
         assert change in said
 
 
-def test_a_learning_rate_without_a_schedule_is_compared_too(tmp_path, caplog):
+def test_changed_rate_without_schedule_warns_too(tmp_path, caplog):
     train(tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.1)))
     (said,) = warnings_of(caplog, tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.3)), max_steps=12)
     assert "groups[0].lr 0.1 there, 0.3 here" in said
@@ -481,14 +481,14 @@ CHANGED = {
 
 
 @pytest.mark.parametrize(("after", "said"), CHANGED.values(), ids=CHANGED)
-def test_a_setting_that_changes_what_is_computed_is_said_with_both_values(tmp_path, caplog, after, said):
+def test_changed_setting_warns_with_both_values(tmp_path, caplog, after, said):
     train(tmp_path, **BEFORE)
     (notice,) = warnings_of(caplog, tmp_path, Remembering(), max_steps=STEPS + 1, **BEFORE | after)
     assert f"settings are not those of {tmp_path / 'runs'}" in notice
     assert notice.endswith(f": {said}. Those here count from now on.")
 
 
-def test_the_batch_size_of_the_loader_is_a_setting_too(tmp_path, caplog):
+def test_changed_batch_size_warns(tmp_path, caplog):
     def fit(batch_size, **options):
         caplog.clear()
         trainer = quiet_trainer(
@@ -506,7 +506,7 @@ def test_the_batch_size_of_the_loader_is_a_setting_too(tmp_path, caplog):
     assert ": batch_size 4 there, 2 here. Those" in said
 
 
-def test_how_long_a_run_is_and_what_it_shows_is_no_change_of_what_it_computes(tmp_path, caplog):
+def test_length_and_display_changes_do_not_warn(tmp_path, caplog):
     train(tmp_path)
     more = {"max_steps": 12, "max_epochs": 3, "log_every_n_steps": 1, "precision": 32, "accumulate_grad_batches": 1}
     assert warnings_of(caplog, tmp_path, Remembering(), **more) == []
@@ -538,7 +538,7 @@ class Freezing(Regression):
         ({"evaluating": ["net.2"]}, "net.2 'in train mode' there, 'in eval mode' here."),
     ],
 )
-def test_a_task_that_is_built_frozen_otherwise_is_said_and_the_checkpoint_counts(tmp_path, caplog, built, said):
+def test_frozen_state_of_checkpoint_wins_with_a_warning(tmp_path, caplog, built, said):
     train(tmp_path, Freezing())
     for steps in (11, 12):  # each time
         task = Freezing(**built)

@@ -24,7 +24,7 @@ def test_every_fit_gets_a_directory_of_its_own(tmp_path):
     assert [fit(tmp_path)[0].run_directory.name for _ in range(3)] == ["run", "run-2", "run-3"]
 
 
-def test_a_longer_run_in_two_parts_equals_one_part(tmp_path):
+def test_extended_run_equals_uninterrupted_run(tmp_path):
     fit(tmp_path, max_epochs=2)
     _, resumed = fit(tmp_path, max_epochs=4, resume="auto")
     _, whole = fit(tmp_path / "whole", max_epochs=4)
@@ -33,14 +33,14 @@ def test_a_longer_run_in_two_parts_equals_one_part(tmp_path):
     assert files[0].read_text() == files[1].read_text()
 
 
-def test_a_run_that_ended_inside_an_epoch_goes_on_inside_it(tmp_path):
+def test_run_resumes_inside_an_epoch(tmp_path):
     fit(tmp_path, max_steps=10, max_epochs=None)
     _, resumed = fit(tmp_path, max_steps=24, max_epochs=None, resume="auto")
     _, whole = fit(tmp_path / "whole", max_steps=24, max_epochs=None)
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_auto_on_a_finished_run_says_so_and_trains_nothing(tmp_path, caplog):
+def test_auto_resume_of_finished_run_trains_nothing(tmp_path, caplog):
     fit(tmp_path)
     task = Regression()
     trainer, _ = fit(tmp_path, task, resume="auto", log_level="INFO")
@@ -86,7 +86,7 @@ def test_state_json_is_json_and_nothing_is_pickled(tmp_path):
     assert json.loads((newest(tmp_path) / "state.json").read_text())
 
 
-def test_what_hooks_froze_and_put_into_eval_mode_stays_so(tmp_path):
+def test_frozen_and_eval_state_survive_resume(tmp_path):
     class Unfreezing(Regression):
         def __init__(self):
             super().__init__(dropout=0.5)
@@ -113,7 +113,7 @@ def test_expanded_buffers_are_loaded_as_what_they_are(tmp_path):
     assert task.rows[:, 4].tolist() == task.part[:, 0].tolist() == [9.0, 10.0, 11.0]
 
 
-def test_values_that_an_expanded_buffer_cannot_hold_are_refused(tmp_path):
+def test_expanded_buffer_rejects_distinct_values(tmp_path):
     class Whole(Expanded):
         def __init__(self):
             super().__init__()

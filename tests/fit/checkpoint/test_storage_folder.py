@@ -39,7 +39,7 @@ def names(folder):
     return sorted(os.listdir(folder))
 
 
-def test_checkpoints_are_found_by_number_and_only_when_committed(tmp_path):
+def test_checkpoints_are_found_by_number_once_committed(tmp_path):
     assert find_checkpoints(tmp_path / "none") == []
     steps = [small(tmp_path / name) for name in ("step-00000009", "step-10", "step-100000000000", "step-00000011")]
     shutil.copytree(steps[0], tmp_path / "step-12.tmp-abcd")
@@ -52,7 +52,7 @@ def test_checkpoints_are_found_by_number_and_only_when_committed(tmp_path):
     assert find_checkpoints(tmp_path) == [steps[0], steps[1], steps[3], steps[2]]
 
 
-def test_the_newest_intact_checkpoint_is_used_and_every_damaged_one_is_reported(tmp_path):
+def test_newest_valid_checkpoint_is_used_and_damage_reported(tmp_path):
     for step in (8, 9, 10, 11):
         small(tmp_path / f"step-{step}", value=float(step))
     with open(tmp_path / "step-11" / FILES[3], "r+b") as file:
@@ -73,7 +73,7 @@ def test_the_newest_intact_checkpoint_is_used_and_every_damaged_one_is_reported(
     assert newest_valid(tmp_path / "none", reports.append) is None
 
 
-def test_a_checkpoint_of_a_step_to_be_validated_is_older_than_the_one_after_it(tmp_path):
+def test_validating_checkpoint_sorts_before_the_final_one(tmp_path):
     for name in ("step-2", "step-10", "step-10-validating", "step-11-validating"):
         write_checkpoint(tmp_path / name, {}, {}, info={})
     names = [path.name for path in find_checkpoints(tmp_path)]
@@ -90,7 +90,7 @@ def test_only_the_sections_asked_for_must_be_intact(tmp_path):
     assert (found.path, found.state["value"]) == (tmp_path / "step-2", 2.0)
 
 
-def test_what_has_a_manifest_is_found_without_reading_it(tmp_path):
+def test_unread_checkpoints_are_found_by_their_manifest(tmp_path):
     assert find_unread(tmp_path / "none") == []
     for name in ("step-9", "step-10", "step-11"):
         small(tmp_path / name)
@@ -119,7 +119,7 @@ def test_a_save_reads_no_manifest_of_another_checkpoint(tmp_path, monkeypatch):
     assert len(names(tmp_path / "b/kept")) == 4
 
 
-def test_what_was_never_a_checkpoint_outlives_those_that_nobody_keeps(tmp_path):
+def test_unrelated_directories_are_never_removed(tmp_path):
     for step, name in ((1, "manifest.json"), (1, "notes.txt"), (2, "model.safetensors"), (3, "manifest.json")):
         (tmp_path / f"kept/step-{step}/x").mkdir(parents=True, exist_ok=True)
         (tmp_path / f"kept/step-{step}" / name).write_text("mine")
@@ -130,7 +130,7 @@ def test_what_was_never_a_checkpoint_outlives_those_that_nobody_keeps(tmp_path):
 
 
 @pytest.mark.slow
-def test_damaged_manifests_take_no_place_of_those_that_are_kept(tmp_path):
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
     fit(tmp_path, 6, keep_last=-1)
     for step in (4, 5, 6):
         (tmp_path / f"kept/step-{step:08d}/manifest.json").write_bytes(b"cut o")
@@ -138,7 +138,7 @@ def test_damaged_manifests_take_no_place_of_those_that_are_kept(tmp_path):
     assert [path.name for path in find_checkpoints(tmp_path / "kept")] == ["step-00000003", "step-00000004"]
 
 
-def test_a_link_that_leads_nowhere_is_damage_like_any_other(tmp_path):
+def test_dangling_link_is_reported_as_damage(tmp_path):
     fit(tmp_path, 2, keep_last=2)
     (tmp_path / "kept/step-00000009").symlink_to(tmp_path / "not mounted")
     (tmp_path / "kept/step-00000002").rename(tmp_path / "elsewhere")
@@ -150,7 +150,7 @@ def test_a_link_that_leads_nowhere_is_damage_like_any_other(tmp_path):
     assert [said.partition(" is damaged")[0][-1] for said in reports] == ["9", "9", "2"]
 
 
-def test_what_is_removed_before_its_turn_is_no_damage_and_the_folder_is_looked_at_again(tmp_path):
+def test_concurrent_removal_is_no_damage_and_relists(tmp_path):
     for step in (1, 2, 3):
         small(tmp_path / f"step-{step}")
     (tmp_path / "step-3/state.json").write_bytes(b"cut o")
@@ -166,7 +166,7 @@ def test_what_is_removed_before_its_turn_is_no_damage_and_the_folder_is_looked_a
     assert reports == ["step-3 is damaged"] * 2
 
 
-def test_what_is_removed_while_it_is_verified_is_no_damage(tmp_path):
+def test_removal_during_verification_is_no_damage(tmp_path):
     for step in (1, 2):
         small(tmp_path / f"step-{step}")
     assert verify(tmp_path) == "step-3"
@@ -174,7 +174,7 @@ def test_what_is_removed_while_it_is_verified_is_no_damage(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_last", [0, 1, 2])
-def test_a_damaged_manifest_costs_no_run_its_last_checkpoint(tmp_path, keep_last):
+def test_damaged_manifest_never_costs_the_last_checkpoint(tmp_path, keep_last):
     fit(tmp_path, 4, keep_last=2)
     (tmp_path / "kept/step-00000004/manifest.json").write_bytes(b"cut o")
     fit(tmp_path, 4, keep_last=keep_last)
@@ -187,7 +187,7 @@ def test_a_damaged_manifest_costs_no_run_its_last_checkpoint(tmp_path, keep_last
     assert {"step-00000004.damaged-1", "step-00000004.damaged-2", "step-00000099"} <= set(names(tmp_path / "kept"))
 
 
-def test_directories_made_for_a_checkpoint_are_synced_before_it_is_committed(tmp_path, monkeypatch):
+def test_new_directories_are_synced_before_the_commit(tmp_path, monkeypatch):
     events, fsync, rename = [], os.fsync, os.rename
 
     def noting(descriptor):
@@ -224,7 +224,7 @@ def fit_into(home, dirpath):
     quiet_trainer(home, max_steps=2, callbacks=saver, resume="auto").fit(Regression(), loader(50, 8))
 
 
-def test_below_a_directory_that_may_be_written_but_not_read_checkpoints_are_kept(bound):
+def test_parent_directory_may_be_writable_but_unreadable(bound):
     (bound / "box").mkdir(0o300)
     fit_into(bound, bound / "box/runs/kept")
     assert newest_valid(bound / "box/runs/kept", pytest.fail).path.name == "step-00000002"
@@ -239,14 +239,14 @@ def test_below_a_directory_that_may_be_written_but_not_read_checkpoints_are_kept
     ],
     ids=["not written", "not entered", "nothing"],
 )
-def test_a_directory_above_that_may_not_be_used_is_one_error_that_names_it(bound, mode, message):
+def test_unusable_parent_directory_is_one_named_error(bound, mode, message):
     (bound / "box").mkdir(mode)
     with pytest.raises(CheckpointError, match=message) as caught:
         fit_into(bound, bound / "box/runs/kept")
     assert not isinstance(caught.value, CheckpointDamaged)
 
 
-def test_setting_aside_frees_the_name_and_keeps_the_bytes(tmp_path):
+def test_set_aside_renames_and_keeps_the_bytes(tmp_path):
     for k in (1, 2):
         small(tmp_path / "step-1", value=float(k))
         assert set_aside(tmp_path / "step-1") == tmp_path / f"step-1.damaged-{k}"
@@ -285,7 +285,7 @@ class MovesAway(lumen.Callback):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_moved_behind_a_link_ends_no_run_and_is_left_to_who_has_moved_it(tmp_path, caplog, asynchronous):
+def test_link_is_removed_but_its_target_stays(tmp_path, caplog, asynchronous):
     folder, elsewhere = tmp_path / "kept", tmp_path / "elsewhere"
     elsewhere.mkdir()
     saver = lumen.ModelCheckpoint(dirpath=folder, every_n_train_steps=1, keep_last=2, asynchronous=asynchronous)
@@ -299,7 +299,7 @@ def test_a_checkpoint_moved_behind_a_link_ends_no_run_and_is_left_to_who_has_mov
     assert names(folder) == ["step-00000005", "step-00000006"]
 
 
-def test_a_run_goes_on_from_a_checkpoint_behind_a_link_and_outlives_one_that_leads_nowhere(tmp_path):
+def test_run_resumes_through_links_and_survives_dangling_ones(tmp_path):
     folder, elsewhere = tmp_path / "kept", tmp_path / "elsewhere"
     elsewhere.mkdir()
     fit(tmp_path, 2)
@@ -315,7 +315,7 @@ def test_a_run_goes_on_from_a_checkpoint_behind_a_link_and_outlives_one_that_lea
     assert names(other) == ["step-00000002", "step-00000005", "step-00000006"]
 
 
-def test_what_no_save_has_left_behind_is_not_cleaned(tmp_path):
+def test_clean_leftovers_removes_only_unfinished_saves(tmp_path):
     (tmp_path / "step-2.tmp-0123beef").symlink_to("/nowhere")
     (tmp_path / "step-3.tmp-0123cafe").touch()
     (tmp_path / "results.tmp-bar").mkdir()

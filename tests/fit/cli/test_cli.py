@@ -61,7 +61,7 @@ def test_help_shows_options_with_what_they_are_for(words, shown, capsys):
     assert [text for text in shown if text not in out] == []
 
 
-def test_arguments_that_a_callback_only_takes_to_refuse_them_are_no_options(capsys):
+def test_arguments_accepted_only_for_rejection_are_no_options(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.callbacks.help", "lumen.ProgressBar"])
     assert "unknown" not in (shown := capsys.readouterr().out)
@@ -83,7 +83,7 @@ def test_null_in_a_file_overrides_earlier_files():
     assert saved()["model"]["init_args"]["label"] is None
 
 
-def test_the_command_line_beats_files_in_order_beats_the_environment_beats_defaults(monkeypatch):
+def test_command_line_overrides_files_overrides_environment(monkeypatch):
     for number, key in enumerate(("MAX_STEPS", "LOG_EVERY_N_STEPS", "MIN_STEPS", "NUM_SANITY_VAL_STEPS"), start=10):
         monkeypatch.setenv(f"LUMEN_FIT__TRAINER__{key}", str(number))
     monkeypatch.setenv("LUMEN_FIT__MODEL__LR", "0.5")
@@ -98,7 +98,7 @@ def test_the_command_line_beats_files_in_order_beats_the_environment_beats_defau
     assert task.hparams.lr == 0.06
 
 
-def test_values_are_read_by_the_type_of_their_parameter():
+def test_values_are_parsed_by_parameter_type():
     trainer, task = fit(
         "--model.lr=1e-3", "--model.label", "12", "--model.widths", "[3, 4]", "--trainer.name", "2024",
         "--trainer.deterministic", "--trainer.max_time", "00:00:01:00", "--trainer.val_check_interval", "1.0",
@@ -110,7 +110,7 @@ def test_values_are_read_by_the_type_of_their_parameter():
 
 @pytest.mark.parametrize("flags", ["", "skip_default", "skip_unset", "skip_null", "skip_default,skip_unset"])
 @pytest.mark.parametrize("command", ["fit", "validate"])
-def test_print_config_leaves_out_what_it_is_told_to(capsys, command, flags):
+def test_print_config_flags_leave_out_parts(capsys, command, flags):
     words = ["--model.lr", "0.3", "--optimizer", "SGD", "--trainer.callbacks.bar", "ProgressBar"]
     assert main([command, "--config", "line.yaml", *words, "--print_config"]) == 0
     everything = capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_print_config_leaves_out_what_it_is_told_to(capsys, command, flags):
     assert not Path("runs").exists()
 
 
-def test_the_help_names_every_flag_of_print_config_and_no_other_is_taken(capsys):
+def test_print_config_flags_are_documented_and_checked(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--help", "all"])
     text = " ".join(capsys.readouterr().out.split())
@@ -139,7 +139,7 @@ def test_the_help_names_every_flag_of_print_config_and_no_other_is_taken(capsys)
         assert capsys.readouterr().err == f"error: {said}"
 
 
-def test_the_help_promises_no_config_file_but_those_of_config(capsys):
+def test_help_mentions_config_files_only_for_config(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--help", "all"])
     text = capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_the_help_promises_no_config_file_but_those_of_config(capsys):
     assert (trainer["max_steps"], trainer["max_epochs"]) == (7, 2)
 
 
-def test_the_help_is_one_screen_whose_options_there_are(capsys, monkeypatch):
+def test_help_is_short_and_its_options_exist(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--help", "all"])
@@ -171,7 +171,7 @@ def test_the_help_is_one_screen_whose_options_there_are(capsys, monkeypatch):
     assert "--help some: expected nothing or all." in capsys.readouterr().err
 
 
-def test_help_beside_a_config_that_cannot_be_read_says_why(capsys):
+def test_help_with_unreadable_config_reports_the_reason(capsys):
     for content, said in ((b"\xff", "Save it as UTF-8."), (b"[" * 10_000, "nested more than 100 levels deep (line 1,")):
         Path("bad.yaml").write_bytes(content)
         for words in (["--config", "bad.yaml"], ["--config=bad.yaml"]):
@@ -187,7 +187,7 @@ def test_help_beside_a_config_that_cannot_be_read_says_why(capsys):
 # ---------------------------------------------------------------------- lists that grow
 
 
-def test_every_option_to_which_the_help_adds_a_plus_takes_one(capsys):
+def test_options_documented_with_plus_accept_it(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--help", "all"])
     options = re.findall(r", --(\S+)\+ ", capsys.readouterr().out)
@@ -224,7 +224,7 @@ EARLY_WORDS = [
 
 
 @pytest.mark.slow
-def test_a_plus_adds_to_a_list_and_what_follows_is_for_what_was_added(capsys):
+def test_plus_appends_and_later_options_configure_it(capsys):
     write(
         "listed.yaml",
         {"trainer": {"callbacks": [{"class_path": "tests.helpers.cli_tasks.Loud", "init_args": {"volume": 5}}]}},
@@ -263,7 +263,7 @@ def test_a_plus_adds_to_callbacks_that_have_names(capsys):
     assert sum(type(each).__name__ == "EarlyStopping" for each in trainer.callbacks) == 1
 
 
-def test_a_plus_adds_to_any_list_of_any_class():
+def test_plus_appends_to_any_list():
     write("many.yaml", {"model": {"init_args": {"widths": [3]}}})
     _, task = fit("--model.widths+=4", "--config", "many.yaml", "--model.widths+", "[5, 6]")
     assert tuple(task.hparams.widths) == (3, 4, 5, 6)
@@ -271,7 +271,7 @@ def test_a_plus_adds_to_any_list_of_any_class():
     assert tuple(task.hparams.widths) == (1, 2, 4)
 
 
-def test_what_is_wrong_with_what_was_added_is_said(capsys):
+def test_errors_in_appended_values_are_reported(capsys):
     words = ["fit", "--config", "line.yaml", "--trainer.callbacks=[LearningRateMonitor]"]
     assert main([*words, "--trainer.callbacks+=EarlyStoping"]) == 2
     said = "trainer.callbacks.1 (the command line): lumen has no class EarlyStoping. Did you mean EarlyStopping"
@@ -325,7 +325,7 @@ ADAMW = {"class_path": "AdamW", "init_args": {"lr": 0.3, "weight_decay": 0.7}}
         ["--config", "short.yaml"],
     ],
 )
-def test_another_optimizer_starts_without_the_arguments_of_the_old_one(words):
+def test_new_optimizer_drops_arguments_of_the_old_one(words):
     write("adamw.yaml", {"optimizer": ADAMW})
     write("sgd.yaml", {"optimizer": {"class_path": "torch.optim.SGD"}})
     write("short.yaml", {"optimizer": "SGD"})
@@ -335,14 +335,14 @@ def test_another_optimizer_starts_without_the_arguments_of_the_old_one(words):
     assert saved()["optimizer"]["init_args"]["weight_decay"] == 0.0
 
 
-def test_a_run_whose_saved_config_has_an_optimizer_can_switch_to_another():
+def test_saved_config_can_switch_the_optimizer():
     fit("--optimizer", "AdamW")
     assert saved()["optimizer"]["init_args"]["weight_decay"] == 0.01
     trainer, _ = fit("--optimizer", "SGD", config="runs/line/config.yaml")
     assert group(trainer)["weight_decay"] == 0.0
 
 
-def test_arguments_given_with_the_new_class_are_used_whatever_their_order():
+def test_arguments_of_new_class_apply_in_any_order():
     write("adamw.yaml", {"optimizer": ADAMW})
     for words in (["--optimizer.lr", "0.2", "--optimizer", "SGD"], ["--optimizer", "SGD", "--optimizer.lr", "0.2"]):
         trainer, _ = fit("--config", "adamw.yaml", *words)
@@ -364,7 +364,7 @@ def test_an_environments_optimizer_leaves_nothing_behind_either(monkeypatch):
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_switching_model_data_scheduler_or_callback_drops_the_old_arguments(by_file):
+def test_switching_any_class_drops_the_old_arguments(by_file):
     before = {
         "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.9}},
         "data": {"class_path": "tests.helpers.cli_tasks.Points", "init_args": {"samples": 40, "width": 5}},
@@ -403,7 +403,7 @@ def test_switching_a_nested_class_drops_its_arguments_too():
     assert fit("--config", "nested.yaml", "--model.encoder", "torch.nn.ELU")[1].encoder.alpha == 1.0
 
 
-def test_a_schedule_without_a_scheduler_is_said_to_be_unused(capsys):
+def test_lr_schedule_without_scheduler_is_reported_unused(capsys):
     fit("--optimizer=SGD", "--lr_schedule.warmup_steps=5")
     assert "lr_schedule says how lr_scheduler moves, but there is none" in capsys.readouterr().err
     fit("--optimizer=SGD")
@@ -416,7 +416,7 @@ def test_callbacks_may_be_listed_on_the_command_line():
 
 
 @pytest.mark.slow
-def test_a_word_replaces_an_object_where_both_are_accepted():
+def test_word_replaces_object_where_both_are_accepted():
     write("traced.yaml", {"trainer": {"profiler": {"class_path": "lumen.TorchProfiler", "init_args": {"wait": 1}}}})
     assert type(fit("--config", "traced.yaml")[0].profiler) is TorchProfiler
     assert type(fit("--config", "traced.yaml", "--trainer.profiler", "simple")[0].profiler) is SimpleProfiler
@@ -426,7 +426,7 @@ def test_a_word_replaces_an_object_where_both_are_accepted():
 # ---------------------------------------------------------------------- optimizer, scheduler, callbacks
 
 
-def test_a_configured_optimizer_replaces_configure_optimizers_and_says_so_once(capsys):
+def test_configured_optimizer_replaces_configure_optimizers_with_one_message(capsys):
     trainer, task = fit("--optimizer", "Adagrad", "--optimizer.lr", "0.25")
     assert type(trainer.optimizers[0]) is torch.optim.Adagrad
     assert {id(p) for p in group(trainer)["params"]} == {id(p) for p in task.parameters()}
@@ -457,7 +457,7 @@ def stoppers(trainer):
     return [callback for callback in trainer.callbacks if type(callback).__name__ == "EarlyStopping"]
 
 
-def test_named_callbacks_are_merged_over_configs_and_removed_by_null():
+def test_named_callbacks_merge_over_configs_and_null_removes():
     early = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss", "patience": 8}}
     config = write("early.yaml", {"trainer": {"callbacks": {"early": early}}})
     assert [callback.patience for callback in stoppers(fit("--config", config)[0])] == [8]
@@ -473,7 +473,7 @@ def test_named_callbacks_are_merged_over_configs_and_removed_by_null():
     assert stoppers(fit("--config", config, "--config", off)[0]) == []
 
 
-def test_callbacks_may_be_a_list_or_a_single_one():
+def test_callbacks_may_be_a_list_or_single():
     early = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}
     listed = write("list.yaml", {"trainer": {"callbacks": ["tests.helpers.cli_tasks.Spy", early]}})
     assert [callback.monitor for callback in stoppers(fit("--config", listed)[0])] == ["val_loss"]
@@ -487,7 +487,7 @@ def test_callbacks_may_be_a_list_or_a_single_one():
 # ---------------------------------------------------------------------- links
 
 
-def test_what_the_model_requires_comes_from_the_data_and_is_recorded(capsys):
+def test_required_model_arguments_come_from_data(capsys):
     _, task = fit("--data.width", "5", "--data.label", "five")
     assert (task.hparams.width, task.hparams.label) == (5, None)  # label has a default
     assert capsys.readouterr().err.count("model.width is 5, from data.width") == 1
@@ -497,7 +497,7 @@ def test_what_the_model_requires_comes_from_the_data_and_is_recorded(capsys):
     assert "from data.width" not in capsys.readouterr().err
 
 
-def test_a_required_argument_without_a_type_comes_from_the_data_too():
+def test_untyped_required_argument_comes_from_data_too():
     code = (
         "from tests.helpers.cli_tasks import Line\n\n"
         "class Bare(Line):\n"
@@ -509,7 +509,7 @@ def test_a_required_argument_without_a_type_comes_from_the_data_too():
     assert (task.hparams.width, task.hparams.label) == (3, "five")
 
 
-def test_what_comes_from_the_data_is_said_in_few_words_and_recorded_whole(capsys):
+def test_long_values_from_data_are_abbreviated_in_messages(capsys):
     write("long.py", "from tests.helpers.cli_tasks import Line\n\nclass Long(Line):\n    def __init__(self, names):\n"
           "        super().__init__(3)\n")  # fmt: skip
     write("many.py", "from tests.helpers.cli_tasks import Points\n\nclass Many(Points):\n"
@@ -521,7 +521,7 @@ def test_what_comes_from_the_data_is_said_in_few_words_and_recorded_whole(capsys
     assert saved()["model"]["init_args"]["names"] == [f"name {n}" for n in range(999)]
 
 
-def test_what_is_set_is_not_taken_from_the_data(capsys):
+def test_given_arguments_are_not_taken_from_data(capsys):
     assert fit("--data.width", "4", "--model.width", "4")[1].hparams.width == 4
     assert "from data" not in capsys.readouterr().err
 
@@ -529,7 +529,7 @@ def test_what_is_set_is_not_taken_from_the_data(capsys):
 # ---------------------------------------------------------------------- the run's name, seed and config
 
 
-def test_a_run_is_named_by_its_config_file_its_name_or_its_task():
+def test_run_is_named_by_name_config_or_task():
     assert fit()[0].run_directory == Path("runs/line")
     assert fit("--trainer.name", "chosen")[0].run_directory == Path("runs/chosen")
     words = ["--model=tests.helpers.cli_tasks.Line", "--data=tests.helpers.cli_tasks.Points", "--trainer.max_steps=1"]
@@ -537,7 +537,7 @@ def test_a_run_is_named_by_its_config_file_its_name_or_its_task():
     assert Spy.trainer.run_directory == Path("runs/line-2")
 
 
-def test_the_saved_config_repeats_the_run_bit_for_bit_in_a_new_directory():
+def test_saved_config_repeats_the_run_exactly():
     _, first = fit("--optimizer=AdamW", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
     _, second = fit(config="runs/line/config.yaml")
     assert Spy.trainer.run_directory == Path("runs/line-2")
@@ -550,7 +550,7 @@ def test_the_saved_config_repeats_the_run_bit_for_bit_in_a_new_directory():
     assert renamed == original
 
 
-def test_a_drawn_seed_is_recorded_and_repeats_the_run():
+def test_random_seed_is_recorded_and_repeats_the_run():
     _, first = fit("--seed_everything", "null")
     seed = saved()["seed_everything"]
     assert Spy.trainer.seed == seed
@@ -560,7 +560,7 @@ def test_a_drawn_seed_is_recorded_and_repeats_the_run():
     assert saved("runs/line-3")["seed_everything"] != seed
 
 
-def test_resuming_goes_on_in_place_with_the_checkpoints_seed_and_the_same_numbers():
+def test_resume_continues_in_place_with_the_saved_seed():
     fit("--trainer.max_epochs", "4", "--trainer.name", "whole", "--seed_everything", "null")
     seed = saved("runs/whole")["seed_everything"]
     fit("--trainer.max_epochs", "2", "--seed_everything", str(seed))
@@ -582,7 +582,7 @@ def test_resuming_goes_on_in_place_with_the_checkpoints_seed_and_the_same_number
         (["test", "--ckpt_path=best"], 5),
     ],
 )
-def test_the_seed_is_that_of_the_checkpoint_that_is_read_and_not_of_another_run(words, seed):
+def test_seed_comes_from_the_checkpoint_that_is_read(words, seed):
     saver = ["--trainer.callbacks.saver=ModelCheckpoint", "--trainer.callbacks.saver.dirpath=kept"]
     saver.append("--trainer.callbacks.saver.monitor=val_loss")
     fit(*saver, "--trainer.callbacks.saver.dirpath=kept/checkpoints", "--trainer.name=other", "--seed_everything=11")
@@ -597,7 +597,7 @@ def test_the_seed_is_that_of_the_checkpoint_that_is_read_and_not_of_another_run(
 
 
 @pytest.mark.slow
-def test_a_resume_with_changed_options_keeps_the_old_config():
+def test_resume_with_changed_options_keeps_old_config():
     fit()
     first = saved()
     fit("--trainer.resume", "auto", config="runs/line/config.yaml")  # finished: nothing to do
@@ -612,7 +612,7 @@ def test_a_resume_with_changed_options_keeps_the_old_config():
     assert not list(Path("runs/line").glob(".*.tmp"))
 
 
-def test_a_strategy_is_built_once_and_one_that_cannot_run_before_anything_else(monkeypatch, capsys):
+def test_strategy_is_built_once_and_checked_first(monkeypatch, capsys):
     built, begin = [], lumen.DDP.__init__
 
     def note(self, *args, **kwargs):
@@ -655,7 +655,7 @@ def test_evaluation_prints_a_table_and_writes_json(capsys):
 @pytest.mark.parametrize(
     ("words", "heads"), [([], ["loader 0", "loader 1"]), (["--data.names", "[near, far]"], ["near", "far"])]
 )
-def test_the_table_of_an_evaluation_has_a_column_for_each_loader_with_its_name(capsys, words, heads):
+def test_evaluation_table_has_a_column_per_loader(capsys, words, heads):
     by_loader = values(
         "validate", "--config", "line.yaml", "--model.width=3", "--data=tests.helpers.cli_tasks.Pairs", *words
     )
@@ -665,7 +665,7 @@ def test_the_table_of_an_evaluation_has_a_column_for_each_loader_with_its_name(c
     assert [cell.strip() for cell in row.split("│")[1:-1]] == ["val_loss", *(f"{value:.6g}" for value in numbers)]
 
 
-def test_the_table_of_an_evaluation_of_one_loader_has_a_column_of_values(capsys):
+def test_evaluation_table_of_one_loader_has_one_column(capsys):
     by_name = values("validate", "--config", "line.yaml")
     head, row = [line for line in capsys.readouterr().out.splitlines() if "metric" in line or "val_loss" in line]
     assert [cell.strip() for cell in head.split("┃")[1:-1]] == ["metric", "value"]
@@ -673,7 +673,7 @@ def test_the_table_of_an_evaluation_of_one_loader_has_a_column_of_values(capsys)
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
-def test_parameters_that_nobody_has_trained_are_said_to_be_so(capsys, command):
+def test_evaluating_untrained_parameters_warns(capsys, command):
     warning = f"warning: {command} uses the parameters that Line was built with. For those of {{}} set ckpt_path, "
     words = [command, "--config", "line.yaml"]
     assert main(words) == 0
@@ -694,7 +694,7 @@ def test_best_is_the_checkpoint_that_the_monitor_names():
     assert best != values("validate", "--ckpt_path", "runs/line")[0]["val_loss"]
 
 
-def test_predicted_text_is_printed_and_written_line_by_line(capsys):
+def test_predicted_text_is_printed_and_written_as_lines(capsys):
     words = ["--model", "tests.helpers.cli_tasks.Slope"]
     fit(*words)
     capsys.readouterr()
@@ -711,7 +711,7 @@ HOW_TO_KEEP = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensor
 @pytest.mark.parametrize(
     ("model", "line"), [("Line", r"\[(-?[\d.]+)\]"), ("Columns", r"x \[[-\d., ]+\], y (-?[\d.]+)")]
 )
-def test_predicted_tensors_are_shown_one_sample_a_line_with_how_to_keep_them(capsys, model, line):
+def test_predicted_tensors_are_printed_one_sample_per_line(capsys, model, line):
     predict = ["predict", "--config", "line.yaml", f"--model=tests.helpers.cli_tasks.{model}", "--data.samples=8"]
     assert main(predict) == 0
     shown = capsys.readouterr()
@@ -725,7 +725,7 @@ def test_predicted_tensors_are_shown_one_sample_a_line_with_how_to_keep_them(cap
     assert "these are all predictions. All are in kept.safetensors" in again.err
 
 
-def test_of_many_or_large_predictions_the_first_and_their_shapes_are_shown(capsys):
+def test_many_or_large_predictions_are_abbreviated(capsys):
     write(
         "large.py",
         "import torch\nfrom tests.helpers.cli_tasks import Line\n\n"
@@ -744,7 +744,7 @@ def test_of_many_or_large_predictions_the_first_and_their_shapes_are_shown(capsy
 
 
 @pytest.mark.slow
-def test_predicted_tensors_are_written_line_by_line_or_joined(capsys):
+def test_predicted_tensors_are_written_as_lines_or_joined(capsys):
     fit()
     capsys.readouterr()
     predict = ["predict", "--ckpt_path", "runs/line", "--output"]

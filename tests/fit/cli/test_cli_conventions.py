@@ -66,7 +66,7 @@ def helped(capsys):
 # ---------------------------------------------------------------------- callbacks
 
 
-def test_one_callback_takes_the_place_of_all_that_a_config_names(printed):
+def test_single_callback_replaces_all_of_a_config(printed):
     """With `=`; with `+=` it is added, which test_cli.py shows."""
     assert printed(*EARLY)["trainer"]["callbacks"] == [STOPPER]
     Path("one.yaml").write_text("trainer: {callbacks: {class_path: EarlyStopping, init_args: {monitor: val_loss}}}")
@@ -75,7 +75,7 @@ def test_one_callback_takes_the_place_of_all_that_a_config_names(printed):
     assert printed(*EARLY, config="list.yaml")["trainer"]["callbacks"] == [STOPPER]
 
 
-def test_a_key_with_a_plus_in_a_config_file_adds_to_the_files_before_it(printed):
+def test_plus_key_in_config_extends_earlier_files(printed):
     added = "[{class_path: EarlyStopping, init_args: {monitor: val_loss, patience: 4}}]"
     Path("more.yaml").write_text(f"trainer:\n  callbacks+: {added}\nmodel: {{init_args: {{widths+: [5]}}}}\n")
     found = printed("--config", "more.yaml")
@@ -92,14 +92,14 @@ def test_a_key_with_a_plus_in_a_config_file_adds_to_the_files_before_it(printed)
     assert [each["class_path"] for each in found] == ["lumen.LearningRateMonitor", "lumen.ProgressBar"]
 
 
-def test_what_is_wrong_with_what_a_file_adds_names_the_file(refused):
+def test_error_in_appended_value_names_the_file(refused):
     Path("more.yaml").write_text("trainer: {callbacks+: EarlyStoping}")
     said = "trainer.callbacks.earlystoping (more.yaml): lumen has no class EarlyStoping. Did you mean EarlyStopping"
     assert said in refused("--config", "more.yaml")
 
 
 @pytest.mark.parametrize(("option", "value"), [("patience", "3"), ("monitor", "val_loss"), ("mode", "max")])
-def test_an_option_of_no_callback_says_how_to_name_the_callback(refused, option, value):
+def test_option_without_callback_explains_the_syntax(refused, option, value):
     said = refused(f"--trainer.callbacks.{option}={value}")
     assert said.startswith(f"trainer.callbacks.{option} (the command line): lumen has no class {value}. ")
     assert f"write which one, --trainer.callbacks.NAME.{option}={value}, or add the callback first: " in said
@@ -107,19 +107,19 @@ def test_an_option_of_no_callback_says_how_to_name_the_callback(refused, option,
 
 
 @pytest.mark.parametrize(("name", "ours"), [("EMAWeightAveraging", "EMA"), ("TQDMProgressBar", "ProgressBar")])
-def test_a_class_that_lightning_calls_otherwise_is_told_its_name_here(refused, name, ours):
+def test_lightning_class_name_suggests_the_lumen_name(refused, name, ours):
     said = refused(f"--trainer.callbacks+={name}")
     assert (
         said == f"trainer.callbacks.{name.lower()} (the command line): lumen has no class {name}. Write lumen.{ours}."
     )
 
 
-def test_a_misspelt_callback_is_not_taken_for_an_option(refused):
+def test_misspelled_callback_is_no_option(refused):
     assert "--trainer.callbacks+" not in refused("--trainer.callbacks.early=EarlyStoping")
     assert "--trainer.callbacks+" not in refused("--trainer.callbacks.early=nowhere.EarlyStopping")
 
 
-def test_an_option_for_a_list_says_how_to_add_to_it(refused):
+def test_option_for_a_list_explains_appending(refused):
     Path("list.yaml").write_text("trainer: {callbacks: [LearningRateMonitor]}")
     said = refused("--config", "list.yaml", "--trainer.callbacks.patience=3")
     assert "add to it by --trainer.callbacks+, or give its entries names" in said
@@ -128,7 +128,7 @@ def test_an_option_for_a_list_says_how_to_add_to_it(refused):
 # ---------------------------------------------------------------------- help
 
 
-def test_help_for_a_class_is_that_of_the_class_that_is_named_or_configured(helped):
+def test_class_help_shows_the_named_or_configured_class(helped):
     shown = helped("--config", "line.yaml", "--model.help")
     assert "--model.lr" in shown
     assert "Fits a line" in shown
@@ -155,7 +155,7 @@ def test_help_for_a_class_inside_another_class(helped):
 # ---------------------------------------------------------------------- files and classes
 
 
-def test_c_is_config_and_later_files_cover_earlier_ones(printed):
+def test_short_c_option_and_later_files_win(printed):
     Path("second.yaml").write_text("trainer: {max_steps: 5}\nmodel: {init_args: {lr: 0.3}}\n")
     for option in ("-c", "--config"):
         found = printed(option, "second.yaml")
@@ -164,12 +164,12 @@ def test_c_is_config_and_later_files_cover_earlier_ones(printed):
 
 
 @pytest.mark.parametrize("key", ["model", "data", "trainer", "optimizer", "lr_scheduler"])
-def test_a_file_for_one_group_says_how_config_files_are_given(refused, key):
+def test_file_for_one_group_explains_config_files(refused, key):
     said = f"--{key} {key}.yaml: write --config {key}.yaml, and in that file `{key}:` above these lines."
     assert refused(f"--{key}", f"{key}.yaml") == said
 
 
-def test_short_class_names_and_both_ways_to_write_arguments(printed):
+def test_short_class_names_and_both_argument_forms_work(printed):
     words = ["--model=Slope", "--model.init_args.steepness=2", "--model.lr=0.5", "--optimizer=SGD"]
     words += ["--optimizer.init_args.momentum=0.9", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2"]
     found = printed(*words, "--trainer.logger=CSVLogger", "--trainer.profiler=SimpleProfiler")
@@ -183,8 +183,8 @@ def test_short_class_names_and_both_ways_to_write_arguments(printed):
     assert Spy.task.hparams.lr == 0.5
 
 
-def test_an_optimizer_that_the_model_builds_needs_no_parameters_in_the_config():
-    """A parameter of type `Callable[[Iterable], Optimizer]`, as `OptimizerCallable` there."""
+def test_injected_optimizer_needs_no_parameters_in_config():
+    """A parameter of type `Callable[[Iterable], Optimizer]`, like Lightning's `OptimizerCallable`."""
     Path("injected.py").write_text(
         "from collections.abc import Callable, Iterable\n\n"
         "from torch import nn\n"
@@ -207,7 +207,7 @@ def test_an_optimizer_that_the_model_builds_needs_no_parameters_in_the_config():
     assert type(Spy.trainer.optimizers[0]) is torch.optim.AdamW
 
 
-def test_what_the_command_line_of_fit_calls_otherwise_is_said(refused):
+def test_fit_options_with_other_names_are_suggested(refused):
     assert refused("--ckpt_path=last") == (
         "ckpt_path (the command line): lumen has no option ckpt_path. For fit use trainer.resume."
     )
@@ -234,7 +234,7 @@ def test_a_duration_is_never_read_as_a_number(refused, key, by_file):
     assert refused(*words) == said
 
 
-def test_a_duration_with_a_nought_before_it_is_one():
+def test_duration_with_leading_zero_is_accepted():
     assert main(["fit", "--config", "line.yaml", "--trainer.val_check_interval", "015:00"]) == 0
     assert Spy.trainer.plan.val_every_s == 900.0
 
@@ -252,11 +252,11 @@ def test_a_duration_with_a_nought_before_it_is_one():
         (["--trainer.init_from.pth=x"], "trainer.init_from.pth (the command line): Weights has no option pth."),
     ],
 )
-def test_what_is_wrong_inside_is_named_by_its_whole_key(refused, words, said):
+def test_nested_errors_name_the_full_key(refused, words, said):
     assert said in refused(*words)
 
 
-def test_a_variable_of_scripts_is_told_to_a_command(monkeypatch, capsys):
+def test_environment_variable_of_scripts_suggests_the_command_form(monkeypatch, capsys):
     monkeypatch.setenv("LUMEN_TRAINER__MAX_STEPS", "3")
     assert main(["fit", "--model", "tests.helpers.cli_tasks.Line"]) == 2
     said = capsys.readouterr().err

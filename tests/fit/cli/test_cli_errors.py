@@ -116,11 +116,11 @@ def fit(refused, *words, config=None):
         ),
     ],
 )
-def test_an_unknown_key_is_named_with_its_file_and_the_nearest_one(refused, config, message):
+def test_unknown_key_names_file_and_nearest_key(refused, config, message):
     assert message in fit(refused, config=config)
 
 
-def test_an_unknown_key_of_the_command_line_or_the_environment_is_named_so(refused, monkeypatch):
+def test_unknown_key_names_command_line_or_environment(refused, monkeypatch):
     assert "model.lrr (the command line): Line has no option lrr. Did you mean lr?" in fit(refused, "--model.lrr", "3")
     assert "Did you mean --config?" in fit(refused, "--confg", "x")
     monkeypatch.setenv("LUMEN_FIT__TRAINER__MAX_STEP", "3")
@@ -132,7 +132,7 @@ def test_all_that_is_wrong_is_said_at_once(refused):
     assert sorted(line.split(" ")[0] for line in said.splitlines()) == ["data", "model.lrr", "trainer.max_steps"]
 
 
-def test_the_last_one_to_set_a_wrong_value_is_named(refused):
+def test_wrong_value_names_its_last_source(refused):
     Path("third.yaml").write_text("trainer: {max_epochs: 1}")
     said = fit(refused, "--config", "third.yaml", "--model.lr=1", config="trainer: {max_steps: many}")
     assert said == "trainer.max_steps (second.yaml): expected int, found 'many'.\n"
@@ -157,7 +157,7 @@ def test_the_last_one_to_set_a_wrong_value_is_named(refused):
         (["fit", "--config", "lin.yaml"], "cannot read the config file lin.yaml: "),
     ],
 )
-def test_a_command_line_that_cannot_be_read_says_how_it_is_written(refused, words, message):
+def test_unreadable_command_line_explains_the_syntax(refused, words, message):
     assert message in refused(*words)
 
 
@@ -199,11 +199,11 @@ def test_a_file_that_is_no_config_is_named(refused, config, message):
         (["--model.encoder", "{class_path: ELU}"], "model.encoder (the command line): several classes are called ELU: torch."),
     ],
 )  # fmt: skip
-def test_a_class_that_is_not_there_is_named_with_the_nearest_one(refused, words, message):
+def test_missing_class_suggests_the_nearest_one(refused, words, message):
     assert message in fit(refused, *words)
 
 
-def test_a_module_that_is_not_found_is_said_with_where_it_was_looked_for(refused, monkeypatch, tmp_path):
+def test_missing_module_lists_searched_directories(refused, monkeypatch, tmp_path):
     for folder in ("project/configs", "project/package", "elsewhere", "added"):
         Path(folder).mkdir(parents=True)
     Path("project/my_tasks_of_c11.py").write_text("from tests.helpers.cli_tasks import Line\n")
@@ -229,7 +229,7 @@ def test_a_module_that_is_not_found_is_said_with_where_it_was_looked_for(refused
 
 
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_file_beside_the_config_that_is_not_here_is_said_to_be_there(monkeypatch, tmp_path, absolute):
+def test_missing_data_file_near_config_is_located(monkeypatch, tmp_path, absolute):
     for folder in ("project/configs", "project/data", "elsewhere"):
         Path(folder).mkdir(parents=True)
     Path("project/data/iris.csv").touch()
@@ -253,7 +253,7 @@ def test_a_file_beside_the_config_that_is_not_here_is_said_to_be_there(monkeypat
     assert said not in " ".join(getattr(caught.value, "__notes__", []))
 
 
-def test_an_import_error_inside_a_users_module_is_the_users_own():
+def test_import_error_in_user_module_passes_through():
     Path("needy.py").write_text("import not_installed_anywhere\n")
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
         main(["fit", "--config", "line.yaml", "--model", "needy.Model"])
@@ -282,7 +282,7 @@ def test_an_import_error_inside_a_users_module_is_the_users_own():
         (["--lr_schedule.interval=week"], "lr_schedule.interval (the command line): expected one of step, epoch, token, found 'week'."),
     ],
 )  # fmt: skip
-def test_a_value_of_another_type_is_shown_with_the_type_that_is_expected(refused, words, message):
+def test_wrong_type_names_the_expected_type(refused, words, message):
     assert message in fit(refused, *words)
 
 
@@ -317,7 +317,7 @@ def test_files_refuse_what_the_command_line_refuses(refused, key, value):
     assert f"found {value}" in of_file
 
 
-def test_what_a_class_needs_and_does_not_get_is_named(refused):
+def test_missing_required_argument_is_named(refused):
     assert "lr_scheduler (the command line): StepLR needs step_size." in fit(
         refused, "--optimizer=SGD", "--lr_scheduler=StepLR"
     )
@@ -329,13 +329,13 @@ def test_what_a_class_needs_and_does_not_get_is_named(refused):
     assert early in fit(refused, "--trainer.callbacks.early=EarlyStopping")
 
 
-def test_a_value_that_the_optimizer_itself_refuses_is_a_config_error(capsys):
+def test_value_rejected_by_optimizer_is_a_config_error(capsys):
     assert main(["fit", "--config", "line.yaml", "--optimizer=SGD", "--optimizer.lr=-1"]) == 2
     said = "error: torch.optim.SGD does not take these arguments: Invalid learning rate: -1.0"
     assert said in capsys.readouterr().err
 
 
-def test_a_list_of_callbacks_is_not_lost_by_naming_one(refused):
+def test_naming_one_callback_does_not_drop_a_list(refused):
     config = "trainer: {callbacks: [LearningRateMonitor]}"
     said = fit(refused, "--trainer.callbacks.early.patience=3", config=config)
     assert (
@@ -347,7 +347,7 @@ def test_a_list_of_callbacks_is_not_lost_by_naming_one(refused):
 # ---------------------------------------------------------------------- links
 
 
-def test_a_value_that_neither_config_nor_data_has_is_named_with_both_ways_to_set_it(refused):
+def test_missing_argument_names_both_ways_to_set_it(refused):
     Path("blank.py").write_text("import lumen\n\nclass Blank(lumen.DataModule):\n    pass\n")
     said = fit(refused, "--data", "blank.Blank")
     assert (
@@ -369,18 +369,18 @@ def test_a_value_that_neither_config_nor_data_has_is_named_with_both_ways_to_set
         (["fit", "--output", "values.json"], "output (the command line): lumen has no option output."),
     ],
 )
-def test_an_output_that_cannot_be_written_is_found_before_the_work(refused, words, message):
+def test_unwritable_output_is_found_before_the_work(refused, words, message):
     assert message in refused(words[0], "--config", "line.yaml", *words[1:])
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error_of_the_checkpoint(refused):
+def test_missing_checkpoint_is_a_checkpoint_error(refused):
     words = ["validate", "--config", "line.yaml", "--ckpt_path"]
     assert "no valid checkpoint found in runs/line/checkpoints" in refused(*words, "last", code=1)
     assert "no valid checkpoint found" in refused(*words, "elsewhere", code=1)
     assert "no model is configured" in refused("validate", "--ckpt_path", "elsewhere")
 
 
-def test_predictions_that_do_not_fit_the_file_say_which_other_one_does(capsys):
+def test_predictions_unfit_for_file_suggest_another_format(capsys):
     words = [
         "predict",
         "--config",
@@ -398,7 +398,7 @@ def test_predictions_that_do_not_fit_the_file_say_which_other_one_does(capsys):
 # ---------------------------------------------------------------------- how a command ends
 
 
-def test_an_error_of_lumen_is_one_paragraph_and_its_kind_the_exit_code(refused, capsys):
+def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
     assert "Stepless has no training_step" in fit(refused, "--model", "tests.helpers.cli_tasks.Stepless")
     assert "how long to train is not set" in fit(refused, "--trainer.max_steps", "null")
     assert "accumulate_grad_batches (the command line): must be at least 1" in fit(
@@ -459,7 +459,7 @@ def test_an_error_of_lumen_is_one_paragraph_and_its_kind_the_exit_code(refused, 
         (["--config"], "--config: no file is named. Write --config FILE."),
     ],
 )  # fmt: skip
-def test_what_people_mistype_is_one_line_that_says_what_was_found(refused, words, message):
+def test_common_mistakes_are_one_line_errors(refused, words, message):
     said = fit(refused, *words)
     assert said.startswith(message)
     assert said.count("\n") == 1
@@ -476,15 +476,15 @@ def test_what_people_mistype_is_one_line_that_says_what_was_found(refused, words
         ("accelerator", "cup", "cpu"),
     ],
 )
-def test_a_mistyped_name_of_a_precision_a_strategy_or_an_accelerator_is_asked_for(refused, option, mistyped, meant):
+def test_misspelled_precision_strategy_or_accelerator_gets_a_suggestion(refused, option, mistyped, meant):
     assert fit(refused, f"--trainer.{option}={mistyped}").endswith(f". Did you mean {meant}?\n")
 
 
-def test_an_accelerator_that_is_only_spelt_like_another_is_not_taken_for_it(refused):
+def test_similar_but_different_accelerator_gets_no_suggestion(refused):
     assert "Did you mean" not in fit(refused, "--trainer.accelerator=tpu")
 
 
-def test_an_option_without_its_section_is_written_as_its_file_has_it(refused):
+def test_option_without_section_suggests_its_section(refused):
     said = fit(refused, config="lr: 0.1\ngpus: 2")
     assert "lr (second.yaml): lumen has no option lr. Did you mean model.lr?" in said
     assert "gpus (second.yaml): lumen has no option gpus. Use trainer.accelerator and trainer.devices." in said
@@ -502,7 +502,7 @@ def test_a_users_own_exception_keeps_its_traceback():
     assert caught.value.__cause__ is None
 
 
-def test_an_exception_of_a_users_constructor_is_raised_as_it_is():
+def test_constructor_exception_passes_through():
     code = "from tests.helpers.cli_tasks import Line\n\nclass Torn(Line):\n    def __init__(self, width: int):\n        raise KeyError('torn')\n"
     Path("torn.py").write_text(code)
     with pytest.raises(KeyError, match="torn") as caught:
@@ -510,7 +510,7 @@ def test_an_exception_of_a_users_constructor_is_raised_as_it_is():
     assert caught.traceback[-1].path == Path("torn.py").absolute()
 
 
-def test_ctrl_c_is_130_without_a_traceback_and_exit_codes_pass(capsys):
+def test_ctrl_c_exits_with_130_without_traceback(capsys):
     words = ["fit", "--config", "line.yaml", "--model", "tests.helpers.cli_tasks.Interrupted", "--model.width=1"]
     assert main(words) == 130
     assert "Traceback" not in capsys.readouterr().err

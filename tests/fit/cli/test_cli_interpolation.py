@@ -47,7 +47,7 @@ def refused(capsys):
     return run
 
 
-def test_a_setting_takes_the_value_of_another_as_it_is_in_the_end():
+def test_setting_takes_final_value_of_another():
     Path("more.yaml").write_text("model:\n  width: ${data.width}\n")
     assert trained("--config", "more.yaml").width == 4
     assert trained("--config", "more.yaml", "--data.width", "5").width == 5
@@ -65,7 +65,7 @@ def test_every_way_to_name_a_setting(way, monkeypatch):
     assert trained("--config", "more.yaml", "--model.width", way).width == 4
 
 
-def test_a_list_and_a_class_can_be_taken_over_too(printed):
+def test_lists_and_classes_can_be_interpolated(printed):
     Path("more.yaml").write_text(
         "model: {widths: '${trainer.limit_val_batches}'}\n"
         "trainer:\n"
@@ -92,7 +92,7 @@ def test_the_saved_config_repeats_the_run(monkeypatch):
     assert not Path("runs/again/config-1.yaml").exists()
 
 
-def test_what_must_be_given_is_named_with_its_place_until_it_is(refused):
+def test_mandatory_values_are_named_until_given(refused):
     Path("more.yaml").write_text("model:\n  width: ???\n  lr: ???\ntrainer:\n  max_epochs: ???\n")
     lines = refused("--config", "more.yaml", "--model.lr", "0.1").splitlines()
     said = "(more.yaml): ???: it must be given. Set it."
@@ -119,6 +119,6 @@ IN_BRACES = "(line 1, column 17). Between braces and brackets write '${...}' and
         (["--config=flow.yaml"], IN_BRACES),
     ],
 )
-def test_what_refers_to_nothing_is_named_with_its_place(refused, words, said):
+def test_dangling_reference_is_named_with_its_place(refused, words, said):
     Path("flow.yaml").write_text("model: {width: ${data.width}}")
     assert said in refused(*words)

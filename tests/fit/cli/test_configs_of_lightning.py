@@ -305,7 +305,7 @@ def test_a_config_with_every_argument_of_its_callbacks(capsys):
     assert (Path("runs/edited") / "fit-perf.txt").is_file()
 
 
-def test_a_short_name_never_means_a_class_of_lightnings_that_something_has_imported():
+def test_short_name_never_means_a_lightning_class():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     lightnings = type("ReduceLROnPlateau", (plateau,), {"__module__": "lightning.pytorch.cli"})
     assert lightnings in plateau.__subclasses__()

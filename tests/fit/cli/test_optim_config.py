@@ -81,7 +81,7 @@ def rates(path):
     return [float(row[column]) for row in rows[1:] if row[column]]
 
 
-def test_groups_rates_lookahead_warm_up_and_plateau_come_from_yaml(tmp_path):
+def test_config_sets_groups_lookahead_warmup_and_plateau(tmp_path):
     trainer, task = fit()
     (optimizer,) = trainer.optimizers
     assert (type(optimizer), type(optimizer.optimizer)) == (Lookahead, torch.optim.AdamW)
@@ -140,7 +140,7 @@ def test_nesterov_inside_lookahead_follows_both_formulas():
 
 
 @pytest.mark.slow
-def test_the_saved_configuration_repeats_the_run_and_goes_on_with_it(tmp_path):
+def test_saved_config_repeats_and_resumes_the_run(tmp_path):
     _, first = fit()
     saved = tmp_path / "runs/full/config.yaml"
     kept = yaml.safe_load(saved.read_text())
@@ -187,7 +187,7 @@ def ramp(epoch):
 
 
 @pytest.mark.slow
-def test_a_config_warms_up_by_epochs_and_a_function_before_a_plateau():
+def test_config_warms_up_before_a_function_or_plateau():
     off = ("lookahead.k", "parameter_groups.layer_decay", "parameter_groups.blocks", "parameter_groups.no_decay")
     words = [f"--{name}=null" for name in off]
     words += ["--lr_schedule.warmup_steps=0", "--lr_schedule.warmup_start=null", "--lr_schedule.warmup_epochs=2"]
@@ -211,7 +211,7 @@ def test_what_is_set_to_null_is_off():
     assert len(group["params"]) == len(list(task.parameters())) - 1  # without the frozen one
 
 
-def test_any_optimizer_of_torch_can_be_split_into_groups():
+def test_any_torch_optimizer_can_be_split_into_groups():
     alone = ["--parameter_groups.layer_decay=null", "--parameter_groups.blocks=null", "--lr_scheduler=null"]
     trainer, task = fit("--optimizer=SGD", "--optimizer.lr=0.1", "--optimizer.weight_decay=0.2", *alone)
     (decaying, other) = trainer.optimizers[0].param_groups
@@ -320,7 +320,7 @@ def several(*words):
     return fit(*PLAIN, "--config", "several.yaml", *words)
 
 
-def test_several_schedulers_of_a_config_move_as_those_of_a_list_in_python():
+def test_several_schedulers_in_config_equal_python():
     trainer, task = several("--trainer.name=yaml")
     kinds = [type(each.scheduler).__name__ for each in trainer.lr_scheduler_configs]
     assert kinds == ["ExponentialLR", "ReduceLROnPlateau", "StepLR"]
@@ -333,7 +333,7 @@ def test_several_schedulers_of_a_config_move_as_those_of_a_list_in_python():
 
 
 @pytest.mark.slow
-def test_several_schedulers_go_on_exactly_and_the_saved_config_repeats_them(capsys):
+def test_several_schedulers_resume_exactly_and_are_saved(capsys):
     _, whole = several("--trainer.name=whole")
     saved = yaml.safe_load(Path("runs/whole/config.yaml").read_text())["lr_scheduler"]
     assert [(each["scheduler"]["class_path"], each["interval"]) for each in saved] == [
@@ -358,7 +358,7 @@ def test_several_schedulers_go_on_exactly_and_the_saved_config_repeats_them(caps
 
 
 @pytest.mark.slow
-def test_a_word_adds_a_scheduler_to_those_of_the_config():
+def test_plus_appends_a_scheduler():
     words = ["--lr_scheduler+=StepLR", "--lr_scheduler.step_size=2"]
     trainer, _ = several(*words, "--lr_scheduler+={scheduler: {class_path: ExponentialLR, gamma: 0.9}, frequency: 2}")
     *_, step, exponential = trainer.lr_scheduler_configs
@@ -388,5 +388,5 @@ def test_a_word_adds_a_scheduler_to_those_of_the_config():
          "lr_scheduler.0.scheduler.step_size (the command line): expected int, found 'few'."),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_one_of_several_schedulers_is_named(capsys, words, message):
+def test_error_in_one_of_several_schedulers_is_named(capsys, words, message):
     assert message in refused(capsys, *PLAIN, "--config", "several.yaml", *words)

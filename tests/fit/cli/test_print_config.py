@@ -27,7 +27,7 @@ def printed(capsys, command, *words):
     return capsys.readouterr().out
 
 
-def test_a_fit_is_repeated_by_what_differs_from_the_defaults(capsys):
+def test_fit_is_reproduced_by_non_default_config(capsys):
     short = printed(capsys, "fit", "--config", "line.yaml", *WORDS)
     assert main(["fit", "--config", "line.yaml", *WORDS]) == 0
     assert main(["fit", "--config", write("short.yaml", short)]) == 0
@@ -65,7 +65,8 @@ def test_it_has_what_differs_and_nothing_else(capsys):
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_repeated_with_its_checkpoint_its_average_and_its_output(capsys):
+def test_evaluation_is_reproduced_by_non_default_config(capsys):
+    """With its checkpoint, its average and its output."""
     assert main(["fit", "--config", "line.yaml", *WORDS]) == 0
     for command, output in (("validate", "out.json"), ("test", "out.json"), ("predict", "out.jsonl")):
         words = [*WORDS, "--ckpt_path=runs/line", f"--output={output}"]

@@ -111,7 +111,7 @@ def place(path, words, function):
     return f'  File "{path}/failing.py", line {at(words)}, in {function}\n    {words}\n'
 
 
-def test_frames_of_libraries_are_one_line_between_the_users_and_what_was_raised(shown, tmp_path):
+def test_library_frames_are_folded_into_one_line(shown, tmp_path):
     told = re.sub(r"\n +[\^~]+\n", "\n", shown("--model.where", "shape"))
     helper = ROOT / "tests" / "helpers" / "cli_tasks.py"
     begin, inside, end = re.split(rf'(  File "{helper}".*\n.*\n)+', told)
@@ -152,7 +152,7 @@ def test_it_says_where_the_run_stood(shown, where, said):
     assert f"RuntimeError: a mistake\nThis was in {said}.\n" in told, told
 
 
-def test_what_led_to_an_error_is_shown_before_it(shown, tmp_path):
+def test_cause_of_an_error_is_shown_first(shown, tmp_path):
     told = shown("--model.where", "optimizer")
     first, second = told.split("\n\nThe above exception was the direct cause of the following exception:\n\n")
     assert (
@@ -167,7 +167,7 @@ def test_what_led_to_an_error_is_shown_before_it(shown, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_of_a_data_set_it_says_which_sample_it_was(shown, tmp_path, workers):
+def test_dataset_error_names_the_sample(shown, tmp_path, workers):
     told = shown("--data.bad", "5", f"--data.workers={workers}")
     inside, libraries = (", in DataLoader worker process 0", "lumen and torch") if workers else ("", "lumen")
     raised = place(tmp_path, 'raise KeyError(f"no row {index}")', "__getitem__")
@@ -176,7 +176,7 @@ def test_of_a_data_set_it_says_which_sample_it_was(shown, tmp_path, workers):
     assert f"frames of {libraries}; --verbose shows all\n{end}" in told
 
 
-def test_a_module_that_cannot_be_read_is_shown_by_its_line(shown, tmp_path):
+def test_syntax_error_in_module_shows_its_line(shown, tmp_path):
     Path("unreadable.py").write_text("import lumen\n\nclass Task(lumen.TaskModule:\n    pass\n")
     told = shown("--model", "unreadable.Task").splitlines()
     assert re.fullmatch(r"  \.\.\. \d+ frames of .*lumen.*; --verbose shows all", told[1])
@@ -185,6 +185,6 @@ def test_a_module_that_cannot_be_read_is_shown_by_its_line(shown, tmp_path):
     assert len(told) <= 6
 
 
-def test_an_error_without_a_line_of_the_users_is_shown_whole():
+def test_traceback_without_user_frames_is_complete():
     text = f'Traceback (most recent call last):\n  File "{ROOT}/lumen/run/run.py", line 1, in go\n    x\nKeyError: 1\n'
     assert "\n".join(folded(text)) + "\n" == text

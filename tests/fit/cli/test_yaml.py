@@ -52,11 +52,11 @@ def bomb(levels, width=9):
         ("model: {init_args: {of: {yes: 1,\n true: 2}}}\n", "model.init_args.of.true is set twice, in lines 1 and 2"),
     ],
 )  # fmt: skip
-def test_a_key_that_a_config_has_twice_is_named_with_both_its_lines(refused, config, said):
+def test_duplicate_key_names_both_lines(refused, config, said):
     assert refused(config=config) == f"cannot read the config file second.yaml: {said}. Leave one of them out."
 
 
-def test_a_key_twice_in_a_value_of_the_command_line_or_the_environment_is_named(refused, monkeypatch):
+def test_duplicate_key_in_a_value_is_named(refused, monkeypatch):
     said = "trainer.callbacks: early.patience is set twice, in line 1. Leave one of them out."
     value = "{early: {class_path: EarlyStopping, patience: 1, patience: 2}}"
     assert refused("--trainer.callbacks", value) == said
@@ -64,7 +64,7 @@ def test_a_key_twice_in_a_value_of_the_command_line_or_the_environment_is_named(
     assert refused() == said
 
 
-def test_a_key_that_an_edited_config_of_a_run_has_twice_is_named(capsys):
+def test_duplicate_key_in_saved_config_is_named(capsys):
     assert main(["fit", "--config", "line.yaml"]) == 0
     config = Path("runs/line/config.yaml")
     config.write_text(config.read_text() + "seed_everything: 8\n")
@@ -77,7 +77,7 @@ def test_a_key_that_an_edited_config_of_a_run_has_twice_is_named(capsys):
     assert Path("runs/line/config-1.yaml").read_text().endswith("seed_everything: 8\n")  # it is kept, as any other
 
 
-def test_merge_keys_and_aliases_mean_what_they_mean_in_yaml():
+def test_merge_keys_and_aliases_follow_yaml():
     text = "base: &base {lr: 1, width: 2}\nmore: &more {lr: 3}\nmodel: {<<: *base, <<: *more, width: 4}\nagain: *base\n"
     assert load_yaml(text) == yaml.safe_load(text)
     assert load_yaml(text)["model"]["width"] == 4
@@ -91,7 +91,7 @@ def test_merge_keys_and_aliases_mean_what_they_mean_in_yaml():
 # ---------------------------------------------------------------------- more than can be meant
 
 
-def test_aliases_that_stand_for_more_than_memory_holds_are_an_error_before_they_do(refused):
+def test_alias_bombs_raise_before_expansion(refused):
     assert refused(config=bomb(9)).startswith(
         "cannot read the config file second.yaml: its aliases stand for more than 100,000 values (line "
     )
@@ -114,14 +114,14 @@ def test_as_many_as_are_said_may_be_repeated(monkeypatch):
 
 
 @pytest.mark.parametrize("config", ["a: &a [*a]\n", "a: &a {b: {c: *a}}\n", "model: &m {init_args: *m}\n"])
-def test_an_alias_of_what_it_is_part_of_is_an_error(refused, config):
+def test_recursive_alias_raises(refused, config):
     said = refused(config=config)
     assert said.startswith("cannot read the config file second.yaml: the alias *")
     assert "stands for what it is part of (line 1, column " in said
 
 
 @pytest.mark.parametrize("nested", ["[" * 10_000, "{a: " * 10_000, "- " * 10_000, "? " * 10_000])
-def test_nesting_that_is_too_deep_is_an_error_before_the_stack_ends(refused, nested):
+def test_deep_nesting_raises_before_stack_overflow(refused, nested):
     said = "it is nested more than 100 levels deep (line 1, column "
     assert refused(config=nested).startswith(f"cannot read the config file second.yaml: {said}")
     if nested[0] in "[{":
@@ -137,7 +137,7 @@ def test_nesting_by_aliases_counts_too(refused):
     assert "its aliases are nested more than 100 levels deep (line 3, column " in refused(config=chain)
 
 
-def test_what_is_nested_as_deep_as_may_be_is_used(capsys):
+def test_nesting_at_the_limit_is_accepted(capsys):
     levels = MOST_LEVELS - 4  # model, init_args, label and the scalar
     value = "[" * levels + "1" + "]" * levels
     Path("second.yaml").write_text(f"model: {{class_path: deep.Deep, init_args: {{label: {value}}}}}\n")
@@ -167,13 +167,13 @@ def test_what_is_nested_as_deep_as_may_be_is_used(capsys):
         (b"a: *b\n", "found undefined alias 'b' (line 1, column 4)."),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_yaml_is_one_line_that_says_where(refused, content, said):
+def test_invalid_yaml_is_one_line_with_its_place(refused, content, said):
     Path("second.yaml").write_bytes(content)
     assert refused("--config", "second.yaml") == f"cannot read the config file second.yaml: {said}"
 
 
 @pytest.mark.parametrize("content", ["- a\n", "3\n", "0\n", "false\n", "text\n", "[]\n", '""\n'])
-def test_a_file_of_anything_but_keys_is_said_to_be_so(refused, content):
+def test_config_without_keys_is_rejected(refused, content):
     said = refused(config=content)
     assert said.startswith("the config file second.yaml: expected `key: value` lines, found ")
 
@@ -184,7 +184,7 @@ def test_an_empty_file_sets_nothing():
         assert main(["fit", "--config", "line.yaml", "--config", "second.yaml"]) == 0
 
 
-def test_what_is_no_file_is_said_to_be_so(refused):
+def test_missing_config_file_is_one_line(refused):
     Path("folder").mkdir()
     assert refused("--config", "folder") == "cannot read the config file folder: Is a directory."
     assert refused("--config", "nothing") == "cannot read the config file nothing: No such file or directory."
@@ -198,7 +198,7 @@ def test_what_is_no_file_is_said_to_be_so(refused):
     "value",
     ["1e-4", "010", "08", "00:15:00", "2026-01-31", "yes", "null", "~", "1_000", "0x1F", "1.", ".5", "<<", "=", "*a"],
 )
-def test_text_that_looks_like_something_else_is_text_again(value):
+def test_ambiguous_text_round_trips_as_text(value):
     assert load_yaml(dump_yaml({"a": value})) == yaml.safe_load(dump_yaml({"a": value})) == {"a": value}
 
 

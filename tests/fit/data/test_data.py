@@ -54,7 +54,7 @@ def test_an_order_is_a_permutation_that_repeats(length):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 17, 1000, 4097, 70_000])
-def test_a_permutation_in_pieces_has_each_index_once_and_is_the_same_in_any_pieces(length):
+def test_permutation_is_complete_and_independent_of_slicing(length):
     whole = Permutation(length, 5)[0:length].tolist()
     assert sorted(whole) == list(range(length))
     again, pieces = Permutation(length, 5), []
@@ -81,7 +81,7 @@ def test_a_billion_samples_are_shuffled_without_memory():
     ("length", "batch_size", "step_size"), [(50, 8, 16), (50, 8, 20), (48, 8, 8), (3, 8, 24), (50, 16, 17)]
 )
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_steps_cover_the_epoch_once_from_any_step_on(length, batch_size, step_size, drop_last, start_step):
+def test_steps_cover_epoch_once_from_any_start(length, batch_size, step_size, drop_last, start_step):
     def steps_from(start):
         indices = iter(range(start, length))
         cut = cut_steps(lambda n: list(islice(indices, n)), batch_size, step_size, drop_last=drop_last)
@@ -103,7 +103,7 @@ def test_steps_cover_the_epoch_once_from_any_step_on(length, batch_size, step_si
 @pytest.mark.parametrize(
     ("batch_size", "workers", "accumulate"), [(4, 0, 1), (4, 2, 1), (7, 0, 1), (7, 2, 2), (20, 0, 1), (3, 0, 3)]
 )
-def test_the_order_is_that_of_seed_and_epoch_alone(tmp_path, shuffle, batch_size, workers, accumulate):
+def test_order_depends_only_on_seed_and_epoch(tmp_path, shuffle, batch_size, workers, accumulate):
     torch.manual_seed(batch_size)  # what was drawn before does not matter
     data = DataLoader(numbers(), batch_size, shuffle=shuffle, num_workers=workers)
     task = seen(tmp_path, data, max_epochs=3, accumulate_grad_batches=accumulate)
@@ -121,7 +121,7 @@ def test_shuffling_draws_nothing_from_the_global_generators():
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 2), (2, 1)])
-def test_drop_last_leaves_out_the_incomplete_batch_of_the_epoch(tmp_path, accumulate, steps):
+def test_drop_last_drops_the_last_partial_batch(tmp_path, accumulate, steps):
     data = DataLoader(numbers(20), 8, shuffle=True, drop_last=True)
     task = seen(tmp_path, data, accumulate_grad_batches=accumulate)
     for epoch in range(2):
@@ -214,7 +214,7 @@ def test_augmentation_belongs_to_the_sample(tmp_path, data):
 
 
 @pytest.mark.parametrize("data", PER_BATCH)
-def test_what_is_drawn_for_a_whole_batch_does_not_depend_on_workers(tmp_path, data):
+def test_batch_draws_are_independent_of_workers(tmp_path, data):
     dataset, collate = PER_BATCH[data]
     runs = [
         seen(tmp_path, DataLoader(dataset, 4, shuffle=True, num_workers=workers, collate_fn=collate))
@@ -398,7 +398,7 @@ class Collating(lumen.DataModule):
 
 
 @pytest.mark.slow
-def test_spawned_workers_get_the_data_module_without_its_run(tmp_path):
+def test_spawned_workers_get_data_module_without_run(tmp_path):
     task = Seeing()
     bare_trainer(tmp_path, max_epochs=1).fit(task, Collating())
     assert len(task.epochs[0]) == 2
@@ -460,7 +460,7 @@ def test_pinning_without_an_accelerator_is_left_out_quietly(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_in_the_data_set_is_the_error_of_the_run(tmp_path, workers):
+def test_dataset_error_is_raised_by_the_run(tmp_path, workers):
     with pytest.raises(ZeroDivisionError, match="sample 11 is broken"):
         seen(tmp_path, DataLoader(Broken(True), 4, num_workers=workers))
 
@@ -561,7 +561,7 @@ def test_a_loader_of_another_kind_repeats_and_resumes(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["weighted", "batches of varying size", "a stream", "batches"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_other_loaders_accumulate_and_end_with_a_short_step(tmp_path, kind, accumulate, caplog):
+def test_other_loaders_accumulate_and_allow_short_steps(tmp_path, kind, accumulate, caplog):
     options = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "log_level": "WARNING"}
     task, trainer = Seeing(), bare_trainer(tmp_path, **options)
     trainer.fit(task, OTHER_LOADERS[kind]())
@@ -578,7 +578,7 @@ def test_other_loaders_accumulate_and_end_with_a_short_step(tmp_path, kind, accu
         (DistributedSampler(range(4), num_replicas=1, rank=0, shuffle=False), range(4)),
     ],
 )
-def test_a_sampler_over_a_part_of_the_data_is_obeyed(tmp_path, sampler, indices):
+def test_samplers_over_a_subset_are_respected(tmp_path, sampler, indices):
     task = seen(tmp_path, DataLoader(numbers(20), 2, sampler=sampler))
     for epoch in range(2):
         samples = task.samples(epoch)
@@ -587,7 +587,7 @@ def test_a_sampler_over_a_part_of_the_data_is_obeyed(tmp_path, sampler, indices)
             assert sorted(samples) == list(indices)
 
 
-def test_a_batch_of_another_loader_weighs_its_first_dimension(tmp_path):
+def test_batch_weight_defaults_to_first_dimension(tmp_path):
     class Weighed(Seeing):
         def training_step(self, batch):
             super().training_step(batch)
@@ -696,19 +696,19 @@ def test_an_endless_stream_needs_only_a_limit(tmp_path, limit, batches):
 
 
 @pytest.mark.parametrize("batch_size", [None, 5])
-def test_a_global_batch_that_such_a_loader_cannot_make_is_an_error(tmp_path, batch_size):
+def test_impossible_global_batch_size_raises(tmp_path, batch_size):
     data = DataLoader(Stream(), batch_size)
     with pytest.raises(ConfigError, match=f"global_batch_size: 8 is no multiple of the batch size {batch_size}"):
         seen(tmp_path, data, global_batch_size=8)
 
 
-def test_a_global_batch_of_several_batches_of_such_a_loader_works(tmp_path):
+def test_global_batch_of_several_batches_works(tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=1, global_batch_size=8)
     trainer.fit(Seeing(), DataLoader(Stream(), 4))
     assert trainer.global_step == 3
 
 
-def test_a_global_batch_is_cut_out_of_a_users_sampler(tmp_path):
+def test_global_batch_is_cut_from_a_user_sampler(tmp_path):
     trainer, task = bare_trainer(tmp_path, max_epochs=1, global_batch_size=10), Seeing()
     trainer.fit(task, DataLoader(numbers(), 4, sampler=OddFirst()))
     assert trainer.global_step == 2
@@ -755,7 +755,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("kind", EMPTY)
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 2}])
-def test_an_empty_training_loader_is_an_error_that_says_what_is_empty(tmp_path, kind, limit):
+def test_empty_training_loader_raises_and_names_the_cause(tmp_path, kind, limit):
     make, why = EMPTY[kind]
     task = Seeing()
     with pytest.raises(DataError, match=f"there is no batch to train on: {why}"):
@@ -763,7 +763,7 @@ def test_an_empty_training_loader_is_an_error_that_says_what_is_empty(tmp_path, 
     assert task.epochs == {}
 
 
-def test_what_is_known_to_be_empty_is_found_before_anything_is_written(tmp_path):
+def test_known_empty_loader_raises_before_writing(tmp_path):
     with pytest.raises(DataError, match="there is no batch to train on"):
         quiet_trainer(tmp_path, max_epochs=1).fit(Seeing(), EMPTY["no samples"][0]())
     assert not (tmp_path / "runs" / "run").exists()
@@ -784,7 +784,7 @@ class Buffer(Dataset):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("fills", [True, False])
-def test_a_buffer_may_get_its_first_samples_when_the_run_begins(tmp_path, hook, fills):
+def test_buffer_may_be_filled_at_training_start(tmp_path, hook, fills):
     class Filling(lumen.Callback):
         pass
 
@@ -830,7 +830,7 @@ def test_an_empty_evaluation_loader_is_one_warning(tmp_path, kind, caplog):
 
 
 @pytest.mark.parametrize("callback", [lumen.EarlyStopping("val_loss"), lumen.ModelCheckpoint(monitor="val_loss")])
-def test_a_monitor_that_an_empty_loader_never_gives_is_an_error_that_says_so(tmp_path, callback):
+def test_monitor_of_an_empty_loader_raises(tmp_path, callback):
     trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[callback])
     with pytest.raises(
         ConfigError, match=r"'val_loss' was never logged; .* the loader to validate is empty: TensorData"
@@ -838,7 +838,7 @@ def test_a_monitor_that_an_empty_loader_never_gives_is_an_error_that_says_so(tmp
         trainer.fit(Logging(), DataLoader(numbers(8), 4), EMPTY["fewer than one batch"][0]())
 
 
-def test_an_iterator_that_can_be_read_once_is_not_silently_empty_afterwards(tmp_path):
+def test_one_pass_iterator_raises_in_second_epoch(tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=2)
     with pytest.raises(DataError, match="a generator, which can be read only once"):
         trainer.fit(Seeing(), (torch.zeros(4) for _ in range(3)))
@@ -903,7 +903,7 @@ class Counted(IterableDataset):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", STOPPING)
 @pytest.mark.parametrize("stage", ["fit", "validate"])
-def test_a_stop_iteration_in_the_data_never_ends_it(tmp_path, kind, workers, stage):
+def test_stop_iteration_in_data_raises(tmp_path, kind, workers, stage):
     make, message = STOPPING[kind]
     options = {"max_epochs": 1} if stage == "fit" else {}
     task = Logging()
@@ -962,7 +962,7 @@ class Validated(Seeing):
 
 
 @pytest.mark.parametrize("limit", [None, 3])
-def test_a_loader_that_begins_anew_and_returns_itself_is_read_as_any_other(tmp_path, limit):
+def test_restarting_loader_that_returns_itself_works(tmp_path, limit):
     task, all_of_it = Validated(), [1.0, 2.0, 3.0, 4.0, 5.0][:limit]
     trainer = bare_trainer(tmp_path, max_epochs=3, limit_train_batches=limit, limit_val_batches=limit)
     trainer.fit(task, Restarting(), Restarting())
@@ -975,7 +975,7 @@ def test_a_loader_that_begins_anew_and_returns_itself_is_read_as_any_other(tmp_p
     assert task.validated == [all_of_it] * 4
 
 
-def test_such_loaders_are_read_together_and_one_after_the_other(tmp_path):
+def test_restarting_loaders_combine_in_parallel_and_sequentially(tmp_path):
     class Both(Seeing):
         def samples(self, epoch):
             return [tuple(part if part is None else part.item() for part in batch) for batch in self.epochs[epoch]]
@@ -988,14 +988,14 @@ def test_such_loaders_are_read_together_and_one_after_the_other(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Exhausted, Once])
-def test_a_loader_that_does_not_begin_anew_is_an_error_and_not_empty(tmp_path, kind):
+def test_exhausted_loader_raises_instead_of_being_empty(tmp_path, kind):
     with pytest.raises(DataError, match=f"a {kind.__name__}, which can be read only once"):
         seen(tmp_path, kind())
     with pytest.raises(DataError, match=f"a {kind.__name__}, which can be read only once"):
         bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=-1).fit(Validated(), Restarting(), kind())
 
 
-def test_one_such_loader_cannot_be_trained_and_validated_on_at_once(tmp_path):
+def test_shared_loader_within_an_epoch_raises(tmp_path):
     task, both = Validated(), Restarting()
     bare_trainer(tmp_path, max_epochs=2).fit(task, both, both)
     assert [task.samples(epoch) for epoch in range(2)] == task.validated[1:] == [[1.0, 2.0, 3.0, 4.0, 5.0]] * 2
@@ -1029,7 +1029,7 @@ def test_a_sampler_may_begin_anew_and_return_itself(tmp_path):
     assert task.samples(0) == task.samples(1) == [3, 1, 2]
 
 
-def test_a_sampler_that_can_be_read_once_is_not_empty_in_the_second_validation(tmp_path):
+def test_one_pass_sampler_raises_in_second_validation(tmp_path):
     validated = DataLoader(numbers(), 1, sampler=(number for number in range(3)))
     with pytest.raises(DataError, match="a generator, which can be read only once"):
         bare_trainer(tmp_path, max_epochs=1).fit(Logging(), DataLoader(numbers(8), 4), validated)

@@ -11,7 +11,7 @@ from tests.helpers.following_training import Answers, Asking, Long
 from tests.helpers.tasks import bare_trainer, loader, quiet_trainer
 
 
-def test_each_batch_is_made_by_what_the_step_before_has_left(tmp_path):
+def test_each_batch_sees_the_previous_update(tmp_path):
     task = Asking()
     bare_trainer(tmp_path, max_epochs=3).fit(task)
     assert task.met == task.held
@@ -19,7 +19,7 @@ def test_each_batch_is_made_by_what_the_step_before_has_left(tmp_path):
     assert task.data.given == 12
 
 
-def test_one_that_does_not_say_so_is_read_one_step_ahead(tmp_path):
+def test_other_loaders_are_prefetched_one_step(tmp_path):
     class Ahead(Long):
         follows_training = False
 
@@ -28,7 +28,7 @@ def test_one_that_does_not_say_so_is_read_one_step_ahead(tmp_path):
     assert task.met == [1.0, *task.held[:3]]
 
 
-def test_the_micro_batches_of_a_step_are_made_by_the_same_weights(tmp_path):
+def test_micro_batches_of_a_step_see_same_weights(tmp_path):
     task = Asking(length=6)
     bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(task)
     assert task.met == task.held
@@ -36,7 +36,7 @@ def test_the_micro_batches_of_a_step_are_made_by_the_same_weights(tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 6, 8])
-def test_a_run_that_goes_on_anywhere_has_the_bits_of_a_whole_one(tmp_path, step):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, step):
     whole, first, rest = Asking(), Asking(), Asking()
     bare_trainer(tmp_path, max_steps=11).fit(whole)
     quiet_trainer(tmp_path, max_steps=step).fit(first)
@@ -47,7 +47,7 @@ def test_a_run_that_goes_on_anywhere_has_the_bits_of_a_whole_one(tmp_path, step)
     assert rest.data.given == 11
 
 
-def test_an_endless_one_ends_with_the_run_or_by_a_limit(tmp_path):
+def test_endless_loader_ends_with_run_or_limit(tmp_path):
     task = Asking(Answers, length=10**9)
     bare_trainer(tmp_path, max_steps=7).fit(task)
     assert task.data.given == 7
@@ -57,7 +57,7 @@ def test_an_endless_one_ends_with_the_run_or_by_a_limit(tmp_path):
     assert (trainer.current_epoch, trainer.global_step, task.data.given) == (2, 6, 6)
 
 
-def test_an_end_that_could_not_be_known_is_an_error_that_says_how_to_tell_it(tmp_path):
+def test_unknown_end_raises_with_a_fix(tmp_path):
     found = re.escape("ended after 4 batches of the epoch, but it has no length")
     with pytest.raises(DataError, match=rf"{found}.*__len__.*limit_train_batches"):
         bare_trainer(tmp_path, max_epochs=1).fit(Asking(Answers))
@@ -84,7 +84,7 @@ def test_one_of_several_loaders_cannot_follow(tmp_path):
         bare_trainer(tmp_path, max_epochs=1).fit(Both())
 
 
-def test_in_an_evaluation_nothing_is_trained_so_no_length_is_needed(tmp_path):
+def test_evaluation_needs_no_length(tmp_path):
     class Evaluating(Asking):
         def validation_step(self, batch):
             self.log("value", batch[0])

@@ -96,7 +96,7 @@ INDEXED = {
 
 
 @pytest.mark.parametrize("kind", INDEXED)
-def test_going_on_inside_an_epoch_loads_nothing_of_what_was_consumed(tmp_path, kind):
+def test_resume_loads_no_consumed_samples(tmp_path, kind):
     whole = seen(tmp_path, INDEXED[kind](Counted()), max_epochs=2)
     per_epoch, path = len(whole.epochs[0]), tmp_path / "step"
     step = per_epoch + 3
@@ -109,7 +109,7 @@ def test_going_on_inside_an_epoch_loads_nothing_of_what_was_consumed(tmp_path, k
     assert plain(whole.epochs[0]) != plain(whole.epochs[1])
 
 
-def test_a_sample_that_comes_twice_in_an_epoch_is_augmented_twice(tmp_path):
+def test_repeated_sample_is_augmented_twice(tmp_path):
     class First(Sampler):
         def __iter__(self):
             return iter([0] * 8)
@@ -122,7 +122,7 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_augmented_twice(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["weighted", "batches of varying size", "no batching"])
-def test_samples_and_their_draws_do_not_depend_on_workers(tmp_path, kind):
+def test_samples_and_draws_are_independent_of_workers(tmp_path, kind):
     expected = seen(tmp_path, INDEXED[kind](Counted())).epochs
     with_workers = INDEXED[kind](Counted())
     rebuilt = {"sampler": with_workers.sampler} if with_workers.batch_sampler is None else {}
@@ -131,7 +131,7 @@ def test_samples_and_their_draws_do_not_depend_on_workers(tmp_path, kind):
     assert {epoch: plain(found[epoch]) for epoch in found} == {epoch: plain(expected[epoch]) for epoch in expected}
 
 
-def test_batches_of_varying_size_are_accumulated_and_weighed_by_their_samples(tmp_path):
+def test_varying_batches_are_weighted_by_samples(tmp_path):
     class Mean(Seeing):
         def training_step(self, batch):
             super().training_step(batch)
@@ -143,7 +143,7 @@ def test_batches_of_varying_size_are_accumulated_and_weighed_by_their_samples(tm
     assert task.weight.item() == pytest.approx(-0.1 * 4.5, rel=1e-6)
 
 
-def test_a_sampler_without_an_end_or_a_length_needs_only_a_limit(tmp_path):
+def test_endless_sampler_needs_only_a_limit(tmp_path):
     class Endless(Sampler):
         def __iter__(self):
             while True:
@@ -199,7 +199,8 @@ def test_whatever_wants_to_know_the_epoch_is_told(tmp_path):
     assert sampler.told == inner.told == stream.told == [0, 1, 2]
 
 
-def test_a_distributed_sampler_is_replaced_because_lumen_deals_the_samples(tmp_path):
+def test_distributed_sampler_is_replaced(tmp_path):
+    """Lumen shards the samples itself."""
     data = numbers(20)
     sampler = DistributedSampler(data, num_replicas=2, rank=1)
     task = seen(tmp_path, DataLoader(data, 4, sampler=sampler))
@@ -285,11 +286,11 @@ def fitting(tmp_path, make, make_validation=None, skip=None):
     return fit
 
 
-def test_a_sampler_that_keeps_generators_anywhere_goes_on_exactly(tmp_path):
+def test_sampler_with_nested_generators_resumes_exactly(tmp_path):
     resumed_everywhere(tmp_path, fitting(tmp_path, lambda: DataLoader(Counted(), 4, sampler=Nested())))
 
 
-def test_a_sampler_shared_with_validation_is_not_disturbed_by_it(tmp_path):
+def test_shared_sampler_is_not_disturbed_by_validation(tmp_path):
     def fit(**options):
         sampler, task = Nested(), Tracked()
         loaders = [DataLoader(Counted(), 4, sampler=sampler) for _ in range(2)]
@@ -309,7 +310,7 @@ def test_a_samplers_generators_are_put_back(tmp_path):
     assert torch.equal(generator.get_state(), before)
 
 
-def test_a_loader_with_an_iterator_of_its_own_is_read_as_it_is(tmp_path):
+def test_loader_with_custom_iterator_is_read_unchanged(tmp_path):
     class Negative(DataLoader):
         def _get_iterator(self):
             return (-batch[0] for batch in super()._get_iterator())
@@ -355,7 +356,7 @@ class Endless(Dataset):
 # ---------------------------------------------------------------------- what cannot go on
 
 
-def test_another_kind_of_loader_in_the_middle_of_an_epoch_is_an_error(tmp_path):
+def test_other_loader_kind_in_mid_epoch_raises(tmp_path):
     makes = [
         lambda: DataLoader(numbers(20), 4),
         lambda: DataLoader(numbers(20), 4, sampler=list(range(20))),
@@ -373,7 +374,7 @@ def test_another_kind_of_loader_in_the_middle_of_an_epoch_is_an_error(tmp_path):
                 bare_trainer(tmp_path, max_epochs=2, resume=path).fit(Structures(), after())
 
 
-def test_another_kind_of_loader_is_welcome_from_the_next_epoch_on(tmp_path):
+def test_other_loader_kind_is_accepted_at_next_epoch(tmp_path):
     path = tmp_path / "step"
     trainer = bare_trainer(tmp_path, max_steps=4, callbacks=[Saving(4, path)])
     trainer.fit(Structures(), [alphabet(8), alphabet(6)])
@@ -396,7 +397,7 @@ def resume_with(tmp_path, before, after, step=2):
       {"sampler": WeightedRandomSampler(torch.arange(1.0, 21), 18)}, "the sampler now gives another order")],
     ids=["data", "shuffling", "order of a sampler"],
 )  # fmt: skip
-def test_another_reading_in_the_middle_of_an_epoch_is_an_error(tmp_path, before, after, said):
+def test_changed_loading_in_mid_epoch_raises(tmp_path, before, after, said):
     def data(samples=20, **options):
         return DataLoader(numbers(samples), 4, **options)
 
@@ -404,7 +405,7 @@ def test_another_reading_in_the_middle_of_an_epoch_is_an_error(tmp_path, before,
         resume_with(tmp_path, data(**before), data(**after))
 
 
-def test_more_data_from_the_next_epoch_on_is_welcome(tmp_path):
+def test_more_data_is_accepted_at_next_epoch(tmp_path):
     task = resume_with(tmp_path, DataLoader(numbers(20), 4), DataLoader(numbers(24), 4), step=5)
     assert len(task.samples(1)) == 24
 
@@ -435,7 +436,7 @@ class Kept(Dataset):
     [lambda part: part, Kept, lambda part: Subset(part, range(80)), lambda part: ConcatDataset([part, numbers(8)])],
     ids=["split", "in a data set", "in a subset", "in a concatenation"],
 )
-def test_another_random_split_in_the_middle_of_an_epoch_is_an_error(tmp_path, wrap):
+def test_changed_random_split_in_mid_epoch_raises(tmp_path, wrap):
     def make(seed):
         return DataLoader(wrap(split(seed)[0]), 8, shuffle=True)
 
@@ -444,7 +445,7 @@ def test_another_random_split_in_the_middle_of_an_epoch_is_an_error(tmp_path, wr
     assert resume_with(tmp_path / "same", make(0), make(0)).epochs
 
 
-def test_another_random_split_at_the_end_of_an_epoch_is_a_warning(tmp_path, caplog):
+def test_changed_random_split_at_epoch_end_warns(tmp_path, caplog):
     def fit(seed, **options):
         training, validation = (DataLoader(part, 8) for part in split(seed))
         trainer = bare_trainer(tmp_path, max_epochs=2, log_level="WARNING", num_sanity_val_steps=0, **options)
@@ -470,7 +471,7 @@ class Splitting(lumen.DataModule):
         return DataLoader(self.validation, 2)
 
 
-def test_a_random_split_in_setup_is_the_same_in_every_part_of_a_run(tmp_path, caplog):
+def test_random_split_in_setup_is_stable_across_resumes(tmp_path, caplog):
     path = tmp_path / "step"
     whole, again = Tracked(), Tracked()
     bare_trainer(tmp_path, max_epochs=2, seed=None, callbacks=[Saving(11, path)]).fit(whole, Splitting())
@@ -533,7 +534,7 @@ WORKERS = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True
 
 @pytest.mark.parametrize("options", WORKERS, ids=["no workers", "workers", "persistent workers"])
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start"])
-def test_an_epoch_has_the_samples_that_the_data_has_when_it_begins(tmp_path, hook, options):
+def test_epoch_has_the_samples_present_at_its_start(tmp_path, hook, options):
     task, data = Resizing(hook), Replay(**options)
     bare_trainer(tmp_path, max_epochs=3).fit(task, data)
     assert [sorted(task.samples(epoch)) for epoch in range(3)] == [[*range(length)] for length in data.lengths]
@@ -555,7 +556,7 @@ class Shuffling(Sampler):
 @pytest.mark.parametrize(
     ("in_epoch", "sampler"), [(0, None), (1, None), (0, Shuffling)], ids=["between", "within", "with a sampler"]
 )
-def test_data_that_grows_goes_on_exactly_from_every_step(tmp_path, in_epoch, sampler):
+def test_growing_data_resumes_exactly_from_every_step(tmp_path, in_epoch, sampler):
     def fit(**options):
         task = Resizing()
         bare_trainer(tmp_path, **{"max_epochs": 3} | options).fit(task, Replay((8, 14, 5), in_epoch, sampler))
@@ -575,7 +576,7 @@ def test_validation_data_may_grow(tmp_path):
 
 
 @pytest.mark.parametrize("options", WORKERS[:2], ids=["no workers", "workers"])
-def test_data_that_shrinks_in_the_middle_of_an_epoch_is_one_clear_error(tmp_path, options):
+def test_data_shrinking_in_mid_epoch_raises(tmp_path, options):
     data = Replay((8,), -3, sampler=lambda samples: range(len(samples)))
     if options:  # which have a copy: their sampler counts too far
         data = Replay((8,), sampler=lambda samples: range(9), **options)
@@ -585,12 +586,12 @@ def test_data_that_shrinks_in_the_middle_of_an_epoch_is_one_clear_error(tmp_path
         bare_trainer(tmp_path, max_epochs=1).fit(Resizing(), data)
 
 
-def test_rows_of_a_tensor_data_set_that_are_not_there_are_the_same_error(tmp_path):
+def test_missing_rows_of_tensor_dataset_raise(tmp_path):
     with pytest.raises(DataError, match=r"sample 5 is to come in this epoch, but TensorDataset has 4"):
         seen(tmp_path, DataLoader(numbers(4), 2, sampler=[0, 1, 2, 5]))
 
 
-def test_an_index_error_of_the_data_sets_own_stays_what_it_is(tmp_path):
+def test_index_error_of_a_dataset_passes_through(tmp_path):
     class Wrong(Counted):
         def __getitem__(self, index):
             return [0][index + 1]
@@ -632,7 +633,7 @@ class CountingBatches(Counting):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("kind", ["a data set with a state", "a loader with a state"])
-def test_a_stream_with_a_state_goes_on_from_it(tmp_path, kind, accumulate):
+def test_stateful_stream_resumes_from_its_state(tmp_path, kind, accumulate):
     def make():
         stream = Counting() if kind == "a data set with a state" else CountingBatches()
         return stream, DataLoader(stream, 2) if kind == "a data set with a state" else stream
@@ -674,7 +675,7 @@ class Numbered(IterableDataset):
 @pytest.mark.parametrize("skip", [None, (0, 2), (1, 0)])
 @pytest.mark.parametrize("limit", [None, 3, 6])
 @pytest.mark.parametrize("kind", STREAMS)
-def test_a_stream_goes_on_exactly_from_every_step_however_its_epochs_end(tmp_path, kind, limit, skip):
+def test_streams_resume_exactly_from_every_step(tmp_path, kind, limit, skip):
     fit = fitting(tmp_path, STREAMS[kind], skip=skip)
     if kind == "in a combination":
         fit = combined_fit(tmp_path, skip)
@@ -694,7 +695,7 @@ def combined_fit(tmp_path, skip):
     return fit
 
 
-def test_a_stream_cut_exactly_at_its_end_begins_again(tmp_path):
+def test_stream_cut_exactly_at_its_end_restarts(tmp_path):
     task = seen(tmp_path, DataLoader(Counting(), 2), limit_train_batches=10, max_epochs=4)
     assert [len(task.epochs[epoch]) for epoch in range(4)] == [10] * 4
     task = seen(tmp_path, DataLoader(Counting(), 2), limit_train_batches=5, max_epochs=None, max_steps=25)
@@ -702,7 +703,7 @@ def test_a_stream_cut_exactly_at_its_end_begins_again(tmp_path):
     assert [int(number) for number in task.samples(0) + task.samples(1)] == list(range(1, 21))
 
 
-def test_a_combination_loses_no_sample_of_a_stream_at_the_end_of_an_epoch(tmp_path):
+def test_combination_loses_no_stream_samples_between_epochs(tmp_path):
     task = Structures()
     stream = DataLoader(Counting(), 2)
     bare_trainer(tmp_path, max_epochs=3).fit(task, lumen.CombinedLoader([alphabet(6), stream], "min_size"))
@@ -720,7 +721,7 @@ def test_every_validation_reads_a_stream_from_its_beginning(tmp_path, options):
     assert passes[:per_pass] == passes[per_pass : 2 * per_pass] == passes[2 * per_pass :]
 
 
-def test_a_generator_cannot_be_validated_on_twice_nor_resumed(tmp_path):
+def test_generator_cannot_be_reused_or_resumed(tmp_path):
     fit = fitting(tmp_path, lambda: DataLoader(numbers(8), 4), lambda: (torch.zeros(2) for _ in range(3)))
     with pytest.raises(DataError, match="a generator, which can be read only once"):
         fit(num_sanity_val_steps=1, max_epochs=1)
@@ -762,7 +763,7 @@ class NoisyStream(IterableDataset):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_what_the_workers_of_a_stream_draw_does_not_depend_on_the_epochs_before(tmp_path, persistent):
+def test_draws_of_stream_workers_are_independent_of_epochs(tmp_path, persistent):
     def make():
         return DataLoader(NoisyStream(), 4, num_workers=1, persistent_workers=persistent)
 
@@ -772,7 +773,7 @@ def test_what_the_workers_of_a_stream_draw_does_not_depend_on_the_epochs_before(
     assert plain(seen(tmp_path, make(), resume=path).epochs[1]) == plain(whole.epochs[1])
 
 
-def test_a_stream_without_a_state_is_read_again_with_one_clear_warning(tmp_path, caplog):
+def test_stateless_stream_is_reread_with_a_warning(tmp_path, caplog):
     class Forgetful(IterableDataset):
         read = 0
 
@@ -957,7 +958,7 @@ def test_advice_for_streams_without_state_works(tmp_path, caplog, kind):
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_torchdatas_loader_over_a_stream_without_a_state_resumes(tmp_path, caplog, workers):
+def test_torchdata_loader_with_stateless_stream_resumes(tmp_path, caplog, workers):
     """torchdata's own state of such a stream fails when it is restored for the second time."""
     whole = seen(tmp_path, torchdatas(Plainly(), workers))
     parts = resumed_by_steps(tmp_path, lambda: torchdatas(Plainly(), workers))
@@ -1014,26 +1015,24 @@ def test_batches_of_a_streams_workers_come_in_order(tmp_path, caplog, kind):
     ],
     ids=["smaller", "larger", "workers", "unknown", "shorter", "one of several"],
 )
-def test_a_stream_without_a_state_that_is_cut_otherwise_is_an_error_in_the_middle_of_an_epoch(
-    tmp_path, before, after, message
-):
+def test_rebatched_stateless_stream_in_mid_epoch_raises(tmp_path, before, after, message):
     with pytest.raises(DataError, match=f"which has no state_dict.*{message}.*Samples would be left out or come twice"):
         resume_with(tmp_path, before(), after())
 
 
-def test_a_stream_without_a_state_may_be_cut_otherwise_from_the_next_epoch_on(tmp_path):
+def test_rebatched_stateless_stream_is_accepted_at_next_epoch(tmp_path):
     task = resume_with(tmp_path, DataLoader(Plainly(), 4), DataLoader(Plainly(), 2, num_workers=1), step=6)
     assert plain(task.epochs.pop(1)) == torch.arange(24).reshape(12, 2).tolist()
     assert not task.epochs
 
 
-def test_a_stream_with_a_state_may_be_cut_otherwise_in_the_middle_of_an_epoch(tmp_path):
+def test_rebatched_stateful_stream_is_accepted_in_mid_epoch(tmp_path):
     task = resume_with(tmp_path, DataLoader(Counting(), 2), DataLoader(Counting(), 4))
     assert [int(number) for number in task.samples(0)] == list(range(5, 21))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_torchdatas_loader_over_a_map_style_data_set_is_taken_over(tmp_path):
+def test_torchdata_map_style_loader_equals_dataloader(tmp_path):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     plain_loader, stateful = DataLoader(Counted(), 4, shuffle=True), StatefulDataLoader(Counted(), 4, shuffle=True)
@@ -1041,7 +1040,7 @@ def test_torchdatas_loader_over_a_map_style_data_set_is_taken_over(tmp_path):
 
 
 @pytest.mark.parametrize("promised", [12, 30])
-def test_a_stream_whose_length_is_wrong_is_read_to_its_end(tmp_path, promised):
+def test_stream_with_wrong_length_is_read_completely(tmp_path, promised):
     class Wrong(Counting):
         def __len__(self):
             return promised
@@ -1120,7 +1119,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("mode", NESTED)
-def test_the_mode_is_that_of_all_loaders_however_they_are_nested(tmp_path, mode):
+def test_mode_applies_to_all_nested_loaders(tmp_path, mode):
     nested = {"pair": [alphabet(3), alphabet(6, 100)], "deep": {"one": alphabet(5, 200)}}
     task, trainer = Structures(), bare_trainer(tmp_path, max_epochs=1)
     trainer.fit(task, lumen.CombinedLoader(nested, mode))
@@ -1130,7 +1129,7 @@ def test_the_mode_is_that_of_all_loaders_however_they_are_nested(tmp_path, mode)
         assert [number for _, number in task.epochs[0]] == [0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_a_shorter_loader_in_a_nested_list_begins_again_by_itself(tmp_path):
+def test_shorter_nested_loader_restarts_independently(tmp_path):
     task = Structures()
     bare_trainer(tmp_path, max_epochs=1).fit(task, [[alphabet(2), alphabet(4, 100)], [alphabet(6, 200)]])
     assert [contents(batch) for batch, _ in task.epochs[0]] == [
@@ -1140,19 +1139,19 @@ def test_a_shorter_loader_in_a_nested_list_begins_again_by_itself(tmp_path):
     ]
 
 
-def test_a_combination_in_a_combination_keeps_its_own_mode(tmp_path):
+def test_nested_combination_keeps_its_mode(tmp_path):
     task, inner = Structures(), lumen.CombinedLoader([alphabet(2, 100), alphabet(8, 200)], "min_size")
     bare_trainer(tmp_path, max_epochs=1).fit(task, lumen.CombinedLoader([alphabet(4), inner], "max_size"))
     assert [contents(batch) for batch, _ in task.epochs[0]] == [[[0, 1], [[100, 101], [200, 201]]], [[2, 3], None]]
 
 
-def test_a_list_of_batches_is_one_loader_also_among_several(tmp_path):
+def test_list_of_batches_is_one_loader(tmp_path):
     task = Structures()
     bare_trainer(tmp_path, max_epochs=1).fit(task, [[torch.tensor([1]), torch.tensor([2])], [alphabet(4)]])
     assert [(batch[0].item(), contents(batch[1])) for batch, _ in task.epochs[0]] == [(1, [[0, 1]]), (2, [[2, 3]])]
 
 
-def test_nested_loaders_go_on_in_the_middle_of_an_epoch(tmp_path):
+def test_nested_loaders_resume_in_mid_epoch(tmp_path):
     def nested():
         return lumen.CombinedLoader({"pair": [alphabet(3), alphabet(7, 100)], "one": alphabet(9, 200)}, "min_size")
 
@@ -1173,7 +1172,7 @@ def test_an_evaluation_refuses_loaders_in_loaders(tmp_path):
             bare_trainer(tmp_path).validate(type("Task", (Seeing,), {"validation_step": print})(), nested)
 
 
-def test_loaders_of_the_same_data_and_rounds_of_one_loader_have_different_orders(tmp_path):
+def test_loaders_and_repeats_are_shuffled_differently(tmp_path):
     def shuffled(samples):
         return DataLoader(TensorDataset(torch.arange(samples)), samples, shuffle=True)
 
@@ -1191,7 +1190,7 @@ def test_loaders_of_the_same_data_and_rounds_of_one_loader_have_different_orders
 @pytest.mark.parametrize(
     ("stateful", "workers"), [(False, 0), (True, 0), pytest.param(True, 2, marks=pytest.mark.slow)]
 )
-def test_the_documented_stream_goes_on_exactly_from_every_step(tmp_path, stateful, workers):
+def test_documented_stream_resumes_exactly_from_every_step(tmp_path, stateful, workers):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     given = {"torch": torch}
@@ -1211,13 +1210,13 @@ def test_the_snippet_in_the_documentation_runs(tmp_path):
     assert [list(batch) for batch, _ in task.epochs[0]] == [["labelled", "unlabelled"]] * 2
 
 
-def test_a_loader_that_begins_again_within_an_epoch_hears_the_same_epoch(tmp_path):
+def test_restarted_loader_keeps_the_epoch_number(tmp_path):
     sampler = EpochSampler()
     bare_trainer(tmp_path, max_epochs=2).fit(Structures(), [DataLoader(numbers(8), 4, sampler=sampler), alphabet(10)])
     assert sampler.told == [0, 0, 0, 1, 1, 1]
 
 
-def test_what_several_loaders_cannot_do_is_one_clear_error(tmp_path):
+def test_invalid_combinations_raise_clear_errors(tmp_path):
     loaders = [alphabet(3), alphabet(7)]
     with pytest.raises(ConfigError, match="no mode is named 'zip'; there are max_size_cycle"):
         lumen.CombinedLoader(loaders, "zip")
@@ -1280,7 +1279,7 @@ def test_overfitting_repeats_the_same_batches_in_every_epoch(tmp_path, kind):
     assert task.validated == 2 + 3 * 2  # the sanity check too
 
 
-def test_overfitting_a_fraction_counts_the_batches_of_each_loader(tmp_path):
+def test_overfit_fraction_counts_batches_per_loader(tmp_path):
     task = Seeing()
     bare_trainer(tmp_path, max_epochs=2, overfit_batches=0.4).fit(task, alphabet(20))
     assert [len(task.epochs[epoch]) for epoch in range(2)] == [4, 4]
@@ -1305,14 +1304,14 @@ class Growing(Seeing):
         pass
 
 
-def test_loaders_are_asked_for_anew_every_so_many_epochs(tmp_path):
+def test_loaders_are_reloaded_every_n_epochs(tmp_path):
     task = Growing()
     bare_trainer(tmp_path, max_epochs=5, reload_dataloaders_every_n_epochs=2).fit(task)
     assert task.made == task.made_for_validation == [0, 2, 4]
     assert [len(task.epochs[epoch]) for epoch in range(5)] == [1, 1, 3, 3, 5]
 
 
-def test_a_resumed_run_asks_for_the_loader_that_the_undisturbed_run_had(tmp_path):
+def test_resumed_run_reloads_the_same_loader(tmp_path):
     path, options = tmp_path / "step", {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 2}
     bare_trainer(tmp_path, **options | {"max_steps": 7, "callbacks": [Saving(7, path)]}).fit(Growing())
     task = Growing()
@@ -1322,7 +1321,7 @@ def test_a_resumed_run_asks_for_the_loader_that_the_undisturbed_run_had(tmp_path
 
 
 @pytest.mark.parametrize("every", [0, 2, 3])
-def test_a_run_resumed_at_any_step_reads_what_the_undisturbed_one_read(tmp_path, every):
+def test_resumed_run_reads_same_reloaded_data(tmp_path, every):
     class Random(Tracked):
         made = ()
 
@@ -1366,7 +1365,7 @@ class Own:
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_a_batch_of_ones_own_class_is_pinned_by_its_own_method(tmp_path, monkeypatch, pins):
+def test_custom_batch_uses_its_pin_memory_method(tmp_path, monkeypatch, pins):
     class Owned(Seeing):
         def training_step(self, batch):
             self.epochs.setdefault(self.current_epoch, []).append(batch.pinned)
@@ -1449,7 +1448,7 @@ class Stuck(Dataset):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stuck_does_not_outlive_its_run(tmp_path):
+def test_stuck_worker_ends_with_the_run(tmp_path):
     class Failing(Seeing):
         def training_step(self, batch):
             raise ZeroDivisionError
@@ -1460,7 +1459,7 @@ def test_a_worker_that_is_stuck_does_not_outlive_its_run(tmp_path):
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-def test_the_users_worker_init_fn_has_the_last_word(tmp_path, opencv):
+def test_user_worker_init_fn_runs_last(tmp_path, opencv):
     from threadpoolctl import threadpool_limits
 
     task = seen(
@@ -1495,7 +1494,7 @@ def test_several_loaders_are_iterated_by_hand(mode):
     combined.reset()
 
 
-def test_loaders_one_after_the_other_tell_which_one_it_is():
+def test_sequential_mode_yields_dataloader_index():
     combined = lumen.CombinedLoader([range(2), lumen.CombinedLoader([range(3), "xy"])], "sequential")
     assert list(combined) == [(0, 0, 0), (1, 1, 0), ([0, "x"], 0, 1), ([1, "y"], 1, 1)]
     assert len(combined) == 4
@@ -1508,7 +1507,7 @@ def test_loaders_one_after_the_other_tell_which_one_it_is():
         ("sequential", 0, 0),
     ],
 )  # fmt: skip
-def test_limits_cut_each_loader_that_is_iterated_by_hand(mode, limits, sizes):
+def test_limits_cut_each_manually_iterated_loader(mode, limits, sizes):
     combined = lumen.CombinedLoader([range(2), "xyzw"], mode)
     combined.limits = limits
     assert len(list(combined)) == len(combined) == sizes

@@ -81,7 +81,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_what_is_drawn_by_one_library_says_nothing_of_what_the_others_draw(kind):
+def test_draws_of_different_libraries_are_uncorrelated(kind):
     columns = drawn(DRAWS[kind])
     correlation = np.corrcoef(columns) - np.eye(3)
     assert np.abs(correlation).max() < 5 / 20_000**0.5
@@ -190,7 +190,7 @@ def looked(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_stage_and_loader_draws_numbers_of_its_own(looked):
+def test_stages_and_loaders_draw_different_numbers(looked):
     kind, task = looked
     rows = [task.rows(name, number) for name, number in STAGES]
     words = [set(each[:, 1:].flatten().tolist()) for each in rows]
@@ -238,7 +238,7 @@ def test_distinct_seeds_have_distinct_keys():
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 2**64 + 7])
-def test_no_key_is_made_of_a_seed_that_another_one_stands_for(seed):
+def test_seeds_outside_64_bits_are_rejected(seed):
     with pytest.raises(ConfigError, match=r"a key is made of a seed from 0 to 2\*\*64 - 1, found"):
         make_key(seed, Domain.ORDER)
 
@@ -369,7 +369,7 @@ def drawn_by_index(task, epoch):
 
 
 @pytest.mark.parametrize("place", [*PLACES, "made in __getitem__"])
-def test_a_generator_that_a_data_set_keeps_is_keyed_by_sample(tmp_path, place):
+def test_generator_in_dataset_is_keyed_by_sample(tmp_path, place):
     whole = seen(tmp_path, DataLoader(made_of(place), 4, shuffle=True), callbacks=[Saving(6, tmp_path / "six")])
     first, second = drawn_by_index(whole, 0), drawn_by_index(whole, 1)
     assert len(set(first.values()) | set(second.values())) == 32
@@ -410,7 +410,7 @@ def test_a_search_that_stops_is_one_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("place", ["a numpy Generator without a seed", "a torch.Generator", "made in __getitem__"])
-def test_what_a_kept_generator_draws_does_not_depend_on_the_workers(tmp_path, place):
+def test_generator_draws_are_independent_of_workers(tmp_path, place):
     runs = [seen(tmp_path, DataLoader(made_of(place), 4, num_workers=number)) for number in (0, 2)]
     for epoch in (0, 1):
         assert drawn_by_index(runs[0], epoch) == drawn_by_index(runs[1], epoch)
@@ -440,7 +440,7 @@ def test_what_a_hook_replaces_is_keyed_too(tmp_path):
     assert drawn_by_index(runs[0], 1) == drawn_by_index(runs[1], 1)
 
 
-def test_generators_of_one_data_set_and_the_global_ones_draw_independently(tmp_path):
+def test_dataset_and_global_generators_draw_independently(tmp_path):
     class Several(Dataset):
         def __init__(self):
             self.kept = [np.random.default_rng(1), np.random.default_rng(1), random.Random(1), torch.Generator()]
@@ -456,7 +456,7 @@ def test_generators_of_one_data_set_and_the_global_ones_draw_independently(tmp_p
     assert_independent(list(task.epochs[0][0].numpy().T))
 
 
-def test_a_generator_that_a_collate_function_keeps_is_keyed_by_batch(tmp_path):
+def test_generator_in_collate_is_keyed_by_batch(tmp_path):
     def fit(**options):
         collate = partial(collate_with, np.random.default_rng())
         return seen(tmp_path, DataLoader(Transformed(lambda: 0), 4, collate_fn=collate), **options)
@@ -502,7 +502,7 @@ def torchs(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def test_the_generators_of_one_sampler_draw_independently_and_by_their_seeds(tmp_path):
+def test_sampler_generators_draw_independently_by_their_seeds(tmp_path):
     def batches(*seeds):
         data = DataLoader(TensorDataset(torch.arange(32)), batch_sampler=Halves(*map(torchs, seeds)))
         return [batch[0].tolist() for epoch in seen(tmp_path, data).epochs.values() for batch in epoch]
@@ -514,7 +514,7 @@ def test_the_generators_of_one_sampler_draw_independently_and_by_their_seeds(tmp
     assert sum(second - first == 16 for first, second in batches(1, 1)) < 8
 
 
-def test_the_generators_of_one_stream_draw_independently_and_by_their_seeds(tmp_path):
+def test_stream_generators_draw_independently_by_their_seeds(tmp_path):
     def numbers(*generators):
         return [batch.tolist() for batch in seen(tmp_path, DataLoader(Numbers(*generators), 8)).epochs[0]]
 
@@ -541,7 +541,7 @@ class Deeper(Sampler):
 
 
 @pytest.mark.parametrize("place", ["slots", "a list of transforms", "a partial", "a closure"])
-def test_a_generator_deep_in_a_sampler_is_keyed_by_epoch(tmp_path, place):
+def test_nested_generator_in_sampler_is_keyed_by_epoch(tmp_path, place):
     def fit(**options):
         data = DataLoader(TensorDataset(torch.arange(16)), 4, sampler=Deeper(PLACES[place]()))
         return seen(tmp_path, data, max_epochs=4, **options)
@@ -554,7 +554,7 @@ def test_a_generator_deep_in_a_sampler_is_keyed_by_epoch(tmp_path, place):
     ]  # fmt: skip
 
 
-def test_a_generator_that_nothing_can_seed_is_warned_of(tmp_path, caplog):
+def test_unseedable_generator_warns(tmp_path, caplog):
     seen(tmp_path, DataLoader(Transformed(Recipe(random.SystemRandom())), 4), log_level="WARNING")
     messages = [message for message in caplog.messages if "cannot be seeded" in message]
     assert len(messages) == 1
@@ -568,7 +568,7 @@ def test_data_that_keep_no_generator_cost_nothing_more():
         assert keyed.own.seed_all is seed_generators
 
 
-def test_a_data_set_that_travels_to_a_worker_is_keyed_there_without_the_states_of_here():
+def test_pickled_dataset_rekeys_generators_in_worker():
     here = SeededDataset(Transformed(Recipe(np.random.default_rng(3))), default_collate, 7, single=False)
     drawn_here = here.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False))
     there = pickle.loads(pickle.dumps(here))

@@ -288,7 +288,7 @@ def test_what_does_nothing_is_one_warning(tmp_path, caplog, what):
     assert [record.message for record in caplog.records] == [message]
 
 
-def test_what_is_as_it_should_be_is_not_warned_of(tmp_path, caplog):
+def test_correct_input_causes_no_warnings(tmp_path, caplog):
     both = {"configure_optimizers": lambda self: [sgd(self.net[0]), sgd(self.net[3])]}
 
     def training_step(self, batch):

@@ -78,7 +78,7 @@ def test_missing_data_is_named(tmp_path):
         quiet_trainer(tmp_path, max_epochs=1).fit(Regression(), 3)
 
 
-def test_what_exists_only_during_a_run_says_so_outside_of_one():
+def test_run_only_attributes_raise_outside_a_run():
     with pytest.raises(ConfigError, match="not attached to a trainer"):
         _ = Regression().trainer
     assert lumen.DataModule().trainer is None
@@ -86,7 +86,7 @@ def test_what_exists_only_during_a_run_says_so_outside_of_one():
         _ = lumen.Trainer().run
 
 
-def test_a_data_module_may_ask_whether_it_is_in_a_run(tmp_path):
+def test_data_module_can_check_for_a_trainer(tmp_path):
     class Data(lumen.DataModule):
         def __init__(self):
             super().__init__()
@@ -102,7 +102,7 @@ def test_a_data_module_may_ask_whether_it_is_in_a_run(tmp_path):
     assert data.seen == [None, None, trainer]
 
 
-def test_an_error_in_a_users_step_keeps_its_traceback_and_closes_the_run(tmp_path):
+def test_user_error_keeps_traceback_and_closes_run(tmp_path):
     class Broken(Regression):
         def training_step(self, batch):
             raise ZeroDivisionError("mine")

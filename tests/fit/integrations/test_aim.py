@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:aim")
 
 
 @pytest.mark.slow
-def test_aim_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path):
+def test_aim_records_metrics_hyperparameters_and_media(tmp_path):
     class Nested(Everything):
         def __init__(self, nested):
             super().__init__(lr=0.125, dropout=0.2)
@@ -50,7 +50,7 @@ def test_aim_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", ["failed", "interrupted"])
-def test_aim_knows_how_a_run_ended_and_goes_on_in_it_without_a_step_twice(tmp_path, status):
+def test_aim_records_status_and_resumes_without_duplicate_steps(tmp_path, status):
     def end(trainer):
         if status == "failed":
             raise InterruptedError
@@ -72,7 +72,7 @@ def test_aim_knows_how_a_run_ended_and_goes_on_in_it_without_a_step_twice(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_archived(tmp_path):
+def test_restarted_run_archives_the_previous_one(tmp_path):
     def end(trainer):
         raise InterruptedError
 
@@ -89,7 +89,7 @@ def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_archived(t
 
 
 @pytest.mark.slow
-def test_it_is_resumed_from_the_command_line_and_a_run_is_named_by_hash(tmp_path, monkeypatch):
+def test_aim_resumes_from_command_line_and_by_hash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["fit", "--model", "tests.helpers.cli_tasks.Line", "--data", "tests.helpers.cli_tasks.Points"]
     command += ["--trainer.name", "line", "--trainer.logger", "aim", "--trainer.resume", "auto"]

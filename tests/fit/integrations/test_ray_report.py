@@ -9,7 +9,7 @@ from lumen.errors import ConfigError
 from tests.helpers.tasks import Regression
 
 
-def test_outside_of_a_worker_of_ray_it_is_one_error_that_says_what_to_do(tmp_path):
+def test_callback_outside_ray_worker_raises_with_a_fix(tmp_path):
     trainer = lumen.Trainer(max_steps=1, default_root_dir=tmp_path, callbacks=lumen.RayTrainReportCallback())
     said = "Call fit in the function that a TorchTrainer runs" if find_spec("ray") else "pip install 'lumen[ray]'"
     with pytest.raises(ConfigError, match="RayTrainReportCallback") as raised:

@@ -54,7 +54,7 @@ def uri(databases, tmp_path):
 
 
 @pytest.mark.slow
-def test_mlflow_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path, uri):
+def test_mlflow_records_metrics_hyperparameters_and_media(tmp_path, uri):
     class Long(Everything):
         def __init__(self, nested, text):
             super().__init__(lr=0.125, dropout=0.2)
@@ -84,7 +84,7 @@ def test_mlflow_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_
     assert set(np.unique(np.asarray(Image.open(files / "weights/00000002.png")))) == {0, 7}
 
 
-def test_mlflow_goes_on_in_one_run_whatever_the_parts_and_tells_what_changed(tmp_path, uri):
+def test_mlflow_resumes_one_run_and_records_changed_hyperparameters(tmp_path, uri):
     for steps, rate in ((5, 0.125), (9, 0.25), (12, 0.25)):
         task = Regression(lr=rate, dropout=0.2)
         trainer = fit(tmp_path, task, max_steps=steps, resume="auto", logger="mlflow", log_level="ERROR", **EVERY_STEP)
@@ -95,7 +95,7 @@ def test_mlflow_goes_on_in_one_run_whatever_the_parts_and_tells_what_changed(tmp
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
-def test_mlflow_knows_how_a_run_ended_and_goes_on_in_it_without_a_step_twice(tmp_path, uri, status):
+def test_mlflow_records_status_and_resumes_without_duplicate_steps(tmp_path, uri, status):
     def end(trainer):
         if status == "KILLED":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_mlflow_knows_how_a_run_ended_and_goes_on_in_it_without_a_step_twice(tmp
     assert [step for step, _ in record["system/time_s"]] == list(range(1, 10))
 
 
-def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_as_killed(tmp_path, uri):
+def test_restarted_run_leaves_the_previous_one_killed(tmp_path, uri):
     for _ in range(2):
         fit(tmp_path, max_steps=3, resume="auto", logger="mlflow", enable_checkpointing=False)
     first, second = runs_of_mlflow(uri)
@@ -128,7 +128,7 @@ def test_a_run_that_begins_anew_in_its_directory_leaves_the_first_one_as_killed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_what_mlflow_missed_it_gets_when_it_answers_again_and_training_goes_on(tmp_path, uri, caplog, synchronous):
+def test_mlflow_catches_up_after_an_outage(tmp_path, uri, caplog, synchronous):
     place = tmp_path / "runs/mlflow.db"
 
     def lose(trainer):
@@ -202,7 +202,7 @@ def test_resumed_runs_connect_to_mlflow_later(tmp_path, uri):
     assert of_mlflow(uri, run.info.run_id)["loss"] == of_csv(trainer.run_directory)["loss"]
 
 
-def test_mlflow_keeps_records_in_a_directory_where_that_is_allowed(tmp_path, monkeypatch):
+def test_mlflow_file_store_works_where_allowed(tmp_path, monkeypatch):
     logger = lumen.MLFlowLogger(tracking_uri=f"file:{tmp_path}/mlruns")
     with pytest.raises(ConfigError, match="MLFLOW_ALLOW_FILE_STORE"):
         fit(tmp_path, max_steps=3, logger=logger)
@@ -217,7 +217,7 @@ def test_mlflow_keeps_records_in_a_directory_where_that_is_allowed(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_wandb_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_it_was_given(tmp_path):
+def test_wandb_records_metrics_hyperparameters_and_media(tmp_path):
     logger = lumen.WandbLogger(project="lines", prefix="a", tags=["one"])
     task = Everything(lr=0.125)
     logger.watch(task, log="all", log_freq=2)
@@ -247,7 +247,7 @@ def test_wandb_has_the_rows_of_the_csv_files_the_hyperparameters_and_what_else_i
     assert config["model"] == {"lr": 0.125, "dropout": 0.0, "dtype": "torch.float32", "optimizer": "AdamW"}
 
 
-def test_wandb_goes_on_in_one_run_and_gets_what_its_files_have_lost(tmp_path):
+def test_wandb_resumes_one_run_and_restores_lost_values(tmp_path):
     options = {"resume": "auto", "logger": "wandb"} | EVERY_STEP
     directory = fit(tmp_path, Everything(), max_steps=5, **options).run_directory
     (part,) = directory.glob("wandb/offline-run-*/run-*.wandb")
@@ -260,7 +260,7 @@ def test_wandb_goes_on_in_one_run_and_gets_what_its_files_have_lost(tmp_path):
     assert len({path.name for path in directory.glob("wandb/offline-run-*/run-*.wandb")}) == 1
 
 
-def test_wandb_has_no_step_twice_after_a_run_that_was_cut_off(tmp_path):
+def test_wandb_has_no_duplicate_steps_after_interruption(tmp_path):
     def end(trainer):
         raise InterruptedError
 
@@ -275,7 +275,7 @@ def test_wandb_has_no_step_twice_after_a_run_that_was_cut_off(tmp_path):
     assert [step for step, _ in record["weights"]] == [0, 2, 4, 6, 8]
 
 
-def test_a_run_of_the_users_is_used_and_left_open(tmp_path):
+def test_existing_wandb_run_is_used_and_left_open(tmp_path):
     import wandb
 
     with wandb.init(dir=tmp_path, id="mine") as run:
@@ -289,7 +289,7 @@ def test_a_run_of_the_users_is_used_and_left_open(tmp_path):
     assert record["after"] == [(3, 1)]
 
 
-def test_a_wandb_that_fails_is_one_warning_and_training_goes_on(tmp_path):
+def test_failing_wandb_warns_once_and_training_continues(tmp_path):
     def finish(trainer):
         trainer.logger.experiment.finish()
 
@@ -301,7 +301,7 @@ def test_a_wandb_that_fails_is_one_warning_and_training_goes_on(tmp_path):
     assert len(of_csv(trainer.run_directory)["loss"]) == 8
 
 
-def test_what_only_lightnings_logger_has_is_answered_by_what_does_the_same(tmp_path):
+def test_missing_lightning_logger_methods_name_their_replacement(tmp_path):
     import wandb
 
     class Tabled(Regression):
@@ -359,7 +359,7 @@ def test_abandoned_branches_are_sent_again_and_marked(tmp_path, uri):
     assert of_aims["lumen"] == {"recorded_again_from_step": 6}
 
 
-def test_outside_of_fit_a_service_records_nothing_and_says_so_once(tmp_path, caplog):
+def test_service_outside_fit_warns_once_and_records_nothing(tmp_path, caplog):
     class Shown(Regression):
         def validation_step(self, batch):
             self.logger.experiment.log({"x": 1})
@@ -374,7 +374,7 @@ def test_outside_of_fit_a_service_records_nothing_and_says_so_once(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_services_by_name_in_a_config_are_resumed_from_the_command_line(tmp_path, monkeypatch, uri):
+def test_configured_services_resume_from_the_command_line(tmp_path, monkeypatch, uri):
     monkeypatch.chdir(tmp_path)
     words = [
         "fit", "--model", "tests.helpers.cli_tasks.Line", "--data", "tests.helpers.cli_tasks.Points",
@@ -435,6 +435,6 @@ def test_logger_calls_of_lightning_say_what_to_write(kind, call, said):
 
 @pytest.mark.parametrize("kind", [lumen.TensorBoardLogger, lumen.WandbLogger, lumen.MLFlowLogger])
 @pytest.mark.parametrize("image", [[PIXELS], Image.new("L", (2, 2)), Image.new("RGB", (2, 2))])
-def test_a_list_of_images_and_one_of_pil_are_named(kind, image):
+def test_invalid_images_raise_and_name_their_type(kind, image):
     with pytest.raises(ConfigError, match=rf"log_image\('samples'\): expected .*, found {type(image).__name__}\. Call"):
         kind().log_image("samples", image, 3)

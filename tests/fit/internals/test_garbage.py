@@ -16,7 +16,7 @@ from tests.helpers.tasks import Regression, Saving, Seeing, bare_trainer, loader
 FROZEN_BY_PYTHON, THRESHOLDS = gc.get_freeze_count(), gc.get_threshold()
 
 
-def test_what_several_threads_do_without_looking_for_old_garbage_leaves_it_as_it_was():
+def test_concurrent_gc_pauses_restore_the_threshold():
     before = gc.get_threshold()
     one, other = only_young_collected(), only_young_collected()
     one.__enter__()
@@ -35,7 +35,7 @@ def collections():
 
 
 @pytest.mark.slow
-def test_garbage_is_collected_at_every_nth_step_and_at_no_other(tmp_path, collections):
+def test_garbage_is_collected_only_at_every_nth_step(tmp_path, collections):
     seen, noted = collections
     trainer = bare_trainer(tmp_path, max_steps=9, gc_every_n_steps=3, val_check_interval=100)
     trainer.fit(Untidy(noted), loader())
@@ -77,7 +77,7 @@ def test_it_is_restored_after_an_error(tmp_path, collections):
 
 
 @pytest.mark.slow
-def test_who_has_it_off_finds_it_off_and_what_was_set_aside_stays_so(tmp_path, collections):
+def test_disabled_gc_stays_disabled_and_frozen_objects_remain(tmp_path, collections):
     gc.disable()
     gc.freeze()
     frozen = gc.get_freeze_count()
@@ -121,7 +121,7 @@ def test_workers_of_the_loader_go_on_collecting(tmp_path, collections):
     assert task.answers.all()
 
 
-def test_it_changes_nothing_that_is_computed_and_a_run_goes_on_without_it(tmp_path):
+def test_gc_setting_changes_no_result(tmp_path):
     plain, tidy, resumed = Regression(dropout=0.2), Regression(dropout=0.2), Regression(dropout=0.2)
     bare_trainer(tmp_path, max_steps=8).fit(plain, loader())
     bare_trainer(tmp_path, max_steps=8, gc_every_n_steps=2, callbacks=Saving(4, tmp_path / "step-4")).fit(
@@ -176,7 +176,7 @@ class Streamed(Collecting, IterableDataset):
 
 
 @pytest.mark.parametrize("data", [Collecting, Streamed])
-def test_a_worker_frees_its_own_garbage_and_none_that_it_was_forked_with(tmp_path, data):
+def test_workers_free_only_garbage_they_made(tmp_path, data):
     """A CUDA event is such garbage, and aborts the worker that frees it."""
     task, inherited, own = Seeing(), tmp_path / "inherited", tmp_path / "own"
     gc.collect()

@@ -63,7 +63,7 @@ def test_readme_and_package_name_the_tested_torch_versions():
         (tensors, torch.utils._python_dispatch, "TorchDispatchMode", "_python_dispatch.TorchDispatchMode"),
     ],
 )
-def test_what_every_run_needs_is_looked_for_when_lumen_is_imported(monkeypatch, module, owner, name, said):
+def test_missing_torch_internals_raise_on_import(monkeypatch, module, owner, name, said):
     monkeypatch.delattr(owner, name)
     with pytest.raises(ConfigError, match=missing(said, "Lumen")):
         as_imported(module)
@@ -77,13 +77,13 @@ def test_what_every_run_needs_is_looked_for_when_lumen_is_imported(monkeypatch, 
         (FSDPModule, "_get_fsdp_state", {"strategy": "fsdp"}, "strategy: fsdp"),
     ],
 )
-def test_what_some_runs_need_is_looked_for_before_their_first_step(tmp_path, monkeypatch, owner, name, options, user):
+def test_optional_torch_internals_are_checked_before_training(tmp_path, monkeypatch, owner, name, options, user):
     monkeypatch.delattr(owner, name)
     with pytest.raises(ConfigError, match=missing(name, user)):
         quiet_trainer(tmp_path, max_steps=1, **options).fit(Untouched(), loader())
 
 
-def test_processes_look_for_a_way_to_set_the_timeout_before_they_connect(tmp_path, monkeypatch):
+def test_timeout_setter_is_checked_before_connecting(tmp_path, monkeypatch):
     monkeypatch.delattr(dist, "set_timeout", raising=False)
     monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout")
     with pytest.raises(ConfigError, match=missing("_set_pg_timeout", "a run of several processes")):
@@ -100,7 +100,7 @@ def test_the_launcher_looks_before_it_starts_anybody(tmp_path, monkeypatch):
     assert not (tmp_path / "started").exists()
 
 
-def test_a_loader_looks_for_a_way_to_pin_memory_before_it_is_read(monkeypatch):
+def test_pin_memory_is_checked_before_reading(monkeypatch):
     monkeypatch.delattr(pin_memory, "pin_memory")
     with pytest.raises(ConfigError, match=missing("_utils.pin_memory.pin_memory", "pin_memory")):
         loaders.pinning()
@@ -110,14 +110,14 @@ def test_a_loader_looks_for_a_way_to_pin_memory_before_it_is_read(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"])
-def test_an_optimizer_steps_with_torchs_wrapper_where_nobody_can_tell_who_listens(monkeypatch, name):
+def test_optimizer_step_keeps_wrapper_when_hooks_are_unknown(monkeypatch, name):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
     assert as_imported(optimizers).bare_step(optimizer) != optimizer.step
     monkeypatch.delattr(sys.modules["torch.optim.optimizer"], name)
     assert as_imported(optimizers).bare_step(optimizer) == optimizer.step
 
 
-def test_batches_are_made_by_torch_where_nobody_can_tell_how_it_makes_them(monkeypatch):
+def test_unknown_collate_falls_back_to_torch(monkeypatch):
     assert as_imported(loaders).collates_as_ever()
     monkeypatch.delattr(collate, "collate_int_fn")
     assert not as_imported(loaders).collates_as_ever()
@@ -131,7 +131,7 @@ def test_schedules_whose_parts_are_unknown_are_not_checked():
     assert optimizers.schedules_in(scheduler) == ([], [2])
 
 
-def test_the_public_timeout_is_used_where_there_is_one(monkeypatch, tmp_path):
+def test_public_set_timeout_is_used_where_available(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(dist, "set_timeout", lambda timeout, group: asked.append(timeout), raising=False)
     monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout")

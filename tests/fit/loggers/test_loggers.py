@@ -50,7 +50,7 @@ def test_the_record_is_that_of_the_csv_files(tmp_path):
     assert {"system/time_s", "system/samples_per_s", "system/memory_mb"} <= record.keys()
 
 
-def test_values_are_on_the_disk_while_the_run_goes_on(tmp_path):
+def test_values_are_on_disk_during_the_run(tmp_path):
     class Reading(lumen.Callback):
         steps = ()
 
@@ -88,7 +88,7 @@ class Both(Regression):
 
 
 @pytest.mark.parametrize("how", ["by an error", "by a signal", "at its limit"])
-def test_the_row_of_the_last_step_is_written_however_a_run_ends(tmp_path, monkeypatch, how):
+def test_last_step_is_written_however_run_ends(tmp_path, monkeypatch, how):
     monkeypatch.setattr(Records, "is_asynchronous", True)  # as on CUDA
     ends_early = how != "at its limit"
     with pytest.raises((InterruptedError, SystemExit)) if ends_early else nullcontext():
@@ -169,7 +169,7 @@ class Data(lumen.DataModule):
         return loader(16, self.hparams.batch_size)
 
 
-def test_hyperparameters_of_task_and_data_are_recorded_under_the_names_of_the_command_line(tmp_path):
+def test_hyperparameters_use_names_of_the_command_line(tmp_path):
     trainer = quiet_trainer(tmp_path, max_epochs=1, logger=lumen.TensorBoardLogger())
     trainer.fit(Regression(lr=0.125), Data(options={"mirror": True, "sizes": (1, 2), "depth": {"first": None}}))
     assert hyperparameters(trainer.run_directory) == {
@@ -222,7 +222,7 @@ def test_experiment_is_the_summary_writer_during_fit(tmp_path):
     assert "late" not in scalars(trainer.run_directory)
 
 
-def test_the_loggers_of_a_config_are_named_by_their_class(tmp_path, monkeypatch):
+def test_configured_loggers_are_given_by_class_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = {
         "model": {"class_path": "tests.helpers.cli_tasks.Line", "init_args": {"lr": 0.05}},
@@ -250,7 +250,7 @@ def parts(directory):
     return sorted((directory / "tensorboard").iterdir())
 
 
-def test_every_part_of_a_run_follows_the_ones_before(tmp_path):
+def test_resumed_tensorboard_record_equals_uninterrupted_one(tmp_path):
     for steps in (5, 9, 12, 20):
         directory = fit(tmp_path, Drawn(dropout=0.2), max_steps=steps, max_epochs=None, resume="auto").run_directory
     whole = fit(tmp_path / "whole", Drawn(dropout=0.2), max_steps=20, max_epochs=None).run_directory
@@ -279,7 +279,7 @@ class Fails(Regression):
         return super().training_step(batch)
 
 
-def test_the_name_of_a_part_that_was_removed_is_not_used_again(tmp_path):
+def test_removed_event_file_name_is_not_reused(tmp_path):
     """A TensorBoard that shows the run has that file open and would not see another one."""
     fit(tmp_path, max_steps=5, max_epochs=None)
     for _ in range(2):
@@ -292,7 +292,7 @@ def test_the_name_of_a_part_that_was_removed_is_not_used_again(tmp_path):
     assert scalars(directory) == csv_record(directory)
 
 
-def test_half_an_event_at_the_end_is_cut_off(tmp_path):
+def test_partial_event_is_truncated(tmp_path):
     directory = fit(tmp_path, max_steps=5, max_epochs=None).run_directory
     (part,) = parts(directory)
     content = part.read_bytes()
@@ -302,14 +302,14 @@ def test_half_an_event_at_the_end_is_cut_off(tmp_path):
     assert scalars(directory) == csv_record(directory)
 
 
-def test_a_run_without_a_checkpoint_starts_its_record_over(tmp_path):
+def test_restarted_run_without_checkpoint_replaces_its_record(tmp_path):
     directory = fit(tmp_path, enable_checkpointing=False).run_directory
     fit(tmp_path, resume="auto", max_epochs=1)
     assert [step for step, _ in scalars(directory)["loss"]] == list(range(1, 8))
     assert len(hyperparameters(directory)) == 4
 
 
-def test_a_run_that_starts_from_another_ones_checkpoint_has_a_record_of_its_own(tmp_path):
+def test_run_from_other_checkpoint_has_a_separate_record(tmp_path):
     first = fit(tmp_path, max_steps=5, max_epochs=None).run_directory
     before = scalars(first)
     second = fit(tmp_path, max_steps=8, max_epochs=None, resume=first).run_directory
@@ -319,7 +319,7 @@ def test_a_run_that_starts_from_another_ones_checkpoint_has_a_record_of_its_own(
     assert len(hyperparameters(second)) == 4
 
 
-def test_a_logger_that_joins_later_and_is_cut_off_before_a_checkpoint_repeats_nothing(tmp_path):
+def test_added_logger_repeats_nothing_after_interruption(tmp_path):
     saving = {"callbacks": [lumen.ModelCheckpoint(every_n_epochs=0)], "max_epochs": None}
     fit(tmp_path, max_steps=5, logger=lumen.CSVLogger(), **saving)
     both = [lumen.CSVLogger(), lumen.TensorBoardLogger()]
@@ -333,7 +333,7 @@ def test_a_logger_that_joins_later_and_is_cut_off_before_a_checkpoint_repeats_no
     assert len(hyperparameters(directory)) == 4
 
 
-def test_a_logger_that_was_left_out_for_a_while_keeps_its_record(tmp_path):
+def test_logger_omitted_for_a_while_keeps_its_record(tmp_path):
     parts = [(4, lumen.TensorBoardLogger()), (8, True), (12, lumen.TensorBoardLogger())]
     for steps, logger in parts:
         directory = fit(tmp_path, max_steps=steps, max_epochs=None, resume="auto", logger=logger).run_directory
@@ -341,7 +341,7 @@ def test_a_logger_that_was_left_out_for_a_while_keeps_its_record(tmp_path):
     assert [step for step, _ in table(directory / "metrics.csv")["loss"]] == list(range(1, 13))
 
 
-def test_hyperparameters_that_changed_when_a_run_was_resumed_are_recorded(tmp_path):
+def test_changed_hyperparameters_are_recorded_on_resume(tmp_path):
     for steps, rate in ((4, 0.01), (8, 0.02), (12, 0.02)):
         task = Regression(lr=rate, dropout=0.2)
         directory = fit(
@@ -354,7 +354,7 @@ def test_hyperparameters_that_changed_when_a_run_was_resumed_are_recorded(tmp_pa
     assert (directory / "run.log").read_text().count("model.lr 0.01 there, 0.02 here") == 1
 
 
-def test_files_that_the_writer_makes_below_are_cut_back_too(tmp_path):
+def test_nested_event_files_are_truncated_too(tmp_path):
     class Own(lumen.Callback):
         def on_step_end(self, trainer, task):
             trainer.logger.experiment.add_scalars("pair", {"one": 1.0}, trainer.global_step)

@@ -77,7 +77,7 @@ def test_a_logger_that_was_written_for_lightning_works(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_logger_is_told_of_each_checkpoint_once_it_is_committed(tmp_path, asynchronous):
+def test_logger_is_notified_of_each_committed_checkpoint(tmp_path, asynchronous):
     ported = Ported()
     saver = lumen.ModelCheckpoint(every_n_epochs=1, monitor="val_loss", keep_last=-1, asynchronous=asynchronous)
     fit(tmp_path, logger=ported, callbacks=[saver], max_epochs=3)
@@ -105,7 +105,7 @@ def test_a_logger_is_told_how_the_run_ended(tmp_path, how, status):
     assert ported.statuses == [status]
 
 
-def test_a_run_that_cannot_begin_its_record_fails_before_anything_and_leaves_no_directory(tmp_path):
+def test_failing_logger_open_leaves_no_directory(tmp_path):
     class Refusing(Ported):
         def open(self, directory, *, resumed):
             raise ConfigError(f"no record in {directory.name}, resumed={resumed}")
@@ -127,12 +127,12 @@ def test_a_run_that_cannot_begin_its_record_fails_before_anything_and_leaves_no_
         (["mlflow", "aim"], ["MLFlowLogger", "AimLogger"]),
     ],
 )
-def test_loggers_are_given_by_name_as_objects_or_both(given, kinds):
+def test_loggers_may_be_names_or_objects(given, kinds):
     assert [type(each).__name__ for each in lumen.Trainer(logger=given).loggers] == kinds
 
 
 @pytest.mark.parametrize("logger", ["csv", "tensorboard", Ported(), [Ported(), "tensorboard"], True])
-def test_the_run_directory_has_its_own_record_whatever_else_logs(tmp_path, logger):
+def test_run_directory_always_has_csv_files(tmp_path, logger):
     directory = fit(tmp_path, logger=logger).run_directory
     record = of_csv(directory)
     assert [step for step, _ in record["loss"]] == list(range(1, 15))
@@ -155,13 +155,13 @@ HOME = "The run directory is the trainer's: Trainer("
         (lambda: lumen.TensorBoardLogger(log_graph=True), "self.logger.experiment.add_graph(task, batch) records one."),
     ],
 )
-def test_a_logger_that_cannot_be_is_one_error_that_says_what_to_write(make, said):
+def test_invalid_logger_is_one_error_with_a_fix(make, said):
     with pytest.raises(ConfigError) as caught:
         make()
     assert said in str(caught.value)
 
 
-def test_a_logger_whose_method_takes_other_things_is_named_at_once():
+def test_logger_with_wrong_method_signature_is_named():
     class Other(lumen.Logger):
         def log_metrics(self, metrics):
             pass
@@ -172,7 +172,7 @@ def test_a_logger_whose_method_takes_other_things_is_named_at_once():
         lumen.Trainer(logger=Other())
 
 
-def test_loggers_of_a_config_of_lightning_are_corrected_all_at_once(tmp_path, monkeypatch, capsys):
+def test_lightning_loggers_in_config_are_corrected_together(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.yaml").write_text(
         """

@@ -40,7 +40,7 @@ class Counted(str):
 
 
 @pytest.mark.parametrize("method", ["log_metrics", "log_system"])
-def test_a_row_of_the_csv_compares_each_name_a_few_times_however_many_there_are(tmp_path, method):
+def test_csv_row_compares_each_name_few_times(tmp_path, method):
     def compared(names):
         logger = lumen.CSVLogger()
         logger.open(tmp_path, resumed=False)
@@ -95,7 +95,7 @@ def cut_back(logger):
 
 
 @pytest.mark.parametrize("act", [add_a_column, cut_back])
-def test_changing_the_csv_takes_no_more_memory_for_more_rows(tmp_path, act):
+def test_csv_rewrite_uses_constant_memory(tmp_path, act):
     def peak(count):
         logger = written(tmp_path, count)
         tracemalloc.start()
@@ -111,7 +111,7 @@ def test_changing_the_csv_takes_no_more_memory_for_more_rows(tmp_path, act):
 
 
 @pytest.mark.parametrize("act", [add_a_column, cut_back])
-def test_the_csv_is_whole_when_a_full_disk_stops_what_changes_it(tmp_path, act):
+def test_csv_survives_a_full_disk(tmp_path, act):
     logger = written(tmp_path, 2000)
     path = tmp_path / "metrics.csv"
     before = path.read_bytes()
@@ -140,7 +140,7 @@ def test_what_a_kill_left_beside_the_csv_goes(tmp_path):
     assert not left.exists()
 
 
-def test_columns_that_came_after_the_checkpoint_are_cut_off_with_their_rows(tmp_path):
+def test_columns_after_checkpoint_are_truncated_with_their_rows(tmp_path):
     logger = lumen.CSVLogger()
     logger.open(tmp_path, resumed=False)
     logger.log_metrics({"x": 1.0}, 1, 0)
@@ -168,7 +168,7 @@ class Silent(lumen.Logger):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_logger_comes_beside_the_record_of_the_run_directory(tmp_path, several):
+def test_custom_logger_is_added_to_the_csv_record(tmp_path, several):
     own = Silent()
     trainer = quiet_trainer(tmp_path, max_steps=3, log_every_n_steps=1, logger=[own] if several else own)
     trainer.fit(Regression(), loader())
@@ -179,7 +179,7 @@ def test_a_logger_comes_beside_the_record_of_the_run_directory(tmp_path, several
     assert len(read(trainer.run_directory / "system.csv")) == 4
 
 
-def test_a_csv_logger_that_is_given_is_the_one(tmp_path):
+def test_given_csv_logger_is_the_only_one(tmp_path):
     first, second = Silent(), lumen.CSVLogger()
     trainer = quiet_trainer(tmp_path, max_steps=3, log_every_n_steps=1, logger=[first, second])
     trainer.fit(Regression(), loader())
@@ -225,13 +225,13 @@ class Stopping(lumen.Callback):
         ({"max_epochs": 1, "log_every_n_steps": 5}, [5]),
     ],
 )
-def test_the_last_step_of_a_run_is_logged_however_training_ends(tmp_path, options, steps):
+def test_last_step_is_always_logged(tmp_path, options, steps):
     trainer = fit(tmp_path, **options)
     assert [step for step, names in rows(trainer) if "loss" in names] == steps
     assert trainer.global_step == steps[-1]
 
 
-def test_the_row_of_the_last_step_is_the_one_that_every_step_would_have(tmp_path):
+def test_last_row_equals_that_of_every_step_logging(tmp_path):
     every = fit(tmp_path / "every", max_epochs=2, log_every_n_steps=1, gradient_clip_val=1.0)
     last = fit(tmp_path / "last", max_epochs=2, log_every_n_steps=100, gradient_clip_val=1.0)
     columns, *found = read(every.run_directory / "metrics.csv")
@@ -243,7 +243,7 @@ def test_the_row_of_the_last_step_is_the_one_that_every_step_would_have(tmp_path
     assert row["grad_norm"]
 
 
-def test_a_last_window_that_made_no_step_is_not_taken_for_one(tmp_path):
+def test_skipped_last_window_is_not_logged(tmp_path):
     class Skips(Regression):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch)
@@ -254,7 +254,7 @@ def test_a_last_window_that_made_no_step_is_not_taken_for_one(tmp_path):
 
 
 @pytest.mark.parametrize("at", [2, 4, 5, 7])
-def test_a_run_that_a_signal_cut_has_the_rows_of_one_that_was_not(tmp_path, at):
+def test_run_resumed_after_signal_has_same_rows(tmp_path, at):
     whole = fit(tmp_path / "whole", max_epochs=2)
     with pytest.raises(SystemExit):
         fit(tmp_path, max_epochs=2, callbacks=[Stopping(at, "signal")])
@@ -264,14 +264,14 @@ def test_a_run_that_a_signal_cut_has_the_rows_of_one_that_was_not(tmp_path, at):
     )
 
 
-def test_a_run_that_is_made_longer_keeps_the_row_of_where_it_ended(tmp_path):
+def test_extended_run_keeps_the_row_of_its_end(tmp_path):
     fit(tmp_path, max_steps=6)
     trainer = fit(tmp_path, max_steps=10, resume="auto")
     assert [step for step, names in rows(trainer) if "loss" in names] == [4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("cut", [3, 6])
-def test_the_last_step_is_logged_once_where_a_signal_cut_its_validation(tmp_path, cut):
+def test_last_step_is_logged_once_despite_signal(tmp_path, cut):
     whole = stops_after(tmp_path / "whole", None, "auto")
     assert stops_after(tmp_path / "cut", cut, "auto") == whole
     assert [row["step"] for row in csv.DictReader(whole.splitlines()) if row["loss"]] == ["4", "6"]

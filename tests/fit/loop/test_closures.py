@@ -52,7 +52,7 @@ def fit(tmp_path, task, loader, **options):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}, {"clip": 0.05}])
-def test_a_run_ends_with_the_bits_of_the_loop_written_by_hand(tmp_path, precision, options):
+def test_lbfgs_equals_the_manual_loop(tmp_path, precision, options):
     options = dict(options)
     clip = options.pop("clip", None)
     task = with_optimizer(lambda parameters: lbfgs(parameters, **options))
@@ -112,7 +112,7 @@ class TokensWeighedBeforehand(Tokens):
 
 @pytest.mark.parametrize("how", ["samples", "returned", "weighed beforehand"])
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_an_evaluation_of_several_micro_batches_is_that_of_the_full_batch(tmp_path, how, clip):
+def test_accumulated_evaluation_equals_the_full_batch(tmp_path, how, clip):
     inputs, targets = regression_data(75, torch.float64)
     tokens = torch.randint(1, 50, (75,), generator=torch.Generator().manual_seed(1)).double()
     task = (TokensWeighedBeforehand if how == "weighed beforehand" else Tokens)(how)
@@ -253,7 +253,7 @@ def test_the_metric_is_that_of_the_first_evaluations(tmp_path):
 
 
 @pytest.mark.parametrize(("optimizer", "accumulate"), [("SGD", 1), ("SGD", 2), ("LBFGS", 1), ("LBFGS", 2)])
-def test_backward_runs_as_often_as_there_are_micro_batches_and_evaluations(tmp_path, optimizer, accumulate):
+def test_backward_runs_once_per_micro_batch_and_evaluation(tmp_path, optimizer, accumulate):
     class Counting(Evaluated):
         backwards = forwards = 0
 
@@ -273,7 +273,7 @@ def test_backward_runs_as_often_as_there_are_micro_batches_and_evaluations(tmp_p
     assert optimizer == "SGD" or evaluations == 4 * trainer.global_step
 
 
-def test_an_optimizer_that_can_do_without_a_closure_gets_none(tmp_path):
+def test_optional_closure_is_not_passed(tmp_path):
     given = []
 
     class Asking(SGD):
@@ -322,7 +322,7 @@ def test_an_optimizer_may_act_before_its_first_evaluation(tmp_path, before):
     torch.testing.assert_close(weights(task.net), weights(net), rtol=1e-6, atol=1e-7)
 
 
-def test_a_line_search_may_look_where_the_loss_is_not_finite(tmp_path):
+def test_line_search_allows_infinite_loss(tmp_path):
     class Cliff(Evaluated):
         evaluations = 0
 
@@ -344,7 +344,7 @@ def test_a_line_search_may_look_where_the_loss_is_not_finite(tmp_path):
     assert torch.isfinite(weights(task)).all()
 
 
-def test_a_step_that_was_left_out_is_not_evaluated_by_the_optimizer(tmp_path):
+def test_skipped_step_is_not_evaluated(tmp_path):
     class Sparing(Evaluated):
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 1 else super().training_step(batch)
@@ -354,7 +354,7 @@ def test_a_step_that_was_left_out_is_not_evaluated_by_the_optimizer(tmp_path):
     assert next(iter(trainer.optimizers[0].state.values()))["func_evals"] == 12
 
 
-def test_an_evaluation_without_any_loss_is_an_error_that_says_so(tmp_path):
+def test_evaluation_without_loss_raises(tmp_path):
     class Fickle(Evaluated):
         evaluations = 0
 
@@ -393,7 +393,7 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_a_run_in_three_parts_has_every_bit_of_one_part(tmp_path, precision, line_search):
+def test_resumed_closure_run_equals_uninterrupted_run(tmp_path, precision, line_search):
     def train(folder, **options):
         task = with_optimizer(lambda parameters: lbfgs(parameters, line_search_fn=line_search), Evaluated(dropout=0.2))
         trainer = quiet_trainer(folder, precision=precision, accumulate_grad_batches=2, **options)

@@ -73,7 +73,7 @@ def in_steps(sizes, number):
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_the_steps_of_an_epoch_are_as_large_as_its_schedule_says(tmp_path, kind):
+def test_step_size_follows_the_schedule(tmp_path, kind):
     trainer, task = grow(tmp_path, LOADERS[kind](), logger=False, enable_checkpointing=False)
     sizes = [BATCH] * 7 + [2]
     assert task.windows() == [in_steps(sizes, number) for number in (1, 3, 3, 8, 2)]
@@ -103,8 +103,8 @@ def test_loaders_that_are_read_together(tmp_path):
     assert task.windows() == [in_steps([BATCH] * 7, number) for number in (1, 3, 2)]
 
 
-def test_the_callback_says_the_same_as_the_trainers_argument(tmp_path):
-    """Also one that joins the trainer later, and a second run of the same trainer."""
+def test_scheduler_callback_equals_trainer_argument(tmp_path):
+    """Also when the callback is added later, and in a second run of the same trainer."""
     runs = [grow(tmp_path, logger=False, enable_checkpointing=False)]
     callback = lumen.GradientAccumulationScheduler(scheduling=SCHEDULE)
     runs.append(grow(tmp_path, logger=False, enable_checkpointing=False, accumulate_grad_batches=1, callbacks=callback))
@@ -129,7 +129,7 @@ def test_it_is_the_loop_by_hand(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "by a sampler", "by a batch sampler", "a stream"])
-def test_a_run_that_is_cut_after_many_steps_has_the_bits_of_a_whole_one(tmp_path, kind):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, kind):
     """Within an epoch, and where one ends and the next has other steps."""
 
     def part(name, **options):
@@ -142,8 +142,8 @@ def test_a_run_that_is_cut_after_many_steps_has_the_bits_of_a_whole_one(tmp_path
     assert whole[-2:] == [13, 5]
 
 
-def test_after_a_stop_at_the_end_of_an_epoch_nothing_is_said_of_settings(tmp_path, caplog):
-    """Where the steps of the next are of another size: the settings are those of the whole run."""
+def test_stop_at_epoch_end_reports_no_changed_settings(tmp_path, caplog):
+    """Where the steps of the next epoch have another size."""
     for epochs in range(1, len(STEPS) + 1):
         grow(tmp_path, max_epochs=epochs, resume="auto", log_level="WARNING")
     assert [line for line in caplog.messages if "settings" in line] == []
@@ -170,7 +170,7 @@ def test_after_a_stop_at_the_end_of_an_epoch_nothing_is_said_of_settings(tmp_pat
     ],
 )
 @pytest.mark.parametrize("step", [4, 8, 10])
-def test_another_schedule_is_said_with_both_values_and_counts_from_then_on(tmp_path, caplog, step, options, said):
+def test_changed_schedule_warns_with_both_values(tmp_path, caplog, step, options, said):
     grow(tmp_path, max_steps=step)
     caplog.clear()
     options = {"resume": "auto", "log_level": "WARNING"} | options
@@ -181,7 +181,7 @@ def test_another_schedule_is_said_with_both_values_and_counts_from_then_on(tmp_p
         assert task.windows()[-1] == in_steps([BATCH] * 7 + [2], 2)
 
 
-def test_the_same_schedule_in_other_words_is_no_change(tmp_path, caplog):
+def test_equivalent_schedule_causes_no_warning(tmp_path, caplog):
     grow(tmp_path, max_steps=9)
     said = {"accumulate_grad_batches": {4: 2, 0: 1, 1: 3, 2: 3, 3: 8}}
     grow(tmp_path, max_steps=12, resume="auto", log_level="WARNING", **said)
@@ -197,7 +197,7 @@ def test_the_same_schedule_in_other_words_is_no_change(tmp_path, caplog):
     ("options", "steps"),
     [({}, 19), ({"max_epochs": 2}, 11), ({"max_epochs": 9}, 35), ({"max_steps": 12}, 12), ({"max_steps": 99}, 19)],
 )
-def test_the_length_of_the_run_is_known_when_schedules_are_built(tmp_path, options, steps):
+def test_estimated_stepping_batches_follow_the_schedule(tmp_path, options, steps):
     class Planned(Regression):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
@@ -214,7 +214,7 @@ def test_the_length_of_the_run_is_known_when_schedules_are_built(tmp_path, optio
     assert of_epochs == [8, 3, 3, 1, 4, 4, 4, 4, 4][: len(of_epochs)]
 
 
-def test_steps_and_whole_epochs_are_converted_into_each_other():
+def test_steps_and_epochs_convert_both_ways():
     lengths = EpochLengths({0: 8, 1: 3, 3: 1, 4: 4})
     begins = [0, 8, 11, 14, 15, 19, 23]
     assert [lengths.until(epoch) for epoch in range(7)] == begins
@@ -253,8 +253,8 @@ def test_schedules_are_compared_with_the_steps_there_are(tmp_path, caplog, sched
     ("options", "batches"),
     [({}, [8, 8, 8]), ({"val_check_interval": 0.5}, [4, 8, 6, 8, 8]), ({"val_check_interval": 5}, [5, 6])],
 )
-def test_validations_come_at_their_part_of_an_epoch_or_after_their_steps(tmp_path, options, batches):
-    """Steps of 1, 3 and 8 micro-batches: of the latter one is an epoch, and ends after both halves at once."""
+def test_validations_follow_fraction_or_step_interval(tmp_path, options, batches):
+    """Steps of 1, 3 and 8 micro-batches: one of 8 is an epoch, and ends after both halves at once."""
 
     class Validated(Growing):
         def on_validation_start(self):
@@ -309,12 +309,12 @@ def test_a_schedule_that_means_nothing_is_refused(given, message):
         ({"callbacks": [SCHEDULER({4: 8}), SCHEDULER({4: 8})]}, "there are two GradientAccumulationSchedulers"),
     ],
 )
-def test_two_that_say_how_large_a_step_is_are_refused(options, message):
+def test_conflicting_step_sizes_are_rejected(options, message):
     with pytest.raises(ConfigError, match=message):
         lumen.Trainer(max_epochs=1, **options)
 
 
-def test_a_task_that_optimizes_by_hand_accumulates_by_hand(tmp_path):
+def test_manual_optimization_rejects_accumulation_schedule(tmp_path):
     class ByHand(Regression):
         automatic_optimization = False
 
@@ -363,7 +363,7 @@ OF_CALLBACK = """  callbacks:
         (OF_CALLBACK, ["--trainer.callbacks.growth.scheduling={2: 1}"], [4, 2, 4]),
     ],
 )
-def test_a_config_and_the_command_line_say_it_too(tmp_path, monkeypatch, text, words, steps):
+def test_config_and_command_line_accept_a_schedule(tmp_path, monkeypatch, text, words, steps):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(CONFIG + text)
     assert main(["fit", "--config", "run.yaml", *words]) == 0

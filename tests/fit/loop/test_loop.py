@@ -82,7 +82,7 @@ def test_the_first_limit_reached_ends_the_run(tmp_path, options, steps, epochs):
     assert len(task.seen) == steps
 
 
-def test_max_time_ends_the_run_in_the_middle_of_an_epoch(tmp_path):
+def test_max_time_ends_run_in_mid_epoch(tmp_path):
     class Slow(Recorded):
         def training_step(self, batch, batch_idx):
             time.sleep(0.02)
@@ -131,7 +131,7 @@ def test_durations_can_be_written_in_three_ways(tmp_path, duration, seconds):
         ({"accelerator": "abacus"}, "accelerator: 'abacus' is not available here; there are: auto"),
     ],
 )
-def test_a_wrong_setting_is_named_when_the_trainer_is_built(tmp_path, options, message):
+def test_invalid_trainer_setting_is_named_at_construction(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         bare_trainer(tmp_path, **{"max_epochs": 1} | options)
 
@@ -191,7 +191,8 @@ class Skipping(Recorded):
 
 
 @pytest.mark.parametrize(("accumulate", "micro_batches", "steps"), [(1, 2, 2), (2, 2, 1)])
-def test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move(tmp_path, accumulate, micro_batches, steps):
+def test_returning_minus_one_skips_rest_of_epoch(tmp_path, accumulate, micro_batches, steps):
+    """Schedulers still step at the end of the epoch."""
     task = Skipping(lr=0.1)
     trainer = bare_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate)
     trainer.fit(task, loader(40, 8))
@@ -201,7 +202,7 @@ def test_minus_one_skips_the_rest_of_the_epoch_and_schedules_move(tmp_path, accu
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 * 0.5
 
 
-def test_an_epoch_skipped_in_the_middle_of_a_window_leaves_no_gradient_behind(tmp_path):
+def test_skipped_epoch_leaves_no_gradient(tmp_path):
     class Skip(lumen.Callback):
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
             return -1 if (trainer.current_epoch, batch_idx) == (0, 3) else None
@@ -229,7 +230,7 @@ def test_an_epoch_skipped_in_the_middle_of_a_window_leaves_no_gradient_behind(tm
     ("limit", "batches"), [(3, 3), (100, 10), (0.5, 5), (0.25, 2), (0.7, 7), (1.0, 10), (1, 1), (0, 0), (0.0, 0)]
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_limit_is_a_count_or_a_fraction_of_the_batches(tmp_path, limit, batches, workers):
+def test_limit_is_a_count_or_fraction(tmp_path, limit, batches, workers):
     task = Recorded()
     trainer = bare_trainer(tmp_path, max_epochs=2, limit_train_batches=limit)
     trainer.fit(task, loader(80, 8, num_workers=workers))
@@ -243,7 +244,7 @@ def test_a_fraction_is_not_cut_by_rounding(tmp_path):
     assert trainer.global_step == 29
 
 
-def test_a_fraction_of_less_than_one_batch_is_an_error(tmp_path):
+def test_fraction_below_one_batch_raises(tmp_path):
     task = Recorded()
     with pytest.raises(ConfigError, match=r"limit_train_batches: 0.1 of 5 batches is less than one"):
         bare_trainer(tmp_path, max_epochs=1, limit_train_batches=0.1).fit(task, loader(40, 8))
@@ -252,13 +253,13 @@ def test_a_fraction_of_less_than_one_batch_is_an_error(tmp_path):
     assert task.seen == []
 
 
-def test_a_fraction_of_an_unknown_length_is_an_error(tmp_path):
+def test_fraction_of_unknown_length_raises(tmp_path):
     with pytest.raises(ConfigError, match=r"limit_train_batches: 0.5 is a fraction, but the loader has no length"):
         bare_trainer(tmp_path, max_epochs=1, limit_train_batches=0.5).fit(Regression(), (batch for batch in loader()))
 
 
 @pytest.mark.parametrize("batches", [True, 1, 3])
-def test_fast_dev_run_makes_n_steps_and_writes_nothing(tmp_path, batches):
+def test_fast_dev_run_takes_n_steps_without_writing(tmp_path, batches):
     class Validated(Recorded):
         validations = 0
 
@@ -291,7 +292,7 @@ def test_fast_dev_run_makes_n_steps_and_writes_nothing(tmp_path, batches):
         ({"accumulate_grad_batches": 3, "limit_train_batches": 5}, [[8, 8, 8], [8, 8]]),
     ],
 )
-def test_an_epoch_is_cut_into_whole_steps_and_a_short_last_one(tmp_path, options, windows):
+def test_epoch_is_cut_into_steps_with_short_last(tmp_path, options, windows):
     task = Recorded()
     trainer = bare_trainer(tmp_path, max_epochs=2, **options)
     trainer.fit(task, loader(50, 8))
@@ -314,7 +315,7 @@ def test_max_steps_with_accumulation_ends_exactly(tmp_path, max_steps):
     assert len(task.seen) == sum([3, 3, 1, 3][:max_steps])
 
 
-def test_a_global_batch_smaller_than_a_batch_is_an_error(tmp_path):
+def test_global_batch_below_batch_size_raises(tmp_path):
     with pytest.raises(ConfigError, match="global_batch_size: 4 is smaller than the loader's batch_size 8"):
         bare_trainer(tmp_path, max_steps=1, global_batch_size=4).fit(Regression(), loader())
 
@@ -360,7 +361,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("signature", STEPS)
-def test_a_step_is_called_with_what_its_signature_has(tmp_path, signature):
+def test_training_step_gets_what_its_signature_takes(tmp_path, signature):
     step, given = STEPS[signature]
     task = type("Taking", (Regression,), {"training_step": step})()
     bare_trainer(tmp_path, max_steps=2).fit(task, loader())
@@ -388,7 +389,7 @@ class Several(Regression):
         self.note("test", number, place)
 
 
-def test_the_number_of_the_loader_is_given_to_whoever_takes_anything_where_there_are_several(tmp_path):
+def test_var_args_get_dataloader_idx_with_several_loaders(tmp_path):
     def pair():
         return [loader(8, 8), loader(8, 8)]
 
@@ -418,7 +419,7 @@ class TakesAKeyword(Regression):
 
 
 @pytest.mark.parametrize("kind", [TakesTooMuch, TakesNothing, TakesAKeyword])
-def test_a_step_that_asks_for_something_else_is_refused(tmp_path, kind):
+def test_invalid_step_signature_is_rejected(tmp_path, kind):
     with pytest.raises(ConfigError, match=rf"{kind.__name__}.training_step\(.*\): a step takes \(batch\)"):
         bare_trainer(tmp_path, max_steps=1).fit(kind(), loader())
 
@@ -502,7 +503,7 @@ class Frozen(Regression):
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_loss_without_a_gradient_is_one_clear_error(tmp_path, task, message, precision):
+def test_loss_without_gradient_is_one_clear_error(tmp_path, task, message, precision):
     trainer = bare_trainer(tmp_path, max_steps=1, precision=precision)
     try:
         with pytest.raises(TrainingError, match=f"a loss without a gradient .*: {message}"):
@@ -511,7 +512,7 @@ def test_a_loss_without_a_gradient_is_one_clear_error(tmp_path, task, message, p
         torch.set_grad_enabled(True)
 
 
-def test_a_constant_of_weight_0_leaves_a_micro_batch_out(tmp_path):
+def test_constant_of_zero_weight_skips_a_micro_batch(tmp_path):
     def every_second(loss):
         task.calls += 1
         return (torch.zeros(()), 0) if task.calls % 2 else (loss, 1)
@@ -525,14 +526,14 @@ def test_a_constant_of_weight_0_leaves_a_micro_batch_out(tmp_path):
 
 @pytest.mark.parametrize("form", [lambda loss: None, lambda loss: {"loss": None}, lambda loss: (None, 3)])
 @pytest.mark.parametrize("limit", [{"max_steps": 1}, {"max_epochs": 2}, {"max_steps": 3, "precision": "fp16"}])
-def test_a_run_that_never_makes_a_step_is_an_error(tmp_path, form, limit):
+def test_run_without_any_step_raises(tmp_path, form, limit):
     endless = ", so training would never end" if "max_steps" in limit else ""
     why = "training_step returned None, or the weight 0, for all of its 7 micro-batches. Does it end with `return loss`"
     with pytest.raises(TrainingError, match=f"epoch 0 made no optimizer step{endless}: {why}"):
         bare_trainer(tmp_path, **limit).fit(Returns(form), loader())
 
 
-def test_a_later_epoch_of_none_changes_nothing_and_ends(tmp_path, caplog):
+def test_later_epoch_without_steps_changes_nothing(tmp_path, caplog):
     class Late(Regression):
         def training_step(self, batch):
             return None if self.current_epoch else super().training_step(batch)
@@ -576,7 +577,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_step_of_the_optimizer_by_the_user_is_an_error(tmp_path, kind, at):
+def test_optimizer_step_in_training_step_raises(tmp_path, kind, at):
     def also_steps(loss):
         if task.global_step + 1 == at:
             task.optimizers().step(*[lambda: loss] * (kind == "with a closure"))
@@ -591,7 +592,7 @@ def test_a_step_of_the_optimizer_by_the_user_is_an_error(tmp_path, kind, at):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_steps_of_the_run_and_after_it_are_nobodys_error(tmp_path, kind, precision):
+def test_optimizer_step_by_loop_or_afterwards_is_allowed(tmp_path, kind, precision):
     if kind == "with a closure" and precision == "fp16":
         pytest.skip("refused")
     task = OPTIMIZERS[kind](lambda loss: loss)
@@ -621,7 +622,7 @@ def test_a_backward_by_the_user_is_an_error(tmp_path, form):
         bare_trainer(tmp_path, max_steps=2).fit(Returns(form), loader())
 
 
-def test_a_zero_grad_by_the_user_within_a_step_is_an_error(tmp_path):
+def test_zero_grad_within_a_step_raises(tmp_path):
     def drop(loss):
         task.optimizers().zero_grad()
         return loss
@@ -632,7 +633,7 @@ def test_a_zero_grad_by_the_user_within_a_step_is_an_error(tmp_path):
         bare_trainer(tmp_path, max_steps=2, accumulate_grad_batches=2).fit(task, loader())
 
 
-def test_gradients_that_leave_those_of_parameters_alone_are_the_users_own(tmp_path):
+def test_autograd_grad_on_inputs_is_allowed(tmp_path):
     class Penalised(Regression):
         def training_step(self, batch):
             inputs, targets = batch[0].requires_grad_(), batch[1]
@@ -645,7 +646,7 @@ def test_gradients_that_leave_those_of_parameters_alone_are_the_users_own(tmp_pa
     assert trainer.global_step == 3
 
 
-def test_a_graph_kept_from_an_earlier_step_is_a_clear_error(tmp_path):
+def test_graph_of_an_earlier_step_raises(tmp_path):
     class Recurrent(Regression):
         hidden = torch.zeros(())
 
@@ -660,7 +661,7 @@ def test_a_graph_kept_from_an_earlier_step_is_a_clear_error(tmp_path):
 # ---------------------------------------------------------------------- gradients
 
 
-def test_gradients_can_be_read_after_the_update_until_the_next_step_begins(tmp_path):
+def test_gradients_are_readable_until_the_next_step(tmp_path):
     class Reading(Regression):
         norms = ()
 

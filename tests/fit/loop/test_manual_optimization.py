@@ -71,14 +71,14 @@ def trained(tmp_path, task=None, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_two_optimizers_end_with_the_bits_of_the_loop_by_hand(tmp_path, every):
+def test_two_optimizers_equal_the_manual_loop(tmp_path, every):
     task, trainer = trained(tmp_path, Gan(torch.float32, every))
     assert torch.equal(weights(task), by_hand(12, every=every))
     assert trainer.global_step == 12
     assert task.indices == [*range(7), *range(5)]
 
 
-def test_bf16_forwards_after_a_step_see_the_new_parameters(tmp_path):
+def test_bf16_forward_sees_updated_parameters(tmp_path):
     def autocast():
         return torch.autocast("cpu", torch.bfloat16)
 
@@ -87,7 +87,7 @@ def test_bf16_forwards_after_a_step_see_the_new_parameters(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # torch's, of the loop by hand
-def test_fp16_scales_each_backward_and_skips_updates_as_the_loop_by_hand(tmp_path):
+def test_fp16_scaling_and_skipping_equal_manual_loop(tmp_path):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
     expected = by_hand(14, autocast=lambda: torch.autocast("cpu", torch.float16), scaler=scaler)
     precision = lumen.precision.Float16(init_scale=2.0**18, growth_interval=3)
@@ -98,7 +98,7 @@ def test_fp16_scales_each_backward_and_skips_updates_as_the_loop_by_hand(tmp_pat
     assert trainer.global_step < 14
 
 
-def test_backwards_of_several_batches_add_up_and_a_batch_without_an_update_is_no_step(tmp_path):
+def test_manual_accumulation_counts_only_updates_as_steps(tmp_path):
     class Accumulating(Regression):
         def __init__(self):
             super().__init__(dtype=torch.float64, optimizer="SGD")
@@ -119,7 +119,7 @@ def test_backwards_of_several_batches_add_up_and_a_batch_without_an_update_is_no
     torch.testing.assert_close(weights(task), weights(whole), rtol=0, atol=1e-14)
 
 
-def test_accumulation_by_hand_is_exact_while_the_loss_scale_changes(tmp_path):
+def test_manual_accumulation_is_exact_with_changing_scale(tmp_path):
     class Accumulating(Regression):
         def __init__(self):
             super().__init__(optimizer="SGD")
@@ -141,7 +141,7 @@ def test_accumulation_by_hand_is_exact_while_the_loss_scale_changes(tmp_path):
     assert precision.state_dict()["scale"] == 16.0
 
 
-def test_an_overflow_keeps_one_optimizer_from_moving_and_not_the_other(tmp_path):
+def test_overflow_skips_only_the_affected_optimizer(tmp_path):
     class Half(Gan):
         def move_generator(self, optimizer, noise):
             optimizer.zero_grad()
@@ -196,7 +196,7 @@ def test_an_optimizer_with_a_closure_evaluates_it(tmp_path):
 
 
 @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.01), ("value", 0.001), (None, 0.02)])
-def test_gradients_of_one_optimizer_are_clipped_as_torch_does(tmp_path, algorithm, value):
+def test_clip_gradients_equals_torch_for_one_optimizer(tmp_path, algorithm, value):
     class Clipping(Gan):
         def training_step(self, batch):
             ours, theirs = self.optimizers()
@@ -243,7 +243,7 @@ class Late(Gan):
             ours.zero_grad()
 
 
-def test_gradients_that_a_later_update_needs_are_saved_and_no_others(tmp_path):
+def test_only_gradients_of_later_updates_are_saved(tmp_path):
     ends = []
     for name, cuts in (("whole", (12,)), ("parts", (3, 12))):
         for max_steps in cuts:
@@ -258,7 +258,8 @@ def test_gradients_that_a_later_update_needs_are_saved_and_no_others(tmp_path):
     assert "gradients" not in newest(trainer).state["optimizer"]
 
 
-def test_checkpoints_validations_and_limits_count_calls_of_the_step_in_which_something_moved(tmp_path):
+def test_only_training_steps_with_updates_count(tmp_path):
+    """For checkpoints, validations and limits."""
     task = Gan(every=2)
     checkpoints = lumen.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
     trainer = quiet_trainer(tmp_path, max_steps=10, val_check_interval=5, callbacks=[checkpoints])
@@ -268,7 +269,7 @@ def test_checkpoints_validations_and_limits_count_calls_of_the_step_in_which_som
     assert {"step-00000004", "step-00000008"} <= set(names)
 
 
-def test_schedules_move_when_the_task_moves_them_and_settings_for_the_loop_are_told(tmp_path, caplog):
+def test_task_steps_schedulers_and_loop_settings_warn(tmp_path, caplog):
     class Scheduled(Gan):
         def training_step(self, batch, batch_idx):
             theirs = self.optimizers()[1]
@@ -292,7 +293,7 @@ def test_schedules_move_when_the_task_moves_them_and_settings_for_the_loop_are_t
     assert "frequency, interval of configure_optimizers mean nothing in manual optimization" in caplog.text
 
 
-def test_toggling_freezes_what_only_the_others_move_and_puts_back_what_was(tmp_path):
+def test_toggle_optimizer_freezes_others_and_restores_them(tmp_path):
     seen = []
 
     class Toggling(Gan):
@@ -314,7 +315,7 @@ def test_toggling_freezes_what_only_the_others_move_and_puts_back_what_was(tmp_p
     assert [each.requires_grad for each in task.parameters()] == [True] * 4 + critic
 
 
-def test_one_optimizer_stands_alone_and_shows_what_torchs_does(tmp_path):
+def test_single_optimizer_wraps_the_torch_optimizer(tmp_path):
     seen = {}
 
     class One(Regression):
@@ -398,7 +399,7 @@ def test_an_error_in_a_step_leaves_nothing_frozen(tmp_path):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_exception_between_two_updates_of_a_step_saves_nothing(tmp_path, caplog, first):
+def test_exception_between_updates_saves_nothing(tmp_path, caplog, first):
     class Failing(Gan):
         def training_step(self, batch, batch_idx):
             if self.global_step == 3 and not first:
@@ -437,13 +438,13 @@ def test_steps_can_be_called_without_a_trainer():
         ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, "gradient_clip_val: 0.5"),
     ],
 )
-def test_settings_that_the_task_has_in_its_hands_are_refused(tmp_path, options, said):
+def test_manual_optimization_rejects_loop_settings(tmp_path, options, said):
     with pytest.raises(ConfigError, match=said):
         bare_trainer(tmp_path, max_steps=1, **options).fit(Gan(), pair_loader())
 
 
 @pytest.mark.parametrize("call", ["manual_backward", "toggle_optimizer", "untoggle_optimizer"])
-def test_calls_for_manual_optimization_are_refused_where_lumen_makes_the_steps(tmp_path, call):
+def test_manual_calls_are_rejected_in_automatic_optimization(tmp_path, call):
     class Mistaken(Regression):
         def training_step(self, batch):
             getattr(self, call)(self.optimizers() if "toggle" in call else super().training_step(batch))
@@ -452,7 +453,7 @@ def test_calls_for_manual_optimization_are_refused_where_lumen_makes_the_steps(t
         bare_trainer(tmp_path, max_steps=1).fit(Mistaken(), loader())
 
 
-def test_a_step_of_an_optimizer_that_was_kept_aside_is_refused(tmp_path):
+def test_step_of_a_raw_optimizer_is_rejected(tmp_path):
     class Keeping(Gan):
         def training_step(self, batch):
             self.manual_backward(critic_loss(self.generator, self.critic, *batch))
@@ -467,7 +468,7 @@ def test_a_step_of_an_optimizer_that_was_kept_aside_is_refused(tmp_path):
         bare_trainer(tmp_path, max_steps=1).fit(Keeping(), pair_loader())
 
 
-def test_a_plain_backward_is_refused_where_it_has_to_be_scaled(tmp_path):
+def test_fp16_rejects_plain_backward(tmp_path):
     class Plain(Gan):
         def training_step(self, batch):
             critic_loss(self.generator, self.critic, *batch).backward()
@@ -481,7 +482,7 @@ def test_a_plain_backward_is_refused_where_it_has_to_be_scaled(tmp_path):
         )
 
 
-def test_a_loss_without_a_gradient_and_an_infinite_one_are_errors(tmp_path):
+def test_detached_or_infinite_loss_raises(tmp_path):
     class Lossless(Gan):
         def training_step(self, batch):
             with torch.no_grad():
@@ -497,7 +498,7 @@ def test_a_loss_without_a_gradient_and_an_infinite_one_are_errors(tmp_path):
         bare_trainer(tmp_path, max_steps=1).fit(Infinite(), pair_loader())
 
 
-def test_several_optimizers_without_manual_optimization_are_told_both_ways(tmp_path):
+def test_several_optimizers_explain_both_ways(tmp_path):
     class Automatic(Gan):
         def __init__(self):
             super().__init__()

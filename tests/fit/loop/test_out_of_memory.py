@@ -60,7 +60,7 @@ def data(batch_size, samples=50):
     return loader(samples, batch_size, shuffle=False, dtype=torch.float64)
 
 
-def test_the_values_are_those_of_batches_that_fit_bit_for_bit(tmp_path):
+def test_halved_validation_equals_batches_that_fit(tmp_path):
     """50 = 3 * 16 + 2: each batch of 16 becomes four of 4."""
     values = []
     for fits, batch_size, options in ((4, 16, {"halve_on_oom": True}), (4, 4, {}), (4, 4, {"halve_on_oom": True})):
@@ -69,7 +69,7 @@ def test_the_values_are_those_of_batches_that_fit_bit_for_bit(tmp_path):
     assert values[0][0]["updates"] == 13
 
 
-def test_hooks_see_the_whole_batch_once_with_what_the_step_returned_of_it(tmp_path):
+def test_hooks_see_the_whole_batch_once(tmp_path):
     notes, whole = Notes(), Notes()
     bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, callbacks=notes).validate(Measured(3), data(16, 20))
     bare_trainer(tmp_path, precision="fp64", callbacks=whole).validate(Measured(16), data(16, 20))
@@ -82,7 +82,7 @@ def test_hooks_see_the_whole_batch_once_with_what_the_step_returned_of_it(tmp_pa
         assert halved[-1]["names"] == alone[-1]["names"]
 
 
-def test_a_row_of_a_loggers_evaluation_is_that_of_the_whole_batch(tmp_path):
+def test_logged_step_values_cover_the_whole_batch(tmp_path):
     rows = []
     for name, fits in (("halves", 3), ("whole", 16)):
         trainer = quiet_trainer(tmp_path / name, precision="fp64", halve_on_oom=True, max_steps=1, val_check_interval=1)
@@ -101,7 +101,7 @@ class Drawn(Cramped):
         self.require(batch[0])
 
 
-def test_what_a_step_draws_is_repeated_and_touches_no_later_batch(tmp_path):
+def test_halved_draws_are_repeatable_and_isolated(tmp_path):
     def values(fits, limit):
         class Rows(lumen.Callback):
             def on_validation_batch_end(self, trainer, task, outputs, batch, batch_idx, dataloader_idx=0):
@@ -134,13 +134,13 @@ def test_the_first_half_draws_what_the_attempt_drew(tmp_path):
     assert len({*numbers[2:]}) == 4
 
 
-def test_what_did_not_fit_is_not_tried_again_in_the_run(tmp_path):
+def test_known_oversize_is_not_retried(tmp_path):
     task = Attempts(4)
     bare_trainer(tmp_path, halve_on_oom=True).validate(task, [data(16, 32), data(8, 8)])
     assert [size for size, _ in task.drawn] == [16, 8, *[4] * 10]
 
 
-def test_that_batches_are_halved_is_said_once_in_a_run(tmp_path, caplog):
+def test_halving_is_reported_once_per_run(tmp_path, caplog):
     trainer = bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, max_epochs=3, log_level="WARNING")
     trainer.fit(Cramped(4), data(4, 8), val_dataloaders=data(16, 20))
     assert caplog.text.count("it is evaluated in halves") == 1
@@ -173,7 +173,7 @@ class Returning(Cramped):
         (lambda inputs: [1.0, 2.0], r"\[1.0, 2.0\] for 3"),
     ],
 )
-def test_a_prediction_without_samples_along_dimension_0_is_an_error(tmp_path, answer, found):
+def test_prediction_without_sample_dimension_raises(tmp_path, answer, found):
     with pytest.raises(ConfigError, match=rf"{found}.*Return tensors with the samples along dimension 0"):
         bare_trainer(tmp_path, precision="fp64", halve_on_oom=True).predict(Returning(answer), data(6))
 
@@ -228,7 +228,7 @@ def test_collections_are_cut_where_they_have_samples(tmp_path, collate):
         (lambda rows: {"x": torch.stack(rows), "boxes": [torch.ones(4)] * 4}, "tensor"),
     ],
 )
-def test_a_batch_whose_samples_are_not_known_is_an_error(tmp_path, collate, found):
+def test_batch_with_unknown_samples_raises(tmp_path, collate, found):
     class Reading(Cramped):
         def predict_step(self, batch):
             self.require(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
@@ -246,7 +246,7 @@ def test_without_the_flag_the_error_says_what_helps(tmp_path):
     )
 
 
-def test_a_sample_that_does_not_fit_ends_the_evaluation(tmp_path, caplog):
+def test_oversized_sample_ends_the_evaluation(tmp_path, caplog):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, log_level="WARNING").validate(Cramped(0), data(16))
     assert caught.value.__notes__[0] == "One sample does not fit, so it cannot be halved any further."

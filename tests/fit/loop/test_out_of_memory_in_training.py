@@ -37,8 +37,8 @@ def rows(tmp_path, name):
         ("forward", 16, Weighed), ("backward", 8, Weighed), ("backward", 8, WeighedBefore),
     ],
 )  # fmt: skip
-def test_the_run_is_bit_for_bit_that_of_micro_batches_that_fit(tmp_path, where, batch_size, kind):
-    """50 = 3 * 16 + 2: from the first step on, which is made again, micro-batches of 8 and 16 are parts of 4."""
+def test_halved_training_equals_micro_batches_that_fit(tmp_path, where, batch_size, kind):
+    """50 = 3 * 16 + 2: from the first step, which is repeated, micro-batches are parts of 4."""
     small, cramped = kind(where=where), kind(4, where)
     train(tmp_path, small, 4, "small")
     trainer = train(tmp_path, cramped, batch_size, "cramped", halve_on_oom=True)
@@ -90,7 +90,7 @@ def test_light_first_halves_skip_no_fp16_updates(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_only_what_fits_is_tried_after_the_first_time_and_in_a_resumed_run_too(tmp_path, where):
+def test_fitting_size_is_remembered_also_after_resume(tmp_path, where):
     first, second = Cramped(4, where), Cramped(4, where)
     train(tmp_path, first, 16, halve_on_oom=True, max_epochs=1, callbacks=lumen.ModelCheckpoint())
     assert first.sizes == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 2]
@@ -107,8 +107,8 @@ class Third(Cramped):
         return super().training_step(batch)
 
 
-def test_a_later_micro_batch_that_does_not_fit_has_the_earlier_ones_made_again(tmp_path):
-    """In the third of four; the first two leave no second trace."""
+def test_later_oversize_repeats_earlier_micro_batches_of_step(tmp_path):
+    """The third of four does not fit; the first two are counted only once."""
     whole, third = Cramped(), Third(where="backward")
     train(tmp_path, whole, 4, "whole", max_steps=1)
     train(tmp_path, third, 4, "third", max_steps=1, halve_on_oom=True)
@@ -119,7 +119,7 @@ def test_a_later_micro_batch_that_does_not_fit_has_the_earlier_ones_made_again(t
         assert float(one[key] or 0) == pytest.approx(float(other[key] or 0), rel=1e-12)
 
 
-def test_a_run_that_draws_is_repeatable_and_resumes_to_the_bit(tmp_path):
+def test_halved_run_with_dropout_resumes_exactly(tmp_path):
     def run(name, **options):
         task = Cramped(4, "backward", dropout=0.5)
         train(
@@ -186,7 +186,7 @@ class Telling(Cramped):
 
 
 @pytest.mark.parametrize("kind", [Cramped, Weighed, Telling])
-def test_hooks_see_each_batch_once_with_what_the_step_returned_of_all_of_it(tmp_path, kind):
+def test_hooks_see_each_batch_once_with_whole_output(tmp_path, kind):
     seen, whole = Notes(), Notes()
     train(tmp_path, kind(3, "backward"), 8, "halved", halve_on_oom=True, callbacks=seen, max_steps=2)
     train(tmp_path, kind(), 8, "whole", callbacks=whole, max_steps=2)
@@ -213,7 +213,7 @@ def test_what_the_cpu_refuses_is_halved_too(tmp_path):
     assert torch.equal(weights(real), weights(small))
 
 
-def test_it_is_said_once_with_the_size_and_what_else_would_do(tmp_path, caplog):
+def test_halving_is_reported_once_with_size_and_alternatives(tmp_path, caplog):
     train(tmp_path, Cramped(4, "norms"), 16, halve_on_oom=True, log_level="WARNING")
     (said,) = [record.message for record in caplog.records if "memory" in record.message]
     assert said.startswith(
@@ -223,7 +223,7 @@ def test_it_is_said_once_with_the_size_and_what_else_would_do(tmp_path, caplog):
     assert "BatchNorm sees each part by itself" in said
 
 
-def test_a_sample_that_does_not_fit_ends_the_run(tmp_path):
+def test_oversized_sample_ends_the_run(tmp_path):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(tmp_path, Cramped(0), 16, halve_on_oom=True)
     assert caught.value.__notes__[0] == "One sample does not fit, so it cannot be halved any further."
@@ -250,14 +250,14 @@ class Searching(Cramped):
 
 
 @pytest.mark.parametrize("kind", [ByHand, Searching])
-def test_a_step_that_cannot_be_made_again_says_so(tmp_path, kind):
+def test_unrepeatable_step_explains_itself(tmp_path, kind):
     options = {"global_batch_size": None} if kind is ByHand else {}
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(tmp_path, kind(4), 16, halve_on_oom=True, **options)
     assert caught.value.__notes__[0].startswith("halve_on_oom makes no step again that moves its optimizers itself")
 
 
-def test_a_batch_whose_samples_are_not_known_is_an_error(tmp_path):
+def test_batch_with_unknown_samples_raises(tmp_path):
     class Doubled(Cramped):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [torch.cat([each, each]) for each in batch]
@@ -266,7 +266,7 @@ def test_a_batch_whose_samples_are_not_known_is_an_error(tmp_path):
         train(tmp_path, Doubled(4), 16, halve_on_oom=True)
 
 
-def test_the_search_for_a_batch_size_is_for_one_that_fits_whole(tmp_path):
+def test_batch_size_search_finds_one_that_fits_whole(tmp_path):
     class Loading(lumen.DataModule):
         def __init__(self):
             super().__init__()
@@ -279,7 +279,7 @@ def test_the_search_for_a_batch_size_is_for_one_that_fits_whole(tmp_path):
     assert lumen.Tuner(trainer).scale_batch_size(Cramped(8), datamodule=Loading()) == 8
 
 
-def test_a_spike_is_told_by_the_losses_that_count(tmp_path):
+def test_spike_detection_uses_final_losses(tmp_path):
     def run(fits, name, **options):
         spikes, task = lumen.SpikeDetection(rtol=0.4, window=4, warmup=3, max_in_a_row=99), Cramped(fits, "backward")
         train(tmp_path, task, 4, name, callbacks=spikes, max_epochs=8, **options)
@@ -315,7 +315,7 @@ class Remembering(Cramped):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_what_an_attempt_held_is_free_before_the_next(tmp_path, where):
+def test_failed_attempt_is_freed_before_the_next(tmp_path, where):
     task = Remembering(4, where)
     Holding.held.clear()
     train(tmp_path, task, 16, halve_on_oom=True, max_steps=1)

@@ -68,13 +68,13 @@ def schedule_of(optimizer):
     ],
     ids=str,
 )
-def test_parts_that_do_what_lumen_does_change_no_bit(tmp_path, options):
+def test_equivalent_overrides_change_no_bit(tmp_path, options):
     task, trainer = train(tmp_path, Every, **options)
     assert torch.equal(weights(task), weights(train(tmp_path, Plain, **options)[0]))
     assert trainer.global_step == 6
 
 
-def test_they_are_called_in_lightnings_order_with_what_a_single_process_counts(tmp_path):
+def test_overrides_are_called_in_order_of_lightning(tmp_path):
     task, _ = train(tmp_path, Every, max_steps=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
     step = ["backward", "backward", ("clip", 0.5, "norm")]
     assert task.calls == [
@@ -83,7 +83,7 @@ def test_they_are_called_in_lightnings_order_with_what_a_single_process_counts(t
     ]  # fmt: skip
 
 
-def test_a_warm_up_by_hand_and_an_update_that_is_left_out(tmp_path):
+def test_optimizer_step_may_warm_up_and_skip_updates(tmp_path):
     class WarmingUp(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
             self.losses = [*getattr(self, "losses", []), float(optimizer_closure())]
@@ -107,7 +107,7 @@ def test_a_warm_up_by_hand_and_an_update_that_is_left_out(tmp_path):
     assert torch.equal(weights(task), weights(expected))
 
 
-def test_clipping_of_ones_own_and_the_norm_that_is_shown(tmp_path):
+def test_custom_clipping_is_applied(tmp_path):
     class ByParts(Regression):
         def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
             nn.utils.clip_grad_norm_(self.net[0].parameters(), 0.01)
@@ -237,7 +237,7 @@ def test_second_derivatives_need_a_kept_graph(tmp_path):
     assert "If Curved computes second derivatives, let the task's backward" in caught.value.__notes__[0]
 
 
-def test_arguments_of_lightning_1_are_refused_before_anything_runs(tmp_path):
+def test_lightning_1_arguments_are_rejected_before_training(tmp_path):
     class Old(Regression):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, optimizer_closure, on_tpu, using_lbfgs):
             optimizer.step(closure=optimizer_closure)

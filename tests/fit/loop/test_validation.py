@@ -38,7 +38,7 @@ class When(lumen.Callback):
 # ---------------------------------------------------------------------- of which parameters
 
 
-def test_only_parameters_that_nobody_has_trained_or_loaded_are_warned_of(tmp_path, caplog):
+def test_only_untrained_unloaded_parameters_warn(tmp_path, caplog):
     def warns(task, **options):
         caplog.clear()
         bare_trainer(tmp_path, log_level="WARNING").validate(task, loader(), **options)
@@ -105,7 +105,7 @@ def test_an_early_stop_does_not_add_a_validation(tmp_path):
     assert trainer.global_step == 4
 
 
-def test_a_fraction_of_an_unknown_length_needs_a_limit(tmp_path):
+def test_fraction_of_unknown_length_needs_a_limit(tmp_path):
     class Endless:
         def __iter__(self):
             while True:
@@ -298,7 +298,7 @@ END_HOOKS = ["on_validation_epoch_end", "on_validation_end"]
         (lambda task: task.eval() and task.train(), {"frozen", "frozen.0", "frozen.1"}),
     ],
 )
-def test_modes_that_a_hook_chooses_at_an_evaluations_end_stay(tmp_path, hook, act, changed):
+def test_modes_set_in_evaluation_end_hooks_persist(tmp_path, hook, act, changed):
     task = Hooked(hook, act)
     before = task.modes()
     then = task.trained_modes(tmp_path)
@@ -346,7 +346,7 @@ def test_a_mode_chosen_before_an_error_stays(tmp_path):
     assert "choosing" not in nn.Module.train.__qualname__
 
 
-def test_a_hook_that_leaves_trained_modules_in_eval_mode_is_told(tmp_path, caplog):
+def test_modules_left_in_eval_mode_warn(tmp_path, caplog):
     task = Hooked("on_validation_epoch_end", lambda task: task.net[0].eval())
     bare = {"max_steps": 2, "val_check_interval": 1, "num_sanity_val_steps": 0, "log_level": "WARNING"}
     bare_trainer(tmp_path, **bare).fit(task, loader(16, 8), val_dataloaders=loader(8, 8))
@@ -449,7 +449,9 @@ OUTER, INNER = ("on_validation_start", "on_validation_end"), ("on_validation_epo
 
 
 @pytest.mark.parametrize("hooks", [OUTER, INNER, (INNER[0], OUTER[1]), (OUTER[0], INNER[1])])
-def test_what_hooks_put_into_parameters_and_steps_into_buffers_can_be_trained_afterwards(tmp_path, hooks):
+def test_tensors_set_in_evaluation_can_be_trained(tmp_path, hooks):
+    """Parameters set by hooks and buffers set by steps."""
+
     def trained(**options):
         task = Averaged(*hooks, **options)
         if hooks[0] in INNER:
@@ -481,7 +483,7 @@ def test_evaluation_runs_without_gradients(tmp_path, inference_mode):
 @pytest.mark.parametrize(
     ("samples", "batch_size", "workers"), [(50, 8, 0), (50, 8, 2), (7, 3, 0), (5, 100, 0), (9, 8, 0)]
 )
-def test_a_mean_is_that_over_all_samples_whatever_the_batches(tmp_path, samples, batch_size, workers):
+def test_mean_covers_all_samples_whatever_the_batches(tmp_path, samples, batch_size, workers):
     task = Regression(dtype=torch.float64)
     data = loader(samples, batch_size, dtype=torch.float64, num_workers=workers)
     (values,) = bare_trainer(tmp_path).validate(task, data)
@@ -592,7 +594,7 @@ def test_an_empty_evaluation_gives_nothing(tmp_path):
     assert trainer.predict(Regression(), empty) == trainer.predict(Regression(), []) == []
 
 
-def test_an_evaluation_leaves_the_counts_of_the_fit_before_as_they_are(tmp_path):
+def test_evaluation_keeps_the_counts_of_fit(tmp_path):
     seen = []
 
     class Seeing(Regression):

@@ -136,7 +136,7 @@ def test_hooks_log_where_they_are(tmp_path):
     assert memory.of("from_a_callback") == [(1, 0.0), (2, 2.0), (3, 0.0), (4, 2.0)]
 
 
-def test_the_end_of_a_skipped_epoch_logs_like_any_other(tmp_path):
+def test_end_of_a_skipped_epoch_is_logged(tmp_path):
     class Skipping(Logs):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 1 else None
@@ -161,7 +161,7 @@ def test_one_name_is_logged_in_one_way(tmp_path):
     [(5, "int"), (None, "NoneType"), (["x"], "list"), ("", "str"), (b"x", "bytes"), (nn.ReLU(), "ReLU")],
 )
 @pytest.mark.parametrize("loaders", [1, 2])
-def test_a_name_that_is_none_is_an_error_that_says_what_to_write(tmp_path, name, found, loaders):
+def test_invalid_log_name_raises_with_a_fix(tmp_path, name, found, loaders):
     task = Logs(in_validation=lambda task, batch: task.log(name, 1.0, add_dataloader_idx=name != ""))
     with pytest.raises(ConfigError, match=rf"self\.log\(.*found {found}\. Write self\.log\('loss', loss\)"):
         bare_trainer(tmp_path).validate(task, [loader(8, 8) for _ in range(loaders)])
@@ -190,7 +190,7 @@ def test_a_name_that_is_none_is_an_error_that_says_what_to_write(tmp_path, name,
     ],
 )
 @pytest.mark.parametrize("method", ["log", "log_dict"])
-def test_an_option_that_is_none_is_an_error_that_says_what_to_write(tmp_path, options, message, method):
+def test_invalid_log_option_raises_with_a_fix(tmp_path, options, message, method):
     def log(task, batch):
         task.log("before", 1.0)
         task.log("x", 1.0, **options) if method == "log" else task.log_dict({"x": 1.0}, **options)
@@ -224,7 +224,7 @@ def test_log_dict_takes_a_dictionary_alone(tmp_path, values):
         (torch.tensor(1j), "expected a real number, found torch.complex64"),
     ],
 )
-def test_what_cannot_be_logged_is_told_where_it_goes(tmp_path, value, message):
+def test_unloggable_values_name_the_alternative(tmp_path, value, message):
     with pytest.raises(ConfigError, match=rf"self\.log\('x'.*{message}"):
         bare_trainer(tmp_path, max_steps=1).fit(Logs(lambda task, batch: task.log("x", value)), loader(8, 8))
 
@@ -241,7 +241,7 @@ def test_weight_0_leaves_no_trace_in_means(tmp_path, weight):
     assert memory.of("x") == [(3, (3 * 3.0 + 1 * 1.0) / 4)]
 
 
-def test_the_first_switches_may_be_given_by_their_place_as_in_lightning(tmp_path):
+def test_first_log_options_may_be_positional(tmp_path):
     def log(task, batch):
         task.log("x", 1.0, True, False)
         task.log("y", 2.0, False, True, False, True)
@@ -264,7 +264,7 @@ def test_two_values_do_not_share_a_name(tmp_path, names):
         fit(tmp_path, Logs(log), loader(8, 8))
 
 
-def test_a_norm_that_the_user_logs_is_not_replaced(tmp_path):
+def test_grad_norm_logged_by_user_is_kept(tmp_path):
     memory, _ = fit(
         tmp_path, Logs(lambda task, batch: task.log("grad_norm", -1.0)), loader(16, 8), gradient_clip_val=1.0
     )
@@ -364,7 +364,7 @@ def test_an_epoch_mean_is_exact_over_ragged_batches(tmp_path, how, accumulate):
     ("reduce_fx", "expected"), [("mean", (8 * 0 + 8 * 1 + 4 * 2) / 20), ("sum", 3.0), ("min", 0.0), ("max", 2.0)]
 )
 @pytest.mark.parametrize("as_tensor", [True, False])
-def test_values_of_an_epoch_can_be_reduced_in_four_ways(tmp_path, reduce_fx, expected, as_tensor):
+def test_epoch_values_are_reduced_in_four_ways(tmp_path, reduce_fx, expected, as_tensor):
     def log(task, batch):
         value = float(task.global_step)
         task.log("x", torch.tensor(value) if as_tensor else value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
@@ -374,8 +374,8 @@ def test_values_of_an_epoch_can_be_reduced_in_four_ways(tmp_path, reduce_fx, exp
 
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
-def test_values_that_stay_on_a_device_are_reduced_like_numbers(reduce_fx):
-    """An accelerator's values are kept as tensors and folded in groups; a saved and restored sum has the same bits."""
+def test_device_values_are_reduced_like_numbers(reduce_fx):
+    """An accelerator's values are kept as tensors and folded in groups; a restored sum has the same bits."""
     values = torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weights = [float(1 + number % 7) for number in range(200)]
     kept, restored, by_number = (Accumulator(reduce_fx) for _ in range(3))
@@ -402,8 +402,8 @@ def test_nan_stays_nan_however_values_are_reduced(reduce_fx, place, as_tensor):
     assert math.isnan(Accumulator.of_ranks(reduce_fx, [accumulator.sums() for accumulator in ranks]).compute())
 
 
-def test_weights_that_are_tensors_do_not_round_the_mean(tmp_path):
-    """A number of tokens as `mask.sum()` gives it made a sum in float32 of the values."""
+def test_tensor_weights_do_not_round_the_mean(tmp_path):
+    """A token count from `mask.sum()` must not turn the sum of the values into float32."""
 
     def log(task, batch):
         task.log("x", 0.1, weight=torch.tensor(3), on_step=False, on_epoch=True)
@@ -420,7 +420,7 @@ def test_a_weight_that_is_none_is_an_error(tmp_path, weight):
         fit(tmp_path, Logs(lambda task, batch: task.log("x", 1.0, weight=weight)), loader(8, 8))
 
 
-def test_a_value_that_is_no_number_yet_is_logged_as_it_is(tmp_path):
+def test_nan_and_infinity_are_logged_unchanged(tmp_path):
     memory, _ = fit(
         tmp_path, Logs(lambda task, batch: task.log("x", math.nan if task.global_step else math.inf)), loader(16, 8)
     )
@@ -482,7 +482,7 @@ def metric_of(metric, task, samples):
 
 @pytest.mark.parametrize("feed", ["update", "forward"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_metric_is_computed_once_over_all_samples_of_each_epoch(tmp_path, feed, accumulate):
+def test_metric_is_computed_once_per_epoch(tmp_path, feed, accumulate):
     metric = MulticlassAccuracy(3)  # a mean over classes: no mean over batches would give it
     task = Classification(feed, metric)
     memory, trainer = fit(
@@ -525,7 +525,7 @@ def test_a_collection_is_logged_by_log_dict(tmp_path, feed, itself):
         assert [found for _, found in memory.of(f"val_{name}")] == [value.item()] * 3
 
 
-def test_a_metric_may_log_the_value_of_each_step(tmp_path):
+def test_metric_may_log_each_step(tmp_path):
     metric = MeanSquaredError()
 
     def log(task, batch):
@@ -543,7 +543,7 @@ def test_a_metric_may_log_the_value_of_each_step(tmp_path):
     assert memory.of("error_epoch") == [(3, pytest.approx(errors.mean().item(), rel=1e-6))]
 
 
-def test_a_metric_without_a_value_for_this_step_says_so(tmp_path):
+def test_metric_without_a_step_value_raises(tmp_path):
     metric = MeanSquaredError()
 
     def log(task, batch):
@@ -554,7 +554,7 @@ def test_a_metric_without_a_value_for_this_step_says_so(tmp_path):
         fit(tmp_path, Logs(log), loader(8, 8))
 
 
-def test_a_metric_that_gives_more_than_a_number_says_so(tmp_path):
+def test_metric_with_several_values_raises(tmp_path):
     metric = MulticlassConfusionMatrix(3)
 
     def log(task, batch):
@@ -565,7 +565,7 @@ def test_a_metric_that_gives_more_than_a_number_says_so(tmp_path):
         fit(tmp_path, Logs(log), loader(8, 8))
 
 
-def test_a_metric_may_be_logged_at_the_epochs_end_only(tmp_path):
+def test_metric_may_be_logged_only_at_epoch_end(tmp_path):
     class AtTheEnd(Regression):
         def __init__(self):
             super().__init__()
@@ -604,7 +604,7 @@ def test_one_metric_for_two_loaders_is_an_error(tmp_path):
 # ---------------------------------------------------------------------- who reads it
 
 
-def test_callback_metrics_hold_the_newest_value_of_every_name(tmp_path):
+def test_callback_metrics_hold_the_newest_values(tmp_path):
     found = []
 
     class Look(lumen.Callback):
@@ -654,7 +654,7 @@ def test_the_norm_of_clipped_gradients_is_logged(tmp_path):
     assert memory.of("grad_norm") == [(1, norm)]
 
 
-def test_values_are_written_at_every_nth_step_of_the_run_and_at_its_last(tmp_path):
+def test_values_are_written_every_n_steps_and_last(tmp_path):
     memory, _ = fit(tmp_path, Regression(), loader(40, 8), max_epochs=2, log_every_n_steps=3)
     assert [step for step, _ in memory.of("loss")] == [3, 6, 9, 10]
 
@@ -695,8 +695,8 @@ def test_logged_values_keep_no_graph(tmp_path):
     assert not any(value.requires_grad for value in trainer.callback_metrics.values())
 
 
-def test_a_value_on_a_device_is_detached_without_waiting():
-    """A tensor of the meta device has no number, so that reading the number, which waits for a device, would fail."""
+def test_device_values_are_detached_without_synchronization():
+    """A meta tensor has no number, so reading it, which synchronizes a device, would fail."""
     accumulator = Accumulator()
     for _ in range(65):
         value = as_number("x", torch.ones(1, device="meta", requires_grad=True) * 2)
@@ -705,7 +705,7 @@ def test_a_value_on_a_device_is_detached_without_waiting():
     assert accumulator.compute().device.type == "meta"
 
 
-def test_several_loggers_get_the_same_and_the_first_is_named_logger(tmp_path):
+def test_all_loggers_get_the_same_values(tmp_path):
     first, second = Memory(), Memory()
     trainer = quiet_trainer(
         tmp_path, max_epochs=1, log_every_n_steps=1, logger=[first, second], enable_checkpointing=False
@@ -742,7 +742,7 @@ def test_steps_can_be_called_after_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda task: pickle.loads(pickle.dumps(task))])
-def test_a_copy_of_a_trained_task_is_a_task_without_a_run(tmp_path, copied):
+def test_copied_task_has_no_run(tmp_path, copied):
     task = Regression()
     bare_trainer(tmp_path, max_steps=2).fit(task, loader())
     twin = copied(task)
@@ -761,7 +761,7 @@ def read(path):
         return list(csv.reader(file))
 
 
-def test_the_csv_holds_every_digit_in_a_row_per_event(tmp_path):
+def test_csv_holds_every_digit_per_event(tmp_path):
     task = Regression(optimizer="SGD")
     trainer = quiet_trainer(tmp_path, max_epochs=2, log_every_n_steps=1, enable_checkpointing=False)
     trainer.fit(task, loader(16, 8, shuffle=False), val_dataloaders=loader(6, 6, shuffle=False))
@@ -783,7 +783,7 @@ def test_the_csv_holds_every_digit_in_a_row_per_event(tmp_path):
     assert read(trainer.run_directory / "metrics.csv") == expected
 
 
-def test_a_name_that_comes_later_gets_a_column_and_no_row_is_lost(tmp_path):
+def test_late_name_adds_a_column_without_losing_rows(tmp_path):
     def log(task, batch):
         task.log("x", 0.1 + task.global_step)
         if task.global_step == 2:

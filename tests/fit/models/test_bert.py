@@ -31,7 +31,7 @@ def classifier():
     return BertClassifier(ORIGINS, CONFIG, warmup_steps=2)
 
 
-def test_a_name_means_the_same_alone_and_beside_longer_ones():
+def test_padding_does_not_change_the_logits():
     model = classifier().eval()
     names = ["Ek", "Hundertwasser", "Šimková"]
     for name, logits in zip(names, model(pad(names)[0]), strict=True):
@@ -72,7 +72,7 @@ def train(folder, epochs, stop_at=None, callbacks=(), **options):
     return task, trainer, recorded.seen
 
 
-def test_each_layer_learns_slower_than_the_one_above_and_norms_biases_and_embeddings_do_not_decay(tmp_path):
+def test_learning_rates_decay_by_layer_and_matrices_decay(tmp_path):
     task, trainer, _ = train(tmp_path, 1, limit_val_batches=0)
     groups = {group["name"]: group for group in trainer.optimizers[0].param_groups}
     peaks = {name.rpartition("layer.")[2].split()[0]: group["initial_lr"] for name, group in groups.items()}
@@ -91,7 +91,7 @@ def test_one_more_layer_is_trained_with_every_epoch(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 6])
-def test_a_run_resumed_within_or_between_epochs_unfreezes_as_one_that_never_stopped(tmp_path, step):
+def test_resumed_run_unfreezes_like_an_uninterrupted_one(tmp_path, step):
     straight, _, seen = train(tmp_path / "straight", 4, limit_val_batches=0)
     saved = lumen.ModelCheckpoint(every_n_train_steps=1)
     with pytest.raises(RuntimeError, match="the power fails"):
@@ -115,7 +115,7 @@ def accuracy(tmp_path, *arguments):
 
 
 @pytest.mark.slow
-def test_what_was_pre_trained_is_fine_tuned_and_exported_as_from_pretrained_reads_it(tmp_path):
+def test_pretrained_model_is_finetuned_and_exported_for_transformers(tmp_path):
     run_model("fit", "bert_pretrain", tmp_path, "--trainer.max_steps=20", "--trainer.limit_val_batches=2")
     init_from = f"--trainer.init_from.path={tmp_path}/bert_pretrain"
     run_model("fit", "bert_finetune", tmp_path, init_from, "--trainer.max_steps=3", "--trainer.callbacks=null")
@@ -137,7 +137,7 @@ def test_what_was_pre_trained_is_fine_tuned_and_exported_as_from_pretrained_read
 @pytest.mark.slow
 @pytest.mark.time_limit(400)
 @pytest.mark.torture  # minutes of training: more than its limit where a processor is slow
-def test_pre_training_helps_to_tell_60_of_100_origins_from_500_labelled_names(tmp_path):
+def test_pretraining_improves_origin_accuracy_to_60_percent(tmp_path):
     run_model("fit", "bert_pretrain", tmp_path)
     tuned = accuracy(tmp_path)
     assert tuned >= 0.60

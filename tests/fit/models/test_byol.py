@@ -16,7 +16,7 @@ def byol(**options):
     return BYOL(**options)
 
 
-def test_two_views_of_an_image_differ_and_each_hides_a_square():
+def test_augmented_views_differ_and_hide_a_square():
     torch.manual_seed(0)
     image = torch.ones(1, 28, 28)
     one, other = seen(image, 20.0), seen(image, 20.0)
@@ -45,7 +45,7 @@ def train(folder, steps, callback=None, **options):
     return task, trainer
 
 
-def test_the_teacher_is_the_average_of_what_the_student_was_and_the_optimizer_leaves_it_alone(tmp_path):
+def test_teacher_averages_student_without_optimizer(tmp_path):
     expected = [each.detach().clone() for each in byol(features=8, width=8).student.parameters()]
     followed = Followed()
     task, trainer = train(tmp_path, 6, followed)
@@ -60,7 +60,7 @@ def test_the_teacher_is_the_average_of_what_the_student_was_and_the_optimizer_le
 
 
 @pytest.mark.parametrize("step", [3, 4])
-def test_a_run_that_goes_on_has_the_bits_of_a_whole_one(tmp_path, step):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, step):
     whole, _ = train(tmp_path / "whole", 6)
     train(tmp_path / "parts", step)
     again, _ = train(tmp_path / "parts", 6, resume="auto")
@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_has_the_bits_of_a_whole_one(tmp_path, step):
 
 
 @pytest.mark.slow
-def test_after_one_epoch_a_probe_reads_more_digits_than_with_random_weights(tmp_path):
+def test_one_epoch_improves_the_probe(tmp_path):
     task, data = byol(), TwoViews(batch_size=128)
     (before,) = bare_trainer(tmp_path).validate(task, data)
     trainer = bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
@@ -80,7 +80,7 @@ def test_after_one_epoch_a_probe_reads_more_digits_than_with_random_weights(tmp_
 
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
-def test_from_100_labels_a_probe_reads_80_percent_of_unseen_digits(tmp_path):
+def test_probe_reaches_80_percent_from_100_labels(tmp_path):
     run_model("fit", "byol", tmp_path)
     found = [float(row["val_probe"]) for row in rows_of(tmp_path / "byol/metrics.csv") if row["val_probe"]]
     assert max(found) >= 0.8

@@ -15,7 +15,7 @@ def player(**options):
     return ActorCritic(**options)
 
 
-def test_a_push_moves_the_cart_and_turns_the_pole_as_newton_says():
+def test_push_follows_the_physics():
     states = torch.zeros(2, 4, dtype=torch.float64)
     after, fallen = push(states, torch.tensor([True, False]))
     # a force of 10 N on 1.1 kg, and on a pole of 0.1 kg and 0.5 m to its middle, for 0.02 s
@@ -29,7 +29,7 @@ def test_a_push_moves_the_cart_and_turns_the_pole_as_newton_says():
     ]  # fmt: skip
 
 
-def test_a_game_ends_when_the_pole_is_down_or_it_is_won():
+def test_game_ends_when_pole_falls_or_player_wins():
     torch.manual_seed(0)
     games = Games(lambda states: torch.ones(len(states)), games=3, steps=40, batches=1)
     batch = next(iter(games))
@@ -48,7 +48,7 @@ def test_a_game_ends_when_the_pole_is_down_or_it_is_won():
     assert games.ages.tolist() == [0, 0, 0]
 
 
-def test_an_advantage_is_what_came_beyond_what_was_expected():
+def test_advantages_equal_generalized_advantage_estimation():
     task = player(discount=0.5, trust=1.0)
     values, after = torch.tensor([[0.1, 0.2, 0.3]]), torch.tensor([[0.2, 0.3, 0.4]])
     nothing = torch.zeros(1, 3, dtype=torch.bool)
@@ -79,7 +79,7 @@ def train(folder, steps, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 5, 7])
-def test_a_run_that_goes_on_plays_the_games_that_it_played(tmp_path, step):
+def test_resumed_run_plays_the_same_games(tmp_path, step):
     whole, seen = train(tmp_path / "whole", 12)
     _, first = train(tmp_path / "parts", step)
     again, rest = train(tmp_path / "parts", 12, resume="auto")
@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_plays_the_games_that_it_played(tmp_path, step):
 
 
 @pytest.mark.slow
-def test_a_hundred_updates_keep_the_pole_up_five_times_as_long(tmp_path):
+def test_hundred_updates_balance_five_times_longer(tmp_path):
     task = player()
     (before,) = bare_trainer(tmp_path).validate(task)
     trainer = bare_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0, check_val_every_n_epoch=2)
@@ -99,7 +99,7 @@ def test_a_hundred_updates_keep_the_pole_up_five_times_as_long(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(200)
-def test_the_config_keeps_the_pole_up_until_the_end(tmp_path):
+def test_config_balances_the_pole_until_the_end(tmp_path):
     run_model("fit", "cartpole", tmp_path)
     found = [float(row["val_steps"]) for row in rows_of(tmp_path / "cartpole/metrics.csv") if row["val_steps"]]
     assert found[0] < 400

@@ -31,7 +31,7 @@ def spread(images):
 # -------------------------------------------------------------------- the GAN
 
 
-def test_noise_is_another_one_for_each_image_and_epoch_and_the_same_in_workers(tmp_path):
+def test_noise_varies_by_image_and_epoch_not_workers(tmp_path):
     class Looking(Gan):
         def training_step(self, batch, batch_idx):
             seen.append(batch[2])
@@ -48,7 +48,7 @@ def test_noise_is_another_one_for_each_image_and_epoch_and_the_same_in_workers(t
     assert len({tuple(row) for row in found[0].tolist()}) == 16
 
 
-def test_the_penalty_is_the_squared_gradient_of_the_critic_and_has_a_gradient():
+def test_penalty_is_squared_critic_gradient_and_differentiable():
     task, generator = gan().double(), torch.Generator().manual_seed(0)
     images = torch.rand(3, 1, 28, 28, generator=generator, dtype=torch.float64)
     digits, steps = torch.tensor([3, 1, 4]), 1e-6
@@ -73,13 +73,13 @@ def train_gan(folder, steps, **options):
     return task
 
 
-def test_the_gan_goes_on_with_the_bits_of_a_run_that_never_stopped(tmp_path):
+def test_resumed_gan_equals_uninterrupted_run(tmp_path):
     whole = train_gan(tmp_path / "whole", 6)
     train_gan(tmp_path / "parts", 3)
     assert torch.equal(weights(train_gan(tmp_path / "parts", 6, resume="auto")), weights(whole))
 
 
-def test_a_page_of_digits_is_logged_by_the_sanity_check_and_each_validation(tmp_path):
+def test_samples_are_logged_at_sanity_check_and_validations(tmp_path):
     train_gan(tmp_path, 5, logger=lumen.TensorBoardLogger())
     events = EventAccumulator(str(tmp_path / "runs/run/tensorboard"), size_guidance={"images": 0})
     events.Reload()
@@ -88,7 +88,7 @@ def test_a_page_of_digits_is_logged_by_the_sanity_check_and_each_validation(tmp_
 
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
-def test_another_network_reads_90_percent_of_the_digits_that_the_gan_writes_and_they_differ(tmp_path):
+def test_generated_digits_are_readable_and_varied(tmp_path):
     run_model("fit", "gan", tmp_path)
     run_model("fit", "digits", tmp_path)
     task = Gan.load_from_checkpoint(tmp_path / "gan", average="EMA").eval()
@@ -107,7 +107,7 @@ def test_another_network_reads_90_percent_of_the_digits_that_the_gan_writes_and_
 # -------------------------------------------------------------------- the VAE
 
 
-def test_the_bound_is_that_of_bernoulli_pixels_and_normal_numbers():
+def test_bound_equals_bernoulli_likelihood_and_normal_divergence():
     torch.manual_seed(0)
     task, images = VAE(numbers=3, width=8).double(), torch.rand(5, 1, 28, 28).double().round()
     torch.manual_seed(1)
@@ -130,7 +130,7 @@ def train_vae(folder, epochs, **options):
 
 
 @pytest.mark.slow
-def test_ten_numbers_say_more_of_an_unseen_image_than_the_middle_digit_and_a_resumed_run_has_the_same_bits(tmp_path):
+def test_vae_beats_mean_digit_and_resumes_exactly(tmp_path):
     whole, trainer = train_vae(tmp_path / "whole", 3)
     assert trainer.callback_metrics["val_bound"] < MIDDLE_DIGIT_NATS - 15
     assert float(trainer.callback_metrics["train_divergence"]) > 5
@@ -145,7 +145,7 @@ def test_the_middle_digit_takes_206_nats():
     assert -pixels.log_prob(images).flatten(1).sum(1).mean() == pytest.approx(MIDDLE_DIGIT_NATS, abs=0.1)
 
 
-def test_images_are_laid_out_ten_in_a_row_each_above_what_is_written_of_it():
+def test_images_are_laid_out_in_rows_of_ten():
     images = torch.rand(40, 1, 28, 28)
     page = in_rows(images)
     assert torch.equal(page[28:56, 56:84], images[12, 0])
@@ -158,7 +158,7 @@ def test_images_are_laid_out_ten_in_a_row_each_above_what_is_written_of_it():
 
 @pytest.mark.slow
 @pytest.mark.time_limit(200)
-def test_the_config_bounds_an_unseen_image_by_125_nats(tmp_path):
+def test_vae_config_reaches_125_nats(tmp_path):
     run_model("fit", "vae", tmp_path)
     found = [float(row["val_bound"]) for row in rows_of(tmp_path / "vae/metrics.csv") if row["val_bound"]]
     assert min(found) <= 125

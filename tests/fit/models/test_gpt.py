@@ -49,7 +49,7 @@ def test_gpt2_has_the_published_parameters_and_heads(preset, heads, count):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_has_the_parameters_of_its_layers_and_width(preset):
+def test_presets_have_the_expected_parameter_counts(preset):
     layers, _, width = PRESETS[preset]
     per_block = 12 * width**2 + 13 * width
     expected = layers * per_block + 2 * width + (1000 + 32) * width
@@ -58,7 +58,7 @@ def test_every_preset_has_the_parameters_of_its_layers_and_width(preset):
     assert parameter_count(vocab_size=1000, block_size=32, preset=preset, bias=False) == without_biases
 
 
-def test_a_preset_can_be_changed_one_figure_at_a_time():
+def test_preset_values_can_be_overridden():
     with torch.device("meta"):
         transformer = GPT(VOCABULARY, preset="gpt2", n_layer=2, n_head=3).transformer
     assert len(transformer.blocks) == 2
@@ -66,7 +66,7 @@ def test_a_preset_can_be_changed_one_figure_at_a_time():
     assert transformer.norm.weight.shape == (768,)
 
 
-def test_an_unknown_preset_is_named_with_the_known_ones():
+def test_unknown_preset_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"'gpt3'.*gpt2-medium"):
         GPT(VOCABULARY, preset="gpt3")
 
@@ -81,7 +81,7 @@ def test_a_sequence_longer_than_the_block_is_refused(gpt):
         gpt(tokens(1, 9))
 
 
-def test_logits_depend_on_every_earlier_token_and_on_no_later_one(gpt):
+def test_logits_depend_only_on_earlier_tokens(gpt):
     ids = tokens(1, 8)
     before = gpt(ids)
     for position in range(8):
@@ -132,7 +132,7 @@ def test_dropout_works_in_training_only():
     assert torch.equal(gpt(ids), gpt(ids))
 
 
-def test_dropout_of_embeddings_residual_stream_and_attention_are_set_apart():
+def test_dropout_probabilities_are_set_separately():
     parts = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
 
     def probabilities(**options):
@@ -192,7 +192,7 @@ def test_ignored_targets_count_nothing(gpt):
 # -------------------------------------------------------------------- the optimizer
 
 
-def test_mingpts_rule_lets_linear_weights_decay_and_nothing_else():
+def test_only_linear_weights_decay():
     gpt = GPT(VOCABULARY, preset="gpt-nano")
     names = {id(parameter): name for name, parameter in gpt.named_parameters()}
     groups = decay_groups(gpt, 0.1, by={"decay": ["Linear"], "no_decay": ["LayerNorm", "Embedding"]})
@@ -208,7 +208,7 @@ def test_mingpts_rule_lets_linear_weights_decay_and_nothing_else():
     assert len(decaying) + len(other) == len(names)
 
 
-def test_rate_decay_and_betas_are_those_of_the_arguments(tmp_path):
+def test_optimizer_uses_the_given_arguments(tmp_path):
     (tmp_path / "book.txt").write_text("abc" * 100)
     data = CharText(str(tmp_path / "book.txt"), block_size=8)
     gpt = GPT(
@@ -248,7 +248,7 @@ def test_frozen_parameters_are_not_optimized(gpt):
     assert len(grouped) == len(list(gpt.parameters())) - 1
 
 
-def test_the_learning_rate_warms_up_and_falls_along_a_cosine():
+def test_learning_rate_warms_up_and_follows_a_cosine():
     rates = [warmup_cosine(step, warmup_steps=100, decay_steps=500, min_ratio=0.1) for step in range(700)]
     assert rates[0] == 1 / 101
     assert max(rates) == rates[100] == 1
@@ -261,7 +261,7 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine():
 # -------------------------------------------------------------------- sampling
 
 
-def test_greedy_text_is_the_likeliest_and_always_the_same(gpt):
+def test_greedy_generation_is_most_likely_and_deterministic(gpt):
     prompt = tokens(2, 3)
     text = gpt.generate(prompt, 20, greedy=True)
     assert text.shape == (2, 23)
@@ -344,7 +344,7 @@ def test_a_gpt_learns_a_text_and_continues_it(tmp_path):
     assert predictions == [[(sentence * 3)[: 9 + 90]]]
 
 
-def test_the_learning_rate_follows_the_steps_of_the_run(tmp_path):
+def test_learning_rate_follows_steps_of_the_run(tmp_path):
     (tmp_path / "book.txt").write_text("abc" * 100)
     data = CharText(str(tmp_path / "book.txt"), block_size=8)
     recorded = RecordRates()
@@ -368,7 +368,7 @@ def test_a_checkpoint_of_another_vocabulary_is_not_continued(tmp_path):
 # -------------------------------------------------------------------- the config, through the command line
 
 
-def test_the_config_gives_the_model_the_vocabulary_and_writes_on_from_the_best_checkpoint(tmp_path, capsys):
+def test_config_trains_and_generates_from_best_checkpoint(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("only nine" * 100)
     arguments = ["--config", "models/gpt.yaml", "--data.path", str(tmp_path / "book.txt")]
     arguments += ["--trainer.default_root_dir", str(tmp_path)]
@@ -385,7 +385,7 @@ def test_the_config_gives_the_model_the_vocabulary_and_writes_on_from_the_best_c
     assert set(text) <= set("only nine")
 
 
-def test_a_prompt_of_unknown_characters_is_refused_on_the_command_line(tmp_path, capsys):
+def test_prompt_with_unknown_characters_is_rejected(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("only nine" * 100)
     arguments = ["--config", "models/gpt.yaml", "--data.path", str(tmp_path / "book.txt"), "--data.prompt", "zero"]
     assert main(["predict", *arguments, "--trainer.default_root_dir", str(tmp_path)]) == 1
@@ -394,7 +394,7 @@ def test_a_prompt_of_unknown_characters_is_refused_on_the_command_line(tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.time_limit(240)
-def test_the_config_reaches_a_validation_loss_of_2_05_in_500_steps(tmp_path):
+def test_config_reaches_loss_2_05_in_500_steps(tmp_path):
     assert main(["fit", "--config", "models/gpt.yaml", "--trainer.default_root_dir", str(tmp_path)]) == 0
     gpt = GPT.load_from_checkpoint(tmp_path / "gpt")
     (metrics,) = quiet_trainer(tmp_path).validate(gpt, CharText())

@@ -24,7 +24,7 @@ def writer(**options):
     return NameWriter(CONFIG | STILL, warmup_steps=2, **options)
 
 
-def test_the_loss_is_the_mean_over_letters_and_ends_whatever_the_padding():
+def test_loss_is_mean_over_letters_without_padding():
     model, names = writer(), ["Ek", "Hundertwasser", "Mäkelä"]
     loss, count = model.loss(collate([(name, 0) for name in names]))
     assert count == sum(len(name.encode()) + 1 for name in names)
@@ -43,7 +43,7 @@ def train(folder, epochs, callbacks=(), **options):
     return task, trainer
 
 
-def test_the_head_is_trained_as_the_embedding_to_which_it_is_tied(tmp_path):
+def test_tied_head_trains_with_the_embedding(tmp_path):
     task, trainer = train(tmp_path, 1, limit_val_batches=0)
     groups = {group["name"]: group for group in trainer.optimizers[0].param_groups}
     assert {name: group["initial_lr"] for name, group in groups.items() if name.endswith("no decay")} == pytest.approx(
@@ -63,7 +63,7 @@ def test_the_head_is_trained_as_the_embedding_to_which_it_is_tied(tmp_path):
     }
 
 
-def test_a_frozen_embedding_freezes_the_head_and_both_learn_again_afterwards(tmp_path):
+def test_freezing_the_embedding_freezes_the_tied_head(tmp_path):
     before = writer().gpt.lm_head.weight
     freezing = [GradualUnfreezing(["gpt.transformer.wte"], every_n_epochs=1)]
     frozen, _ = train(tmp_path / "1", 1, freezing, limit_val_batches=0)
@@ -77,7 +77,7 @@ def test_a_frozen_embedding_freezes_the_head_and_both_learn_again_afterwards(tmp
 
 
 @pytest.mark.slow
-def test_tied_weights_are_begun_with_fine_tuned_and_exported_as_from_pretrained_reads_them(tmp_path, capsys):
+def test_tied_weights_are_finetuned_and_exported_for_transformers(tmp_path, capsys):
     run_model("fit", "gpt2_pretrain", tmp_path, "--trainer.max_steps=5", "--trainer.limit_val_batches=1")
     init_from = f"--trainer.init_from.path={tmp_path}/gpt2_pretrain"
     run_model("fit", "gpt2_finetune", tmp_path, init_from, "--trainer.max_steps=2", "--trainer.callbacks=null")
@@ -111,7 +111,7 @@ def nats_per_letter(name, tmp_path, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
-def test_fine_tuning_takes_the_perplexity_of_finnish_letters_below_six(tmp_path):
+def test_finetuning_reaches_perplexity_below_six(tmp_path):
     full = "--trainer.precision=fp32"  # bfloat16 takes four times as long where the processor has none
     run_model("fit", "gpt2_pretrain", tmp_path, full, "--trainer.max_epochs=5")
     before = nats_per_letter("gpt2_pretrain", tmp_path, full, "--ckpt_path=last")

@@ -42,7 +42,7 @@ def each_step():
 
 
 @pytest.mark.filterwarnings(PEFT)
-def test_the_base_stays_to_the_bit_and_peft_reads_the_adapter_that_a_resumed_run_has_written(tmp_path):
+def test_base_stays_unchanged_and_peft_reads_resumed_adapter(tmp_path):
     torch.manual_seed(0)
     base = Answers(CONFIG, warmup_steps=2)
     train(tmp_path / "base", base, max_epochs=1)
@@ -103,7 +103,7 @@ def nats(root, name):
 
 @pytest.mark.slow
 @pytest.mark.time_limit(600)
-def test_a_name_is_guessed_from_its_country_and_an_adapter_learns_finnish_names_better(tmp_path, capsys):
+def test_packed_model_learns_and_adapter_improves_finnish_names(tmp_path, capsys):
     run_model("fit", "packed_gpt2", tmp_path)
     assert nats(tmp_path, "packed_gpt2")[-1] <= 2.0
     capsys.readouterr()

@@ -29,7 +29,7 @@ def gradients(task):
 
 @pytest.mark.parametrize("request_weight", [0.0, 0.25])
 @pytest.mark.parametrize("row", [24, 40, 64])
-def test_packed_texts_have_the_loss_and_the_gradients_of_each_text_alone(row, request_weight):
+def test_packing_keeps_loss_and_gradients(row, request_weight):
     task = answers().double()
     packed = pack(texts(), row, request_weight)
     assert len(packed["ids"]) < len(NAMES) or row == 24
@@ -68,7 +68,7 @@ def test_no_text_is_lost_and_little_is_padding():
     assert batch["weight"] == sum(len(name.encode()) + 1 for name, _ in samples)
 
 
-def test_a_token_looks_at_those_before_it_in_its_own_text():
+def test_tokens_attend_only_within_their_text():
     mask = alone(torch.tensor([[1, 1, 2, 2, 0]]))
     assert mask.shape == (1, 1, 5, 5)
     assert mask[0, 0].int().tolist() == [
@@ -80,7 +80,7 @@ def test_a_token_looks_at_those_before_it_in_its_own_text():
     ]
 
 
-def test_a_text_that_fits_in_no_row_is_an_error():
+def test_text_longer_than_a_row_raises():
     with pytest.raises(DataError, match=r"a text has 22 tokens, a row has 20\. Make data\.row larger"):
         pack(texts(), 20)
 
@@ -92,6 +92,6 @@ def train(folder, batch_size, accumulate, **options):
     return weights(task)
 
 
-def test_a_step_is_the_same_however_it_is_cut_into_micro_batches_and_rows(tmp_path):
+def test_step_is_independent_of_micro_batches_and_rows(tmp_path):
     whole = train(tmp_path, 32, 1, max_epochs=1)
     torch.testing.assert_close(train(tmp_path, 8, 4, max_epochs=1), whole, rtol=0, atol=1e-10)

@@ -91,7 +91,7 @@ def warmed(optimizer):
         (lambda o: StepLR(o, 5), STEP, {"max_epochs": 90}, r"after 60 moves, in the first of 90 epochs"),
     ],
 )  # fmt: skip
-def test_a_sure_mistake_is_an_error_before_the_first_step(tmp_path, caplog, schedule, options, length, message):
+def test_certain_schedule_mistake_raises_before_training(tmp_path, caplog, schedule, options, length, message):
     with pytest.raises(ConfigError, match=message):
         said(tmp_path, caplog, schedule, options, **length)
 
@@ -178,7 +178,7 @@ def test_a_schedule_that_fits_is_left_in_peace(tmp_path, caplog, schedule, optio
 
 @pytest.mark.parametrize("length", [{"max_time": "00:00:01:00"}, {"max_steps": 10**6, "max_time": "00:00:01:00"}])
 @pytest.mark.parametrize("options", [STEP, EPOCH])
-def test_nothing_is_said_about_a_run_that_only_the_clock_ends(tmp_path, caplog, length, options):
+def test_time_limited_run_is_not_judged(tmp_path, caplog, length, options):
     assert said(tmp_path, caplog, lambda o: OneCycleLR(o, 0.1, total_steps=20), options, **length) == []
 
 
@@ -188,7 +188,7 @@ def test_nothing_is_said_in_a_fast_dev_run(tmp_path, caplog, options):
         assert said(tmp_path, caplog, schedule, options, fast_dev_run=True, max_epochs=10) == []
 
 
-def test_a_loader_without_a_length_is_known_by_its_epochs_alone(tmp_path, caplog):
+def test_loader_without_length_is_judged_by_epochs(tmp_path, caplog):
     def stream(schedule, options, **length):
         task = planned(schedule, options)
         trainer = quiet_trainer(
@@ -221,7 +221,7 @@ def one_cycle(optimizer, steps):
     return OneCycleLR(optimizer, 0.1, total_steps=steps)
 
 
-def test_a_run_that_goes_on_longer_may_follow_a_longer_schedule(tmp_path, caplog):
+def test_extended_run_may_use_a_longer_schedule(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "lumen"):
         train_to(tmp_path, cosine, 4)
         train_to(tmp_path, cosine, 12, resume="auto")
@@ -234,7 +234,7 @@ def test_a_run_that_goes_on_longer_may_follow_a_longer_schedule(tmp_path, caplog
     assert not [record for record in caplog.records if "lr_scheduler" in record.getMessage()]
 
 
-def test_a_cycle_that_cannot_be_made_longer_says_so_when_its_run_is(tmp_path):
+def test_one_cycle_cannot_be_extended_on_resume(tmp_path):
     train_to(tmp_path, one_cycle, 4)
     with pytest.raises(ConfigError, match=r"ends after 4 moves .* 12 times in all\. A resumed one keeps its length"):
         train_to(tmp_path, one_cycle, 12, resume="auto")

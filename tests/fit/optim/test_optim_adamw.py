@@ -32,7 +32,7 @@ def test_its_steps_are_those_of_adamw(form):
     torch.testing.assert_close(weights(nets[0]), weights(nets[1]), rtol=1e-10, atol=1e-12)
 
 
-def test_what_is_frozen_is_left_out_and_so_is_a_group_without_anything_else():
+def test_frozen_parameters_and_their_groups_are_left_out():
     net = network()
     net[0].requires_grad_(False)
     assert [len(group["params"]) for group in adamw(net.parameters()).param_groups] == [2]
@@ -71,7 +71,7 @@ class Fused(Regression):
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
-def test_fused_and_scaled_updates_are_those_of_the_loop_written_by_hand(tmp_path, clip):
+def test_fused_scaled_updates_equal_the_manual_loop(tmp_path, clip):
     task = Fused()
     data = DataLoader(TensorDataset(*regression_data(40)), 8)
     quiet_trainer(tmp_path, max_epochs=4, precision="fp16", gradient_clip_val=clip, **UNRECORDED).fit(task, data)
@@ -107,7 +107,7 @@ def test_fused_and_scaled_updates_are_those_of_the_loop_written_by_hand(tmp_path
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_run_in_two_parts_has_every_bit_of_one_part(tmp_path, precision):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, precision):
     def train(folder, **options):
         task = Fused(dropout=0.1)
         trainer = quiet_trainer(folder, precision=precision, log_level="CRITICAL", **options)
@@ -121,7 +121,7 @@ def test_a_run_in_two_parts_has_every_bit_of_one_part(tmp_path, precision):
     assert optimizer.param_groups[0]["fused"]
 
 
-def test_how_a_step_is_computed_is_the_runs_own(tmp_path):
+def test_fused_and_foreach_are_not_restored(tmp_path):
     """A checkpoint of one machine does not bring its kernels to another."""
 
     class Plain(Fused):
@@ -148,7 +148,7 @@ def test_how_a_step_is_computed_is_the_runs_own(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_under_every_precision_is_that_of_torch_on_unscaled_gradients(tmp_path, precision, algorithm):
+def test_clipping_uses_unscaled_gradients_in_every_precision(tmp_path, precision, algorithm):
     clipped = []
 
     class Clipped(Regression):

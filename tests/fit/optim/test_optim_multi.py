@@ -50,7 +50,7 @@ class Scheduled(Both):
 
 @pytest.mark.parametrize("scheduled", ["both", "the second"])
 @pytest.mark.parametrize("kinds", PAIRS)
-def test_training_has_the_bits_of_a_loop_that_steps_each(tmp_path, kinds, scheduled):
+def test_multi_optimizer_equals_stepping_each(tmp_path, kinds, scheduled):
     task = made(Scheduled, kinds=kinds, scheduled=scheduled)
     trainer = bare_trainer(tmp_path, max_epochs=2, gradient_clip_val=0.3)
     trainer.fit(task, loader(40, shuffle=False))
@@ -93,7 +93,7 @@ def fit(tmp_path, *, task=None, **options):
     ],
     ids=["fp32", "Muon", "without state", "fp16", "Lookahead around", "Lookahead inside", "nested"],
 )
-def test_a_run_in_three_parts_has_every_bit_of_one_part(tmp_path, task, precision):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, task, precision):
     options = {"task": task, "precision": precision}
     whole_trainer, whole = fit(tmp_path / "whole", **options)
     for cut in (3, 13, 20):
@@ -128,7 +128,7 @@ class ByEpochs(Both):
         return [optimizer], [StepLR(optimizer.optimizers[1], 1, 0.5)]
 
 
-def test_a_schedule_that_is_due_at_once_on_resume_is_not_taken_for_early(tmp_path):
+def test_schedule_due_on_resume_causes_no_warning(tmp_path):
     """Interrupted after an epoch's last step, before the first move of the schedule: torch warns of none."""
 
     def train(folder, **options):
@@ -251,7 +251,7 @@ def test_torchs_own_state_dict_restores_every_bit(wrap):
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["", "scheduled"])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_a_copy_steps_its_own_parameters_alone_and_as_the_original_does(wrap, scheduled):
+def test_deepcopied_optimizer_steps_only_its_parameters(wrap, scheduled):
     def step(net, optimizer, times):
         for _ in range(times):
             backward(net)
@@ -323,7 +323,7 @@ def test_a_group_that_comes_late_is_refused(to):
         add_and_step()
 
 
-def test_two_optimizers_returned_are_told_how_to_step_together(tmp_path):
+def test_two_returned_optimizers_suggest_multi_optimizer(tmp_path):
     class Two(Both):
         def configure_optimizers(self):
             return inner(self)
@@ -332,7 +332,7 @@ def test_two_optimizers_returned_are_told_how_to_step_together(tmp_path):
         bare_trainer(tmp_path, max_steps=1).fit(Two(), loader())
 
 
-def test_a_schedule_of_momentum_that_one_has_by_another_name_is_refused():
+def test_momentum_schedule_over_mixed_names_is_rejected():
     net = network()
     with pytest.raises(ValueError, match="must support momentum or beta1"):
         OneCycleLR(MultiOptimizer(inner(net)), 0.1, total_steps=4)

@@ -69,14 +69,14 @@ def curve(build, steps=40):
     ids=["constant", "linear", "cosine", "inverse_sqrt", "wsd", "wsd linear"],
 )
 @pytest.mark.parametrize("start", [0.0, 0.25])
-def test_after_a_straight_warm_up_the_rates_are_those_of_the_formula(build, after, start):
+def test_schedules_follow_their_formula_after_linear_warmup(build, after, start):
     rates = curve(lambda optimizer: build(optimizer, warmup=10, start=start))
     assert rates[:10] == pytest.approx([start + (1 - start) * step / 10 for step in range(10)], abs=1e-15)
     assert rates[10] == 1.0
     assert rates[10:] == pytest.approx([after(step) for step in range(30)], abs=1e-15)
 
 
-def test_the_original_transformer_is_the_inverse_square_root_with_its_peak():
+def test_inverse_sqrt_equals_the_original_transformer():
     width, warmup = 512, 10
     peak = (width * warmup) ** -0.5
     rates = [peak * rate for rate in curve(lambda optimizer: inverse_sqrt(optimizer, warmup))]
@@ -84,7 +84,7 @@ def test_the_original_transformer_is_the_inverse_square_root_with_its_peak():
 
 
 @pytest.mark.parametrize("build", [linear, cosine, lambda *given, **named: wsd(*given, 10, **named)])
-def test_without_a_warm_up_a_schedule_begins_at_the_top_and_stays_at_its_floor(build):
+def test_schedules_start_at_peak_and_end_at_floor(build):
     rates = curve(lambda optimizer: build(optimizer, 30, floor=0.2))
     assert rates[0] == max(rates) == 1.0
     assert rates[30:] == pytest.approx([0.2] * 10)
@@ -93,7 +93,7 @@ def test_without_a_warm_up_a_schedule_begins_at_the_top_and_stays_at_its_floor(b
 
 
 @pytest.mark.parametrize("build", [linear, cosine, lambda *given, **named: wsd(*given, 50, **named)])
-def test_a_trial_run_may_end_within_its_warm_up(build):
+def test_run_may_end_within_warmup(build):
     assert curve(lambda optimizer: build(optimizer, 3, warmup=10), 3) == pytest.approx([0.0, 0.1, 0.2])
 
 
@@ -130,7 +130,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("start", [0.0, 0.23])  # 0.23 + (1 - 0.23) * 7 / 7 is not 1 in floating point
-def test_after_the_warm_up_every_scheduler_runs_as_without_one(scheduler, start):
+def test_schedulers_are_unchanged_after_warmup(scheduler, start):
     bare, warmed = sgd(1.0, 0.3), sgd(1.0, 0.3)
     alone = run(bare, SCHEDULERS[scheduler](bare), 25)
     warm = run(warmed, Warmup(SCHEDULERS[scheduler](warmed), 7, start), 32)
@@ -152,7 +152,7 @@ def test_momentum_cycles_with_the_delayed_cycle():
     assert bare.param_groups[0]["momentum"] != 0.95
 
 
-def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor():
+def test_tensor_learning_rate_stays_the_same_tensor():
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = AdamW([parameter], lr=torch.tensor(0.5, dtype=torch.float64))
     rate = optimizer.param_groups[0]["lr"]
@@ -207,7 +207,7 @@ def fit(tmp_path, configure, **options):
 
 
 @pytest.mark.parametrize("warmup_steps", [1, 10, 12, 13, 24])
-def test_a_plateau_does_not_act_before_the_warm_up_is_over(tmp_path, warmup_steps):
+def test_plateau_waits_for_the_end_of_warmup(tmp_path, warmup_steps):
     _, task = fit(tmp_path, with_plateau(warmup_steps), **UNRECORDED)
     values, best, rate, expected = [3.0, 4.0, 4.0, 2.0, 5.0, 5.0, 1.0, 6.0], math.inf, 0.1, []
     for epoch, value in enumerate(values):
@@ -221,12 +221,12 @@ def test_a_plateau_does_not_act_before_the_warm_up_is_over(tmp_path, warmup_step
     assert expected[-1] < 0.1
 
 
-def test_a_plateau_and_its_warm_up_may_both_count_epochs(tmp_path):
+def test_plateau_and_warmup_may_count_epochs(tmp_path):
     _, task = fit(tmp_path, with_plateau(3, interval="epoch"), **UNRECORDED)
     assert task.rates[::5] == pytest.approx([0.0, 0.1 / 3, 0.2 / 3, 0.05, 0.05, 0.025, 0.0125, 0.0125])
 
 
-def test_a_run_that_goes_on_longer_follows_the_longer_schedule(tmp_path):
+def test_extended_run_follows_the_longer_schedule(tmp_path):
     def planned(steps):
         def configure(parameters):
             optimizer = AdamW(parameters, lr=0.01)

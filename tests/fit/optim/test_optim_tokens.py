@@ -115,7 +115,7 @@ def test_a_resumed_run_stands_where_it_stood(tmp_path, precision, cut):
     assert torch.equal(weights(second), weights(whole))
 
 
-def test_the_tokens_of_an_update_skipped_for_overflow_do_not_count(tmp_path):
+def test_tokens_of_overflowed_updates_do_not_count(tmp_path):
     seen = []
 
     class Watched(Language):
@@ -146,7 +146,7 @@ def test_the_tokens_of_an_update_skipped_for_overflow_do_not_count(tmp_path):
         ({"returned": False}, r'interval "token" counts the weights of the steps, but the task gives none'),
     ],
 )
-def test_what_cannot_follow_tokens_is_refused_in_the_first_step_at_the_latest(tmp_path, change, message):
+def test_schedule_unable_to_follow_tokens_is_rejected(tmp_path, change, message):
     task = Language()
     for name, value in change.items():
         setattr(task, name, value)

@@ -110,7 +110,7 @@ def with_warmup(form, schedule, steps, **options):
 @pytest.mark.parametrize("schedule", LATER)
 @pytest.mark.parametrize("steps", [1, 5, 7])
 @pytest.mark.parametrize("frequency", [1, 2])
-def test_epochs_count_from_the_one_whose_end_comes_after_the_warm_up(tmp_path, form, schedule, steps, frequency):
+def test_epochs_count_from_the_end_of_warmup(tmp_path, form, schedule, steps, frequency):
     task = Scheduled(with_warmup(form, LATER[schedule], steps, interval="epoch", frequency=frequency))
     bare_trainer(tmp_path, max_epochs=6).fit(task, loader(40, 8))
 
@@ -130,7 +130,7 @@ def test_epochs_count_from_the_one_whose_end_comes_after_the_warm_up(tmp_path, f
 
 @pytest.mark.parametrize("form", ["one entry", "two entries"])
 @pytest.mark.parametrize("schedule", LATER)
-def test_a_warm_up_in_steps_before_what_counts_steps_is_warmup_itself(tmp_path, form, schedule):
+def test_warmup_steps_equal_the_warmup_scheduler(tmp_path, form, schedule):
     tasks = [
         Scheduled(with_warmup(form, LATER[schedule], 4, interval="step")),
         Scheduled(with_schedule(lambda optimizer, _: ([optimizer], [
@@ -161,7 +161,7 @@ def epochs_of_warmup(schedule, **options):
     ],
 )
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_a_warm_up_may_count_epochs_and_follow_a_function(tmp_path, options, shares, interval):
+def test_warmup_may_count_epochs_and_use_a_function(tmp_path, options, shares, interval):
     schedule = epochs_of_warmup(lambda optimizer: ExponentialLR(optimizer, 0.9), interval=interval, **options)
     task = Scheduled(schedule)
     bare_trainer(tmp_path, max_epochs=4).fit(task, loader(40, 8))
@@ -171,7 +171,7 @@ def test_a_warm_up_may_count_epochs_and_follow_a_function(tmp_path, options, sha
 
 
 @pytest.mark.parametrize("cut", [3, 5, 7, 10, 12, 20])
-def test_a_warm_up_in_epochs_by_a_function_and_then_a_plateau_resume_with_every_bit(tmp_path, cut):
+def test_warmup_function_then_plateau_resumes_exactly(tmp_path, cut):
     def train(folder, **options):
         task = Scheduled(
             epochs_of_warmup(
@@ -202,7 +202,7 @@ def test_a_warm_up_in_epochs_by_a_function_and_then_a_plateau_resume_with_every_
         ({"warmup_epochs": -1}, "warm-up steps = -1"),
     ],
 )
-def test_a_warm_up_that_is_said_twice_or_not_at_all_is_refused(tmp_path, options, message):
+def test_contradictory_warmup_options_are_rejected(tmp_path, options, message):
     task = Scheduled(epochs_of_warmup(lambda optimizer: ExponentialLR(optimizer, 0.9), **options))
     with pytest.raises(ConfigError, match=message):
         bare_trainer(tmp_path, max_epochs=1).fit(task, loader(40, 8))
@@ -210,7 +210,7 @@ def test_a_warm_up_that_is_said_twice_or_not_at_all_is_refused(tmp_path, options
 
 @pytest.mark.parametrize("schedule", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
 @pytest.mark.parametrize("cut", [3, 5, 7, 10, 12])
-def test_a_warm_up_before_epochs_resumes_with_every_bit(tmp_path, schedule, cut):
+def test_warmup_before_epoch_schedule_resumes_exactly(tmp_path, schedule, cut):
     """Within the warm-up of seven steps, at its end, at an epoch's end before and after it, and later."""
 
     def train(folder, **options):
@@ -228,7 +228,7 @@ def test_a_warm_up_before_epochs_resumes_with_every_bit(tmp_path, schedule, cut)
 
 
 @pytest.mark.parametrize(("form", "interval"), [("Warmup", "step"), ("Warmup", "epoch"), ("warmup_steps", "step")])
-def test_a_plateau_in_a_warm_up_is_one_entry(tmp_path, form, interval):
+def test_plateau_in_warmup_may_be_one_entry(tmp_path, form, interval):
     steps = 7 if interval == "step" else 2
 
     def plateau(optimizer):
@@ -256,7 +256,7 @@ def test_a_plateau_in_a_warm_up_is_one_entry(tmp_path, form, interval):
     assert tasks[0].rates[0] == 0.0
 
 
-def test_a_plateau_is_looked_at_every_so_many_epochs(tmp_path):
+def test_plateau_is_checked_every_n_epochs(tmp_path):
     def configure(parameters):
         optimizer = SGD(parameters, lr=0.1)
         plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -317,7 +317,7 @@ def test_a_plateau_follows_its_monitor(tmp_path, form):
     assert task.rates == expected
 
 
-def test_a_plateau_says_once_when_it_lowers_the_rate(tmp_path):
+def test_plateau_logs_each_reduction_once(tmp_path):
     def configure(parameters):
         weight, bias, *rest = parameters
         groups = [{"params": [weight]}, {"params": [bias], "lr": 0.01}, {"params": rest}]
@@ -376,7 +376,7 @@ def test_a_plateau_moves_only_with_a_new_value(tmp_path, moves, validates, worse
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_a_restored_value_does_not_hide_that_a_monitor_is_missing(tmp_path, interval):
+def test_restored_value_does_not_hide_missing_monitor(tmp_path, interval):
     moves = {"interval": interval, "frequency": 5 if interval == "step" else 1}
     improve(tmp_path, Improving(**moves), max_epochs=2)
     with pytest.raises(ConfigError, match=r"the monitor 'val_loss' has no value .* there are: (loss, )?other\."):
@@ -385,7 +385,7 @@ def test_a_restored_value_does_not_hide_that_a_monitor_is_missing(tmp_path, inte
     assert improve(tmp_path, lenient, max_epochs=4, resume="auto")[-1] == 0.1
 
 
-def test_a_missing_monitor_is_an_error_that_names_what_was_logged(tmp_path):
+def test_missing_monitor_raises_and_lists_logged_names(tmp_path):
     def configure(parameters):
         optimizer = SGD(parameters, lr=0.1)
         return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer), "monitor": "valid_loss"}]
@@ -394,7 +394,7 @@ def test_a_missing_monitor_is_an_error_that_names_what_was_logged(tmp_path):
         bare_trainer(tmp_path, max_epochs=2).fit(Scheduled(configure), loader(), val_dataloaders=loader(8, 8))
 
 
-def test_a_missing_monitor_that_is_not_strict_leaves_the_rate_alone(tmp_path):
+def test_non_strict_missing_monitor_keeps_the_rate(tmp_path):
     def configure(parameters):
         optimizer = SGD(parameters, lr=0.1)
         scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "valid_loss", "strict": False}
@@ -512,7 +512,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path, configure, messag
     assert task.rates == []
 
 
-def test_a_parameter_that_the_optimizer_does_not_hold_is_named(tmp_path, caplog):
+def test_parameter_missing_from_optimizer_is_named(tmp_path, caplog):
     task = Scheduled(lambda parameters: SGD(list(parameters)[1:], lr=0.1))
     with caplog.at_level("WARNING", "lumen"):
         bare_trainer(tmp_path, max_steps=2, log_level="WARNING").fit(task, loader())
@@ -546,7 +546,7 @@ def test_a_function_given_to_fit_replaces_the_tasks(tmp_path):
         ({"max_steps": 500, "max_epochs": 3, "limit_train_batches": 2}, 6),
     ],
 )
-def test_the_length_of_the_run_is_known_when_schedules_are_built(tmp_path, options, steps):
+def test_estimated_stepping_batches_are_known_to_configure_optimizers(tmp_path, options, steps):
     class Planned(Scheduled):
         def configure_optimizers(self):
             self.planned = self.trainer.estimated_stepping_batches
@@ -571,7 +571,7 @@ def test_the_schedulers_can_be_read_from_the_task(tmp_path):
     "other", [lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
               lambda optimizer: StepLR(optimizer, 1), lambda optimizer: LambdaLR(optimizer, float)]
 )  # fmt: skip
-def test_a_schedule_that_sets_rates_anew_does_not_undo_another_one(tmp_path, other):
+def test_schedules_that_overwrite_each_other_are_rejected(tmp_path, other):
     def configure(parameters):
         optimizer = SGD(parameters, lr=0.1)
         return [optimizer], [other(optimizer), LambdaLR(optimizer, lambda epoch: min(1.0, 0.1 * (1 + epoch)))]
@@ -586,7 +586,7 @@ class ByHand(Regression):
             group["lr"] = 0.1 / (1 + self.global_step)
 
 
-def test_a_rate_that_a_hook_sets_is_that_of_the_step(tmp_path):
+def test_rate_set_by_hook_applies_to_the_step(tmp_path):
     task = ByHand(optimizer="SGD", lr=0.5)
     bare_trainer(tmp_path, max_epochs=2).fit(task, loader(40, 8, shuffle=False))
     net = Regression(optimizer="SGD").net

@@ -42,7 +42,7 @@ def stepped(make, steps=3):
     return net, optimizer
 
 
-def test_groups_and_state_are_those_of_the_optimizer_inside_and_load_and_copy():
+def test_wrapper_shares_groups_and_state_also_when_copied():
     net, optimizer = stepped(lambda held: WholeMatrices(Shampoo(held)))
     assert optimizer.param_groups is optimizer.optimizer.param_groups
     assert optimizer.state is optimizer.optimizer.state

@@ -86,7 +86,7 @@ def test_commands_of_a_tutorial_run(page, project, tmp_path, monkeypatch, capsys
             del sys.modules[name]
 
 
-def test_the_arguments_of_both_trainers_are_those_that_there_are():
+def test_arguments_and_methods_in_the_page_exist():
     page = (ROOT / "docs/migration/from-transformers.md").read_text()
     arguments, methods = page.split("## Methods")
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)}

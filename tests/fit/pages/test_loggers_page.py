@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs/guides/loggers.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+def test_programs_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     said = [capsys.readouterr().out.splitlines()[-1] for _ in programs_run("docs/guides/loggers.md")]
     assert said == ["runs/line ['TensorBoardLogger', 'MLFlowLogger']", "True", "4"]

@@ -4,7 +4,7 @@ from lumen.checkpoint import find_checkpoints
 from tests.helpers.pages import programs_run
 
 
-def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
+def test_programs_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len(list(programs_run("docs/guides/manual-optimization.md"))) == 3
     assert len(find_checkpoints(tmp_path / "runs/gan/checkpoints")) > 0

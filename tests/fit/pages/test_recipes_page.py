@@ -8,7 +8,7 @@ from tests.helpers.pages import programs_run
 
 
 @pytest.mark.slow
-def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
+def test_programs_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ("max_epochs=20,", "max_epochs=1, limit_train_batches=2, limit_val_batches=1,")
     *_, found = programs_run("docs/guides/recipes.md", few)

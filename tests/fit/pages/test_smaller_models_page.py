@@ -11,7 +11,7 @@ from tests.helpers.quantization import Quantized, quantized
 PAGE = "docs/guides/smaller-models.md"
 
 
-def test_the_programs_of_the_page_print_what_it_is_about(tmp_path, monkeypatch, capsys):
+def test_programs_of_the_page_print_expected_values(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     said = [capsys.readouterr().out.splitlines()[-1] for _ in programs_run(PAGE)]
     assert said == ["65.7% of the weights are 0", "IntxUnpackedToInt8Tensor differs by 0.0"]
@@ -47,7 +47,7 @@ def test_model_pruning_is_refused_with_what_to_write():
 
 
 @pytest.mark.parametrize("cut", [3, 5])
-def test_a_quantized_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path, cut):
+def test_resumed_quantized_run_equals_uninterrupted_run(tmp_path, cut):
     whole = quantized(tmp_path / "whole")
     quantized(tmp_path / "parts", steps=cut)
     parts = quantized(tmp_path / "parts")
@@ -55,7 +55,7 @@ def test_a_quantized_run_in_two_parts_ends_with_the_bits_of_a_whole_one(tmp_path
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
-def test_it_is_the_loop_by_hand_and_begins_with_weights_of_a_run_without_it(tmp_path):
+def test_quantized_training_equals_manual_loop_and_keeps_names(tmp_path):
     ours = quantized(tmp_path)
     task = Quantized()
     optimizer = task.configure_optimizers()

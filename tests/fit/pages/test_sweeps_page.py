@@ -7,7 +7,7 @@ from tests.helpers.tables import rows_of
 
 
 @pytest.mark.slow  # twenty short runs
-def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch, listed):
+def test_programs_of_the_page_run(tmp_path, monkeypatch, listed):
     optuna = pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     optuna.logging.set_verbosity(optuna.logging.ERROR)

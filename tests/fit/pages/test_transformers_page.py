@@ -9,7 +9,7 @@ PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft 
 
 
 @pytest.mark.filterwarnings(PEFT)
-def test_the_programs_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
+def test_programs_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = [("(max_epochs=2,", "(max_steps=5, limit_val_batches=2,")]
     few.append(('(max_epochs=1, name="names"', '(max_steps=5, limit_val_batches=2, name="names"'))

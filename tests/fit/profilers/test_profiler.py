@@ -294,7 +294,7 @@ SHORT_TRACE = {"wait": 1, "warmup": 1, "active": 2}
 
 
 @pytest.mark.parametrize("profiler", ["simple", lumen.TorchProfiler(**SHORT_TRACE, repeat=0)])
-def test_a_profiled_run_has_the_bits_of_one_without(tmp_path, profiler):
+def test_profiling_does_not_change_the_run(tmp_path, profiler):
     runs = []
     for name, chosen in (("off", None), ("on", profiler)):
         task = Scheduled(dropout=0.2)
@@ -358,7 +358,7 @@ def test_a_run_is_left_as_it_was_found(tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["error", "signal"])
-def test_what_there_is_is_reported_after_an_early_end(tmp_path, how):
+def test_profile_is_reported_after_an_early_end(tmp_path, how):
     trainer = quiet_trainer(
         tmp_path, max_epochs=1, profiler="simple", callbacks=[Failing(how)], log_level="INFO", seed=1
     )
@@ -374,7 +374,7 @@ def test_what_there_is_is_reported_after_an_early_end(tmp_path, how):
         assert text in log
 
 
-def test_a_report_that_fails_does_not_hide_the_error_of_the_run(tmp_path):
+def test_failing_report_keeps_the_error_of_the_run(tmp_path):
     class Unwritable(lumen.Callback):
         def on_train_start(self, trainer, task):
             (trainer.run_directory / "profile.txt").mkdir()
@@ -417,7 +417,7 @@ def traces(directory):
     return found
 
 
-def test_a_trace_holds_the_labels_and_operators_of_the_active_steps(tmp_path, capsys):
+def test_trace_holds_labels_and_operators_of_active_steps(tmp_path, capsys):
     trainer = quiet_trainer(
         tmp_path, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.1, num_sanity_val_steps=0,
         profiler=lumen.TorchProfiler(**SHORT_TRACE), callbacks=[SlowCallback()],
@@ -442,7 +442,7 @@ def test_a_trace_holds_the_labels_and_operators_of_the_active_steps(tmp_path, ca
     assert (trainer.run_directory / "profile.txt").read_text().startswith(title)
 
 
-def test_each_cycle_and_each_resumed_part_has_its_own_trace(tmp_path):
+def test_each_cycle_and_resume_has_a_trace(tmp_path):
     for epochs in (1, 2):
         trainer = quiet_trainer(
             tmp_path,
@@ -510,7 +510,7 @@ def test_a_schedule_that_cannot_be_is_refused(options):
         lumen.TorchProfiler(**options)
 
 
-def test_a_profiler_of_the_users_own_sees_every_part(tmp_path):
+def test_custom_profiler_sees_every_part(tmp_path):
     class Journal(lumen.Profiler):
         start = stop = None
 
@@ -656,7 +656,7 @@ def test_a_profiler_written_for_lightning_measures_a_run(tmp_path, capsys):
 # ---------------------------------------------------------------------- every function
 
 
-def test_every_function_of_a_part_is_named_and_the_slowest_part_first(tmp_path, capsys):
+def test_advanced_profile_lists_functions_slowest_part_first(tmp_path, capsys):
     trainer = quiet_trainer(tmp_path, max_steps=3, profiler="advanced")
     trainer.fit(Encoding(), loader())
     text = (trainer.run_directory / "profile.txt").read_text()
@@ -693,7 +693,7 @@ def test_a_part_within_another_counts_there_only(tmp_path):
     assert counts["outer"]["inner"] == counts["inner"]["inner"] == 2
 
 
-def test_the_functions_shown_and_the_files_written_are_chosen(tmp_path):
+def test_advanced_profile_options_limit_functions_and_files(tmp_path):
     profiler = lumen.AdvancedProfiler(tmp_path / "out", "perf", line_count_restriction=1, dump_stats=True)
     quiet_trainer(tmp_path, max_steps=1, profiler=profiler).fit(Encoding(), loader())
     text = (tmp_path / "out/fit-perf.txt").read_text()
@@ -705,7 +705,7 @@ def test_the_functions_shown_and_the_files_written_are_chosen(tmp_path):
             lumen.AdvancedProfiler(line_count_restriction=wrong)
 
 
-def test_what_asks_for_nothing_of_a_profiler_is_taken_and_the_rest_told():
+def test_neutral_lightning_arguments_are_accepted_others_explained():
     lumen.SimpleProfiler(extended=False)
     lumen.TorchProfiler(emit_nvtx=False, export_to_chrome=True, sort_by_key=None, filename=None, row_limit=3)
     with pytest.raises(ConfigError, match=r"TorchProfiler has no argument schedule\. Use wait, warmup, active"):

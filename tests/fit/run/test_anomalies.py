@@ -82,7 +82,7 @@ def refusal(tmp_path, task, data=None, **options):
         ("logarithm_in_place", "aten.log_.default"),
     ],
 )
-def test_the_operation_that_made_the_loss_nan_is_named_with_its_line(tmp_path, way, operation, precision):
+def test_operation_that_made_nan_is_named_with_line(tmp_path, way, operation, precision):
     message = refusal(tmp_path, Broken(way), precision=precision)
     assert message.startswith("the loss of step 2 (epoch 0, micro-batch 1 of the run) is nan.")
     told = message.partition("The first NaN of its forward was made by ")[2]
@@ -92,7 +92,7 @@ def test_the_operation_that_made_the_loss_nan_is_named_with_its_line(tmp_path, w
     assert not any(package in told for package in PACKAGES)
 
 
-def test_an_infinite_number_is_named_and_what_it_became(tmp_path):
+def test_first_infinity_and_resulting_nan_are_named(tmp_path):
     message = refusal(tmp_path, Broken("log_of_nothing"))
     infinite, _, nan = message.partition("The first NaN")
     assert f"line {line_of('log_of_nothing', 'the line of the infinite number')}, in log_of_nothing" in infinite
@@ -104,7 +104,7 @@ def test_an_infinite_number_is_named_and_what_it_became(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_operation_whose_backward_made_a_nan_is_named_with_its_line(tmp_path, precision, accumulate):
+def test_operation_with_nan_backward_is_named_with_line(tmp_path, precision, accumulate):
     message = refusal(tmp_path, Broken("root_of_nothing"), precision=precision, accumulate_grad_batches=accumulate)
     assert message.startswith(f"the backward of step {3 - accumulate} (epoch 0, micro-batch 1 of the run): Function '")
     assert "returned nan values" in message
@@ -126,7 +126,7 @@ def test_masks_of_minus_infinity_are_nobodys_error(tmp_path):
     assert "infinite" not in message
 
 
-def test_a_batch_that_is_not_finite_is_told_from_an_operation(tmp_path):
+def test_non_finite_batch_is_distinguished_from_an_operation(tmp_path):
     inputs = torch.randn(8, 6)
     inputs[5, 3] = torch.nan
 
@@ -141,7 +141,7 @@ def test_a_batch_that_is_not_finite_is_told_from_an_operation(tmp_path):
     )
 
 
-def test_other_errors_and_warnings_of_a_backward_stay_what_they_are(tmp_path):
+def test_other_backward_errors_and_warnings_pass_through(tmp_path):
     class Failing(torch.autograd.Function):
         @staticmethod
         def forward(context, inputs):
@@ -177,7 +177,7 @@ def test_finding_changes_no_bit(tmp_path):
     assert torch.equal(trained(True), trained(False))
 
 
-def test_a_run_that_looks_at_every_operation_says_that_it_compiles_nothing(tmp_path, caplog):
+def test_detect_anomaly_disables_compile_with_a_message(tmp_path, caplog):
     def trained(**options):
         caplog.clear()
         task, compiled = Regression(), CompileCounter()

@@ -42,7 +42,7 @@ def test_factors_are_shares_of_the_total(known, returned, by_task, expected, gue
 
 
 @pytest.mark.parametrize("returned", [None, 3, 1e-30, 1e30])
-def test_the_only_micro_batch_of_a_step_is_not_scaled_at_all(returned):
+def test_single_micro_batch_is_never_scaled(returned):
     factors, weighting = weighed([7], [returned], alone=True, guess=3.0)
     assert factors == [1.0]
     assert weighting.correction == 1.0
@@ -55,7 +55,7 @@ def test_totals_known_beforehand_need_no_correction():
 
 
 @pytest.mark.parametrize(("total", "guess"), [(1, 32.0), (31, 32.0), (100, 128.0), (1024, 1024.0), (1500.5, 2048.0)])
-def test_the_next_guess_is_a_power_of_two_near_the_total_and_falls_slowly(total, guess):
+def test_next_guess_is_power_of_two_near_total(total, guess):
     _, weighting = weighed([1, 1], [total / 2, total / 2], guess=64.0)
     assert weighting.next_guess == guess
     assert weighed([1, 1], [None, None], guess=64.0)[1].next_guess == 64.0
@@ -68,12 +68,12 @@ def test_a_weight_that_is_none_is_an_error(weight):
 
 
 @pytest.mark.parametrize("returned", [[1.0, None], [None, 1.0]])
-def test_a_weight_for_only_some_micro_batches_is_an_error(returned):
+def test_partially_returned_weights_raise(returned):
     with pytest.raises(TrainingError, match=r"Return \(loss, weight\) always or never"):
         weighed([4, 4], returned)
 
 
-def test_a_weight_that_contradicts_the_tasks_own_is_an_error():
+def test_weight_contradicting_batch_weight_raises():
     with pytest.raises(TrainingError, match=r"returned the weight 5.0 .* batch_weight gave 4"):
         weighed([4, 4], [4.0, 5.0], by_task=True)
 
@@ -127,7 +127,7 @@ def test_gradients_are_weighted_means(tmp_path, kind):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_that_weighs_nothing_is_skipped_with_a_warning(tmp_path, caplog, accumulate):
+def test_zero_weight_step_is_skipped_with_a_warning(tmp_path, caplog, accumulate):
     task = Given()
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate, log_level="WARNING")
     trainer.fit(task, batches((3.0, 1.0), (5.0, 1.0), (1.0, 0.0), (2.0, 0.0)))
@@ -138,7 +138,7 @@ def test_a_step_that_weighs_nothing_is_skipped_with_a_warning(tmp_path, caplog, 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("accumulate", "step"), [(1, 4), (2, 2), (100, 1)])
-def test_a_loss_that_is_not_finite_is_an_error_that_names_the_step(tmp_path, value, accumulate, step):
+def test_non_finite_loss_raises_and_names_the_step(tmp_path, value, accumulate, step):
     task = Given()
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate)
     with pytest.raises(NonFiniteLoss, match=rf"loss of step {step} \(epoch 0, micro-batch 3 of the run\) is {value}"):
@@ -158,7 +158,7 @@ def test_the_epoch_is_named_too(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_loss_that_is_not_finite_is_an_error_also_at_weight_zero(tmp_path, precision, accumulate):
+def test_non_finite_loss_of_weight_zero_raises(tmp_path, precision, accumulate):
     """0 x NaN is NaN: a masked mean over nothing would poison the gradients of the whole step."""
     trainer = bare_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=accumulate, precision=precision)
     with pytest.raises(NonFiniteLoss, match=r"although its weight is 0.*Divide by max\(count, 1\)"):
@@ -177,7 +177,7 @@ class Root(Regression):
         return loss + (self(batch[0]) * 0.0).sqrt().mean() if self.global_step == self.bad_step else loss
 
 
-def test_a_gradient_that_is_not_finite_is_an_error_before_the_update_where_its_norm_is_known(tmp_path):
+def test_non_finite_gradient_norm_raises_before_the_update(tmp_path):
     task = Root(3)
     with pytest.raises(NonFiniteLoss, match=r"gradient norm of step 4 \(epoch 0, .* is nan, although its losses"):
         bare_trainer(tmp_path, max_steps=8, gradient_clip_val=1.0).fit(task, loader())
@@ -205,7 +205,7 @@ class Overflowing(Regression):
         return super().training_step(batch) * 2e4
 
 
-def test_a_skipped_fp16_update_is_said_once_and_again_where_many_follow_each_other(tmp_path, caplog):
+def test_skipped_fp16_updates_are_logged_without_flooding(tmp_path, caplog):
     caplog.set_level("INFO", "lumen")
 
     def run(**options):

@@ -52,7 +52,7 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize(("device", "beside"), [("cpu", False), ("mps", False), ("cuda", True)])
-def test_the_host_waits_for_copies_to_anywhere_but_cuda(asked, device, beside):
+def test_copies_are_synchronous_except_to_cuda(asked, device, beside):
     move({"a": torch.ones(2), "b": [PACKED]}, torch.device(device))
     assert set(asked) == {(device, beside)}
     assert len(asked) >= 2
@@ -156,7 +156,8 @@ def on_device(value):
     return torch.tensor(value).as_subclass(OnDevice)
 
 
-def test_a_loss_is_waited_for_on_its_own_device_and_named_by_its_own_step(device, made):
+def test_non_finite_check_names_the_step_of_loss(device, made):
+    """The event is recorded on the device of the loss, not on the current one."""
     checks = NonFiniteCheck()
     for step, value in enumerate([0.5, float("nan"), 0.25], 1):
         checks.check(on_device(value), 1.0, lambda step=step: (step, 0, step))
@@ -178,7 +179,7 @@ def test_checks_use_the_same_pinned_memory_again(device, made):
 
 
 @pytest.mark.parametrize(("visible", "local_rank", "index"), [(4, 3, 3), (1, 3, 0), (1, 0, 0)])
-def test_a_process_that_sees_one_device_takes_that_one(monkeypatch, visible, local_rank, index):
+def test_process_with_one_visible_device_uses_it(monkeypatch, visible, local_rank, index):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert device_of("cuda", Processes(3, 4, local_rank, 4)) == torch.device("cuda", index)
@@ -192,7 +193,7 @@ def test_more_processes_than_devices_are_told(monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [[0, 2], "0,2"])
-def test_numbers_of_devices_are_told_how_to_be_chosen(devices):
+def test_device_indices_suggest_cuda_visible_devices(devices):
     with pytest.raises(ConfigError, match="Set CUDA_VISIBLE_DEVICES to say which ones"):
         make_strategy("auto", "cpu", devices)
 
@@ -220,7 +221,7 @@ def test_the_device_is_current_before_a_group_opens(monkeypatch):
     assert calls == [torch.device("cuda:1"), (CUDA_BACKENDS, torch.device("cuda:1"))]
 
 
-def test_a_precisions_name_is_checked_without_a_look_at_the_device(monkeypatch):
+def test_precision_check_does_not_touch_the_device(monkeypatch):
     monkeypatch.setattr(torch, "autocast", None)
     monkeypatch.setattr(torch.amp, "GradScaler", None)
     for name in ("bf16", "16-mixed", 64):
@@ -234,7 +235,7 @@ def test_fp16_with_gradients_on_the_host_is_refused():
         make_precision("fp16").check(CUDA, torch.device("cpu"))
 
 
-def test_the_peak_of_memory_is_that_of_the_run(monkeypatch, tmp_path):
+def test_peak_memory_is_reset_for_each_run(monkeypatch, tmp_path):
     def reset(device):
         raise LookupError(device)
 
@@ -260,7 +261,7 @@ def test_the_peak_of_memory_is_that_of_the_run(monkeypatch, tmp_path):
         ({"options": {"triton.cudagraphs": False}}, False),
     ],
 )
-def test_graphs_are_replayed_on_cuda_in_the_modes_that_say_so(setting, replays):
+def test_cuda_graphs_depend_on_the_compile_mode(setting, replays):
     assert Compilation(setting).replays_graphs(CUDA) is replays
     assert not Compilation(setting).replays_graphs(torch.device("cpu"))
 
@@ -287,7 +288,7 @@ def marks(monkeypatch):
     return marks
 
 
-def test_a_graphs_step_begins_with_every_batch_of_training_evaluation_and_prediction(marks, tmp_path):
+def test_cuda_graph_step_is_marked_for_every_batch(marks, tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=2)
     trainer.fit(Regression(), loader(), loader())
     assert len(marks) == 7 + 7 + 2
@@ -305,7 +306,7 @@ def test_a_graphs_step_begins_with_every_batch_of_training_evaluation_and_predic
     ],
     ids=["accumulate", "by epoch", "global_batch_size", "shards"],
 )
-def test_what_graphs_cannot_do_is_refused_before_the_first_step(marks, tmp_path, options, message):
+def test_options_incompatible_with_cuda_graphs_are_rejected(marks, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         bare_trainer(tmp_path, max_epochs=1, **options).fit(Regression(), loader())
     assert not marks
@@ -329,7 +330,7 @@ class Recorded:
         return value
 
 
-def test_what_is_pickled_for_other_processes_is_on_the_host(asked):
+def test_pickled_collectives_move_tensors_to_the_host(asked):
     strategy = SingleDevice()
     strategy.processes = Recorded()
     given = {"x": torch.ones(2), "y": [1, None]}
@@ -341,7 +342,7 @@ def test_what_is_pickled_for_other_processes_is_on_the_host(asked):
             assert asked == [("cpu", False)] * moves
 
 
-def test_a_batch_that_is_lent_to_another_process_is_on_the_host(request, tmp_path):
+def test_lent_batch_is_moved_to_the_host(request, tmp_path):
     trainer = bare_trainer(tmp_path, max_steps=1)
     trainer.fit(Regression(), loader())
     run = trainer.run
@@ -352,7 +353,7 @@ def test_a_batch_that_is_lent_to_another_process_is_on_the_host(request, tmp_pat
     assert asked == [("cpu", False)]
 
 
-def test_one_process_may_leave_a_micro_batch_out_where_norms_are_synchronised(tmp_path):
+def test_synchronized_norms_allow_skipping_in_one_process(tmp_path):
     plain, synced = Synced(), Synced()
     plain.norm = nn.BatchNorm1d(1)
     synced.net.load_state_dict(plain.net.state_dict())
@@ -379,7 +380,7 @@ def pinned(monkeypatch):
     return asked
 
 
-def test_pinned_memory_is_taken_in_blocks_that_tensors_fill(pinned):
+def test_pinned_memory_is_allocated_in_shared_blocks(pinned):
     shapes = [(3, 1000), (), (0,), (700, 1000), (5,), (256, 1024), (100, 1000), (7, 3), (900, 1000)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
     tensors = {
@@ -400,7 +401,7 @@ def test_pinned_memory_is_taken_in_blocks_that_tensors_fill(pinned):
     assert pinned_like({}) == {}
 
 
-def test_a_snapshots_memory_is_kept_while_it_fits_and_given_back_at_the_end(pinned, monkeypatch):
+def test_snapshot_memory_is_reused_and_freed_at_end(pinned, monkeypatch):
     given_back = []
     monkeypatch.setattr("lumen.checkpoint.save.snapshot.empty_host_cache", lambda: given_back.append(list(alive)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))

@@ -121,7 +121,7 @@ def test_layers_may_be_built_late(tmp_path):
     ("precision", "backend"),
     [("fp32", "aot_eager"), ("fp64", "aot_eager"), ("bf16", "eager"), ("fp16", "eager"), ("bf16-true", "eager")],
 )
-def test_it_computes_logs_and_evaluates_what_it_does_uncompiled(tmp_path, precision, backend):
+def test_compiled_run_equals_uncompiled_run(tmp_path, precision, backend):
     tasks = Stack(dropout=0.3), Stack(dropout=0.3)
     trainers = [
         fit(tmp_path, task, precision=precision, compile=setting)
@@ -133,8 +133,8 @@ def test_it_computes_logs_and_evaluates_what_it_does_uncompiled(tmp_path, precis
 
 
 @pytest.mark.slow
-def test_checkpoints_of_compiled_and_other_runs_are_the_same(tmp_path):
-    """A run that changes between compiled and not, at every resumption, ends where an undisturbed one does."""
+def test_compiled_and_uncompiled_checkpoints_are_interchangeable(tmp_path):
+    """A run that switches compile at every resumption ends where an uninterrupted one does."""
     whole, parts = Stack(dropout=0.3), None
     quiet_trainer(tmp_path / "whole", max_steps=9).fit(whole, loader(40))
     for steps, setting in ((3, {"backend": "aot_eager"}), (6, False), (9, {"backend": "aot_eager", "blocks": "Block"})):
@@ -213,8 +213,8 @@ class Wide(Regression):
 @pytest.mark.slow
 @pytest.mark.time_limit(300)
 @pytest.mark.parametrize(("kind", "setting"), [pytest.param(Wide, True, marks=pytest.mark.slow), (Stack, "Block")])
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, kind, setting):
-    """Compiled for real, with dropout and short last batches; what one run has compiled is forgotten in the next."""
+def test_resumed_compiled_run_equals_uninterrupted_run(tmp_path, kind, setting):
+    """Compiled for real, with dropout and short last batches; each run compiles again."""
     tasks = []
     for root, stops in ((tmp_path / "whole", (12,)), (tmp_path / "parts", (3, 7, 12))):
         for steps in stops:
@@ -245,7 +245,7 @@ class Unprepared(lumen.DataModule):
         ({"mode": "default", "options": {"max_autotune": True}}, "Either mode or options"),
     ],
 )
-def test_a_setting_that_fits_nothing_is_refused_before_data_is_prepared(tmp_path, setting, answer):
+def test_invalid_compile_setting_raises_before_data_is_prepared(tmp_path, setting, answer):
     with pytest.raises(ConfigError, match=f"^compile: .*{answer}"):
         quiet_trainer(tmp_path, max_steps=1, compile=setting).fit(Stack(), Unprepared())
 
@@ -268,7 +268,7 @@ def test_a_task_without_modules_to_compile_is_refused(tmp_path):
         fit(tmp_path, Bare(), compile=True)
 
 
-def test_what_cannot_be_one_graph_is_one_clear_error(tmp_path):
+def test_graph_break_under_fullgraph_is_one_error(tmp_path):
     class Printing(Stack):
         def forward(self, inputs):
             torch._dynamo.graph_break()
@@ -279,7 +279,7 @@ def test_what_cannot_be_one_graph_is_one_clear_error(tmp_path):
     fit(tmp_path, Printing(), compile={"backend": "eager", "fullgraph": True, "blocks": "Block"})
 
 
-def test_a_mistake_in_a_compiled_module_stays_what_it_is(tmp_path):
+def test_exception_in_compiled_module_passes_through(tmp_path):
     class Mistaken(Stack):
         def forward(self, inputs):
             if len(inputs) < 9:
@@ -290,7 +290,7 @@ def test_a_mistake_in_a_compiled_module_stays_what_it_is(tmp_path):
         fit(tmp_path, Mistaken(), compile={"backend": "eager"})
 
 
-def test_a_compiled_layer_that_has_no_float16_kernel_is_named(tmp_path):
+def test_compiled_layer_without_float16_kernel_is_named(tmp_path):
     class Sequences(Stack):
         def __init__(self):
             super().__init__()
@@ -317,7 +317,7 @@ class Lengths(Regression):
 
 
 @pytest.mark.slow
-def test_too_many_shapes_are_one_clear_error_that_knows_the_way_out(tmp_path):
+def test_too_many_shapes_suggest_dynamic(tmp_path):
     options = {"max_epochs": 1, "enable_checkpointing": False}
     with pytest.raises(ConfigError, match=r"compile: .* more than 32 .*dynamic: true"):
         quiet_trainer(tmp_path, **options, compile={"backend": "eager"}).fit(Lengths())

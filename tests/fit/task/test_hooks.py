@@ -50,22 +50,23 @@ ANEW = {"resumed": False, "new": True, "saving": False, **automatic_or_not()}
 GOING_ON = ANEW | {"resumed": True, "new": False}
 
 
-def test_fit_calls_what_the_map_says_in_its_order(tmp_path):
+def test_fit_follows_the_hook_order(tmp_path):
     steps = [*[step()] * 4, step(validating=True, last=True)]
     assert record(fit(tmp_path, max_epochs=2)) == follow("fit", **ANEW, epoch=[epoch(*steps)] * 2)
 
 
-def test_fit_with_accumulation_and_validations_inside_the_epoch_calls_what_the_map_says(tmp_path):
+def test_fit_with_accumulation_follows_the_hook_order(tmp_path):
+    """With validations inside the epoch."""
     assert record(fit(tmp_path, max_epochs=2, **EVERY_HALF)) == follow("fit", **ANEW, epoch=[epoch(*HALVES)] * 2)
 
 
-def test_fit_of_a_task_that_optimizes_by_hand_calls_what_the_map_says(tmp_path):
+def test_manual_optimization_follows_the_hook_order(tmp_path):
     steps = [*[step()] * 4, step(validating=True, last=True)]
     expected = follow("fit", **ANEW | automatic_or_not(manual=True), epoch=[epoch(*steps)] * 2)
     assert record(fit(tmp_path, max_epochs=2), ByHand) == expected
 
 
-def test_a_fit_that_saves_asks_for_the_states_where_the_map_says(tmp_path):
+def test_saving_fit_follows_the_hook_order(tmp_path):
     saver = lumen.ModelCheckpoint(every_n_train_steps=1, every_n_epochs=None, train_time_interval=None, at_end=False)
 
     def run(task, data, callbacks):
@@ -87,19 +88,19 @@ def save(tmp_path, number, **options):
     return path
 
 
-def test_a_fit_resumed_inside_an_epoch_calls_what_the_map_says(tmp_path):
+def test_fit_resumed_in_mid_epoch_follows_hook_order(tmp_path):
     path = save(tmp_path, 4, max_epochs=2, **EVERY_HALF)
     resumed = record(fit(tmp_path, max_epochs=2, resume=path, **EVERY_HALF))
     assert resumed == follow("fit", **GOING_ON, epoch=[epoch(*HALVES[1:], beginning=False)])
 
 
-def test_a_fit_resumed_at_the_end_of_an_epoch_calls_what_the_map_says(tmp_path):
+def test_fit_resumed_at_epoch_end_follows_hook_order(tmp_path):
     path = save(tmp_path, 3, max_epochs=2, **EVERY_HALF)
     resumed = record(fit(tmp_path, max_epochs=2, resume=path, **EVERY_HALF))
     assert resumed == follow("fit", **GOING_ON, epoch=[epoch(*HALVES)])
 
 
-def test_a_run_that_ends_inside_an_epoch_still_ends_the_epoch(tmp_path):
+def test_run_ending_in_mid_epoch_ends_the_epoch(tmp_path):
     options = {"max_steps": 1, "num_sanity_val_steps": 0, "accumulate_grad_batches": 2}
     expected = follow("fit", **ANEW | {"new": False}, epoch=[epoch(step(2), complete=False)])
     assert record(fit(tmp_path, **options)) == expected
@@ -121,7 +122,7 @@ def test_the_map_has_every_hook_and_nothing_else():
     assert names_in_the_map() == called - elsewhere - evaluated
 
 
-def test_an_error_is_reported_to_every_hook_and_everything_is_torn_down(tmp_path):
+def test_error_calls_every_on_exception_and_teardown(tmp_path):
     class Failing(Callback):
         def on_train_start(self, trainer, task):
             raise ZeroDivisionError("a hook failed")
@@ -165,7 +166,7 @@ def lightnings_order():
 
 
 @pytest.mark.parametrize("what", ["fit", "fit by hand", "fit resumed", "validate", "test", "predict"])
-def test_the_order_is_lightnings_but_for_what_the_guide_names(tmp_path, what):
+def test_order_equals_lightning_except_documented_differences(tmp_path, what):
     few = {"limit_train_batches": 3, "limit_val_batches": 1, "limit_test_batches": 1, "limit_predict_batches": 1}
 
     def run(task, data, callbacks):
@@ -221,7 +222,7 @@ def test_a_hook_that_nobody_defines_is_not_called(tmp_path):
     assert called == set()
 
 
-def test_a_hook_may_come_from_a_parent_a_mixin_or_a_decorator(tmp_path):
+def test_hooks_may_be_inherited_mixed_in_or_decorated(tmp_path):
     class Mixin:
         def on_train_start(self):
             self.called.append("mixin")
@@ -273,7 +274,7 @@ def test_outputs_of_a_training_batch_have_no_graph(tmp_path, options, of_the_tas
     assert torch.equal(seen[0]["kept"][1]["pair"].left, 2 * expected)
 
 
-def test_what_a_hook_keeps_of_an_output_frees_the_rest_of_its_step(tmp_path):
+def test_kept_output_does_not_keep_the_graph(tmp_path):
     freed, kept = [], []
 
     class Token:
@@ -426,7 +427,7 @@ def expected_shape(device):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_every_tensor_of_a_nested_batch_moves_and_the_rest_stays(device):
+def test_all_tensors_of_a_nested_batch_are_moved(device):
     batch = nested_batch()
     assert shape_of(move(batch, torch.device(device))) == expected_shape(device)
     assert shape_of(batch) == expected_shape("cpu")
@@ -446,7 +447,7 @@ class Encoding(UserDict):
 @pytest.mark.parametrize(
     "batch", [defaultdict(list, tokens=torch.ones(2)), Encoding({"tokens": torch.ones(2)}, lengths=[2])]
 )
-def test_a_mapping_of_another_class_keeps_what_makes_it_one(batch):
+def test_moved_mappings_keep_their_class_and_attributes(batch):
     moved = move(batch, torch.device("meta"))
     assert moved["tokens"].device.type == "meta"
     assert type(moved) is type(batch)
@@ -469,13 +470,13 @@ class Keeping(Regression):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_nested_batch_reaches_the_step_as_it_is(tmp_path, workers):
+def test_nested_batch_reaches_the_step_unchanged(tmp_path, workers):
     task = Keeping()
     bare_trainer(tmp_path, max_steps=1).fit(task, DataLoader(range(3), 3, collate_fn=make_batch, num_workers=workers))
     assert shape_of(task.received) == expected_shape("cpu")
 
 
-def test_a_batch_is_moved_to_where_the_task_is(tmp_path):
+def test_batch_is_moved_to_the_device_of_task(tmp_path):
     task = Keeping()
     trainer = bare_trainer(tmp_path, strategy=lumen.SingleDevice("meta"))
     trainer.predict(task, DataLoader(range(3), 3, collate_fn=make_batch))
@@ -531,7 +532,7 @@ def test_a_batch_passes_the_transfer_hooks_in_order(tmp_path, data, owners):
         assert batch == [f"{owner} {stage} {number}" for owner, stage in zip(owners, stages, strict=True)]
 
 
-def test_a_step_sees_the_batch_on_the_device_also_when_training(tmp_path):
+def test_training_step_sees_batch_after_transfer_hooks(tmp_path):
     class Doubling(lumen.DataModule):
         def train_dataloader(self):
             return loader(8, 8, shuffle=False)
@@ -550,7 +551,7 @@ def test_a_step_sees_the_batch_on_the_device_also_when_training(tmp_path):
     assert task.sums == [(2 * part).sum().item() for part in batch]
 
 
-def test_a_step_or_loader_that_is_set_to_none_is_not_there(tmp_path):
+def test_steps_and_loaders_set_to_none_are_missing(tmp_path):
     task = Regression()
     task.validation_step = None
     task.train_dataloader = None

@@ -126,7 +126,7 @@ def called(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in LIGHTNING.items() for name in names])
-def test_a_hook_of_any_lightning_is_called_or_refused_with_what_to_write(tmp_path, called, kind, name):
+def test_lightning_hooks_are_called_or_rejected_with_replacement(tmp_path, called, kind, name):
     if name in called[kind]:
         assert name not in NOT_CALLED[kind]
         return
@@ -152,7 +152,7 @@ def test_every_text_names_what_exists():
                 assert any(hasattr(place, word) for place in places) or word in ("on_", "scale_step"), (text, word)
 
 
-def test_it_may_come_from_a_parent_a_mixin_or_the_object_itself(tmp_path):
+def test_unsupported_hooks_are_found_in_bases_and_instance(tmp_path):
     class Mixin:
         def training_step_end(self, *_):
             pass
@@ -171,7 +171,7 @@ def test_it_may_come_from_a_parent_a_mixin_or_the_object_itself(tmp_path):
     assert re.findall(r"^  (\w+):", str(caught.value), re.M) == ["on_epoch_end", "training_step_end", "on_hpc_save"]
 
 
-def test_a_module_or_a_flag_of_such_a_name_is_no_hook(tmp_path):
+def test_module_or_flag_with_hook_name_is_allowed(tmp_path):
     class Bidirectional(Regression):
         def __init__(self):
             super().__init__()
@@ -231,14 +231,14 @@ def yielding(self, trainer, task):
         ("task", "validation_step", lambda self, b, *, hiddens=None: 0, "hiddens is not given. Split the sequence"),
     ],
 )
-def test_a_signature_that_lumen_cannot_serve_is_an_error_before_anything_runs(tmp_path, kind, name, method, message):
+def test_unsupported_signature_raises_before_training(tmp_path, kind, name, method, message):
     owners = {each: base() for each, base in KINDS.items()}
     owners[kind] = type("Ported", (KINDS[kind],), {name: method})()
     with pytest.raises(ConfigError, match=message):
         bare_trainer(tmp_path, max_steps=1, callbacks=[owners["callback"]]).fit(owners["task"], owners["data module"])
 
 
-def test_a_hook_may_leave_out_the_last_of_its_arguments(tmp_path):
+def test_hooks_may_omit_their_last_arguments(tmp_path):
     seen = []
 
     class Short(lumen.Callback):
@@ -295,7 +295,7 @@ def test_a_hook_may_leave_out_the_last_of_its_arguments(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_hook_that_leaves_arguments_out_may_still_end_the_epoch(tmp_path):
+def test_shortened_hook_may_end_the_epoch(tmp_path):
     class Skipping(Regression):
         def on_train_batch_start(self, batch):
             return -1 if self.global_step == 2 else None
@@ -305,7 +305,7 @@ def test_a_hook_that_leaves_arguments_out_may_still_end_the_epoch(tmp_path):
     assert trainer.global_step == 2
 
 
-def test_hooks_of_evaluation_batches_may_do_without_the_number_of_the_loader(tmp_path):
+def test_evaluation_batch_hooks_may_omit_dataloader_idx(tmp_path):
     seen = []
 
     class Quietly(lumen.Callback):
@@ -353,7 +353,7 @@ def defining(base, *names):
         (lumen.DataModule, "tear_down", "teardown"),
     ],
 )
-def test_a_misspelt_hook_is_a_warning_that_names_it(tmp_path, caplog, base, name, meant):
+def test_misspelled_hook_warns_with_a_suggestion(tmp_path, caplog, base, name, meant):
     task, data, callbacks = Task(), Data(), []
     owner = defining(base, name)
     if isinstance(owner, lumen.Callback):
@@ -383,7 +383,7 @@ HELPERS = (
 )  # fmt: skip
 
 
-def test_helpers_properties_and_what_mixins_bring_are_no_misspelt_hooks():
+def test_helpers_and_mixins_are_no_misspelled_hooks():
     class Mixin:
         def validaton_step(self):
             pass
@@ -419,5 +419,5 @@ def test_nothing_in_this_repository_has_a_misspelt_hook():
     assert not any(found)
 
 
-def test_every_hook_of_lumen_that_lightning_has_too_is_in_the_list():
+def test_all_common_hooks_are_listed():
     assert set(HOOKS) - set(LIGHTNING["callback"]) == {"on_step_end", "on_step_checkpoint"}

@@ -39,7 +39,7 @@ def with_hooks(**hooks):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_the_eval_hook_leaves_in_train_mode_is_evaluated_so_and_all_is_put_back(tmp_path, stage):
+def test_eval_hook_decides_modes_and_all_are_restored(tmp_path, stage):
     def keep_dropout(self):
         self.eval()
         self.net[2].train()
@@ -64,7 +64,7 @@ def test_what_the_train_hook_leaves_stays(tmp_path, stage):
     assert [module.training for module in task.modules()] == [True, True, True, True, False, True]
 
 
-def test_a_train_hook_that_does_nothing_leaves_eval_mode_and_that_is_said(tmp_path, caplog):
+def test_empty_train_hook_leaves_eval_mode_with_warning(tmp_path, caplog):
     task = with_hooks(on_validation_model_train=lambda self: None)
     with caplog.at_level(logging.WARNING, "lumen"):
         trainer = bare_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0, log_level="WARNING")
@@ -88,7 +88,7 @@ def test_both_hooks_with_super_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("is_defined", [False, True])
-def test_gradients_are_dropped_before_a_validation_by_who_asks_for_it(tmp_path, is_defined):
+def test_zero_grad_hook_drops_gradients_before_validation(tmp_path, is_defined):
     calls, gradients = [], []
 
     def zero_grad(self):

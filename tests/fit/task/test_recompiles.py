@@ -112,21 +112,22 @@ CASES = {
 
 
 @pytest.mark.parametrize(("task", "options", "graphs"), CASES.values(), ids=CASES)
-def test_after_the_first_epoch_nothing_is_compiled_and_no_graph_is_broken(tmp_path, task, options, graphs):
+def test_nothing_recompiles_after_the_first_epoch(tmp_path, task, options, graphs):
+    """No graph is broken either."""
     options = options | {"callbacks": [make() for make in options.get("callbacks", ())]}
     first, *others = count(tmp_path, task(), **options)
     assert others == [first] * (EPOCHS - 1)
     assert first[:2] == (graphs, 0)
 
 
-def test_it_is_the_first_step_of_training_and_the_first_of_evaluation_that_compile(tmp_path):
+def test_first_training_and_evaluation_steps_compile(tmp_path):
     counted = count(tmp_path, Deep(), num_sanity_val_steps=0, max_epochs=1, limit_val_batches=1)
     steps = count(tmp_path, Deep(), num_sanity_val_steps=0, max_steps=1, limit_train_batches=1, limit_val_batches=1)
     assert steps == counted
 
 
-def test_a_forward_that_logs_is_cut_there_and_compiled_once(tmp_path, capfd):
-    """Between two graphs lies the call, which the compiler does not follow."""
+def test_logging_in_forward_breaks_graph_without_recompiling(tmp_path, capfd):
+    """The call lies between two graphs, where nothing is compiled."""
     first, *others = count(tmp_path, Telling())
     assert others == [first] * (EPOCHS - 1)
     graphs, breaks, _ = first
@@ -135,7 +136,7 @@ def test_a_forward_that_logs_is_cut_there_and_compiled_once(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_afterwards_the_calls_of_a_task_are_its_own(tmp_path, fail):
+def test_patched_task_methods_are_restored(tmp_path, fail):
     class Failing(Deep):
         def on_train_end(self):
             assert not fail, "on purpose"
@@ -175,13 +176,13 @@ def test_what_is_unfrozen_is_compiled_anew_once(tmp_path):
     assert [graphs for graphs, _, _ in counted] == [2, 4, 4]
 
 
-def test_a_number_that_changes_is_compiled_into_the_code(tmp_path):
+def test_changing_number_is_compiled_as_a_constant(tmp_path):
     counted = count(tmp_path, Dated())
     assert [graphs for graphs, _, _ in counted] == [2, 4, 6]
 
 
 @pytest.mark.slow
-def test_a_number_that_changes_with_every_step_is_one_clear_error(tmp_path):
+def test_number_changing_every_step_is_one_clear_error(tmp_path):
     class Stepping(Regression):
         def forward(self, inputs):
             return super().forward(inputs) * (1 + self.global_step)
@@ -190,5 +191,5 @@ def test_a_number_that_changes_with_every_step_is_one_clear_error(tmp_path):
         bare_trainer(tmp_path, max_steps=40, compile={"backend": "eager"}).fit(Stepping(), loader(40))
 
 
-def test_what_a_run_has_compiled_the_next_one_compiles_for_itself(tmp_path):
+def test_compiled_code_is_not_shared_between_runs(tmp_path):
     assert count(tmp_path, Deep()) == count(tmp_path, Deep())

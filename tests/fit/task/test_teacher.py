@@ -43,7 +43,7 @@ def constant(step):
     ],
     ids=["constant", "cosine", "cosine of its own length", "function", "norm", "eval mode", "buffers"],
 )
-def test_it_has_the_bits_of_a_loop_by_hand(tmp_path, options, decay, by_hand):
+def test_teacher_equals_the_manual_loop(tmp_path, options, decay, by_hand):
     online, target = fit(tmp_path, task := Byol(**options))
     expected = loop(decay, STEPS, norm=options.get("norm", False), **by_hand)
     assert same(online, expected[0])
@@ -59,7 +59,7 @@ def test_only_updates_move_it_also_by_hand(tmp_path, kind, options):
     assert same(target, expected[1])
 
 
-def test_updates_that_are_left_out_do_not_move_it(tmp_path):
+def test_skipped_updates_do_not_move_the_teacher(tmp_path):
     precision = lumen.precision.Float16(init_scale=2.0**40)
     task, seen = Byol(dtype=torch.float32, decay=0.5), []
 
@@ -77,7 +77,7 @@ def test_updates_that_are_left_out_do_not_move_it(tmp_path):
 
 
 @pytest.mark.parametrize("task", [Byol, ByHand])
-def test_a_run_in_parts_ends_with_the_bits_of_a_whole_one_and_a_checkpoint_has_the_student_once(tmp_path, task):
+def test_resumed_run_is_exact_and_saves_student_once(tmp_path, task):
     def run(folder, max_steps):
         trained = task(decay=0.7, final_decay=1.0, steps=STEPS, norm=True)
         trainer = quiet_trainer(folder, max_steps=max_steps, resume="auto")

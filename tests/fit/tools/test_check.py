@@ -83,7 +83,7 @@ def test_a_mistake_is_named_with_what_to_do(checked, name, settings):
 
 
 @pytest.mark.parametrize(("mistake", "told"), [("leaks numbers", "5 of 85"), ("leaks contents", "20 of 100")])
-def test_samples_of_the_training_in_the_validation_are_counted(checked, mistake, told):
+def test_training_samples_in_validation_are_counted(checked, mistake, told):
     found = checked(of_data={"mistake": mistake})
     assert found.suspicious == {"leak"}
     assert told in found.text("leak")
@@ -96,14 +96,14 @@ def test_how_many_samples_were_compared_is_said(checked):
     assert not checked("--samples=0", of_data={"mistake": "copies"}).text("leak")
 
 
-def test_labels_that_are_no_classes_are_named_beside_the_users_traceback(checked):
+def test_out_of_range_labels_are_named(checked):
     found = checked(of_data={"mistake": "labels from 1"})
     assert found.code == 2
     assert re.search(r"labels go from \d to 5, but the output has 5 classes: 0 to 4", found.text("labels.range"))
     assert ", in validation_step\n" in found.err
 
 
-def test_a_step_that_fails_shows_its_traceback_and_what_was_seen_before(checked):
+def test_failing_step_shows_traceback_and_earlier_findings(checked):
     found = checked(model={"mistake": "fails"})
     assert found.code == 2
     assert found.named("wrong") == {"failed"}
@@ -185,7 +185,7 @@ def test_validations_and_checkpoints_are_as_many_as_foretold(checked, tmp_path, 
     assert facts["checkpoints"][0]["saves"] == len(list((tmp_path / "runs/mine/checkpoints").iterdir()))
 
 
-def test_a_run_that_goes_on_is_looked_at_from_where_it_is_and_not_touched(checked, tmp_path, capsys):
+def test_resumable_run_is_checked_without_touching_it(checked, tmp_path, capsys):
     write("mine.yaml", config_of(enable_progress_bar=False))
     assert main(["fit", "--config", "mine.yaml"]) == 0
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -196,13 +196,13 @@ def test_a_run_that_goes_on_is_looked_at_from_where_it_is_and_not_touched(checke
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_run_of_several_processes_has_the_steps_that_they_make(checked):
+def test_steps_account_for_several_processes(checked):
     facts = checked(devices=2, strategy="ddp").facts
     assert (facts["steps"], facts["processes"]) == (10, 2)
     assert checked(devices=2, global_batch_size=8).suspicious == {"global_batch_size.processes"}
 
 
-def test_it_fits_into_80_columns_and_keeps_the_users_words_apart(checked, tmp_path, capsys):
+def test_output_fits_80_columns_without_user_output(checked, tmp_path, capsys):
     write("mine.yaml", config_of(model={"mistake": "prints"}, global_batch_size=20))
     assert main(["check", "--config", "mine.yaml"]) == 0
     out, err = capsys.readouterr()

@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_lightnings_has_its_tensors_and_hyperparameters_taken_out(capsys):
+def test_lightning_checkpoint_yields_tensors_and_hyperparameters(capsys):
     net = Net()
     torch.save(lightnings(net), "last.ckpt")
     tensors = convert("last.ckpt", "out.safetensors")
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_lightnings_has_its_tensors_and_hyperparameters_taken_ou
 
 
 @pytest.mark.slow
-def test_a_part_of_it_by_the_names_it_has_there_and_other_names():
+def test_module_and_rename_select_and_rename_tensors():
     net = Net()
     torch.save(lightnings(net), "last.ckpt")
     tensors = convert("last.ckpt", "out.safetensors", "--module", "model", "--rename", r"^0\.=first.")
@@ -209,7 +209,7 @@ def test_what_cannot_be_converted_says_why(capsys, content, request_, said):
     assert not Path("out.safetensors").exists()
 
 
-def test_words_and_places_that_are_wrong_are_found_before_the_work(capsys):
+def test_invalid_arguments_are_found_before_the_work(capsys):
     Path("text.ckpt").write_text("not a pickle")
     for words, said in [
         (["out.safetensors", "--rename", "(=w"], "cannot be used as a regular expression"),
@@ -225,8 +225,8 @@ def test_words_and_places_that_are_wrong_are_found_before_the_work(capsys):
 
 
 @pytest.mark.parametrize("content", ["not a pickle", ""])
-def test_what_is_no_pickle_is_said_to_be_none(capsys, content):
-    """What the other process does, here."""
+def test_other_file_is_reported_as_no_pickle(capsys, content):
+    """Runs in this process what `lumen convert` runs in another one."""
     Path("text.ckpt").write_text(content)
     unpickle.main("text.ckpt", "out.safetensors", "{}", "temporary")
     said = json.loads(capsys.readouterr().out)["refused"]
@@ -234,7 +234,7 @@ def test_what_is_no_pickle_is_said_to_be_none(capsys, content):
     assert not said.endswith(": ")
 
 
-def test_who_is_given_a_pickle_says_how_it_is_converted(tmp_path):
+def test_weights_error_shows_the_convert_command(tmp_path):
     with pytest.raises(lumen.LumenError, match=r"lumen convert last\.ckpt last\.safetensors"):
         lumen.Weights("last.ckpt")
 

@@ -78,7 +78,7 @@ def disturb(run, step, name, factor):
 # ---------------------------------------------------------------------- diff
 
 
-def test_two_equal_runs_are_equal_and_are_not_trained_again(told, found):
+def test_equal_runs_are_equal_without_retraining(told, found):
     a, b = fit(), fit()
     code, record = found(a, b)
     assert (code, record["equal"], record["trained"], record["configuration"]) == (0, True, None, {})
@@ -97,7 +97,7 @@ def test_two_equal_runs_are_equal_and_are_not_trained_again(told, found):
         (["--data.changed=30"], "batch", None, "", None),
     ],
 )
-def test_where_two_runs_part_is_named_from_the_newest_equal_checkpoint_on(found, words, kind, step, place, begin):
+def test_first_difference_is_found_from_newest_equal_checkpoint(found, words, kind, step, place, begin):
     a, b = fit(), fit(*words)
     untouched = contents("runs")
     code, record = found(a, b)
@@ -112,7 +112,7 @@ def test_where_two_runs_part_is_named_from_the_newest_equal_checkpoint_on(found,
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_config_that_differ_are_told_apart_from_what_settings_change(told, found):
+def test_nondeterminism_is_distinguished_from_settings(told, found):
     a, b = (fit("--model=tests.helpers.recorded_trainings.WithUnkeyed") for _ in range(2))
     code, record = found(a, b)
     assert (code, record["configuration"], record["difference"]["repeats"]) == (1, {}, False)
@@ -124,7 +124,7 @@ def test_two_runs_of_one_config_that_differ_are_told_apart_from_what_settings_ch
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_records_that_differ_where_trainings_do_not_are_said_to_be_of_something_else(told):
+def test_differing_records_of_equal_trainings_are_reported(told):
     a, b = fit(), fit()
     shutil.rmtree(f"{b}/checkpoints")
     disturb(b, 1, "loss", 2.0)
@@ -150,7 +150,7 @@ def test_two_configs_are_compared_without_a_run(found):
     assert not Path("runs").exists()
 
 
-def test_runs_of_python_and_those_that_are_not_to_be_trained_are_compared_by_their_records(tmp_path, told, found):
+def test_python_runs_are_compared_by_records(tmp_path, told, found):
     for lr in (0.01, 0.02):
         quiet_trainer(tmp_path, max_steps=3, log_every_n_steps=1).fit(Regression(lr=lr), loader())
     code, out = told("diff", "runs/run", "runs/run-2")
@@ -161,7 +161,7 @@ def test_runs_of_python_and_those_that_are_not_to_be_trained_are_compared_by_the
     assert (code, record["trained"], record["metrics"][0]["step"]) == (1, None, 2)
 
 
-def test_errors_are_2_those_of_the_users_code_too(told, capsys):
+def test_errors_exit_with_2_also_in_user_code(told, capsys):
     assert main(["diff", "line.yaml", "nowhere"]) == 2
     assert "there is no nowhere" in capsys.readouterr().err
     assert main(["diff", "line.yaml"]) == 2
@@ -179,7 +179,7 @@ def test_errors_are_2_those_of_the_users_code_too(told, capsys):
 @pytest.mark.parametrize(
     ("step", "origin"), [(1, "the beginning"), (4, "step-00000002"), (5, "step-00000004"), (8, "step-00000006")]
 )
-def test_a_step_is_made_again_from_the_checkpoint_before_it_bit_for_bit(told, step, origin):
+def test_replayed_step_equals_the_record(told, step, origin):
     run = fit("--trainer.gradient_clip_val=0.5")
     untouched = contents("runs")
     code, out = told("replay", run, f"--step={step}")
@@ -193,7 +193,7 @@ def test_a_step_is_made_again_from_the_checkpoint_before_it_bit_for_bit(told, st
 
 
 @pytest.mark.parametrize(("factor", "judged"), [(1 + 1e-7, "rounding)"), (1.01, "more than rounding)")])
-def test_a_step_that_is_not_as_recorded_is_judged(told, factor, judged):
+def test_differing_step_is_judged_by_its_size(told, factor, judged):
     run = fit()
     disturb(run, 3, "loss", factor)
     code, out = told("replay", run, "--step=3")
@@ -202,7 +202,7 @@ def test_a_step_that_is_not_as_recorded_is_judged(told, factor, judged):
     assert "step 3, loss" in out
 
 
-def test_a_step_of_which_nothing_is_recorded_and_one_after_the_end_are_said_so(told, capsys):
+def test_unrecorded_step_and_later_step_are_reported(told, capsys):
     run = fit("--trainer.log_every_n_steps=4")
     code, out = told("replay", run, "--step=5")
     assert code == 0

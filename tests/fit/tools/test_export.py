@@ -75,7 +75,7 @@ def refused(capsys):
 # ---------------------------------------------------------------------- what is in it
 
 
-def test_an_export_loads_into_the_plain_module_with_the_same_outputs():
+def test_export_loads_into_plain_module_with_same_outputs():
     task = fit()
     plain = Task().eval()
     plain.load_state_dict(tensors(), strict=True)
@@ -88,7 +88,7 @@ def test_an_export_loads_into_the_plain_module_with_the_same_outputs():
     assert not torch.equal(Net().eval()(inputs), expected)
 
 
-def test_an_export_has_the_names_dtypes_and_bits_of_the_state_dict():
+def test_export_keeps_names_dtypes_and_bits():
     state = fit().state_dict()
     found = tensors()
     assert sorted(found) == sorted(state)
@@ -96,7 +96,7 @@ def test_an_export_has_the_names_dtypes_and_bits_of_the_state_dict():
     assert found["net.again.weight"].data_ptr() != found["net.first.weight"].data_ptr()
 
 
-def test_the_newest_the_best_or_any_checkpoint_can_be_exported():
+def test_last_best_or_any_checkpoint_is_exported():
     fit()
     by_step = {}
     for step in STEPS:
@@ -194,7 +194,7 @@ def test_what_no_cast_concerns_is_as_saved():
     assert all(same(found[name], tensor) for name, tensor in values.items())
 
 
-def test_packed_numbers_are_refused_since_nobody_can_read_or_cast_them(refused):
+def test_packed_dtypes_are_rejected(refused):
     save(Path("step-1"), model={"a.packed": tensor_of(torch.float4_e2m1fn_x2, (2, 3)), "b.w": torch.ones(2)})
     for words in ([], ["--dtype", "bfloat16"]):
         said = refused("step-1", "--output", "x.safetensors", *words, code=1)
@@ -231,7 +231,7 @@ def test_a_callbacks_averages_stand_for_the_parameters():
     assert same(tensors()["net.scale"], task.net.scale.detach())
 
 
-def test_an_average_that_is_a_module_is_exported_as_one():
+def test_averaged_module_is_exported():
     task = fit()
     net = Net()
     net.load_state_dict(tensors("--module", "averaged.module"), strict=True)
@@ -239,7 +239,7 @@ def test_an_average_that_is_a_module_is_exported_as_one():
     assert not torch.equal(net.scale, task.net.scale)
 
 
-def test_an_average_that_is_not_there_or_not_the_only_one_is_named(refused):
+def test_missing_or_ambiguous_average_is_named(refused):
     fit(Trailing())
     words = ["runs/run", "--output", "x.safetensors", "--average"]
     said = refused(*words, "Lookahead", code=2)
@@ -268,7 +268,7 @@ def read_as_hubs_do(folder):
     return found, [sum(tensor.nbytes for tensor in load_file(folder / file).values()) for file in files]
 
 
-def test_a_sharded_export_is_what_readers_of_hubs_expect():
+def test_sharded_export_follows_the_hub_format():
     state = fit().state_dict()
     export("runs/run", "--output", "hub", "--max_shard_size", "200B")
     found, sizes = read_as_hubs_do(Path("hub"))
@@ -278,13 +278,13 @@ def test_a_sharded_export_is_what_readers_of_hubs_expect():
     assert max(sizes) <= 200
 
 
-def test_a_tensor_larger_than_a_shard_has_a_file_of_its_own():
+def test_tensor_larger_than_a_shard_has_one_file():
     save(Path("step-1"), model={"a": torch.ones(10), "b": torch.ones(500), "c": torch.ones(10), "d": torch.ones(15)})
     export("step-1", "--output", "hub", "--max_shard_size=0.1KB")
     assert read_as_hubs_do(Path("hub"))[1] == [40, 2000, 100]
 
 
-def test_what_fits_into_one_shard_is_one_file_without_an_index():
+def test_single_shard_is_one_file_without_index():
     state = fit().state_dict()
     for folder, words in ("hub", []), ("large", ["--max_shard_size", "5GB"]):
         export("runs/run", "--output", folder, *words)
@@ -335,7 +335,7 @@ def test_checkpoints_in_an_object_store_are_exported(refused):
     assert "memory://exported/run/step-1 is whole." in said
 
 
-def test_what_is_no_tensor_is_said_to_be_left_out(capsys):
+def test_extra_state_is_reported_and_left_out(capsys):
     class Noting(Regression):
         def get_extra_state(self):
             return {"seen": 3}
@@ -363,7 +363,7 @@ def flip(path):
 
 @pytest.mark.parametrize("file", ["model/00000-00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
-def test_damage_is_named_with_a_checkpoint_that_is_whole(refused, file, how):
+def test_damage_is_named_with_an_intact_checkpoint(refused, file, how):
     fit()
     path = Path("runs/run/checkpoints", STEPS[2])
     if how == "flipped":
@@ -378,7 +378,7 @@ def test_damage_is_named_with_a_checkpoint_that_is_whole(refused, file, how):
     assert f"runs/run/checkpoints/{STEPS[1]} is whole." in said
 
 
-def test_of_a_run_the_newest_valid_checkpoint_is_used_and_the_damaged_one_named(capsys):
+def test_newest_valid_checkpoint_is_exported_and_damage_named(capsys):
     fit()
     export(f"runs/run/checkpoints/{STEPS[1]}", "--output", "second.safetensors")
     flip(f"runs/run/checkpoints/{STEPS[2]}/model/00000-00000.safetensors")
@@ -425,7 +425,7 @@ def test_where_nothing_is_whole_that_is_said(refused):
         ([], "the following arguments are required: CHECKPOINT_OR_RUN. Usage: lumen export", 2),
     ],
 )
-def test_what_cannot_be_exported_is_one_clear_error_and_leaves_nothing(refused, words, message, code):
+def test_failed_export_is_one_error_and_leaves_nothing(refused, words, message, code):
     small(Path("step-1"))
     Path("empty").mkdir()
     Path("notes.txt").write_text("some notes")
@@ -444,7 +444,7 @@ def test_what_exists_is_never_overwritten(refused):
         assert before == {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-def test_best_of_a_run_that_knows_none_says_what_would_make_one(refused):
+def test_best_without_monitor_explains_itself(refused):
     quiet_trainer(Path(), max_steps=2).fit(Regression(), loader())
     said = refused("runs/run", "--output", "x", "--which", "best", code=1)
     assert "no checkpoint is known as best, because no ModelCheckpoint that saves there has a monitor" in said
@@ -460,7 +460,7 @@ def test_only_what_is_exported_needs_to_be_whole(refused):
 # ---------------------------------------------------------------------- disks and memory
 
 
-def test_an_export_that_cannot_begin_leaves_not_even_an_empty_directory(capsys):
+def test_failed_start_leaves_no_empty_directory(capsys):
     small(Path("step-1"))
     export("step-1", "--output", "hub")  # what is imported once
     capsys.readouterr()
@@ -476,7 +476,7 @@ def test_an_export_that_cannot_begin_leaves_not_even_an_empty_directory(capsys):
     assert sorted(os.listdir()) == ["hub", "step-1"]
 
 
-def test_nothing_but_left_overs_of_that_name_is_removed():
+def test_only_matching_leftovers_are_removed():
     small(Path("step-1"))
     Path("elsewhere").mkdir()
     Path("elsewhere/x.safetensors").write_text("theirs")

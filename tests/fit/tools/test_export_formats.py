@@ -89,7 +89,7 @@ def refused(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_a_program_gives_the_tasks_numbers_for_a_batch_of_any_size(capsys):
+def test_exported_program_is_exact_for_any_batch_size(capsys):
     fit()
     capsys.readouterr()
     assert export("--format", "torch-export", "--output", "line.pt2")
@@ -101,7 +101,7 @@ def test_a_program_gives_the_tasks_numbers_for_a_batch_of_any_size(capsys):
         assert torch.equal(program(X[:count]), task(X[:count]))
 
 
-def test_a_part_is_called_with_what_the_task_gives_it_and_written_in_another_type():
+def test_module_is_exported_with_example_inputs_and_dtype():
     fit("Within")
     assert export("--format", "torch-export", "--output", "net.pt2", "--module", "net", "--dtype", "bfloat16")
     net = trained(Within).net.to(torch.bfloat16)

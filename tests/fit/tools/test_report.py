@@ -25,7 +25,7 @@ HOSTILE = '</script><script>window.pwned = 1</script>"\'><img src=x onerror="win
 # ---------------------------------------------------------------------- what it shows
 
 
-def test_a_run_is_shown_with_its_values_time_settings_log_and_environment(tmp_path, report):
+def test_report_shows_all_recorded_parts(tmp_path, report):
     text = report(recorded(tmp_path / "a")).text
     assert "Report of a run a" in text
     assert "a finished 3 2 1 min 40 s 60.0 % 1" in text  # steps, epochs, time, goodput, restarts
@@ -39,7 +39,7 @@ def test_a_run_is_shown_with_its_values_time_settings_log_and_environment(tmp_pa
     assert "steps_per_s" in text
 
 
-def test_the_numbers_of_a_real_training_are_those_of_its_record(tmp_path, report):
+def test_report_shows_numbers_of_the_record(tmp_path, report):
     trainer = bare_trainer(tmp_path, max_epochs=2, logger=True, enable_checkpointing=True, log_every_n_steps=1)
     trainer.fit(Regression(), loader(), loader())
     rows = rows_of(trainer.run_directory / "metrics.csv")
@@ -53,7 +53,7 @@ def test_the_numbers_of_a_real_training_are_those_of_its_record(tmp_path, report
     assert tuple(losses) in drawn
 
 
-def test_runs_are_laid_over_each_other_and_their_settings_compared(tmp_path, report):
+def test_several_runs_are_overlaid_and_settings_compared(tmp_path, report):
     one = recorded(tmp_path / "one")
     two = recorded(tmp_path / "two", config_yaml=CONFIG.replace("lr: 0.1", "lr: 0.2"))
     page = report(one, two)
@@ -72,7 +72,7 @@ def test_runs_are_laid_over_each_other_and_their_settings_compared(tmp_path, rep
     assert "two finished" in page.text
 
 
-def test_runs_of_one_name_are_told_apart_and_a_directory_stands_for_its_runs(tmp_path, report):
+def test_equal_names_are_distinguished_and_directories_expanded(tmp_path, report):
     for parent in ("may", "june"):
         save(recorded(tmp_path / f"all/{parent}/a") / "checkpoints/step-00000003")
     page = report(tmp_path / "all", tmp_path / "all/may/a")
@@ -94,7 +94,7 @@ def test_what_a_resume_has_changed_is_shown(tmp_path, report):
     assert "changed when the run was resumed Setting config-1.yaml config.yaml model.init_args.width 4 8" in text
 
 
-def test_restarts_epochs_and_checkpoints_are_marked_at_their_steps(tmp_path, report):
+def test_restarts_epochs_and_checkpoints_are_marked(tmp_path, report):
     run = recorded(tmp_path / "a")
     (run / "checkpoints").mkdir()
     save(run / "checkpoints/step-00000003")
@@ -110,7 +110,7 @@ def test_restarts_epochs_and_checkpoints_are_marked_at_their_steps(tmp_path, rep
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_run_without_one_of_its_files_is_shown_with_the_others(tmp_path, report, name):
+def test_missing_file_hides_only_its_part(tmp_path, report, name):
     run = recorded(tmp_path / "a")
     (run / name).unlink()
     text = report(run).text
@@ -123,7 +123,7 @@ def test_a_run_without_one_of_its_files_is_shown_with_the_others(tmp_path, repor
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("content", [b"", b"\x00\xff\xfe{[:,\n\n- &a [*a]\r\n" * 3], ids=["empty", "no-text"])
-def test_a_file_that_holds_nothing_of_sense_hides_only_itself(tmp_path, report, name, content):
+def test_invalid_file_hides_only_its_part(tmp_path, report, name, content):
     run = recorded(tmp_path / "a")
     (run / name).write_bytes(content)
     text = report(run).text
@@ -131,13 +131,13 @@ def test_a_file_that_holds_nothing_of_sense_hides_only_itself(tmp_path, report, 
     assert "loss" in text or name == "metrics.csv"
 
 
-def test_a_run_that_has_recorded_nothing_is_shown_without_a_script(tmp_path, report):
+def test_empty_run_has_no_script(tmp_path, report):
     page = report(recorded(tmp_path / "a", **{name.replace(".", "_"): None for name in FILES if name != "run.log"}))
     assert page.scripts == []
     assert "a finished – –" in page.text
 
 
-def test_what_is_not_finite_is_counted_and_the_rest_drawn(tmp_path, report):
+def test_non_finite_values_are_counted(tmp_path, report):
     rows = "step,epoch,loss\n1,0,nan\n2,0,0.5\n3,0,inf\n4,0,-inf\n5,0,0.25\n"
     page = report(recorded(tmp_path / "a", metrics_csv=rows, system_csv="step,only\n1,nan\n"))
     assert "loss 0.25 0.25 5 0.5 2 5 (3 not finite)" in page.text
@@ -146,12 +146,12 @@ def test_what_is_not_finite_is_counted_and_the_rest_drawn(tmp_path, report):
     assert [1, 3, 4] in [each.tolist() for each in arrays["x"]]
 
 
-def test_a_torn_last_line_is_left_out_since_its_number_may_lack_digits(tmp_path):
+def test_incomplete_last_line_is_ignored(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,epoch,loss\r\n1,0,0.5\r\n2,0,0.1234")
     assert Table(tmp_path / "metrics.csv").series["loss"].values.tolist() == [0.5]
 
 
-def test_what_a_link_leads_to_outside_of_a_run_is_not_shown(tmp_path, report):
+def test_links_out_of_the_run_are_not_followed(tmp_path, report):
     (tmp_path / "secret").write_text("INFO the password is swordfish\n")
     run = recorded(tmp_path / "a", run_log=None, config_yaml=None)
     for name in ("run.log", "config.yaml"):
@@ -159,7 +159,7 @@ def test_what_a_link_leads_to_outside_of_a_run_is_not_shown(tmp_path, report):
     assert "swordfish" not in report(run).source
 
 
-def test_no_text_of_a_run_becomes_a_script_or_an_element(tmp_path, report):
+def test_text_of_a_run_is_always_escaped(tmp_path, report):
     column = '"' + HOSTILE.replace('"', '""') + '"'
     run = recorded(
         tmp_path / re.sub("/", "∕", HOSTILE),
@@ -185,7 +185,7 @@ def test_no_text_of_a_run_becomes_a_script_or_an_element(tmp_path, report):
 # ---------------------------------------------------------------------- what is large
 
 
-def test_thinning_keeps_each_peak_the_ends_and_the_mean():
+def test_thinning_keeps_peaks_ends_and_mean():
     values = np.sin(np.arange(100_001) / 9.0)
     values[[31_234, 77_777]] = 50.0, -60.0
     values[500:600] = math.nan
@@ -200,7 +200,7 @@ def test_thinning_keeps_each_peak_the_ends_and_the_mean():
 
 
 @pytest.mark.slow
-def test_a_run_of_a_million_rows_fits_with_its_peak(tmp_path, report):
+def test_million_rows_are_reduced_with_their_peak(tmp_path, report):
     rows = [f"{step},{step // 100_000},{1000 / (step + 1000):.12f},\n" for step in range(1_000_000)]
     rows[654_321] = "654321,6,77.5,1\n"
     page = report(recorded(tmp_path / "a", metrics_csv="step,epoch,loss,lr\n" + "".join(rows)))
@@ -211,7 +211,7 @@ def test_a_run_of_a_million_rows_fits_with_its_peak(tmp_path, report):
 
 
 @pytest.mark.slow
-def test_a_thousand_names_and_a_log_of_megabytes_fit_and_it_is_said_what_is_not_drawn(tmp_path, report):
+def test_many_names_and_long_logs_are_truncated_visibly(tmp_path, report):
     names = [f"metric_{number}" for number in range(1000)]
     lines = [",".join([str(step), "0", *["0.5"] * 1000]) for step in range(40)]
     metrics = "\n".join([",".join(["step", "epoch", *names]), *lines, ""])
@@ -237,7 +237,7 @@ def test_a_thousand_names_and_a_log_of_megabytes_fit_and_it_is_said_what_is_not_
         (["a", "--ouptut", "x.html"], ConfigError, "has no option --ouptut. Did you mean --output?"),
     ],
 )
-def test_a_wrong_command_is_one_error_that_says_what_to_do(tmp_path, monkeypatch, capsys, words, error, said):
+def test_invalid_command_is_one_error_with_a_fix(tmp_path, monkeypatch, capsys, words, error, said):
     monkeypatch.chdir(tmp_path)
     recorded("a")
     Path("empty").mkdir()
@@ -246,7 +246,7 @@ def test_a_wrong_command_is_one_error_that_says_what_to_do(tmp_path, monkeypatch
     assert not list(Path().glob("*.html"))
 
 
-def test_the_command_changes_nothing_in_a_run_and_replaces_its_own_file(tmp_path, monkeypatch, capsys):
+def test_report_changes_no_run_and_replaces_old_report(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = recorded("a")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.iterdir()}
@@ -281,7 +281,7 @@ def test_a_training_leaves_its_report_when_it_ends(tmp_path):
     assert "step-00000004" in text
 
 
-def test_a_training_that_fails_leaves_a_report_that_says_by_what(tmp_path):
+def test_failed_training_is_reported_with_its_error(tmp_path):
     with pytest.raises(KeyError, match="nothing"):
         trained(tmp_path, Fails())
     (file,) = tmp_path.rglob("report.html")
@@ -290,7 +290,7 @@ def test_a_training_that_fails_leaves_a_report_that_says_by_what(tmp_path):
     assert "run: KeyError: 'nothing'" in text
 
 
-def test_a_report_that_cannot_be_written_does_not_fail_the_training(tmp_path):
+def test_unwritable_report_does_not_fail_the_training(tmp_path):
     class InTheWay(lumen.Callback):
         def on_fit_start(self, trainer, task):
             (trainer.run_directory / "report.html" / "full").mkdir(parents=True)
@@ -303,7 +303,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_training(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_program_and_the_commands_of_the_page_work(tmp_path, monkeypatch, capsys):
+def test_examples_of_the_page_work(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (program,) = snippets("docs/guides/report.md")
     exec(compile(program, "docs/guides/report.md", "exec"), {"__name__": "page"})

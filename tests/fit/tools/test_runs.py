@@ -39,7 +39,7 @@ def contents(folder="."):
 # ---------------------------------------------------------------------- what is there
 
 
-def test_a_finished_run_is_shown_with_its_checkpoints_and_the_best_one(listed):
+def test_finished_run_lists_checkpoints_and_best(listed):
     fit()
     run = listed()["line"]
     assert (run["status"], run["host"], run["pid"], run["problem"]) == ("finished", None, None, None)
@@ -58,7 +58,7 @@ def test_a_finished_run_is_shown_with_its_checkpoints_and_the_best_one(listed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "CRITICAL"])
-def test_how_a_run_has_ended_is_known_at_every_log_level(listed, level):
+def test_status_is_known_at_every_log_level(listed, level):
     Path("endings.py").write_text(ENDINGS)
     words = ["--trainer.log_level", level, "--trainer.name"]
     fit(*words, "finished")
@@ -83,7 +83,7 @@ def test_how_a_run_has_ended_is_known_at_every_log_level(listed, level):
     assert (listed()["failed"]["status"], listed()["failed"]["error"]) == ("finished", None)
 
 
-def test_an_error_of_lumen_and_one_at_the_very_end_are_in_the_log_too(listed, capsys):
+def test_lumen_errors_and_late_errors_are_logged(listed, capsys):
     Path("ends.py").write_text(
         "import torch, lumen\nfrom tests.helpers.cli_tasks import Line\n\n"
         "class Infinite(Line):\n"
@@ -104,7 +104,7 @@ def test_an_error_of_lumen_and_one_at_the_very_end_are_in_the_log_too(listed, ca
     assert "in teardown" in Path("runs/late/run.log").read_text()
 
 
-def test_checkpoints_of_failures_are_shown_and_what_is_none_is_not(listed, shown):
+def test_exception_checkpoints_are_listed_but_foreign_folders_not(listed, shown):
     folder = Path("runs/mine/checkpoints")
     for name in ("step-7", "step-10-validating", "step-10-1", "step-10", "step-9"):
         small(folder / "step-0").rename(folder / name)
@@ -155,7 +155,7 @@ def test_damage_is_named_with_its_file(listed, file):
     assert (problems() == [None]) == (file != "manifest.json")  # sizes alone do not tell
 
 
-def test_another_format_is_a_problem_of_that_checkpoint_alone(listed):
+def test_unknown_format_affects_only_its_checkpoint(listed):
     for step in (1, 2):
         small(Path(f"runs/mine/checkpoints/step-{step}"))
     tamper(Path("runs/mine/checkpoints/step-2"), lambda manifest: manifest.__setitem__("format", 9))
@@ -181,7 +181,7 @@ def test_looking_changes_nothing(shown):
 
 
 @pytest.mark.slow
-def test_a_run_that_saves_and_removes_meanwhile_is_never_called_damaged():
+def test_run_in_progress_is_never_listed_as_damaged():
     folder = Path("runs/mine/checkpoints")
     stop = threading.Event()
 
@@ -213,7 +213,7 @@ def test_a_run_that_saves_and_removes_meanwhile_is_never_called_damaged():
 # ---------------------------------------------------------------------- whatever else lies there
 
 
-def test_foreign_and_broken_things_are_passed_over_or_named(listed, capsys):
+def test_foreign_and_broken_files_are_skipped_or_named(listed, capsys):
     fit("--trainer.max_epochs=1")
     runs = Path("runs")
     (runs / "notes.txt").write_text("")
@@ -271,7 +271,7 @@ def test_where_there_is_nothing_that_is_said(shown, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_run_and_its_folder_of_checkpoints_stand_for_the_run(listed):
+def test_run_and_checkpoint_folder_are_equivalent(listed):
     small(Path("runs/mine/checkpoints/step-1"))
     small(Path("runs/yours/checkpoints/step-1"))
     assert listed("runs/mine") == listed("runs/mine/checkpoints")
@@ -282,7 +282,7 @@ def test_a_run_and_its_folder_of_checkpoints_stand_for_the_run(listed):
 # ---------------------------------------------------------------------- how it looks
 
 
-def test_a_pipe_gets_one_whole_line_for_each_checkpoint(shown):
+def test_piped_output_has_one_line_per_checkpoint(shown):
     fit("--trainer.name", "a-run-with-a-name-that-is-longer-than-most-terminals-are-wide-" + "x" * 60)
     small(Path("runs/z/checkpoints/step-1"))
     os.truncate("runs/z/checkpoints/step-1/state.json", 3)
@@ -302,7 +302,7 @@ def test_a_pipe_gets_one_whole_line_for_each_checkpoint(shown):
     assert len({line.index(line.split()[1]) for line in lines}) == 1  # columns stand below each other
 
 
-def test_of_two_hundred_checkpoints_only_the_manifests_are_read(shown):
+def test_listing_reads_only_manifests(shown):
     source = save(Path("source/step-1"), model={"w": torch.ones(1 << 16)})
     for step in range(200):
         shutil.copytree(source, f"runs/run-{step % 4}/checkpoints/step-{step}", copy_function=os.link)

@@ -50,7 +50,7 @@ def names(*words, **settings):
 
 
 @pytest.mark.slow
-def test_runs_are_plain_records_of_settings_and_last_metrics():
+def test_runs_are_plain_records_of_settings_and_metrics():
     found = {each["name"]: each for each in lumen.runs()}
     assert {*found} == {*RATES, "run"}
     assert json.loads(json.dumps(list(found.values()))) == list(found.values())
@@ -65,7 +65,7 @@ def test_runs_are_plain_records_of_settings_and_last_metrics():
     assert found["run"]["settings"]["model.lr"] == 0.5
 
 
-def test_last_metrics_are_those_of_the_end_of_the_table(sweep):
+def test_last_metrics_are_those_of_metrics_csv(sweep):
     (found,) = lumen.runs("runs/wild")
     header, *lines = (sweep / "runs/wild/metrics.csv").read_text().splitlines()
     for name, value in found["metrics"].items():
@@ -98,7 +98,7 @@ def test_runs_are_chosen_by_conditions(where, expected):
     assert names(where) == expected
 
 
-def test_runs_are_sorted_by_a_setting_or_a_metric_either_way():
+def test_runs_are_sorted_by_setting_or_metric():
     assert names(sort="lr") == ["slow", "fast", "run", "wild"]
     assert names(sort="-lr") == ["wild", "run", "fast", "slow"]
     losses = [each["metrics"]["val_loss"] for each in lumen.runs(sort="val_loss")]
@@ -116,12 +116,12 @@ def test_runs_are_sorted_by_a_setting_or_a_metric_either_way():
         ("0.0 < __import__('os').getpid()", "only numbers are in an order"),
     ],
 )
-def test_what_is_no_condition_is_an_error_that_says_so(condition, said):
+def test_invalid_condition_raises_an_explanation(condition, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         lumen.runs(where=condition)
 
 
-def test_a_short_name_that_several_settings_have_is_to_be_written_in_full(sweep, tmp_path):
+def test_ambiguous_short_name_raises(sweep, tmp_path):
     shutil.copytree(sweep / "runs", tmp_path / "runs")
     config = tmp_path / "runs/slow/config.yaml"
     before = config.read_text()
@@ -134,7 +134,7 @@ def test_a_short_name_that_several_settings_have_is_to_be_written_in_full(sweep,
 
 
 @pytest.mark.parametrize("damage", ["a: [", "text", "model: {class_path: A, init_args: null}"])
-def test_a_config_that_cannot_be_read_hides_no_run(sweep, tmp_path, damage):
+def test_unreadable_config_hides_no_run(sweep, tmp_path, damage):
     shutil.copytree(sweep / "runs", tmp_path / "runs")
     (tmp_path / "runs/slow/config.yaml").write_text(damage)
     (tmp_path / "runs/slow/metrics.csv").write_bytes(b"step,epoch\n\xff,x\n")
@@ -146,7 +146,7 @@ def test_a_config_that_cannot_be_read_hides_no_run(sweep, tmp_path, damage):
 # ---------------------------------------------------------------------- on the command line
 
 
-def test_a_table_has_the_settings_that_differ_and_no_others(shown):
+def test_table_shows_only_differing_settings(shown):
     found = rows(shown("--where", "model = tests.helpers.cli_tasks.Line", "--sort=-lr"))
     assert list(found) == ["wild", "fast", "slow"]
     for name, lr in RATES.items():
@@ -164,7 +164,7 @@ def test_a_table_has_the_settings_that_differ_and_no_others(shown):
     assert not {*found["wild"]} & {"SAMPLES", "NAME", "PRECISION", "DEFAULT_ROOT_DIR"}
 
 
-def test_what_is_asked_for_by_name_is_a_column_although_it_is_the_same_everywhere(shown):
+def test_settings_in_conditions_are_shown_as_columns(shown):
     assert {row["SAMPLES"] for row in rows(shown("--where", "samples = 12")).values()} == {"12"}
 
 

@@ -41,7 +41,7 @@ def test_equal_trainings_have_equal_records(tmp_path):
         ({"task": partial(Deep, optimizer="SGD")}, "setting", 1, "groups[0].betas"),
     ],
 )
-def test_what_two_trainings_differ_in_is_named_by_kind_step_and_place(tmp_path, change, kind, step, place):
+def test_difference_is_named_by_kind_step_and_place(tmp_path, change, kind, step, place):
     found = compare(training(tmp_path), training(tmp_path, **change), 7)
     assert (found.key.kind, found.key.place) == (kind, place)
     if step is None:
@@ -64,14 +64,14 @@ def test_values_and_the_largest_differences_are_told(tmp_path):
     ("module", "kind", "operator"),
     [(Unkeyed, "output", "aten.add.Tensor"), (UnkeyedBackward, "gradient of input", "aten.add.Tensor")],
 )
-def test_a_module_that_no_seed_decides_is_named_with_its_operator(tmp_path, module, kind, operator):
+def test_nondeterministic_module_is_named_with_operator(tmp_path, module, kind, operator):
     fit = training(tmp_path, lambda: WithModule(module()))
     found = compare(fit, fit, 4)
     assert (found.step, found.key.kind, found.key.place, found.operator) == (1, kind, "net.2", operator)
     assert found.repeats is False
 
 
-def test_what_is_computed_between_modules_is_told_from_what_modules_compute(tmp_path):
+def test_computation_between_modules_is_distinguished(tmp_path):
     class Between(Deep):
         def forward(self, inputs):
             return self.net(inputs + 1e-3)
@@ -91,7 +91,7 @@ def test_the_micro_batch_of_a_step_is_named(tmp_path):
     assert found.key.micro == min(place for place, order in enumerate(orders) if {"30", "31"} & {*order})
 
 
-def test_a_module_that_only_one_of_them_calls_is_a_difference(tmp_path):
+def test_module_called_by_only_one_is_a_difference(tmp_path):
     found = compare(training(tmp_path, partial(Deep, dropout=0.0)), training(tmp_path), 2)
     assert (found.key.kind, found.key.place, found.a) == ("random", "net.3", None)
 

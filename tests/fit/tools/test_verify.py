@@ -49,25 +49,25 @@ def joined(folder, make):
 
 
 @pytest.mark.parametrize("compared", [twice, resumed])
-def test_a_task_with_dropout_and_a_schedule_is_equal_to_itself(tmp_path, compared):
+def test_dropout_and_schedule_are_reproducible(tmp_path, compared):
     assert compared(tmp_path, Make(partial(Clean, dropout=0.3))) is None
 
 
-def test_a_task_that_optimizes_by_hand_is_tried_without_accumulation(tmp_path):
+def test_manual_optimization_is_tried_without_accumulation(tmp_path):
     result = observed(tmp_path, Variant("base", exact=True), Make(verified_tasks.ByOwnHand))
     assert (result.failure, result.outcome.by_hand) == (None, True)
     assert max(event.step for event in result.outcome.of("parameter")) == verified_tasks.SIZE.steps
 
 
-def test_gradients_that_a_step_leaves_over_and_nobody_uses_are_no_difference_after_a_resume(tmp_path):
+def test_unused_leftover_gradients_are_no_difference(tmp_path):
     assert resumed(tmp_path, Make(verified_tasks.InTurns)) is None
 
 
-def test_a_mean_over_samples_is_the_same_in_micro_batches_of_any_size(tmp_path):
+def test_sample_mean_is_independent_of_micro_batches(tmp_path):
     assert joined(tmp_path, Make(Clean)) is None
 
 
-def test_dropout_is_keyed_by_micro_batch_so_that_other_sizes_are_not_compared(tmp_path):
+def test_dropout_makes_micro_batch_sizes_incomparable(tmp_path):
     cause = joined(tmp_path, Make(partial(Clean, dropout=0.3)))
     assert (cause.kind, cause.verdict) == ("not comparable", "not shown")
 
@@ -80,7 +80,7 @@ def test_a_difference_is_found_where_it_begins(tmp_path):
     assert 1e-3 < found.largest < 1
 
 
-def test_a_value_that_torchmetrics_sums_in_float32_may_differ_by_its_rounding_and_no_other():
+def test_only_torchmetrics_sums_may_differ_by_rounding():
     mae = torchmetrics.MeanAbsoluteError()
     mae.update(torch.arange(7.0) / 3, torch.zeros(7))
     value = mae.compute().item()
@@ -105,33 +105,33 @@ def test_missing_evaluation_value_is_a_difference():
 # ---------------------------------------------------------------------- faults of modules
 
 
-def test_entropy_of_the_system_in_a_module_is_named_with_its_line(tmp_path):
+def test_system_entropy_in_a_module_is_named(tmp_path):
     cause = twice(tmp_path, Make(partial(Within, "Entropy")))
     assert cause.kind == "randomness outside the keys"
     assert "net.2 (Entropy)" in cause.place
     assert line("Entropy", "os.urandom") in cause.place
 
 
-def test_a_generator_of_a_modules_own_is_named_where_a_run_is_resumed(tmp_path):
+def test_generator_of_a_module_is_named_on_resume(tmp_path):
     make = Make(partial(Within, "OwnGenerator"))
     cause = resumed(tmp_path, make)
     assert cause.kind == "randomness outside the keys"
     assert line("OwnGenerator", "torch.Generator()") in cause.place
 
 
-def test_a_count_that_no_checkpoint_has_is_named_where_a_run_is_resumed(tmp_path):
+def test_unsaved_counter_is_named_on_resume(tmp_path):
     cause = resumed(tmp_path, Make(partial(Within, "Counts")))
     assert cause.kind == "state is kept in a module"
     assert "net.2 (Counts)" in cause.place
 
 
-def test_what_is_drawn_while_building_is_named_with_the_parameter(tmp_path):
+def test_unkeyed_initialization_names_the_parameter(tmp_path):
     cause = twice(tmp_path, Make(verified_tasks.BuiltApart))
     assert cause.kind == "what is built is drawn outside the keys"
     assert cause.place == f"net.0.weight, {line('BuiltApart', 'os.urandom')}"
 
 
-def test_a_loss_over_tokens_without_their_number_is_named_with_what_counts(tmp_path):
+def test_token_loss_without_weight_names_the_count(tmp_path):
     cause = joined(tmp_path, Make(verified_tasks.Tokens, verified_tasks.Marked))
     assert cause.kind == "the loss is divided by the micro-batch's own count"
     assert cause.verdict == "failed"
@@ -139,17 +139,17 @@ def test_a_loss_over_tokens_without_their_number_is_named_with_what_counts(tmp_p
     assert lines_of(verified_tasks.Tokens)[0] in cause.place
 
 
-def test_batch_norm_in_micro_batches_of_another_size_is_no_fault_and_named(tmp_path):
+def test_batch_norm_over_micro_batches_is_not_promised(tmp_path):
     cause = joined(tmp_path, Make(partial(Within, "Norm")))
     assert (cause.place, cause.verdict) == ("net.2.norm", "not promised")
 
 
-def test_a_loss_that_compares_samples_is_no_fault_and_named(tmp_path):
+def test_contrastive_loss_is_not_promised(tmp_path):
     cause = joined(tmp_path, Make(verified_tasks.Contrasts))
     assert (cause.kind, cause.verdict) == ("the loss couples samples", "not promised")
 
 
-def test_a_hook_that_moves_batch_norm_in_a_validation_is_named(tmp_path):
+def test_batch_norm_moved_by_validation_hook_is_named(tmp_path):
     result = observed(tmp_path, Variant("base", exact=True), Make(verified_tasks.MovesNorm))
     cause = verified_tasks.cause_of_moving(result.outcome)
     assert cause.place == "net.2"
@@ -160,22 +160,22 @@ def test_a_hook_that_moves_batch_norm_in_a_validation_is_named(tmp_path):
 # ---------------------------------------------------------------------- faults of data
 
 
-def test_a_sample_that_depends_on_the_clock_is_named_with_its_line(tmp_path):
+def test_time_dependent_sample_is_named_with_line(tmp_path):
     cause = twice(tmp_path, Make(Clean, partial(OtherData, "Clock")))
     assert (cause.kind, cause.place) == ("randomness outside the keys", line("Clock", "time.time()"))
 
 
-def test_a_sample_that_depends_on_the_one_before_is_named_where_a_run_is_resumed(tmp_path):
+def test_sample_depending_on_previous_is_named_on_resume(tmp_path):
     cause = resumed(tmp_path, Make(Clean, partial(OtherData, "Remembers")))
     assert (cause.kind, cause.place) == ("state is kept in a data set", line("Remembers", "class Remembers"))
 
 
-def test_a_data_set_that_changes_while_it_runs_is_named(tmp_path):
+def test_dataset_changing_during_run_is_named(tmp_path):
     cause = resumed(tmp_path, Make(Clean, partial(OtherData, "Growing")))
     assert (cause.kind, cause.place) == ("a data set changes while it runs", line("Growing", "class Growing"))
 
 
-def test_a_sampler_with_a_generator_of_each_pass_is_named_with_its_line(tmp_path):
+def test_unkeyed_sampler_is_named_with_line(tmp_path):
     cause = twice(tmp_path, Make(Clean, partial(OtherData, sampler="OwnOrder")))
     assert (cause.kind, cause.place) == ("a sampler draws outside the keys", line("OwnOrder", "default_rng()"))
 
@@ -183,7 +183,7 @@ def test_a_sampler_with_a_generator_of_each_pass_is_named_with_its_line(tmp_path
 # ---------------------------------------------------------------------- what they are found by
 
 
-def test_lines_that_draw_what_no_key_decides_are_found_and_seeded_ones_are_not(tmp_path):
+def test_only_unseeded_lines_are_suspects(tmp_path):
     source = tmp_path / "mine.py"
     source.write_text("import numpy as np\na = np.random.default_rng(3)\nb = np.random.default_rng()\nc = {*'ab'}\n"
                       "for each in {'a', 'b'}:\n    pass\nfor each in sorted({'a', 'b'}):\n    pass\n")  # fmt: skip

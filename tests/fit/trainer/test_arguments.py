@@ -57,7 +57,7 @@ def test_fit_takes_what_lightnings_takes(tmp_path, call):
     assert "val_loss" in trainer.callback_metrics
 
 
-def test_fit_goes_on_from_a_checkpoint_that_the_call_names(tmp_path):
+def test_fit_resumes_from_ckpt_path(tmp_path):
     whole, task = Task(), Task()
     quiet_trainer(tmp_path / "whole", max_epochs=4).fit(whole, Data())
     quiet_trainer(tmp_path, max_epochs=2).fit(Task(), Data())
@@ -92,7 +92,7 @@ def test_an_evaluation_takes_what_lightnings_takes(tmp_path, stage):
         assert all(result == results[0] for result in results)
 
 
-def test_without_a_model_the_best_parameters_of_the_run_before_are_evaluated(tmp_path):
+def test_evaluation_without_model_uses_best_checkpoint(tmp_path):
     class Worse(Task):
         def on_validation_epoch_end(self):
             self.log("rising", float(self.current_epoch))
@@ -122,7 +122,7 @@ def test_what_contradicts_itself_is_one_error(tmp_path, call, message):
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_an_argument_that_only_lightnings_trainer_has_says_what_to_write(name):
+def test_lightning_only_arguments_name_their_replacement(name):
     with pytest.raises(ConfigError, match=re.escape(f"Trainer has no argument {name}. {INSTEAD[name]}")):
         lumen.Trainer(**{name: 1})
 
@@ -148,7 +148,7 @@ def test_an_argument_that_only_lightnings_trainer_has_says_what_to_write(name):
         ({"min_epochs": -1}, r"min_epochs: must be at least 0, found -1"),
     ],
 )
-def test_a_wrong_argument_is_one_error_before_anything_starts(arguments, message):
+def test_invalid_argument_raises_at_construction(arguments, message):
     with pytest.raises(ConfigError, match=message):
         lumen.Trainer(**arguments)
 
@@ -201,7 +201,7 @@ def test_numbers_of_other_libraries_are_numbers():
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_an_attribute_that_only_lightnings_trainer_has_says_what_to_read(name):
+def test_lightning_only_attributes_name_their_replacement(name):
     trainer = lumen.Trainer(max_epochs=1)
     assert not hasattr(trainer, name)
     with pytest.raises(AttributeError, match=re.escape(f"Trainer has no attribute {name}. {ATTRIBUTES[name]}")):
@@ -216,7 +216,7 @@ def test_what_to_read_instead_is_there(tmp_path):
         eval(f"trainer{word}")
 
 
-def test_a_misspelt_attribute_is_told_and_one_that_fails_keeps_its_error():
+def test_misspelled_attribute_is_suggested_and_errors_pass_through():
     trainer = lumen.Trainer(max_epochs=1)
     with pytest.raises(AttributeError, match=r"Trainer has no attribute curent_epoch. Did you mean current_epoch"):
         trainer.curent_epoch  # noqa: B018
@@ -250,7 +250,7 @@ def test_a_task_knows_its_process_and_its_loggers(tmp_path):
         (lambda: DataLoader([], 4, shuffle=True), "got num_samples=0. Shuffling needs a data set that has samples"),
     ],
 )
-def test_a_loader_that_torch_refuses_is_told_with_its_owner(tmp_path, make, message):
+def test_loader_rejected_by_torch_names_its_owner(tmp_path, make, message):
     class Empty(lumen.DataModule):
         def train_dataloader(self):
             return make()
@@ -267,7 +267,7 @@ def test_a_loader_that_torch_refuses_is_told_with_its_owner(tmp_path, make, mess
 # ---------------------------------------------------------------------- the environment
 
 
-def test_variables_stand_for_arguments_that_a_script_leaves_out(monkeypatch, caplog):
+def test_environment_variables_fill_missing_arguments(monkeypatch, caplog):
     caplog.set_level("INFO", logger="lumen")
     values = {"MAX_EPOCHS": "3", "LIMIT_VAL_BATCHES": "0.5", "PRECISION": "bf16", "LOGGER": "false", "MAX_TIME": "null"}
     for name, value in values.items():
@@ -291,13 +291,13 @@ def test_variables_stand_for_arguments_that_a_script_leaves_out(monkeypatch, cap
         ("LUMEN_TRAINER__DEVICES", "[1", r"LUMEN_TRAINER__DEVICES: '[1' is no YAML value"),
     ],
 )
-def test_a_variable_that_cannot_be_read_is_one_error(monkeypatch, name, value, message):
+def test_invalid_environment_variable_is_one_error(monkeypatch, name, value, message):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=re.escape(message)):
         lumen.Trainer()
 
 
-def test_micro_batches_of_a_step_are_read_under_their_name(tmp_path):
+def test_accumulate_grad_batches_is_the_current_value(tmp_path):
     found = []
 
     class Reading(Regression):

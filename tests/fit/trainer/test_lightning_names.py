@@ -50,7 +50,7 @@ def flags(trainer):
     return {name for name in FLAGS if getattr(trainer, name)}
 
 
-def test_the_state_says_what_runs_and_how_it_ended(tmp_path):
+def test_state_names_running_stage_and_final_status(tmp_path):
     trainer = bare_trainer(tmp_path, max_epochs=1)
     assert (trainer.state.status, trainer.state.fn, trainer.state.stage) == ("initializing", None, None)
     assert (trainer.state.stopped, trainer.interrupted) == (False, False)
@@ -76,7 +76,7 @@ def test_the_state_says_what_runs_and_how_it_ended(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["an error", "a signal"])
-def test_a_run_that_did_not_end_by_itself_is_interrupted(tmp_path, how):
+def test_run_ended_by_error_or_signal_is_interrupted(tmp_path, how):
     seen = []
 
     def fail(trainer, task, batch, batch_idx):
@@ -138,7 +138,7 @@ def test_arguments_are_read_under_their_names(tmp_path):
         ("fit_loop", None, "fit_loop cannot be set. Read trainer.progress"),
     ],
 )
-def test_what_a_run_would_not_read_cannot_be_set(tmp_path, name, value, message):
+def test_fixed_trainer_attributes_cannot_be_set(tmp_path, name, value, message):
     with pytest.raises(ConfigError, match=f"Trainer.{message}"):
         setattr(bare_trainer(tmp_path), name, value)
 
@@ -157,7 +157,7 @@ def test_callbacks_are_found_by_their_kind(tmp_path):
     assert (bare.early_stopping_callback, bare.progress_bar_callback, bare.checkpoint_callbacks) == (None, None, [])
 
 
-def test_the_model_is_the_task_and_the_path_that_of_its_checkpoint(tmp_path):
+def test_model_and_ckpt_path_are_those_in_use(tmp_path):
     trainer, task = quiet_trainer(tmp_path, max_epochs=1), Task(lambda trainer: (trainer.model, trainer.ckpt_path))
     trainer.fit(task, loader())
     assert all(seen == (task, None) for seen in task.seen["training_step"])
@@ -182,7 +182,7 @@ def test_print_prints_once_as_print_does(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["add_argparse_args", "from_argparse_args"])
-def test_what_a_class_of_lightning_1_makes_of_a_parser_says_what_to_write(name):
+def test_argparse_methods_of_lightning_1_suggest_cli(name):
     with pytest.raises(ConfigError, match=f"Trainer.{name} .*lumen.CLI"):
         getattr(lumen.Trainer, name)(None)
 
@@ -192,7 +192,7 @@ def test_what_a_class_of_lightning_1_makes_of_a_parser_says_what_to_write(name):
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("verbose", [True, False])
-def test_an_evaluation_shows_its_values_unless_it_is_asked_not_to(tmp_path, capsys, stage, verbose):
+def test_evaluation_prints_values_only_if_verbose(tmp_path, capsys, stage, verbose):
     trainer = bare_trainer(tmp_path, enable_progress_bar=True)
     (values,) = getattr(trainer, stage)(Task(), loader(), None, verbose, weights_only=True)
     captured = capsys.readouterr()
@@ -215,7 +215,7 @@ def test_predict_takes_its_arguments_in_lightnings_order(tmp_path):
     ("options", "message"),
     [({"weights_only": True}, "weights_only: .*always whole"), ({"storage_options": {}}, "storage_options: .*fsspec")],
 )
-def test_what_a_save_cannot_leave_out_or_take_is_told(tmp_path, options, message):
+def test_unsupported_save_options_raise(tmp_path, options, message):
     with pytest.raises(ConfigError, match=f"save_checkpoint has no {message}"):
         bare_trainer(tmp_path).save_checkpoint(tmp_path / "c", **options)
 
@@ -228,7 +228,7 @@ class Stream(IterableDataset):
         yield from ((torch.ones(6), torch.ones(1)) for _ in range(6))
 
 
-def test_loaders_are_those_that_were_given_and_their_batches_are_counted(tmp_path):
+def test_loaders_and_batch_counts_are_available(tmp_path):
     train, several = loader(48, 8), [loader(16, 8), DataLoader(Stream(), 2)]
     names = ("num_training_batches", "num_val_batches", "num_sanity_val_batches", "enable_validation")
     task = Task(lambda trainer: [getattr(trainer, name) for name in names])
@@ -253,14 +253,14 @@ class Seen(Task):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_the_last_batch_of_an_epoch_knows_that_it_is(tmp_path, accumulate):
+def test_is_last_batch_marks_end_of_epoch(tmp_path, accumulate):
     task = Seen(lambda trainer: trainer.is_last_batch)
     bare_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulate).fit(task, loader(40, 8), loader(16, 8))
     assert task.seen["training_step"] == [False, False, False, False, True] * 2
     assert task.at_end is True
 
 
-def test_a_loop_by_hand_that_accumulates_steps_at_the_last_batch_too(tmp_path):
+def test_manual_accumulation_may_use_is_last_batch(tmp_path):
     class ByHand(Seen):
         automatic_optimization = False
 
@@ -277,7 +277,7 @@ def test_a_loop_by_hand_that_accumulates_steps_at_the_last_batch_too(tmp_path):
     assert trainer.global_step == 3
 
 
-def test_without_a_length_nobody_knows_which_batch_is_the_last(tmp_path):
+def test_is_last_batch_needs_a_length(tmp_path):
     with pytest.raises(ConfigError, match="is_last_batch: the training loader has no length"):
         bare_trainer(tmp_path, max_steps=1).fit(Task(lambda trainer: trainer.is_last_batch), DataLoader(Stream(), 2))
 
@@ -297,7 +297,7 @@ class Logging(Regression):
         self.ended = self.trainer.callback_metrics
 
 
-def test_what_is_logged_per_step_and_per_epoch_is_read_by_its_name_too(tmp_path):
+def test_step_and_epoch_values_have_suffixed_names(tmp_path):
     task, trainer = Logging(), bare_trainer(tmp_path, max_epochs=2)
     trainer.fit(task, loader(24, 8), loader(16, 8))
     assert (task.read["both"], task.read["both_step"], task.read["both_epoch"]) == (5, 5, 1)
@@ -321,7 +321,7 @@ class Noting(Regression):
         return super().training_step(batch)
 
 
-def test_a_task_knows_its_dtype_and_what_is_not_there(tmp_path):
+def test_task_has_dtype_and_neutral_lightning_attributes(tmp_path):
     task = Noting(dtype=torch.float64)
     assert (task.dtype, task.on_gpu, task.fabric, task.example_input_array) == (torch.float64, False, None, None)
     bare_trainer(tmp_path, max_steps=1, precision="bf16-true").fit(task, loader(dtype=torch.float64))
@@ -395,7 +395,7 @@ class OfAnIterator(Regression):
         return super().validation_step(next(dataloader_iter)[0])
 
 
-def test_a_step_that_takes_its_batch_from_an_iterator_is_the_same_training(tmp_path):
+def test_dataloader_iter_step_equals_plain_step(tmp_path):
     plain, task = Regression(), OfAnIterator()
     for each in (plain, task):
         bare_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2).fit(each, loader(40, 8), loader(16, 8))
@@ -403,7 +403,7 @@ def test_a_step_that_takes_its_batch_from_an_iterator_is_the_same_training(tmp_p
     assert task.batch_idx == 4
 
 
-def test_a_step_that_takes_two_batches_is_told_how_several_are_taken(tmp_path):
+def test_taking_two_batches_suggests_accumulation(tmp_path):
     task = OfAnIterator()
     task.times = 2
     with pytest.raises(TrainingError, match=r"took two batches of its dataloader_iter.*accumulate_grad_batches"):
@@ -452,7 +452,7 @@ def test_a_task_says_itself_whether_names_may_differ(tmp_path):
         Larger.load_from_checkpoint(path, strict=True)
 
 
-def test_what_a_task_cannot_take_or_write_is_told():
+def test_unsupported_task_calls_raise():
     with pytest.raises(ConfigError, match="all_gather: a group is given, but all processes take part"):
         Regression().all_gather(torch.ones(1), group=object())
     with pytest.raises(ConfigError, match="to_tensorrt: write lumen export"):
@@ -489,7 +489,7 @@ class Sized(lumen.DataModule):
         self.seen = state["seen"]
 
 
-def test_a_data_module_of_data_sets_trains_as_their_loaders_do(tmp_path):
+def test_from_datasets_equals_explicit_loaders(tmp_path):
     data = lumen.DataModule.from_datasets(
         Numbers(48), [Numbers(16), Numbers(8)], {"x": Numbers(8)}, Stream(), batch_size=8
     )
@@ -536,7 +536,7 @@ def test_a_data_module_is_built_from_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(("node", "per_node", "calls"), [(0, False, 1), (1, True, 1), (1, False, 0)])
-def test_data_is_prepared_on_each_node_or_on_the_first_alone(tmp_path, monkeypatch, node, per_node, calls):
+def test_prepare_data_per_node_is_respected(tmp_path, monkeypatch, node, per_node, calls):
     class Preparing(Sized):
         prepared = 0
 

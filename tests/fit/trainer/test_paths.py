@@ -45,7 +45,7 @@ def fit(**options):
 # ---------------------------------------------------------------------- home
 
 
-def test_runs_and_checkpoints_in_the_home_directory_are_written_and_read(home):
+def test_home_paths_work_for_runs_and_checkpoints(home):
     saver = lumen.ModelCheckpoint(dirpath="~/kept")
     profiler = lumen.TorchProfiler(wait=0, warmup=1, active=1, dirpath=Path("~/traces"))
     trainer = fit(default_root_dir="~/runs", name="one", callbacks=[saver], profiler=profiler)
@@ -63,7 +63,7 @@ def test_runs_and_checkpoints_in_the_home_directory_are_written_and_read(home):
     assert not (home / "runs/two-2").exists()
 
 
-def test_a_checkpoint_of_a_failure_goes_to_the_home_directory(home):
+def test_exception_checkpoint_may_use_home_path(home):
     class Fails(Regression):
         def training_step(self, batch):
             if self.global_step == 1:
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_a_failure_goes_to_the_home_directory(home):
     assert [path.name for path in (home / "failures").iterdir()] == ["exception-step-00000001"]
 
 
-def test_the_command_line_takes_the_home_directory_wherever_it_takes_a_path(home, capsys):
+def test_command_line_accepts_home_paths(home, capsys):
     fit_words = ["fit", "--config", "~/line.yaml", "--trainer.default_root_dir=~/runs"]
     assert main([*fit_words, "--trainer.callbacks", "{saver: {class_path: ModelCheckpoint, dirpath: ~/kept}}"]) == 0
     assert main([*fit_words, "--trainer.name=plain"]) == 0
@@ -102,7 +102,7 @@ def test_data_is_read_from_the_home_directory(home):
     assert download((home / "source.txt").as_uri(), "~/data/text.txt", sha256) == home / "data/text.txt"
 
 
-def test_a_tilde_elsewhere_and_an_unknown_home_are_names_as_in_a_shell(home):
+def test_other_tildes_are_plain_names(home):
     for path in ("a~", "./~", "a/~/b", "~nobody-of-this-name/x"):
         assert as_place(path) == Path(path)
     assert as_place("memory://~/x").name == "x"
@@ -112,7 +112,7 @@ def test_a_tilde_elsewhere_and_an_unknown_home_are_names_as_in_a_shell(home):
 # ---------------------------------------------------------------------- nothing
 
 
-def test_an_empty_path_is_an_error_and_not_the_working_directory(capsys):
+def test_empty_path_raises(capsys):
     fit(default_root_dir="runs", name="one")
     before = sorted(Path().rglob("*"))
     for take in (

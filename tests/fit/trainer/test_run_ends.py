@@ -56,7 +56,7 @@ def rows(tmp_path):
     return rows_of(tmp_path / "runs/run/metrics.csv")
 
 
-def test_a_run_that_ends_inside_an_epoch_keeps_its_last_row_when_started_again(tmp_path):
+def test_repeated_run_keeps_its_last_row(tmp_path):
     fit(tmp_path, max_steps=7)
     before = rows(tmp_path)
     assert before[-1]["epoch_loss"]
@@ -108,7 +108,7 @@ def test_runs_from_finished_checkpoints_end_in_new_directories(tmp_path):
 
 
 @pytest.mark.parametrize("last", [5, 7], ids=["at an epoch's end", "inside an epoch"])
-def test_a_stop_in_the_last_validation_leaves_it_to_be_done(tmp_path, last):
+def test_stop_in_last_validation_repeats_it_on_resume(tmp_path, last):
     whole = fit(tmp_path / "whole", max_steps=last, val_check_interval=last)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, Logging(stop_in_validation_of=last), max_steps=last, val_check_interval=last)
@@ -120,7 +120,7 @@ def test_a_stop_in_the_last_validation_leaves_it_to_be_done(tmp_path, last):
     assert not list((tmp_path / "runs/run/checkpoints").glob("*damaged*"))
 
 
-def test_a_monitor_is_not_missed_before_its_first_turn(tmp_path):
+def test_monitor_is_not_missing_before_first_validation(tmp_path):
     monitors = [lumen.EarlyStopping("val_loss", patience=9), lumen.ModelCheckpoint(monitor="val_loss")]
     fit(tmp_path, max_steps=12, check_val_every_n_epoch=2, callbacks=monitors)
     assert monitors[1].best_model_path.endswith("step-00000010")
@@ -130,14 +130,14 @@ def test_a_monitor_is_not_missed_before_its_first_turn(tmp_path):
 
 
 @pytest.mark.parametrize("callback", [lumen.EarlyStopping, lumen.ModelCheckpoint])
-def test_a_misspelt_monitor_is_an_error_without_validation_too(tmp_path, callback):
+def test_misspelled_monitor_raises_without_validation_too(tmp_path, callback):
     trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=[callback(monitor="los")])
     with pytest.raises(ConfigError, match="'los' was never logged"):
         trainer.fit(Logging(), loader())
     assert names(tmp_path)[-1] == "step-00000007"
 
 
-def test_an_epoch_whose_last_update_is_skipped_is_saved_all_the_same(tmp_path):
+def test_epoch_with_skipped_last_update_is_saved(tmp_path):
     class SkipsTheLast(Regression):
         def training_step(self, batch, batch_idx):
             return None if batch_idx == 4 else super().training_step(batch)
@@ -165,9 +165,8 @@ class Pressed(Regression):
         return super().training_step(batch)
 
 
-def test_an_interrupt_while_the_first_is_answered_leaves_after_the_answer_and_nothing_is_told_twice(
-    tmp_path, monkeypatch
-):
+def test_second_interrupt_during_message_stops_after_it(tmp_path, monkeypatch):
+    """Nothing is printed twice."""
     assert lumen.console.console is not None  # rich's, as beside a progress bar
     terminal = Impatient()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -195,7 +194,7 @@ class Slow(io.StringIO):
         return super().write(text)
 
 
-def test_the_third_interrupt_does_not_wait_for_the_answer_to_the_first(tmp_path, monkeypatch):
+def test_third_interrupt_stops_at_once(tmp_path, monkeypatch):
     terminal = Slow()
     monkeypatch.setattr(sys, "stderr", terminal)
     task, before = Pressed(), signal.getsignal(signal.SIGINT)
@@ -213,7 +212,7 @@ def test_fast_dev_run_touches_no_run_directory(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_after_an_evaluation_what_only_training_has_says_so(tmp_path):
+def test_training_only_attributes_raise_after_evaluation(tmp_path):
     trainer = quiet_trainer(tmp_path)
     trainer.validate(Regression(), loader())
     for use in (
@@ -244,9 +243,7 @@ def replace(directory):
 @pytest.mark.parametrize("act", [shutil.rmtree, replace, lambda directory: (directory / ".lock").unlink()])
 @pytest.mark.parametrize("options", [{"enable_checkpointing": False}, {}], ids=["records alone", "checkpoints"])
 @pytest.mark.parametrize("log_every_n_steps", [1, 50])
-def test_a_run_whose_directory_was_removed_or_replaced_does_not_say_that_it_finished(
-    tmp_path, caplog, act, options, log_every_n_steps
-):
+def test_run_with_removed_or_replaced_directory_fails(tmp_path, caplog, act, options, log_every_n_steps):
     def at_the_third_step(trainer, task, outputs, batch, batch_idx):
         if trainer.global_step == 3:
             act(trainer.run_directory)
@@ -313,7 +310,7 @@ def test_full_disks_name_the_path(tmp_path, name, monkeypatch, capsys):
     assert f"/{name} cannot be written: File too large. See that it can be written, and resume the run." in said
 
 
-def test_a_record_that_cannot_be_written_is_one_error_that_names_it(tmp_path):
+def test_unwritable_record_is_one_named_error(tmp_path):
     def obstruct(trainer, task):
         (tmp_path / "runs/run/metrics.csv").mkdir()
 
@@ -321,7 +318,7 @@ def test_a_record_that_cannot_be_written_is_one_error_that_names_it(tmp_path):
         fit(tmp_path, max_steps=2, callbacks=[lumen.LambdaCallback(on_train_start=obstruct)])
 
 
-def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, capfd):
+def test_unwritable_log_warns_once_and_training_continues(tmp_path, capfd):
     run = tmp_path / "runs/run"
     run.mkdir(parents=True)
     (run / "run.log").symlink_to("/dev/full")

@@ -54,13 +54,13 @@ def test_a_data_module_is_recorded_with_its_hyperparameters(tmp_path):
     assert data["init_args"]["device"] == "cpu"
 
 
-def test_a_setting_of_the_environment_is_recorded_as_what_it_is(tmp_path, monkeypatch):
+def test_environment_setting_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("LUMEN_TRAINER__MAX_STEPS", "2")
     bare_trainer(tmp_path, logger=True).fit(Regression(), loader())
     assert recorded(tmp_path / "runs/run")["trainer"]["max_steps"] == 2
 
 
-def test_hyperparameters_that_no_logger_may_have_are_not_recorded(tmp_path):
+def test_hyperparameters_hidden_from_loggers_are_not_recorded(tmp_path):
     class Secret(Regression):
         def __init__(self, token="secret"):
             super().__init__()
@@ -70,14 +70,14 @@ def test_hyperparameters_that_no_logger_may_have_are_not_recorded(tmp_path):
     assert "secret" not in (tmp_path / "runs/run/script.yaml").read_text()
 
 
-def test_a_run_of_the_command_line_has_its_config_alone(tmp_path, monkeypatch):
+def test_command_line_run_has_only_config_yaml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["fit", "--config", write("line.yaml", CONFIG), "--trainer.max_epochs=1"]) == 0
     assert Path("runs/line/config.yaml").exists()
     assert not Path("runs/line/script.yaml").exists()
 
 
-def test_what_a_run_is_resumed_with_is_recorded_anew(tmp_path):
+def test_resumed_settings_are_recorded(tmp_path):
     for steps in (1, 2):
         trainer = bare_trainer(tmp_path, max_steps=steps, logger=True, enable_checkpointing=True, resume="auto")
         trainer.fit(Regression(), loader())

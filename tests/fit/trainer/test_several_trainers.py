@@ -85,7 +85,7 @@ class Probing(lumen.Callback):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_in_a_hook_leaves_the_one_around_it_as_it_was(tmp_path, place):
+def test_nested_run_leaves_the_outer_one_unchanged(tmp_path, place):
     few = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "log_level": "INFO"}
     alone = trained(tmp_path / "alone", **few)
     probing = Probing(tmp_path / "probes", place)
@@ -98,7 +98,7 @@ def test_a_run_in_a_hook_leaves_the_one_around_it_as_it_was(tmp_path, place):
     assert "finished: " in (tmp_path / "probes" / "probe" / "run.log").read_text()
 
 
-def test_a_task_that_is_in_a_run_is_refused_and_its_copy_is_not(tmp_path):
+def test_running_task_is_rejected_but_not_its_copy(tmp_path):
     class Testing(lumen.Callback):
         def on_train_end(self, trainer, task):
             other = bare_trainer(tmp_path)
@@ -126,8 +126,8 @@ def test_a_hook_without_gradients_may_train(tmp_path):
     assert losses[-1] == bare_trainer(tmp_path).validate(plain, loader())[0]
 
 
-def test_a_run_is_still_watched_after_one_in_its_hook(tmp_path, caplog):
-    """The signal that asks for stacks ends a process that has no handler for it."""
+def test_run_is_watched_after_a_nested_one(tmp_path, caplog):
+    """The signal that requests stack traces ends a process without a handler for it."""
 
     class Waiting(lumen.Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -160,7 +160,7 @@ def test_trainers_keep_what_is_theirs_while_others_run(tmp_path):
 # ---------------------------------------------------------------------- in threads
 
 
-def test_a_run_in_another_thread_than_the_main_one_is_the_same_run(tmp_path):
+def test_run_in_other_thread_is_identical(tmp_path):
     expected = trained(tmp_path / "main")
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as pool:
@@ -170,7 +170,7 @@ def test_a_run_in_another_thread_than_the_main_one_is_the_same_run(tmp_path):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
-def test_runs_in_several_threads_take_turns_and_are_exact(tmp_path, caplog):
+def test_runs_in_several_threads_take_turns(tmp_path, caplog):
     class LetTheOtherBegin(lumen.Callback):
         def on_train_start(self, trainer, task):
             while "waits until the run of another thread" not in caplog.text:
@@ -186,7 +186,7 @@ def test_runs_in_several_threads_take_turns_and_are_exact(tmp_path, caplog):
     assert re.match("the thread trials_. waits until the run of another thread of this process is over", said)
 
 
-def test_a_run_that_fails_in_a_thread_lets_the_others_go_on(tmp_path):
+def test_failing_run_in_thread_does_not_block_others(tmp_path):
     def fail():
         with pytest.raises(ZeroDivisionError):
             bare_trainer(tmp_path, max_steps=1, callbacks=[lumen.LambdaCallback(on_train_start=lambda *_: 1 / 0)]).fit(
@@ -208,14 +208,14 @@ def trained_in_a_process(path):
 
 @pytest.mark.slow  # each process that is spawned imports torch
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_run_in_a_pool_of_processes_is_the_same_run(tmp_path, method):
+def test_run_in_process_pool_is_identical(tmp_path, method):
     expected = trained(tmp_path / "here").tolist()
     with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
         places = [str(tmp_path / f"{method}-{number}") for number in range(2)]
         assert list(pool.map(trained_in_a_process, places)) == [expected] * 2
 
 
-def test_a_process_that_was_forked_in_a_hook_has_a_run_of_its_own(tmp_path):
+def test_forked_process_may_start_a_run(tmp_path):
     codes, expected = [], trained(tmp_path / "here")
 
     class Forking(lumen.Callback):
@@ -316,7 +316,7 @@ def warm(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_leaves_nothing_behind_in_its_process_however_it_ends(tmp_path, name):
+def test_run_leaves_no_trace_in_its_process(tmp_path, name):
     run, error = RUNS[name]
     before, ended = what_is_there(), None
     try:  # not pytest.raises, which keeps the traceback, and with it all that failed

@@ -49,7 +49,8 @@ def fit(tmp_path, *numbers, **options):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGUSR1, 75)])
-def test_a_signal_lets_the_run_save_and_leave_with_its_code_and_the_handlers_are_put_back(tmp_path, number, code):
+def test_signal_saves_and_exits_with_its_code(tmp_path, number, code):
+    """The earlier handlers are restored."""
     before = [signal.getsignal(each) for each in ASKING]
     with pytest.raises(SystemExit) as left:
         fit(tmp_path, number)
@@ -69,14 +70,14 @@ def test_what_is_ignored_stays_ignored_as_under_nohup(tmp_path, number):
 
 
 @pytest.mark.parametrize("number", LEFT_ALONE)
-def test_a_handler_of_the_users_is_left_to_do_its_work(tmp_path, number):
+def test_user_signal_handlers_are_kept(tmp_path, number):
     got = []
     signal.signal(number, lambda *received: got.append(received[0]))
     assert fit(tmp_path, number).global_step == 6
     assert got == [number]
 
 
-def test_a_handler_that_python_does_not_know_of_is_left_too(tmp_path):
+def test_non_python_signal_handlers_are_kept(tmp_path):
     with (tmp_path / "stacks").open("w+") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
@@ -87,7 +88,7 @@ def test_a_handler_that_python_does_not_know_of_is_left_too(tmp_path):
         assert "in training_step" in stacks.read()
 
 
-def test_sighup_right_after_sigterm_is_the_same_request_as_service_managers_send_it(tmp_path):
+def test_sighup_after_sigterm_is_one_request(tmp_path):
     with pytest.raises(SystemExit, match="143"):
         fit(tmp_path, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM)
     assert names(tmp_path) == ["step-00000003"]
@@ -114,7 +115,7 @@ def test_a_later_signal_leaves_at_once(tmp_path, clock):
     assert not names(tmp_path)
 
 
-def test_a_run_in_a_hook_of_another_hears_signals_too(tmp_path):
+def test_nested_run_handles_signals(tmp_path):
     def inner(trainer, task):
         fit(tmp_path / "inner", signal.SIGHUP)
 
@@ -123,7 +124,7 @@ def test_a_run_in_a_hook_of_another_hears_signals_too(tmp_path):
     assert names(tmp_path / "inner") == ["step-00000003"]
 
 
-def test_the_run_directory_knows_the_job_of_slurm_and_how_often_it_was_queued_again(tmp_path, monkeypatch):
+def test_slurm_job_is_recorded_in_environment_json(tmp_path, monkeypatch):
     for name, value in {"JOB_ID": "71", "ARRAY_JOB_ID": "70", "ARRAY_TASK_ID": "3", "RESTART_COUNT": "2"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     fit(tmp_path)
@@ -131,7 +132,7 @@ def test_the_run_directory_knows_the_job_of_slurm_and_how_often_it_was_queued_ag
     assert written["slurm"] == {"job_id": "71", "array_job_id": "70", "array_task_id": "3", "restarts": 2}
 
 
-def test_a_run_that_is_done_within_grace_s_leaves_as_without_and_nothing_stays(tmp_path):
+def test_run_within_grace_s_exits_normally(tmp_path):
     before, wakes = threading.enumerate(), signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakes)
     with pytest.raises(SystemExit, match="75"):
@@ -153,7 +154,7 @@ def test_no_time_at_all_is_no_grace(grace_s):
     [({}, True), ({"SLURM_JOB_NAME": "bash"}, False), ({"SLURM_NTASKS": "1"}, False)],
     ids=["in a batch script", "in a shell", "one task"],
 )
-def test_a_job_of_several_tasks_that_nobody_starts_is_told_to_write_srun(tmp_path, monkeypatch, others, said):
+def test_unlaunched_slurm_tasks_suggest_srun(tmp_path, monkeypatch, others, said):
     for name, value in {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "gpt", **others}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)

@@ -35,7 +35,7 @@ def lines_of(capsys, tmp_path):
     return capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
 
 
-def test_the_beginning_names_the_device_the_precision_and_the_size_of_a_step(tmp_path, capsys):
+def test_start_names_device_precision_and_step_size(tmp_path, capsys):
     threads = torch.get_num_threads()
     for options, said in (
         ({}, "fp32 · global batch 8"),
@@ -47,7 +47,7 @@ def test_the_beginning_names_the_device_the_precision_and_the_size_of_a_step(tmp
         assert lines_of(capsys, tmp_path)[1] == f"CPU, {threads} thread{'s' * (threads > 1)} · {said} · seed 3"
 
 
-def test_a_step_whose_size_nobody_knows_is_not_told(tmp_path, capsys):
+def test_unknown_step_size_is_not_shown(tmp_path, capsys):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([(torch.ones(4, FEATURES), torch.ones(4, 1))] * 3)
@@ -56,7 +56,7 @@ def test_a_step_whose_size_nobody_knows_is_not_told(tmp_path, capsys):
     assert "global batch" not in capsys.readouterr().err
 
 
-def test_the_end_names_the_best_checkpoint_and_commands_that_work(tmp_path, capsys, monkeypatch):
+def test_end_names_best_checkpoint_and_working_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saver = lumen.ModelCheckpoint(monitor="score", mode="max")
     quiet_trainer(tmp_path, max_epochs=3, log_level="INFO", callbacks=saver).fit(
@@ -79,7 +79,7 @@ def test_the_end_names_the_best_checkpoint_and_commands_that_work(tmp_path, caps
     ("monitor", "then"),
     [("score", ""), ("scor", " Did you mean score?"), ("x", " No text in the code of Judged reads so.")],
 )
-def test_a_monitor_of_a_run_that_ends_before_anything_logs_it_is_told(tmp_path, capsys, monitor, then):
+def test_monitor_without_value_is_reported_at_end(tmp_path, capsys, monitor, then):
     callbacks = [lumen.EarlyStopping(monitor), lumen.ModelCheckpoint(monitor=monitor)]
     fit = quiet_trainer(tmp_path, max_steps=2, val_check_interval=3, log_level="INFO", callbacks=callbacks).fit
     fit(Judged(0.25), loader(), val_dataloaders=loader())
@@ -88,7 +88,7 @@ def test_a_monitor_of_a_run_that_ends_before_anything_logs_it_is_told(tmp_path, 
     assert lines_of(capsys, tmp_path).count(told) == 1
 
 
-def test_a_monitor_that_has_had_a_value_is_not_told(tmp_path, capsys):
+def test_monitor_with_value_is_not_reported(tmp_path, capsys):
     saver = lumen.ModelCheckpoint(monitor="score")
     quiet_trainer(tmp_path, max_steps=4, val_check_interval=3, log_level="INFO", callbacks=saver).fit(
         Judged(0.25), loader(), val_dataloaders=loader()
@@ -166,7 +166,7 @@ def test_longer_commands_of_scripts_name_the_script(monkeypatch, capsys):
     assert ended[1] == 2 * ended[0]
 
 
-def test_a_time_limit_is_doubled_as_it_is_written(tmp_path, capsys):
+def test_suggested_time_limit_keeps_its_format(tmp_path, capsys):
     trainer = quiet_trainer(tmp_path, max_time="00:00:00:01", log_level="INFO")
     trainer.fit(Regression(), loader())
     assert 'resume="auto", max_time="00:00:00:02").fit(...)' in capsys.readouterr().err
@@ -205,7 +205,7 @@ class Fails(lumen.Callback):
 
 
 @pytest.mark.parametrize(("step", "saved"), [(3, None), (10, "step-00000007")])
-def test_a_run_that_fails_says_where_its_log_is_and_how_to_go_on(tmp_path, step, saved):
+def test_failure_names_log_and_how_to_resume(tmp_path, step, saved):
     with pytest.raises(KeyError) as caught:
         quiet_trainer(tmp_path, max_epochs=2, callbacks=Fails(step)).fit(Regression(), loader())
     run = tmp_path / "runs" / "run"
@@ -218,7 +218,7 @@ def test_a_run_that_fails_says_where_its_log_is_and_how_to_go_on(tmp_path, step,
     assert all('Trainer(..., name="run", resume="auto")' in each for each in others)
 
 
-def test_a_run_that_fails_before_it_begins_leaves_no_log_to_name(tmp_path):
+def test_failure_before_start_names_no_log(tmp_path):
     class Unready(Regression):
         def configure_optimizers(self):
             raise KeyError("a mistake")

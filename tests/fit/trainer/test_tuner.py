@@ -42,7 +42,7 @@ def search(tmp_path, task, data, **options):
 # ---------------------------------------------------------------------- the learning rate
 
 
-def test_rates_rise_and_each_loss_is_that_before_its_update(tmp_path):
+def test_rates_rise_and_losses_precede_their_update(tmp_path):
     task, data = Regression(optimizer="SGD"), loader(64, 8, shuffle=False)
     curve = search(tmp_path, task, data, update_attr=False, early_stop_threshold=None)
     rates = [1e-4 * 1e5 ** (step / 39) for step in range(40)]
@@ -150,14 +150,14 @@ def test_what_cannot_be_searched_is_refused(tmp_path, task, options, says):
         search(tmp_path, task(), loader(), **options)
 
 
-def test_a_search_on_several_processes_is_refused_before_any_is_started(tmp_path):
+def test_search_on_several_processes_is_rejected(tmp_path):
     tuner = lumen.Tuner(bare_trainer(tmp_path, max_epochs=1, devices=2))
     for find in (tuner.lr_find, tuner.scale_batch_size):
         with pytest.raises(ConfigError, match="runs on one process, but the trainer has 2"):
             find(Regression(), loader())
 
 
-def test_a_rate_that_cannot_be_suggested_is_an_error_only_if_it_was_to_be_set(tmp_path):
+def test_missing_suggestion_raises_only_when_required(tmp_path):
     few = {"num_training": 8}
     assert search(tmp_path, Falling(), loader(), update_attr=False, **few).suggestion() is None
     with pytest.raises(TrainingError, match="no rate can be suggested"):
@@ -192,7 +192,7 @@ def drawn():
     return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
 
-def test_a_search_leaves_task_data_trainer_and_generators_as_they_were(tmp_path):
+def test_search_restores_task_data_trainer_and_generators(tmp_path):
     calls = lumen.LambdaCallback(setup=lambda *_: pytest.fail("a callback of the trainer was called"))
     trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[calls])
     task, data = Falling(), loader(160, 16)
@@ -216,7 +216,7 @@ def dropping_loader():
 
 
 @pytest.mark.parametrize("data", [stream_loader, dropping_loader])
-def test_a_fit_after_a_search_has_the_bits_of_one_without_it_at_that_rate(tmp_path, data):
+def test_fit_after_rate_search_equals_fit_at_rate(tmp_path, data):
     finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40)
     searched = Falling()
     trainer = quiet_trainer(tmp_path / "a", max_epochs=3, log_every_n_steps=1, callbacks=[finder])
@@ -233,7 +233,7 @@ def test_a_fit_after_a_search_has_the_bits_of_one_without_it_at_that_rate(tmp_pa
     assert trainer.progress.micro_batches == without.progress.micro_batches
 
 
-def test_a_search_by_hand_reads_a_stream_from_its_beginning_and_so_does_the_fit(tmp_path):
+def test_search_and_fit_read_stream_from_beginning(tmp_path):
     data = stream_loader()
     task = Falling()
     trainer = bare_trainer(tmp_path, max_steps=5)
@@ -245,7 +245,7 @@ def test_a_search_by_hand_reads_a_stream_from_its_beginning_and_so_does_the_fit(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_scale_of_the_run_is_not_that_of_the_search(tmp_path, precision):
+def test_search_does_not_change_loss_scale_of_run(tmp_path, precision):
     finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40)
     precision = precision if precision == "bf16" else lumen.precision.Float16(init_scale=1024.0, growth_interval=5)
     trainer = quiet_trainer(tmp_path, max_steps=4, precision=precision, callbacks=[finder])
@@ -254,7 +254,7 @@ def test_the_scale_of_the_run_is_not_that_of_the_search(tmp_path, precision):
     assert trainer.run.precision.state_dict().get("scale", 1024.0) == 1024.0
 
 
-def test_a_resumed_run_has_the_rate_that_was_found_and_does_not_search(tmp_path):
+def test_resumed_run_keeps_the_found_rate(tmp_path):
     def fit(name, steps, **options):
         finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40)
         task = Falling()
@@ -270,7 +270,7 @@ def test_a_resumed_run_has_the_rate_that_was_found_and_does_not_search(tmp_path)
     assert torch.equal(weights(resumed), weights(straight))
 
 
-def test_the_curve_is_drawn_into_the_run_directory_if_asked_for(tmp_path):
+def test_curve_is_written_and_plotted_on_request(tmp_path):
     for plot in (False, True):
         finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40, plot=plot)
         trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[finder])
@@ -288,7 +288,7 @@ def test_the_curve_is_drawn_into_the_run_directory_if_asked_for(tmp_path):
     assert (trainer.run_directory / "lr_find.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_log_of_a_run_has_of_its_search_what_was_found(tmp_path):
+def test_log_contains_only_the_result_of_search(tmp_path):
     finder = lumen.LearningRateFinder(min_lr=1e-4, max_lr=10.0, num_training_steps=40)
     trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[finder], log_level="INFO")
     trainer.fit(Falling(), loader(160, 16))
@@ -312,7 +312,7 @@ def test_finders_are_named_on_the_command_line():
 
 
 @pytest.mark.usefixtures("config_directory")
-def test_of_the_optimizer_in_a_config_the_rate_is_said(capsys):
+def test_rate_of_configured_optimizer_is_only_suggested(capsys):
     words = ["fit", "--config", "line.yaml", "--optimizer=torch.optim.SGD", "--optimizer.lr=1e-6"]
     words += ["--trainer.callbacks+=LearningRateFinder", "--trainer.callbacks.num_training_steps=30"]
     assert main([*words, "--trainer.callbacks.min_lr=1e-4"]) == 2
@@ -323,7 +323,7 @@ def test_of_the_optimizer_in_a_config_the_rate_is_said(capsys):
     assert finder.optimal_lr.results["loss"][-1] < finder.optimal_lr.results["loss"][0]
 
 
-def test_a_function_that_knows_the_task_itself_is_refused(tmp_path):
+def test_function_bound_to_the_task_is_rejected(tmp_path):
     task, finder = Falling(), lumen.LearningRateFinder(num_training_steps=20, update_attr=False)
     trainer = bare_trainer(tmp_path, max_steps=1, callbacks=[finder])
     with pytest.raises(ConfigError, match=r"Give functools\.partial"):
@@ -396,7 +396,7 @@ def test_no_more_is_tried_than_there_is(tmp_path):
     ("fits", "options", "size"),
     [(1000, {}, 24), (10, {}, 8), (10, {"mode": "binsearch", "margin": 0.0}, 8), (13, {"init_val": 13}, 12)],
 )
-def test_with_a_global_batch_size_it_is_the_micro_batch_that_cuts_a_step_evenly(tmp_path, fits, options, size):
+def test_batch_size_divides_the_global_batch_size(tmp_path, fits, options, size):
     assert scale(tmp_path, Cramped(fits), Sized(), {"global_batch_size": 24}, **options) == size
 
 
@@ -415,7 +415,7 @@ def test_a_trial_accumulates_where_the_run_does(tmp_path, options, size):
     assert scale(tmp_path, WithGradients(), Sized(), options, mode="binsearch", margin=0.0) == size
 
 
-def test_a_training_whose_micro_batch_was_found_is_the_same_training(tmp_path):
+def test_found_micro_batch_does_not_change_training(tmp_path):
     def fit(name, callbacks):
         task, data = Cramped(10, dtype=torch.float64), Sized(3, dtype=torch.float64)
         trainer = quiet_trainer(tmp_path / name, max_epochs=2, global_batch_size=24, callbacks=callbacks)
@@ -428,14 +428,14 @@ def test_a_training_whose_micro_batch_was_found_is_the_same_training(tmp_path):
     torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
 
 
-def test_a_fit_after_a_search_for_the_batch_size_has_the_bits_of_one_without_it(tmp_path):
+def test_fit_after_batch_size_search_equals_plain_fit(tmp_path):
     searched, plain = Cramped(), Cramped()
     quiet_trainer(tmp_path, max_epochs=2, callbacks=[lumen.BatchSizeFinder()]).fit(searched, datamodule=Sized())
     quiet_trainer(tmp_path, max_epochs=2).fit(plain, datamodule=Sized(16))
     assert torch.equal(weights(searched), weights(plain))
 
 
-def test_a_resumed_run_has_the_batch_size_that_was_found(tmp_path):
+def test_resumed_run_keeps_the_found_batch_size(tmp_path):
     def fit(name, steps, **options):
         task, finder = Cramped(), lumen.BatchSizeFinder()
         callbacks = [finder, lumen.ModelCheckpoint(at_end=True)]
@@ -449,7 +449,7 @@ def test_a_resumed_run_has_the_batch_size_that_was_found(tmp_path):
     assert torch.equal(resumed, straight)
 
 
-def test_the_memory_of_what_did_not_fit_is_given_back(tmp_path):
+def test_memory_of_failed_attempts_is_freed(tmp_path):
     task = Cramped()
     scale(tmp_path, task, Sized(), mode="binsearch")
     assert [each for each in gc.get_objects() if type(each) is Cramped] == [task]
@@ -494,12 +494,12 @@ class Broken(Cramped):
         (lambda: Owning(), {"init_val": 0}, ConfigError, "init_val"),
     ],
 )
-def test_a_size_that_cannot_be_found_is_one_error(tmp_path, task, options, error, says):
+def test_unsearchable_batch_size_is_one_error(tmp_path, task, options, error, says):
     with pytest.raises(error, match=says):
         lumen.Tuner(bare_trainer(tmp_path, max_epochs=1)).scale_batch_size(task(), **options)
 
 
-def test_errors_of_another_kind_are_raised_and_one_sample_must_fit(tmp_path):
+def test_other_errors_pass_through_and_one_sample_fits(tmp_path):
     with pytest.raises(RuntimeError, match="of another kind"):
         scale(tmp_path, Broken(), Sized())
     with pytest.raises(TrainingError, match="a batch of one sample does not fit"):
@@ -522,5 +522,5 @@ class ByHand(Owning):
         optimizer.step()
 
 
-def test_the_batch_size_of_a_task_that_optimizes_by_hand_is_found_too(tmp_path):
+def test_batch_size_search_supports_manual_optimization(tmp_path):
     assert lumen.Tuner(bare_trainer(tmp_path, max_epochs=1)).scale_batch_size(ByHand(), init_val=8) == 16

@@ -33,7 +33,7 @@ class SpeaksToo(lumen.DataModule):
         return loader()
 
 
-def test_what_a_task_a_data_module_and_a_callback_say_is_in_run_log_and_the_terminal(tmp_path, capsys):
+def test_user_messages_reach_run_log_and_terminal(tmp_path, capsys):
     lines = fit_saying(tmp_path, "__main__", task=Speaks(), data=SpeaksToo())
     assert said(lines) == [
         "INFO data: said by the data module",
@@ -65,7 +65,7 @@ def test_run_log_begins_with_the_run_directory(tmp_path):
         ({"root": "ERROR", "torchmetrics": "INFO"}, [(LIBRARY, 20), (LIBRARY, 30)]),
     ],
 )  # fmt: skip
-def test_each_logger_is_heard_from_its_level_and_a_library_from_warning(tmp_path, level, heard):
+def test_logger_levels_are_respected_libraries_start_at_warning(tmp_path, level, heard):
     lines = fit_saying(tmp_path, "a.b", "a.c", LIBRARY, log_level=level)
     names = {10: "DEBUG", 20: "INFO", 30: "WARNING"}
     assert said(lines) == [f"{names[number]} {name}: said at {number}" for name, number in heard]
@@ -77,7 +77,7 @@ class Fails(Says):
 
 
 @pytest.mark.parametrize("callback", [Says, Fails])
-def test_the_users_own_handlers_hear_what_they_heard_and_all_is_put_back(tmp_path, callback):
+def test_user_handlers_are_unaffected_and_restored(tmp_path, callback):
     root, mine, text = logging.getLogger(), logging.getLogger("mine"), io.StringIO()
     handler = logging.StreamHandler(text)
     root.addHandler(handler)
@@ -139,7 +139,7 @@ def test_runs_lists_the_status_whatever_log_format(tmp_path, capsys):
         ({"log_format": "{message}"}, "log_format: .*logging.Formatter"),
     ],
 )
-def test_a_level_or_format_that_is_none_is_refused(tmp_path, options, said):
+def test_invalid_level_or_format_is_rejected(tmp_path, options, said):
     with pytest.raises(ConfigError, match=said):
         quiet_trainer(tmp_path, **options)
 
@@ -153,6 +153,6 @@ class Loud(Dataset):
         return torch.full((FEATURES,), float(index)), torch.zeros(1)
 
 
-def test_what_is_said_in_a_worker_is_there_too(tmp_path):
+def test_messages_of_workers_are_logged(tmp_path):
     lines = fit_saying(tmp_path, data=DataLoader(Loud(), 8, num_workers=1, multiprocessing_context="fork"))
     assert said(lines) == [f"INFO dataset: said of sample {index}" for index in range(8)]

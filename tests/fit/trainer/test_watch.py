@@ -16,7 +16,7 @@ from tests.helpers.watch import WHERE, Stuck, stuck_fit
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_one_process_whose_data_does_not_come_says_where_it_waits(tmp_path, workers):
+def test_stalled_data_reports_where_it_waits(tmp_path, workers):
     steps, texts = stuck_fit(tmp_path, workers, lumen.SingleDevice(timeout_s=1.2, startup_timeout_s=60))
     assert steps == 8  # it went on once the sample came
     assert re.match(r"rank 0 has done no step and no batch for [\d.]+ s; the job is ended after [\d.]+ s", texts[0])
@@ -24,7 +24,7 @@ def test_one_process_whose_data_does_not_come_says_where_it_waits(tmp_path, work
     assert WHERE.search(worker[0] if workers else main)
 
 
-def test_a_run_that_gets_on_says_nothing_and_leaves_no_thread(tmp_path, caplog):
+def test_progressing_run_reports_nothing_and_leaves_no_thread(tmp_path, caplog):
     before = threading.active_count()
     quiet_trainer(tmp_path, max_epochs=2).fit(Regression(), DataLoader(Stuck(tmp_path), 2))
     assert "has done no step" not in caplog.text
@@ -39,8 +39,8 @@ class Slow(Regression):
         return super().training_step(batch)
 
 
-def test_a_run_whose_steps_all_take_long_goes_on(tmp_path):
-    """The first step has the limit of the start; from then on five times the longest is allowed."""
+def test_slow_steps_extend_the_limit(tmp_path):
+    """The first step has startup_timeout_s; later ones may take five times the longest so far."""
     strategy = lumen.SingleDevice(timeout_s=0.2, startup_timeout_s=20)
     trainer = quiet_trainer(tmp_path, max_steps=3, strategy=strategy, logger=False, enable_checkpointing=False)
     trainer.fit(Slow(), loader())
@@ -58,7 +58,7 @@ def test_limits_may_be_infinite_in_a_config(tmp_path, monkeypatch):
     assert main(["fit", "--config", "run.yaml"]) == 0
 
 
-def test_a_run_that_somebody_may_be_looking_at_is_not_ended(tmp_path, caplog):
+def test_debugged_run_is_not_ended(tmp_path, caplog):
     class Waiting(lumen.Callback):
         def on_train_batch_end(self, *_):
             while "It is not ended: somebody may be looking at it" not in caplog.text:

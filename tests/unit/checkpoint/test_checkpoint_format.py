@@ -30,7 +30,8 @@ READER = types.ModuleType("reader")
 exec(compile(CODE, "docs/reference/checkpoint-format.md", "exec"), vars(READER))
 
 
-def test_the_reader_has_fifty_lines_and_knows_nothing_of_lumen():
+def test_reader_is_short_and_independent_of_lumen():
+    """At most 50 lines, which import the standard library, torch and safetensors only."""
     assert len([line for line in CODE.splitlines() if line]) <= 50
     assert max(map(len, CODE.splitlines())) <= 120
     imports = [node for node in ast.walk(ast.parse(CODE)) if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -101,7 +102,7 @@ def written(group, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_the_reader_reads_what_lumen_reads_from_what_a_run_has_written(written, strategy):
+def test_reader_agrees_with_lumen_on_checkpoints_of_runs(written, strategy):
     tensors, state, info = assert_read_alike(written / strategy)
     assert torch.equal(tensors["model"]["again.weight"], tensors["model"]["net.0.weight"])
     assert tensors["optimizer"]["net.0.weight.exp_avg"].shape == (16, FEATURES)
@@ -113,7 +114,7 @@ def test_the_reader_reads_what_lumen_reads_from_what_a_run_has_written(written, 
     assert (info["step"], info["epoch"]) == (9, 1)
 
 
-def test_the_fsdp_checkpoint_is_cut_up_so_that_the_reader_has_something_to_assemble(written):
+def test_fsdp_checkpoint_has_chunks_to_assemble(written):
     manifest = json.loads((written / "fsdp/manifest.json").read_text())
     chunks = manifest["sections"]["model"]["net.0.weight"]["chunks"]
     assert [[offsets, shape] for _, offsets, shape in chunks] == [[[0, 0], [8, 6]], [[8, 0], [8, 6]]]
@@ -137,7 +138,7 @@ VALUES = {
 }
 
 
-def test_the_reader_reads_every_dtype_shape_and_type_that_can_be_saved(tmp_path):
+def test_reader_supports_every_dtype_shape_and_type(tmp_path):
     torch.manual_seed(0)
     extra = {}
     state = {name: encode(value, extra, name) for name, value in VALUES.items()}
@@ -175,7 +176,7 @@ def test_the_reader_notices_damage_to_any_file(tmp_path, damage):
             READER.read(path)
 
 
-def test_the_reader_notices_a_change_that_leaves_the_manifest_json(tmp_path):
+def test_reader_detects_changed_manifest_that_is_valid_json(tmp_path):
     manifest = small(tmp_path / "step-1") / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"lumen"', '"lemon"'))
     with pytest.raises(ValueError, match="the manifest was changed"):
@@ -217,7 +218,7 @@ def of_another_format(manifest):
         (of_another_format, "this reads format 4"),
     ],
 )  # fmt: skip
-def test_the_reader_does_not_believe_a_manifest_whose_checksum_was_made_right(tmp_path, edit, says):
+def test_reader_validates_manifest_with_correct_checksum(tmp_path, edit, says):
     path = small(tmp_path / "step-1")
     rewritten(path, lambda manifest: None)
     READER.read(path)
@@ -235,7 +236,7 @@ def names_of_table(first):
     return {name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
 
 
-def test_the_page_names_every_entry_of_manifest_and_state_and_the_version(written):
+def test_page_lists_manifest_and_state_entries_and_version(written):
     for strategy in ("single", "fsdp"):
         assert names_of_table("sha256") == set(json.loads((written / strategy / "manifest.json").read_text()))
         assert names_of_table("seed") == set(Checkpoint.open(written / strategy).state)
@@ -247,7 +248,7 @@ def test_the_page_names_every_tag():
     assert tags == set(re.findall(r'`\{"(\$\w+)":', PAGE))
 
 
-def test_a_manifest_has_the_three_lines_that_the_page_shows(written):
+def test_manifest_has_three_lines_as_documented(written):
     lines = (written / "single/manifest.json").read_text().splitlines()
     shown = re.search(r"JSON in three lines:\n\n```\n(.*?)\n```", PAGE, re.S)[1].splitlines()
     assert len(lines) == len(shown) == 3

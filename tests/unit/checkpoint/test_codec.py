@@ -63,7 +63,8 @@ def test_random_nested_data_survives_exactly():
         assert same(round_trip(value), value), value
 
 
-def test_scalars_and_dictionaries_of_other_kinds_become_plain_ones():
+def test_other_scalars_and_dictionaries_become_plain():
+    """NumPy scalars and subclasses of dict, as OrderedDict and Counter."""
     value = [np.int64(-3), np.bool_(True), np.str_("x"), np.bytes_(b"y"), np.float64("inf")]
     assert same(round_trip(value), [-3, True, "x", b"y", math.inf])
     ordered, default, counter = OrderedDict(b=1, a=2), defaultdict(list, {3: [4]}), Counter("aab")
@@ -120,7 +121,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_saved_is_named_with_its_path(kind):
+def test_unsupported_values_raise_with_their_path(kind):
     with pytest.raises(
         CheckpointError, match=r"callbacks\.Mine\.items\[1\].*(cannot be saved|be part of a key)"
     ) as error:

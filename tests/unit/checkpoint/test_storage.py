@@ -61,7 +61,7 @@ def test_a_draft_becomes_a_checkpoint_by_its_commit(storage, place):
     assert storage.names(place / "a") == ["step-1"]
 
 
-def test_a_draft_that_lies_in_its_place_needs_a_free_name_and_marks_its_files(storage, place):
+def test_draft_in_final_place_needs_free_name(storage, place):
     first = begun(storage, committed(storage, place / "step-1").with_name("step-2"), manifest=False)
     if first.root == first.directory:
         with pytest.raises(FileExistsError, match="step-2"):
@@ -83,7 +83,7 @@ def test_a_name_is_looked_at(storage, place):
     assert storage.written_s(place / "step-1/model/b") >= storage.written_s(place / "step-1/state.json") > 1e9
 
 
-def test_files_are_those_below_and_a_file_is_one_itself(storage, place):
+def test_files_are_listed_recursively_and_include_file_itself(storage, place):
     path = committed(storage, place / "step-1")
     assert sorted(storage.names(path)) == ["manifest.json", "model", "state.json"]
     assert sorted(storage.files(path)) == OURS
@@ -116,7 +116,7 @@ def test_a_file_that_fails_is_not_committed(storage, place):
     assert not exists(place / "step-1")
 
 
-def test_which_have_a_manifest_is_told_of_one_and_of_many(storage, place):
+def test_with_manifest_finds_paths_that_have_a_manifest(storage, place):
     paths = [committed(storage, place / f"step-{step}") for step in (1, 2, 3)]
     write(storage, place / "step-1/model/manifest.json")  # of somebody else
     others = [place / "step-9", place / "step-1/model"]
@@ -125,7 +125,7 @@ def test_which_have_a_manifest_is_told_of_one_and_of_many(storage, place):
     assert storage.with_manifest(place, [*paths, others[0]]) == set(paths)
 
 
-def test_another_name_keeps_the_files_and_frees_the_name(storage, place):
+def test_rename_keeps_files_and_frees_the_name(storage, place):
     path = committed(storage, place / "step-1")
     storage.rename(path, place / "step-1.damaged-1")
     assert sorted(storage.files(place / "step-1.damaged-1")) == OURS
@@ -168,7 +168,7 @@ def test_what_is_removed_is_gone_and_nothing_else(storage, place):
     assert sorted(storage.files(other)) == OURS
 
 
-def test_a_draft_that_was_left_is_cleaned_and_a_checkpoint_is_not(storage, place):
+def test_leftover_drafts_are_cleaned_and_checkpoints_kept(storage, place):
     small(place / "step-1")
     begun(storage, place / "step-2", manifest=False)
     storage.begin(place / "step-3")
@@ -176,12 +176,12 @@ def test_a_draft_that_was_left_is_cleaned_and_a_checkpoint_is_not(storage, place
     assert storage.names(place) == ["step-1"]
 
 
-def test_a_place_that_can_be_written_is_found_so_and_left_as_it_was(storage, place):
+def test_check_writable_leaves_no_trace(storage, place):
     storage.check_writable(place)
     assert not exists(place)
 
 
-def test_a_path_of_this_machine_has_what_the_system_knows_and_a_url_has_not(tmp_path):
+def test_only_local_paths_have_a_local_path(tmp_path):
     assert as_local(as_place(tmp_path)) == tmp_path
     assert isinstance(as_local(as_place(f"file://{tmp_path}")), Path)
     assert as_local(as_place("memory://bucket")) is None

@@ -34,7 +34,7 @@ def test_a_manifest_of_gigabytes_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex128])
-def test_a_box_of_a_tensor_is_that_box_of_the_whole(tmp_path, dtype):
+def test_block_equals_slice_of_tensor(tmp_path, dtype):
     regions = [((2, 5), (1, 3)), ((0, 2), (0, 3)), ((2, 5), (0, 1))]
     tensor = handmade(tmp_path / "step-1", dtype, (5, 3), regions)
     checkpoint = Checkpoint.open(tmp_path / "step-1")
@@ -49,7 +49,7 @@ def test_a_box_of_a_tensor_is_that_box_of_the_whole(tmp_path, dtype):
     [torch.empty(5, 3), torch.empty(3, 5).t(), torch.empty(5, 6)[:, ::2]],
     ids=["in a row", "transposed", "every other column"],
 )
-def test_a_tensor_in_several_chunks_is_read_in_place_whatever_lies_there(tmp_path, destination):
+def test_copy_into_assembles_chunks_in_place(tmp_path, destination):
     tensor = handmade(
         tmp_path / "step-1", torch.float32, (5, 3), [((3, 5), (0, 3)), ((0, 3), (0, 1)), ((0, 3), (1, 3))]
     )
@@ -83,7 +83,7 @@ def test_only_the_rows_of_a_box_are_read(tmp_path, offsets, shape, mib):
         ([((0, 5), (0, 3)), ((0, 5), (0, 3))], "have 30 of its 15 elements"),
     ],
 )
-def test_chunks_that_do_not_cover_a_tensor_exactly_are_damage(tmp_path, regions, complaint):
+def test_chunks_that_do_not_cover_tensor_are_damage(tmp_path, regions, complaint):
     handmade(tmp_path / "step-1", torch.float32, (5, 3), regions)
     with pytest.raises(CheckpointDamaged, match=complaint):
         Checkpoint.open(tmp_path / "step-1")
@@ -227,7 +227,7 @@ CASES = [*((header, 64) for header in HEADERS), (json.dumps({"a": ENTRY}).encode
 
 
 @pytest.mark.parametrize(("header", "data_bytes"), CASES, ids=lambda x: x[:70].decode() if isinstance(x, bytes) else x)
-def test_a_header_that_disagrees_with_the_manifest_is_damage(tmp_path, header, data_bytes):
+def test_header_that_contradicts_manifest_is_damage(tmp_path, header, data_bytes):
     path = small(tmp_path / "step-1")
     data = len(header).to_bytes(8, "little") + header + bytes(data_bytes)
     (path / FILES[2]).write_bytes(data)
@@ -237,7 +237,7 @@ def test_a_header_that_disagrees_with_the_manifest_is_damage(tmp_path, header, d
         Checkpoint.open(path)
 
 
-def test_a_linked_folder_inside_a_checkpoint_is_refused_but_a_linked_checkpoint_opens(tmp_path):
+def test_linked_folder_is_refused_but_linked_checkpoint_opens(tmp_path):
     path = small(tmp_path / "step-1")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "step-1").symlink_to(path)

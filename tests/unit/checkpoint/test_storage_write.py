@@ -70,7 +70,7 @@ def test_files_are_bounded_and_readable_by_safetensors(tmp_path):
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_views_of_any_kind_are_saved_as_what_they_show(tmp_path):
+def test_views_are_saved_with_their_values(tmp_path):
     base = torch.randn(6, 4)
     values = torch.randn(4, dtype=torch.complex64)
     views = {
@@ -87,7 +87,7 @@ def test_views_of_any_kind_are_saved_as_what_they_show(tmp_path):
         assert torch.equal(checkpoint.tensor("model", name), view), name
 
 
-def test_copy_into_fills_views_and_parameters_and_casts_nothing(tmp_path):
+def test_copy_into_fills_views_and_never_casts(tmp_path):
     checkpoint = Checkpoint.open(save(tmp_path / "step-1", model={"w": torch.arange(6.0).reshape(2, 3)}))
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     checkpoint.copy_into("model", "w", parameter)
@@ -160,7 +160,7 @@ BAD_SAVES = {
 
 
 @pytest.mark.parametrize("kind", BAD_SAVES)
-def test_what_cannot_be_saved_is_found_before_anything_is_written(tmp_path, kind):
+def test_unsupported_state_raises_before_writing(tmp_path, kind):
     sections, info, complaint = BAD_SAVES[kind]
     with pytest.raises(CheckpointError, match=complaint):
         write_checkpoint(tmp_path / "runs" / "step-1", sections, {}, info=info)

@@ -46,7 +46,7 @@ def test_a_text_of_another_hash_is_refused(monkeypatch):
         CharText().vocab_size  # noqa: B018
 
 
-def test_a_batch_is_inputs_and_the_same_one_character_later(tmp_path):
+def test_char_text_targets_are_inputs_shifted_by_one(tmp_path):
     data = char_text(tmp_path)
     for loader in (data.train_dataloader(), data.val_dataloader()):
         inputs, targets = next(iter(loader))
@@ -55,7 +55,8 @@ def test_a_batch_is_inputs_and_the_same_one_character_later(tmp_path):
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-def test_training_has_every_window_once_and_validation_every_block_once(tmp_path):
+def test_char_text_covers_all_windows_and_blocks(tmp_path):
+    """Training has every window once, validation every block once."""
     data = char_text(tmp_path)
     split = int(0.9 * len(data.text))
     windows = [data.decode(inputs) for inputs, _ in data.train]
@@ -82,13 +83,13 @@ def test_truncate_counts_characters(tmp_path):
 @pytest.mark.parametrize(
     ("truncate", "characters"), [(0.02, 10), (0.5, 250), (1.0, 500), (1, 1), (None, 500), (600, 500)]
 )
-def test_a_fraction_truncates_to_a_part_of_the_text(tmp_path, truncate, characters):
+def test_truncate_keeps_fraction_or_number_of_characters(tmp_path, truncate, characters):
     (tmp_path / "book.txt").write_text("é" * 500, encoding="utf-8")
     assert CharText(str(tmp_path / "book.txt"), truncate=truncate).text == "é" * characters
 
 
 @pytest.mark.parametrize("truncate", [0, -3, 0.0, 1.5, float("nan")])
-def test_what_is_no_part_of_a_text_is_refused(truncate):
+def test_invalid_truncate_is_refused(truncate):
     with pytest.raises(ConfigError, match=r"truncate: expected .* a fraction in \(0, 1\].*; found"):
         CharText(truncate=truncate)
 
@@ -106,7 +107,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_module_takes_the_options_of_its_loaders_and_loads_the_same(name, monkeypatch):
+def test_every_data_module_accepts_loader_options(name, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     options = {"num_workers": 2, "pin_memory": True, "persistent_workers": True, "prefetch_factor": 3}
     plain, set_up = MODULES[name](), MODULES[name](batch_size=216, **options)
@@ -123,7 +124,7 @@ def test_every_module_takes_the_options_of_its_loaders_and_loads_the_same(name, 
         assert len(loader.dataset) == len(before.dataset)
 
 
-def test_pinning_waits_for_an_accelerator_and_kept_workers_for_workers():
+def test_pinning_needs_accelerator_and_persistent_workers_need_workers():
     assert Tabular("diabetes", pin_memory=True).loading["pin_memory"] == torch.accelerator.is_available()
     data = Tabular("diabetes", persistent_workers=True)
     data.setup("fit")
@@ -131,7 +132,7 @@ def test_pinning_waits_for_an_accelerator_and_kept_workers_for_workers():
         data.train_dataloader()
 
 
-def test_workers_that_a_config_asks_for_train_to_the_same_bits(tmp_path):
+def test_workers_from_config_keep_training_exact(tmp_path):
     words = [
         "--config", "models/diabetes.yaml", "--trainer.max_epochs=2", f"--trainer.default_root_dir={tmp_path}",
         "--trainer.enable_progress_bar=false", "--trainer.log_level=ERROR",
@@ -149,7 +150,7 @@ def test_text_is_read_from_any_filesystem():
     assert CharText("memory://book.txt").vocabulary == "abc"
 
 
-def test_tiny_shakespeare_is_taken_from_the_cache_when_it_is_right(monkeypatch, tmp_path):
+def test_tiny_shakespeare_comes_from_valid_cache(monkeypatch, tmp_path):
     content = b"First Citizen:\nBefore we proceed any further, hear me speak.\n"
     (tmp_path / "tiny-shakespeare.txt").write_bytes(content)
     monkeypatch.setenv("LUMEN_CACHE", str(tmp_path))
@@ -182,7 +183,7 @@ def test_an_empty_prompt_is_refused(tmp_path):
         char_text(tmp_path, prompt="").predict_dataloader()
 
 
-def test_a_text_too_short_for_one_block_is_refused(tmp_path):
+def test_text_shorter_than_one_block_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"6 characters, one sample needs block_size \+ 1 = 9"):
         char_text(tmp_path, "a" * 60)
 
@@ -224,7 +225,7 @@ def test_a_batch_is_images_and_digits(digits):
     assert labels.dtype == torch.int64
 
 
-def test_4000_images_are_for_training_and_1000_others_for_validation(digits):
+def test_mnist_split_has_4000_and_1000_disjoint_images(digits):
     assert (len(digits.train), len(digits.val)) == (4000, 1000)
     assert set(digits.train.indices).isdisjoint(digits.val.indices)
     counts = torch.bincount(torch.stack([label for _, label in digits.val]), minlength=10)
@@ -244,7 +245,7 @@ def test_a_digit_file_of_another_hash_is_refused(monkeypatch):
         MNIST5k().setup("fit")
 
 
-def test_a_shift_moves_the_image_and_fills_with_black(digits):
+def test_shift_moves_image_and_fills_with_black(digits):
     shifted = MNIST5k(shift=3)
     shifted.setup("fit")
     seen = set()
@@ -291,7 +292,7 @@ def test_idx_files_are_read_as_they_were_written(idx_directory):
     assert labels.tolist() == list(range(7))
 
 
-def test_downloaded_files_are_taken_from_the_cache_when_they_are_right(monkeypatch, tmp_path, idx_directory):
+def test_mnist_files_come_from_valid_cache(monkeypatch, tmp_path, idx_directory):
     cached = tmp_path / "cache" / "mnist"
     cached.mkdir(parents=True)
     for name in mnist.MNIST_SHA256:
@@ -357,7 +358,7 @@ def test_scans_look_like_the_other_digits(scanned):
     assert labels.dtype == torch.int64
 
 
-def test_only_the_labelled_scans_are_for_training_and_all_others_for_validation(scanned):
+def test_scans_train_on_100_and_validate_on_rest(scanned):
     assert (len(scanned.train), len(scanned.val)) == (100, 1697)
     assert set(scanned.train.indices).isdisjoint(scanned.val.indices)
     counts = torch.bincount(torch.stack([label for _, label in scanned.train]), minlength=10)
@@ -374,7 +375,7 @@ def names():
     return data
 
 
-def test_a_batch_is_padded_names_their_lengths_and_where_they_are_from(names):
+def test_surname_batches_are_padded_with_lengths_and_labels(names):
     for loader in (names.train_dataloader(), names.val_dataloader()):
         letters, lengths, labels = next(iter(loader))
         assert letters.shape == (64, max(lengths))
@@ -389,7 +390,7 @@ def test_every_name_can_be_read_back(names):
     assert [bytes(row[:n].tolist()).decode() for row, n in zip(letters, lengths, strict=True)] == written
 
 
-def test_no_name_has_two_origins_and_each_origin_has_hundreds(names):
+def test_surnames_have_one_origin_each(names):
     everybody = surnames.labelled_names()
     assert len({name for name, _ in everybody}) == len(everybody) >= 8000
     assert min(np.bincount([label for _, label in everybody])) >= 300
@@ -401,7 +402,7 @@ def test_an_empty_name_is_refused():
         Surnames(names=["Ek", ""]).predict_dataloader()
 
 
-def test_a_fifth_of_the_names_is_for_validation_the_same_in_every_run(names):
+def test_a_fifth_of_surnames_is_always_for_validation(names):
     assert len(names.val) == pytest.approx(0.25 * len(names.train), abs=2)
     assert set(names.train).isdisjoint(names.val)
     torch.manual_seed(5)
@@ -410,7 +411,7 @@ def test_a_fifth_of_the_names_is_for_validation_the_same_in_every_run(names):
     assert list(again.val) == list(names.val)
 
 
-def test_the_names_of_one_country_are_its_names_of_either_part(names):
+def test_surnames_of_one_country_keep_their_split(names):
     finnish = Surnames(only="Finnish")
     finnish.setup("fit")
     for part in ("train", "val"):
@@ -464,7 +465,7 @@ def test_another_split_deals_other_rows():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_missing_package_is_named_with_the_command_that_installs_it(data, module, package, monkeypatch):
+def test_missing_package_raises_with_install_command(data, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DataError, match=f"`pip install {package}`"):
         data.setup("fit")

@@ -49,7 +49,7 @@ def server():
     server.server_close()
 
 
-def test_a_good_file_arrives_whole_in_a_new_directory(server, tmp_path):
+def test_valid_file_is_downloaded_into_new_directory(server, tmp_path):
     path = tmp_path / "new" / "file"
     assert download(f"{server.url}/good", path, SHA256) == path
     assert path.read_bytes() == CONTENT
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_replaced(server, tmp_path):
     assert path.read_bytes() == CONTENT
 
 
-def test_a_tampered_file_is_refused_and_both_hashes_named(server, tmp_path):
+def test_tampered_file_is_refused_with_both_hashes(server, tmp_path):
     with pytest.raises(DataError) as error:
         download(f"{server.url}/tampered", tmp_path / "file", SHA256)
     assert SHA256 in str(error.value)
@@ -77,7 +77,7 @@ def test_a_tampered_file_is_refused_and_both_hashes_named(server, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_truncated_file_is_refused_and_both_lengths_named(server, tmp_path):
+def test_truncated_file_is_refused_with_both_lengths(server, tmp_path):
     with pytest.raises(DataError, match=r"128,000 of 256,000 bytes"):
         download(f"{server.url}/truncated", tmp_path / "file", SHA256)
     assert list(tmp_path.iterdir()) == []
@@ -93,7 +93,7 @@ def test_a_failed_download_leaves_the_old_file_alone(server, tmp_path, kind):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_missing_file_is_named_with_the_place_to_put_it(server, tmp_path):
+def test_missing_file_error_names_target_path(server, tmp_path):
     with pytest.raises(DataError, match="404") as error:
         download(f"{server.url}/missing", tmp_path / "file", SHA256)
     assert f"{server.url}/missing" in str(error.value)
@@ -106,7 +106,7 @@ def test_a_silent_server_is_given_up(server, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_downloads_of_one_file_at_the_same_time_do_no_harm(server, tmp_path):
+def test_concurrent_downloads_of_one_file_are_safe(server, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(lambda _: download(f"{server.url}/good", tmp_path / "file", SHA256), range(8)))
     assert {path.read_bytes() for path in paths} == {CONTENT}

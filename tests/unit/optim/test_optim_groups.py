@@ -51,7 +51,7 @@ def names_of(module, groups):
 MATRICES_OF = {"decay": ["Linear", "_ConvNd", "MultiheadAttention", "LSTM", "Mixed"]}
 
 
-def test_classes_and_their_bases_say_what_decays_and_a_tied_parameter_is_the_first_ones():
+def test_decay_by_class_supports_bases_and_tied_parameters():
     module = Mixed()
     kinds = MATRICES_OF | {"no_decay": ["BatchNorm1d", "RootMeanSquareNorm", "Embedding"]}
     decaying, other = names_of(module, decay_groups(module, 0.1, by=kinds))
@@ -71,7 +71,7 @@ def test_classes_and_their_bases_say_what_decays_and_a_tied_parameter_is_the_fir
         ({"decay": "Linear", "no_decay": ["Embedding"]}, "expected a list of class names for decay"),
     ],
 )
-def test_classes_that_leave_a_parameter_out_or_have_it_twice_are_refused(kinds, message):
+def test_decay_by_class_rejects_missing_or_ambiguous_parameters(kinds, message):
     with pytest.raises(ConfigError, match=message):
         decay_groups(Mixed(), 0.1, by=kinds)
 
@@ -133,7 +133,7 @@ class LearnedPositionalEncoding(nn.Module):
         self.pe, self.drop = nn.Parameter(torch.zeros(5, 4)), nn.Dropout()
 
 
-def test_module_type_spares_embeddings_but_no_matrix_of_a_layer():
+def test_module_type_excludes_embeddings_but_no_layer_matrices():
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False))
     model = nn.Sequential(LearnedPositionalEncoding(), Experts(), normed)
     decaying = ["1.up", "2.parametrizations.weight.original0", "2.parametrizations.weight.original1"]
@@ -173,7 +173,7 @@ NORMS = {"stem.1.weight", "body.rms.weight"}
         ([], set()),
     ],
 )  # fmt: skip
-def test_what_does_not_decay_is_said_by_dimension_module_type_or_name(by, undecayed):
+def test_decay_groups_by_dimension_module_type_or_name(by, undecayed):
     module = Mixed()
     groups = decay_groups(module, 0.3, by=by)
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
@@ -184,7 +184,7 @@ def test_what_does_not_decay_is_said_by_dimension_module_type_or_name(by, undeca
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.BatchNorm2d(4),
                                   nn.InstanceNorm3d(4, affine=True), nn.SyncBatchNorm(4)])  # fmt: skip
-def test_a_norm_is_known_also_under_the_name_of_a_subclass(norm):
+def test_norms_are_recognized_by_subclass(norm):
     class Standardise(type(norm)):
         pass
 
@@ -217,7 +217,7 @@ def test_frozen_parameters_are_left_out(by):
         decay_groups(module.requires_grad_(False), 0.1, by=by)
 
 
-def test_a_name_that_matches_nothing_is_an_error_that_lists_what_there_is():
+def test_unmatched_name_raises_with_available_names():
     with pytest.raises(ConfigError, match=r"no parameter of Mixed is named '\*\.biass'.*token, .*stem\.0\.bias.*head"):
         decay_groups(Mixed(), 0.1, by=["*.bias", "*.biass"])
     with pytest.raises(ConfigError, match=r"by = 'module': there are \"dimension\", \"module type\" and a list"):
@@ -227,7 +227,7 @@ def test_a_name_that_matches_nothing_is_an_error_that_lists_what_there_is():
 # ---------------------------------------------------------------------- the check
 
 
-def test_hand_made_groups_are_checked_with_one_error_that_names_every_fault():
+def test_invalid_groups_raise_one_error_for_all_faults():
     module = Mixed()
     groups = [{"params": list(module.stem.parameters())}, {"params": list(module.body.parameters())}]
     groups += [{"params": [module.token, module.stem[0].bias, *nn.Linear(2, 2).parameters()]}]
@@ -256,7 +256,7 @@ def rates(module, groups):
 
 @pytest.mark.parametrize("blocks", ["transformer.blocks", [f"transformer.blocks.{number}" for number in range(3)]])
 @pytest.mark.parametrize("embeddings", [None, ["transformer.tokens", "transformer.positions"]])
-def test_rates_fall_from_the_head_through_the_blocks_to_the_embeddings(blocks, embeddings):
+def test_layer_rates_decay_from_head_to_embeddings(blocks, embeddings):
     gpt = GPT(11, preset="gpt-nano")
     groups = layer_decay_groups(gpt, 0.8, 0.5, blocks, weight_decay=0.1, embeddings=embeddings)
     check_groups(gpt, groups)
@@ -268,7 +268,7 @@ def test_rates_fall_from_the_head_through_the_blocks_to_the_embeddings(blocks, e
         assert decay == (0.1 if gpt.get_parameter(name).ndim >= 2 else 0.0), name
 
 
-def test_blocks_may_be_listed_for_a_network_without_a_stack():
+def test_blocks_can_be_listed_for_other_networks():
     module = Mixed()
     groups = layer_decay_groups(module, 1.0, 0.1, ["stem", "body.recurrent"], weight_decay=0.2, by="module type",
                                 embeddings=["token", "head"])  # fmt: skip
@@ -289,7 +289,7 @@ def test_a_stack_counts_the_blocks_that_have_parameters():
     assert [found[name][0] for name in ("0.weight", "1.1.weight", "1.3.bias")] == [0.125, 0.25, 0.5]
 
 
-def test_a_layer_shared_by_blocks_learns_as_the_lowest_of_them():
+def test_shared_layer_learns_at_its_lowest_rate():
     shared = nn.Linear(2, 2)
     net = nn.Sequential(shared, nn.Linear(2, 2), shared, nn.Linear(2, 1))
     groups = layer_decay_groups(net, 1.0, 0.5, ["0", "1", "2"], weight_decay=0.0)
@@ -315,7 +315,7 @@ def test_each_group_has_a_name_of_its_own():
     ]  # fmt: skip
 
 
-def test_groups_keep_their_names_through_a_checkpoint_and_a_resumed_run_is_exact(tmp_path):
+def test_group_names_survive_checkpoint_and_resume_is_exact(tmp_path):
     class Layered(Regression):
         def configure_optimizers(self):
             groups = layer_decay_groups(self, 0.1, 0.5, ["net.0"], weight_decay=0.1)
@@ -338,7 +338,7 @@ def test_groups_keep_their_names_through_a_checkpoint_and_a_resumed_run_is_exact
     assert {f"lr/{name}" for name in names} <= set(metrics[0].splitlines()[0].split(","))
 
 
-def test_frozen_layers_have_no_group_and_change_no_other_rate():
+def test_frozen_layers_have_no_group_and_no_effect():
     gpt = GPT(11, preset="gpt-nano")
     everything = rates(gpt, layer_decay_groups(gpt, 0.8, 0.5, "transformer.blocks", weight_decay=0.1))
     gpt.transformer.blocks[:2].requires_grad_(False)
@@ -366,13 +366,13 @@ def test_frozen_layers_have_no_group_and_change_no_other_rate():
         ({"decay": 1.1}, r"decay = 1\.1"),
     ],
 )
-def test_a_wrong_argument_is_named_with_what_there_is(arguments, message):
+def test_invalid_arguments_raise_with_available_choices(arguments, message):
     options = {"lr": 0.1, "decay": 0.9, "blocks": "transformer.blocks", "weight_decay": 0.1} | arguments
     with pytest.raises(ConfigError, match=message):
         layer_decay_groups(GPT(11, preset="gpt-nano"), **options)
 
 
-def test_a_schedule_keeps_the_ratios_of_the_layers_in_a_real_run(tmp_path):
+def test_schedule_keeps_rate_ratios_of_layers(tmp_path):
     seen = []
 
     class Layered(Regression):

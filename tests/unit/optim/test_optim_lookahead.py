@@ -53,7 +53,7 @@ def test_the_steps_are_those_of_the_paper(optimizer, k, alpha):
                 torch.testing.assert_close(lookahead.state[parameter]["slow"], phi, rtol=1e-12, atol=1e-13)
 
 
-def test_a_whole_step_of_alpha_one_is_the_optimizer_itself():
+def test_alpha_one_equals_inner_optimizer():
     ours, theirs = network(), network()
     lookahead, inner = (build(net.parameters()) for build, net in (
         (lambda parameters: Lookahead(OPTIMIZERS["AdamW"](parameters), 2, 1.0), ours),
@@ -109,7 +109,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
 # ---------------------------------------------------------------------- groups, schedules, state
 
 
-def test_groups_and_state_are_the_inner_ones_also_after_changes():
+def test_groups_and_state_are_shared_with_inner_optimizer():
     net = network(dtype=torch.float64)
     inner = OPTIMIZERS["AdamW"](net[0].parameters())
     lookahead = Lookahead(inner, 2)
@@ -198,7 +198,7 @@ def fit(tmp_path, *, overflow=1.0, **options):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_run_in_three_parts_has_every_bit_of_one_part(tmp_path, precision):
+def test_resumed_lookahead_run_is_exact(tmp_path, precision):
     options = {"precision": precision, "overflow": 3e3 if precision == "fp16" else 1.0}
     whole_trainer, whole = fit(tmp_path / "whole", **options)
     for cut in (3, 13, 20):  # before the first exchange, and between two

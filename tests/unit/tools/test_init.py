@@ -25,7 +25,7 @@ def packages(project):
         ("torch", "my_torch"), ("json", "my_json"), ("tests", "my_tests"), ("...!", "project"), ("a/b/deep", "deep"),
     ],
 )  # fmt: skip
-def test_a_name_becomes_a_package_that_python_can_import(directory, package):
+def test_directory_becomes_importable_package_name(directory, package):
     assert main(["init", directory]) == 0
     assert packages(directory) == [package]
     assert (
@@ -33,14 +33,14 @@ def test_a_name_becomes_a_package_that_python_can_import(directory, package):
     )
 
 
-def test_a_directory_of_that_name_that_python_would_look_into_does_not_matter():
+def test_empty_directory_does_not_make_its_name_taken():
     Path("mine").mkdir()
     assert main(["init", "mine"]) == 0
     assert packages("mine") == ["mine"]
 
 
 @pytest.mark.parametrize("template", ["gpt", "images", "table", "transformers"])
-def test_nothing_of_a_project_says_what_it_was_copied_from(template):
+def test_project_never_mentions_its_template(template):
     assert main(["init", "mine", "--template", template]) == 0
     written = {path.relative_to("mine").as_posix(): path.read_text() for path in Path("mine").rglob("*.*")}
     assert not [name for name, text in written.items() if "starter" in name + text]
@@ -52,7 +52,7 @@ def test_nothing_of_a_project_says_what_it_was_copied_from(template):
             assert not [each for each in imported if each.startswith("lumen.")], name  # the public names are enough
 
 
-def test_a_directory_with_something_in_it_is_left_as_it_is(capsys):
+def test_non_empty_directory_is_refused_and_kept(capsys):
     Path("mine").mkdir()
     Path("mine/notes.txt").write_text("keep")
     assert main(["init", "mine"]) == 2
@@ -69,7 +69,7 @@ def test_a_file_is_no_place_for_a_project(capsys):
     assert Path("mine").read_text() == "keep"
 
 
-def test_the_directory_that_one_is_in_gives_the_name(tmp_path, monkeypatch):
+def test_current_directory_gives_package_name(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert main(["init", "."]) == 0

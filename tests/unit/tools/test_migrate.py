@@ -250,7 +250,7 @@ def test_imports_and_names_become_lumens(tmp_path, before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), TRAINER)
-def test_arguments_of_the_trainer_are_left_out_renamed_or_replaced(tmp_path, before, after):
+def test_trainer_arguments_are_removed_renamed_or_replaced(tmp_path, before, after):
     check(tmp_path, f"import lightning as L\nL.Trainer({before})\n", f"import lumen\nlumen.Trainer({after})\n")
 
 
@@ -285,7 +285,7 @@ def test_what_no_edit_can_do_is_said(tmp_path, text, said):
 # ---------------------------------------------------------------------- whole projects
 
 
-def test_a_class_is_what_its_base_in_another_file_is(tmp_path):
+def test_base_class_in_another_file_is_resolved(tmp_path):
     (tmp_path / "base.py").write_text("import lightning as L\nclass Base(L.LightningModule): ...\n")
     (tmp_path / "net.py").write_text(
         "from base import Base\nclass Net(Base):\n    def f(self):\n        self.log('a', b, rank_zero_only=True)\n"
@@ -326,7 +326,7 @@ def test_arguments_that_are_unpacked_are_edited(tmp_path, given):
     assert "max_epochs" in after
 
 
-def test_a_class_of_the_projects_own_is_given_what_its_base_takes(tmp_path):
+def test_user_class_gets_arguments_of_its_base(tmp_path):
     text = (
         "from lightning.pytorch.cli import LightningCLI\nclass C(LightningCLI): ...\nC(A, save_config_kwargs={1: 2})\n"
     )
@@ -335,7 +335,7 @@ def test_a_class_of_the_projects_own_is_given_what_its_base_takes(tmp_path):
     assert migrated(tmp_path, own)[0].endswith("save_config_kwargs={1: 2})\n")
 
 
-def test_line_ends_encodings_and_bytes_outside_of_edits_stay(tmp_path):
+def test_line_endings_encoding_and_other_bytes_are_kept(tmp_path):
     text = "# -*- coding: latin-1 -*-\r\nimport lightning as L\r\nx = 'é', L.Trainer  \r\n\x0cy = 1"
     (tmp_path / "a.py").write_bytes(text.encode("latin-1"))
     write(tmp_path, "--force")
@@ -362,7 +362,7 @@ def test_without_git_nothing_is_written_unless_forced(tmp_path):
     assert (tmp_path / "a.py").read_text() == "import lightning\n"
 
 
-def test_a_file_that_cannot_be_read_is_named_and_the_others_are_edited(tmp_path):
+def test_unreadable_files_are_named_and_others_edited(tmp_path):
     (tmp_path / "bad.py").write_text("import lightning\nx = (\n")
     (tmp_path / "bytes.py").write_bytes(b"import lightning  # \xff\n")
     (tmp_path / "bad.yaml").write_text("a: [lightning\n")
