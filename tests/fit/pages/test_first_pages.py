@@ -66,6 +66,10 @@ def test_quick_start_script_trains_ends_and_resumes(tmp_path, monkeypatch, capsy
         assert sorted(path.name for path in Path("runs/circle/checkpoints").iterdir())[-1] == f"step-{steps:08}"
         assert "accuracy" in capsys.readouterr().out
         assert found["trainer"].callback_metrics["accuracy"] > 0.95
+    straight = script.replace("max_epochs=5", "max_epochs=10").replace('name="circle"', 'name="straight"')
+    exec(straight, {"__name__": "page"})
+    assert main(["diff", "runs/circle", "runs/straight", "--records"]) == 0
+    assert "A and B are equal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("page", "project"), [("quick-start", "mine"), ("image-classifier", "images")])
