@@ -126,3 +126,15 @@ def test_errors_of_troubleshooting_are_raised(tmp_path):
     assert "`no valid checkpoint found`" in page
     for name in re.findall(r"`(\w+)`: the loss", page):
         assert issubclass(getattr(errors, name), LumenError)
+
+
+def test_migrated_example_is_the_one_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/migration/from-lightning.md").read_text()
+    lines = re.search(r"```diff\n(.*?)```", page, re.S)[1].splitlines(keepends=True)
+    before, after = ("".join(line[1:] or line for line in lines if line[0] in kept) for kept in (" -\n", " +\n"))
+    Path("train.py").write_text(before)
+    assert main(["migrate", "train.py", "--write", "--force"]) == 0
+    assert Path("train.py").read_text() == after
+    exec(after, found := {"__name__": "page"})
+    assert found["trainer"].global_step == 160
