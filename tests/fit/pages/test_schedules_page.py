@@ -25,3 +25,12 @@ def test_configs_of_the_page_build_their_schedules(config_directory, config, kin
     assert main(["fit", "--config", "line.yaml", "--config", "schedule.yaml", "--trainer.max_epochs=1"]) == 0
     configs = Spy.trainer.lr_scheduler_configs
     assert [type(each.scheduler).__name__ for each in configs] == kinds
+
+
+def test_steps_of_a_config_follow_max_steps(config_directory):
+    reference = 'steps: "${trainer.max_steps}"'
+    assert f"`{reference}`" in TEXT
+    Path("schedule.yaml").write_text(CONFIGS[0].replace("steps: 60", reference))
+    assert main(["fit", "--config", "line.yaml", "--config", "schedule.yaml", "--trainer.max_steps=14"]) == 0
+    (config,) = Spy.trainer.lr_scheduler_configs
+    assert config.scheduler.steps + config.scheduler.scheduler.total_steps == 14
