@@ -43,6 +43,7 @@ NOT_RUN = {
     r".*lumen completion .*": "shells and shtab: test_completion.py",
     r"python train.py.*|cd runs && .*": "the script of its page: test_command_line_page.py",
     r"(.* )?python sweep.py": "the script of its page: test_sweeps_page.py",
+    r"python digits.py": "the script of its page: test_first_pages.py",
     r"cd (mine|my-project|images)|lumen init (mine --template table|images .*)": "a new project: test_first_pages.py",
     r"lumen \w+ --config (images.yaml|runs/images/config.yaml) .*": "a new project: test_first_pages.py",
     r"lumen .*\b(sums.yaml|runs/sums)\b.*|python base.py|torchrun .* train.py": "files of its page: test_tutorials.py",

@@ -132,7 +132,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _tracked(directory: Path, *words: str) -> str:
-    """Return the output of `git ls-files -z` in a directory; empty without git or a repository.
+    """Return the files that git lists in a directory, each ended by a zero byte; empty without a repository.
 
     The repository may be untrusted, and its config can name programs. Listing runs no filters; file system monitors,
     hooks and transports are turned off.
