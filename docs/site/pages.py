@@ -70,7 +70,8 @@ def on_page_content(html: str, *, page: Page, **_: Any) -> str:
     """Put the pictures of docs/pictures into the page, so that their colours follow the site's switch."""
 
     def inlined(image: re.Match[str]) -> str:
-        return STYLE.sub("", (ROOT / "docs/pictures" / image[1]).read_text())
+        drawn = (ROOT / "docs/pictures" / image[1]).read_text()
+        return STYLE.sub("", drawn) if 'class="picture"' in drawn else image[0]
 
     return PICTURE.sub(inlined, html)
 

@@ -22,8 +22,8 @@ def test_pictures_are_what_the_script_draws(name):
 
 
 def test_every_picture_is_shown_on_a_page():
-    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
-    shown = {"terminal"} | {name for page in pages for name in re.findall(r"pictures/([\w-]+)\.svg\)", page)}
+    pages = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    shown = {name for page in pages for name in re.findall(r"pictures/([\w-]+)\.svg\)", page)}
     assert shown == {*DRAWN, "terminal"} == {path.stem for path in (ROOT / "docs/pictures").iterdir()}
 
 
