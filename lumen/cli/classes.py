@@ -74,7 +74,7 @@ def classes_in(hint: Any) -> dict[type, None]:
 
 
 def names_a_class(text: str, hint: Any) -> bool:
-    """Return True if a text is the name of a class, and the type takes objects but no text."""
+    """Return True if a text is the name of a class, and the type hint allows objects but not text."""
     bases, parts = bases_in(hint), list(hints_in(hint))
     if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
         return False

@@ -87,7 +87,7 @@ def known() -> list[str]:
 
 
 def registered_names() -> dict[bool, list[str]]:
-    """Return the names of registered commands, by whether they have a config; a broken command has no config."""
+    """Return the names of commands in two groups: with a config; without one, or broken."""
     names: dict[bool, list[str]] = {True: [], False: []}
     for name in sorted(entry_points.registered(entry_points.COMMANDS).keys() - LOOPS.keys()):
         try:

@@ -255,7 +255,7 @@ class Check:
             self._ask((*path, "init_args"), kind, given, needy=not built_later, default=usual)
 
     def _enter_fixed(self, key: str, node: Any, kind: type) -> None:
-        """Check the arguments of the model or the data, if the script fixes the class."""
+        """Check the arguments of the model or the data, if the script determines the class."""
         if not is_class(node) and node:
             self._note((key,), f"expected `name: value` lines, found {node!r}.")
             return

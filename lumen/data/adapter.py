@@ -100,7 +100,7 @@ class LoaderAdapter(ABC):
 
     @abstractmethod
     def nothing(self) -> str:
-        """Return the reason for a pass without batches, for an error: no samples, or fewer than a batch."""
+        """Return why a pass had no batches, as text of an error: no samples, or fewer than a batch."""
 
     def call(self, name: str) -> None:
         """Set the loader's name in messages and logged values."""

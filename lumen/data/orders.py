@@ -63,7 +63,7 @@ class Order(ABC):
 
     @abstractmethod
     def nothing(self) -> str:
-        """Return the reason for a pass without batches, for an error."""
+        """Return why a pass had no batches, as text of an error."""
 
     def cut(self) -> dict[str, int | None]:
         """Return the batch size and the samples of a step."""

@@ -236,7 +236,7 @@ class ResumableIterator:
         return True
 
     def nothing(self) -> str:
-        """Return the reason for a pass without batches, for an error."""
+        """Return why a pass had no batches, as text of an error."""
         name, size = type(self._source).__name__, self.cut.get("batch_size")
         if size and self.cut["drop_last"]:
             return f"{name} gave no samples, or fewer than the batch_size {size}, which drop_last=True leaves out"

@@ -24,7 +24,7 @@ def adamw(
 
     Args:
         params: Parameters, pairs of name and parameter, or groups such as those of `decay_groups`. Parameters that
-            need no gradient and groups without other parameters are left out.
+            need no gradient and groups that are then empty are left out.
         lr: Learning rate of groups without an `lr`.
         betas: Decay of the running means of gradient and squared gradient, each in [0, 1).
         eps: Term added to the square root of the running mean of squared gradients.

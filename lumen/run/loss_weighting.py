@@ -148,7 +148,7 @@ class LossWeighting:
         return self.total, len(self.losses or ())
 
     def go_back(self, mark: tuple[float, int]) -> None:
-        """Restore the counts that `mark` returned."""
+        """Restore the counts in `mark`, a result of the method of this name."""
         self.total, losses = mark
         if self.losses is not None:
             del self.losses[losses:]

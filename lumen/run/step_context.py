@@ -138,7 +138,7 @@ class StepContext:
         seed_generators(make_key(self._seed, Domain.HOOK, self._progress.epoch, place))
 
     def skip_epoch(self) -> None:
-        """Note that a hook of this process ends the epoch in this step."""
+        """Record that a hook of this process ends the epoch in this step."""
         self.skips_epoch = True
 
     def keep_dummy(self, batch: Any, micro: MicroBatch) -> None:

@@ -125,7 +125,7 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
             checkpoint_path: A checkpoint directory, or a run directory (its newest valid checkpoint), or a URL of one.
             map_location: Accepted for compatibility with Lightning; the state is on the CPU.
             hparams_file: Not supported: pass arguments that the checkpoint lacks as `overrides`.
-            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
+            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles a checkpoint.
             overrides: Constructor arguments that replace saved ones.
 
         Raises:

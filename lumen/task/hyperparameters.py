@@ -66,7 +66,7 @@ class HasHyperparameters:
                 is.
             ignore: Names to omit, also in the calls of base classes: arguments that are not plain data, such as
                 modules.
-            frame: Frame of the `__init__`, if a function called there makes this call. Default: the caller's frame.
+            frame: Frame of `__init__`, needed if a helper of `__init__` makes this call. Default: the caller's frame.
             logger: False: save them in `hparams` and in checkpoints only, not in the records of loggers.
 
         Raises:

@@ -441,7 +441,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             hparams_file: Not supported: pass arguments that the checkpoint lacks as `overrides`.
             strict: Raise an error for missing and unexpected names; False: only report these names. A different shape
                 or dtype is always an error. Default: `strict_loading` of the task.
-            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
+            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles a checkpoint.
             average: Weights to load. Default: the weights that validations evaluated; for a run with EMA or SWA these
                 are the average. "parameters": the parameters of training. "EMA", "SWA", or a different callback whose
                 state has tensors by parameter name, or "Lookahead" for its slow weights. Or the mean of several

@@ -211,7 +211,7 @@ class Teacher(nn.Module):
         """Return the decay of an update.
 
         Args:
-            step: Number of steps that the run has completed before.
+            step: Number of steps that the run has completed before this update.
 
         Raises:
             ConfigError: The function `decay` returned a number outside of [0, 1].
@@ -227,7 +227,7 @@ class Teacher(nn.Module):
         """Move once towards the student, as a run does after each update.
 
         Args:
-            step: Number of steps that the run has completed before.
+            step: Number of steps that the run has completed before this update.
         """
         if self._averages is None:
             modules = (self.module, *self._student)

@@ -96,7 +96,7 @@ class Origin:
         self.restarted, self.left_out = True, left_out
 
     def anew(self) -> Origin:
-        """Return the origin of a trial: the same initial weights, without a checkpoint."""
+        """Return the origin of a trial run: the same initial weights, and no checkpoint."""
         return Origin(None, None, self._weights)
 
     @property

@@ -244,7 +244,7 @@ class RunView:
         Every rank must call this within a training step. Elsewhere it raises a `TrainingError`.
 
         Args:
-            before: Number of steps before this step to leave out too, >= 0. Each has as many micro-batches as this
+            before: Number of steps before this step to leave out too, >= 0, each of as many micro-batches as this
                 step.
             after: Number of steps after this step to leave out too, >= 0.
         """

@@ -149,7 +149,7 @@ class Session:
 
 
 def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callbacks.Callback]:
-    """Add the task's callbacks to the trainer, where they stay, before anything reads the trainer's callbacks.
+    """Add the task's callbacks to the trainer for good, before anything reads the trainer's callbacks.
 
     An evaluation after `fit` keeps the `ModelCheckpoint` of `fit`, which knows the best checkpoint.
 

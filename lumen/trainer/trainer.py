@@ -54,7 +54,7 @@ class Trainer(RunView):
         min_steps: Optimizer updates before a callback may stop the run.
         accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` or `mps`.
         devices: Number of devices per node, with one process each. Default: the number of processes that torchrun or
-            SLURM started, else 1. `auto`: all accelerators. Lumen starts missing processes.
+            SLURM started, else 1. `auto`: all accelerators. Lumen starts the processes that no launcher has started.
         num_nodes: Number of nodes. Default: the number of nodes on which torchrun or SLURM started processes, else 1.
         strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or a `Strategy`.
         precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters and batches); or a
@@ -65,7 +65,7 @@ class Trainer(RunView):
             torch's current setting.
         compile: Modules to compile with `torch.compile`. False: none. True: the task's `forward` and its direct child
             modules. Class names: every module of these classes. A dictionary: options of `torch.compile` (mode,
-            dynamic, fullgraph, backend, options) and `blocks`, the class names.
+            dynamic, fullgraph, backend, options); its extra key `blocks` lists class names.
         global_batch_size: Samples per optimizer step on any hardware. Lumen computes the number of micro-batches from
             the loader's batch size.
         accumulate_grad_batches: Micro-batches per step, without `global_batch_size`; `{4: 8}`: 8 from epoch 4 on.
@@ -79,12 +79,13 @@ class Trainer(RunView):
         limit_val_batches: Number or fraction of the validation batches; 0: no validation. Default: all.
         limit_test_batches: Number or fraction of the test batches. Default: all.
         limit_predict_batches: Number or fraction of the prediction batches. Default: all.
-        overfit_batches: Number or fraction of the training batches that every epoch repeats; 0: off. Validations use as
-            many batches. A model that cannot memorize these batches has a defect.
+        overfit_batches: Number or fraction of the training batches that every epoch repeats; 0: off. Validations use
+            the same number of batches. A model that cannot memorize these batches has a defect.
         reload_dataloaders_every_n_epochs: Number of epochs after which Lumen requests new loaders; 0: never.
         fast_dev_run: Run this many batches (True: 1) of training and validation, and write nothing. False: off.
         log_every_n_steps: Optimizer steps between two written values. Lumen also writes the last step of a run.
-        callbacks: A list of callbacks, or a dictionary whose keys name them in configs. Lumen ignores None entries.
+        callbacks: A list of callbacks, or a dictionary from names to callbacks; a config refers to a callback by its
+            name. Lumen ignores None entries.
         logger: True: `metrics.csv` and `system.csv` in the run directory. Names (`tensorboard`, `wandb`, `mlflow`,
             `aim`) or objects: these loggers in addition. False or an empty list: no logger and no CSV files.
         default_root_dir: Directory in which Lumen creates run directories.
@@ -95,17 +96,17 @@ class Trainer(RunView):
         resume_parts: Parts of the checkpoint that a new run takes over from "best" or a path. Default: all parts.
             `model`: parameters, buffers and additions of `on_save_checkpoint`; without it the task initializes them.
             `optimizer`: its state and the scale of fp16; without it the optimizer begins empty. `schedulers`: their
-            state and the learning rates; without it the configured settings apply, moved to the first step and epoch of
-            the run (a scheduler with a monitor restarts). `progress`: step, epoch, time, states of callbacks, and seed;
+            state and the learning rates; without it new schedulers start at the step and epoch where the run begins (a
+            scheduler with a monitor restarts). `progress`: step, epoch, time, states of callbacks, and seed;
             without it the run begins at step 0 of epoch 0. `data`, which needs `progress`: the position in the epoch,
-            its values so far, and the data module's state; without it the epoch restarts.
+            the values logged in the epoch, and the data module's state; without it the epoch restarts.
         init_from: Initial parameters and buffers of a new run: the path or URL of a checkpoint, a run or safetensors
             files, or a `Weights`, which renames and omits names. A resumed run ignores this argument.
-        max_restarts: Number of times that the launcher restarts all processes of `fit` after one has failed, from the
-            newest checkpoint. No restart follows if the same error of the task recurs at the same step. Under torchrun,
-            set its `--max-restarts` instead.
-        grace_s: Seconds from the first signal to the end of the process, saved or not. Default: no limit in `fit`, 30 s
-            in evaluations.
+        max_restarts: If a process of `fit` fails, the launcher restarts all processes from the newest checkpoint, at
+            most this many times. No restart follows if the same error of the task recurs at the same step. Under
+            torchrun, set its `--max-restarts` instead.
+        grace_s: Seconds after the first signal until the process ends, even if no checkpoint was saved. Default: no
+            limit in `fit`, 30 s in evaluations.
         seed: Seed of all random numbers, 0 to 2**63 - 1. Default: the seed of `seed_everything`, else a random seed
             that Lumen records. A resumed run uses the checkpoint's seed.
         deterministic: Use deterministic algorithms only. An operation without such an algorithm is an error, or with
@@ -115,10 +116,9 @@ class Trainer(RunView):
             needs CUDA.
         profiler: `simple`: a table of the time per part; `advanced`: by function; `torch`: traces; or a `Profiler`.
         inference_mode: Evaluate under `torch.inference_mode`; False: under `torch.no_grad`. Hooks that start or end an
-            evaluation, such as `on_validation_start`, always run under `torch.no_grad`. Modules can be trained
-            afterwards.
-        halve_on_oom: Repeat a micro-batch that does not fit into memory in halves, with the same gradient; not under
-            FSDP.
+            evaluation, such as `on_validation_start`, always run under `torch.no_grad`.
+        halve_on_oom: If a micro-batch does not fit into memory, run it again as two halves, with the same gradient; not
+            under FSDP.
         gc_every_n_steps: Let Python collect garbage (reference cycles) only after every n-th optimizer step, or in an
             evaluation after every n-th batch. All processes then pause at the same time. Default: Python chooses the
             times.
@@ -298,8 +298,8 @@ class Trainer(RunView):
             train_dataloaders: A training loader, several, or a data module; None if the task provides its loaders.
             val_dataloaders: A validation loader or several, in addition to training loaders.
             datamodule: A data module, in place of loaders.
-            ckpt_path: Checkpoint or run to continue, as the trainer's `resume`, for this call only.
-            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
+            ckpt_path: Replaces the trainer's `resume` for this call; the same values.
+            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles a checkpoint.
             configure_optimizers: Function that replaces the task's `configure_optimizers`.
 
         Raises:
@@ -341,15 +341,15 @@ class Trainer(RunView):
 
         Args:
             model: The task to evaluate. Default: the task of the previous run, with its data unless data is given. If
-                that run had a monitor, Lumen loads its best parameters.
+                that run had a `ModelCheckpoint` with a monitor, Lumen loads the best checkpoint of the run.
             dataloaders: A loader, several, or a data module; None if the task provides its loaders.
             ckpt_path: Parameters to load first: "best" or "last" of the run, or any value of `init_from`. Default: the
                 task's current parameters, with a warning if they were never trained or loaded.
             verbose: Let the progress bar show the values at the end.
             datamodule: A data module, in place of loaders.
-            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles anything.
-            average: Weights of the checkpoint at `ckpt_path` to evaluate, such as "parameters" or "last:5"; see
-                `load_from_checkpoint`. The task keeps them afterwards.
+            weights_only: Accepted for compatibility with Lightning; Lumen never unpickles a checkpoint.
+            average: Weights to evaluate: "parameters" (the trained ones) or an average, such as "last:5"; see
+                `load_from_checkpoint`. The task keeps these weights afterwards.
 
         Returns:
             One dictionary of logged values per loader, equal on every rank.
@@ -413,13 +413,15 @@ class Trainer(RunView):
     def save_checkpoint(
         self, filepath: str | PurePath, *, info: Mapping[str, Any] | None = None, **unknown: Any
     ) -> None:
-        """Write a checkpoint of the run in progress, exact in `on_step_checkpoint`.
+        """Write a checkpoint of the run in progress.
+
+        Only a checkpoint that is written in `on_step_checkpoint` resumes exactly.
 
         Collective: every rank must call this.
 
         Args:
             filepath: The checkpoint directory to create. Lumen never overwrites an existing checkpoint.
-            info: Plain data for listings of runs.
+            info: Plain data, stored with the checkpoint, for listings of runs.
             unknown: Other arguments of Lightning's method; each raises an error that names the replacement.
 
         Raises:

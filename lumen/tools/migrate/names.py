@@ -298,7 +298,7 @@ class Imports:
     def _lines(
         self, run: list[ast.Import | ast.ImportFrom], written: set[str], left: list[tuple[int, str]]
     ) -> list[str]:
-        """Return the new lines that replace a run of imports."""
+        """Return the new lines that replace consecutive imports."""
         plain: list[str] = []
         of_modules: defaultdict[str, list[str]] = defaultdict(list)
         bindings = {id(binding.alias): binding for binding in self._names.every}

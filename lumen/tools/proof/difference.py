@@ -126,7 +126,7 @@ def compare(a: Fit, b: Fit, last: int, *, first: int = 1) -> Difference | None:
 
 
 def _measure(found: Difference, a: Sequence[StepTrace], b: Sequence[StepTrace]) -> None:
-    """Add values and the operator to a difference, from the repeated step of both trainings."""
+    """Repeat the step in both trainings; record in the difference the operator that differs, and its values."""
     if not (a and b):
         return
     steps = a[0], b[0]

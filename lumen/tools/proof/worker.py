@@ -351,6 +351,6 @@ def _read(folder: Path, rank: int) -> dict[str, dict[str, str]] | None:
 
 
 def libraries() -> list[str]:
-    """Return the imported modules of Lumen and installed packages. User modules may draw random numbers on import."""
+    """Return the imported modules of Lumen and installed packages. User modules, which may draw, are left out."""
     found = ((name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()))
     return [name for name, file in found if "site-packages" in file or name.partition(".")[0] == "lumen"]
