@@ -30,7 +30,7 @@ class _Stream:
         self._name = name
 
     @property
-    def _now(self) -> IO[str]:
+    def _current_stream(self) -> IO[str]:
         """Present target of the stream, which may be redirected; not the proxy of a live display."""
         stream = getattr(sys, self._name) or io.StringIO()  # None if the stream was closed when the process started.
         return cast("IO[str]", getattr(stream, "rich_proxied_file", stream))
@@ -38,28 +38,28 @@ class _Stream:
     def write(self, text: str) -> int:
         """Write the text, or drop it."""
         try:
-            return self._now.write(text)
+            return self._current_stream.write(text)
         except OSError:
-            return self._drop()
+            return self._drop_output()
 
     def flush(self) -> None:
         """Flush the stream, or drop its output."""
         try:
-            self._now.flush()
+            self._current_stream.flush()
         except OSError:
-            self._drop()
+            self._drop_output()
 
     def isatty(self) -> bool:
         """Return True if the stream is a terminal; False for a stream without `isatty`."""
-        return bool(getattr(self._now, "isatty", bool)())
+        return bool(getattr(self._current_stream, "isatty", bool)())
 
-    def _drop(self) -> int:
+    def _drop_output(self) -> int:
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), self._now.fileno())
+            os.dup2(nowhere.fileno(), self._current_stream.fileno())
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._now, name)
+        return getattr(self._current_stream, name)
 
 
 stdout, stderr = cast("IO[str]", _Stream("stdout")), cast("IO[str]", _Stream("stderr"))
@@ -121,7 +121,7 @@ class ConsoleHandler(logging.Handler):
         console.print(text, style=style, markup=False, highlight=False)
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Format a number of bytes: `13.4 MB`."""
     value = float(count)
     for unit in ("B", "KB", "MB", "GB"):
@@ -131,7 +131,7 @@ def size(count: int) -> str:
     return f"{value:.3g} TB"
 
 
-def as_text(table: Table) -> str:
+def render_table(table: Table) -> str:
     """Return a table as text for files: 200 columns wide, without colours."""
     from rich.console import Console
 

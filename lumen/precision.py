@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, NonFiniteLoss
-from lumen.errors.arguments import checked, did_you_mean
-from lumen.internals.optimizers import bare_step
+from lumen.errors.arguments import check_arguments, suggest_names
+from lumen.internals.optimizers import get_unwrapped_step
 
 _NO_CONTEXT = nullcontext()
-_MANY_IN_A_ROW = 5
+_MAX_SKIPPED_IN_A_ROW = 5
 _GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}  # defaults of torch's GradScaler
 #: Parts of torch's error messages about a dtype that an operator does not support.
-_COMPLAINTS = {
+_DTYPE_ERROR_PATTERN = {
     torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
     torch.bfloat16: r"BFloat16|primitive descriptor",
     torch.float64: r"\b(Double|DoubleTensor|double)\b",
@@ -104,12 +104,12 @@ class Precision(ABC):
             False if the update was skipped because gradients overflowed. Then schedules and counters must not move.
         """
         if closure is None:
-            bare_step(optimizer)()
+            get_unwrapped_step(optimizer)()
         else:
             optimizer.step(closure)
         return True
 
-    def leave_out(self, optimizer: Optimizer) -> None:
+    def skip_update(self, optimizer: Optimizer) -> None:
         """Make no update of complete and unscaled gradients, because a hook asked for no update."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,11 +141,11 @@ class OneDtype(Precision):
 
     name = ""
 
-    @checked
+    @check_arguments
     def __init__(self, name: Literal["bf16-true", "fp64"]) -> None:
         self.name = name
         self.dtype = torch.bfloat16 if name == "bf16-true" else torch.float64
-        self._context = _Explaining(nullcontext(), name, self.dtype)
+        self._context = _DtypeErrorContext(nullcontext(), name, self.dtype)
 
     def check(self, device: torch.device, parameter_device: torch.device) -> None:
         """Refuse fp64 on MPS, which has no float64."""
@@ -173,7 +173,7 @@ class BFloat16(Precision):
 
     def setup(self, device: torch.device) -> None:
         """Make the autocast context for a device."""
-        self._context = _Explaining(torch.autocast(device.type, torch.bfloat16), "bf16", torch.bfloat16)
+        self._context = _DtypeErrorContext(torch.autocast(device.type, torch.bfloat16), "bf16", torch.bfloat16)
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of autocast to bfloat16."""
@@ -202,7 +202,7 @@ class Float16(Precision):
     name = "fp16"
     handles_overflow = True
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         init_scale: float = 65536.0,
@@ -210,18 +210,18 @@ class Float16(Precision):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        _check("init_scale", init_scale, "at least 1", holds=1 <= init_scale < math.inf)
-        _check("growth_factor", growth_factor, "more than 1", holds=1 < growth_factor < math.inf)
-        _check("backoff_factor", backoff_factor, "between 0 and 1", holds=0 < backoff_factor < 1)
-        _check("growth_interval", growth_interval, "at least 1", holds=growth_interval >= 1)
+        _check_value("init_scale", init_scale, "at least 1", holds=1 <= init_scale < math.inf)
+        _check_value("growth_factor", growth_factor, "more than 1", holds=1 < growth_factor < math.inf)
+        _check_value("backoff_factor", backoff_factor, "between 0 and 1", holds=0 < backoff_factor < 1)
+        _check_value("growth_interval", growth_interval, "at least 1", holds=growth_interval >= 1)
         self._init_scale = float(init_scale)
         growth = float(growth_factor), float(backoff_factor), growth_interval
-        self._growth: dict[str, Any] = dict(zip(_GROWTH, growth, strict=True))
+        self._growth_settings: dict[str, Any] = dict(zip(_GROWTH, growth, strict=True))
 
     @property
     def numerics(self) -> dict[str, str | int | float | bool]:
         """Settings of the scale's growth that differ from the defaults. A resumed run does not use `init_scale`."""
-        return {name: value for name, value in self._growth.items() if value != _GROWTH[name]}
+        return {name: value for name, value in self._growth_settings.items() if value != _GROWTH[name]}
 
     def check(self, device: torch.device, parameter_device: torch.device) -> None:
         """Refuse gradients on another type of device than the loss scale."""
@@ -234,10 +234,10 @@ class Float16(Precision):
 
     def setup(self, device: torch.device) -> None:
         """Make the autocast context and a gradient scaler for a device."""
-        self._context = _Explaining(torch.autocast(device.type, torch.float16), "fp16", torch.float16)
-        self._scaler = torch.amp.GradScaler(device.type, init_scale=self._init_scale, **self._growth)
+        self._context = _DtypeErrorContext(torch.autocast(device.type, torch.float16), "fp16", torch.float16)
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=self._init_scale, **self._growth_settings)
         self._scale = self._init_scale
-        self._in_a_row = self.skipped_updates = 0
+        self._skipped_in_a_row = self.skipped_updates = 0
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of autocast to float16."""
@@ -266,29 +266,29 @@ class Float16(Precision):
                 "Look for an overflow in the forward, lower the learning rate, or use precision: bf16."
             )
         if self._scale >= before:
-            self._in_a_row = 0
+            self._skipped_in_a_row = 0
             return True
-        self._count_skipped(before)
+        self._count_skipped_update(before)
         return False
 
-    def leave_out(self, optimizer: Optimizer) -> None:
+    def skip_update(self, optimizer: Optimizer) -> None:
         """Adapt the scale as after an update."""
         self._scaler.update()
         self._scale = self._scaler.get_scale()
 
-    def _count_skipped(self, scale: float) -> None:
+    def _count_skipped_update(self, scale: float) -> None:
         self.skipped_updates += 1
-        self._in_a_row += 1
+        self._skipped_in_a_row += 1
         if self.skipped_updates == 1:
             _log.warning(
                 "fp16: an update was skipped, because its gradients overflow at a loss scale of %g; the scale is "
                 "%s. A few such updates at the start are usual; how many there were is said at the end",
                 scale, "halved" if self._scale == scale / 2 else f"now {self._scale:g}",
             )  # fmt: skip
-        elif self._in_a_row % _MANY_IN_A_ROW == 0:
+        elif self._skipped_in_a_row % _MAX_SKIPPED_IN_A_ROW == 0:
             _log.warning(
                 "fp16: %d updates in a row were skipped, and the loss scale has fallen to %g. If that goes on, lower "
-                "the learning rate or use precision: bf16", self._in_a_row, self._scale,
+                "the learning rate or use precision: bf16", self._skipped_in_a_row, self._scale,
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,34 +300,34 @@ class Float16(Precision):
         if "scale" in state:
             self.skipped_updates = state.get("skipped_updates", 0)
             saved = {key: state[key] for key in self._scaler.state_dict() if key in state}
-            self._scaler.load_state_dict(self._scaler.state_dict() | saved | self._growth)
+            self._scaler.load_state_dict(self._scaler.state_dict() | saved | self._growth_settings)
             self._scale = float(state["scale"])
 
 
 @final
-class _Explaining(AbstractContextManager[None]):
+class _DtypeErrorContext(AbstractContextManager[None]):
     """Context for steps that names, for a dtype error of torch, the module that raised it."""
 
     def __init__(self, context: AbstractContextManager[Any], name: str, dtype: torch.dtype) -> None:
         self._context = context
         self._name = name
-        self._complaint = re.compile(_COMPLAINTS[dtype])
+        self._complaint = re.compile(_DTYPE_ERROR_PATTERN[dtype])
 
     def __enter__(self) -> None:
         self._context.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         self._context.__exit__(kind, error, trace)
-        if error is not None and _is_torchs(error, trace) and self._complaint.search(str(error)):
+        if error is not None and _is_torch_error(error, trace) and self._complaint.search(str(error)):
             better = "bf16 or fp32" if self._name == "fp16" else "fp32"
             raise ConfigError(
-                f"precision: under {self._name} torch cannot run {_culprit(list(_modules(trace)))}: "
+                f"precision: under {self._name} torch cannot run {_describe_innermost(list(_iterate_modules(trace)))}: "
                 f"{str(error).splitlines()[0].rstrip('.')}. Use precision: {better}, or run this part in float32 "
                 "(docs/guides/precision.md). A tensor that a step makes has to be given the dtype of those it meets."
             ) from error
 
 
-def _is_torchs(error: BaseException, trace: TracebackType | None) -> bool:
+def _is_torch_error(error: BaseException, trace: TracebackType | None) -> bool:
     """Return True if a torch kernel does not support a float dtype.
 
     Errors from a `raise` in Python and errors about integer dtypes do not count.
@@ -338,7 +338,7 @@ def _is_torchs(error: BaseException, trace: TracebackType | None) -> bool:
     return not re.search(r"\braise\b", line) and not re.search(r"\b(Long|Int|Byte)\b", str(error))
 
 
-def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
+def _iterate_modules(trace: TracebackType | None) -> Iterator[nn.Module]:
     """Yield the modules whose methods are on a traceback, outermost first."""
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
@@ -347,7 +347,7 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
         trace = trace.tb_next
 
 
-def _culprit(modules: list[nn.Module]) -> str:
+def _describe_innermost(modules: list[nn.Module]) -> str:
     """Describe the innermost module by its path in the outermost module, its class and its device."""
     if not modules:
         return "an operation"
@@ -357,7 +357,7 @@ def _culprit(modules: list[nn.Module]) -> str:
     return f"{path!r} ({type(culprit).__name__}){device}" if path else f"a step of {type(task).__name__}{device}"
 
 
-def _check(name: str, found: float, expected: str, *, holds: bool) -> None:
+def _check_value(name: str, found: float, expected: str, *, holds: bool) -> None:
     if not holds:
         raise ConfigError(f"precision: {name} must be {expected}, found {found:g}.")
 
@@ -393,7 +393,7 @@ def make_precision(precision: str | int | Precision | type[Precision]) -> Precis
     if str(precision) not in PRECISIONS:
         raise ConfigError(
             f"precision: no precision is named {precision!r}; use one of {', '.join(PRECISIONS)}, or give a Precision, "
-            f"in a config as {{class_path: ..., init_args: ...}}.{did_you_mean(str(precision), PRECISIONS)}"
+            f"in a config as {{class_path: ..., init_args: ...}}.{suggest_names(str(precision), PRECISIONS)}"
         )
     return PRECISIONS[str(precision)]()
 

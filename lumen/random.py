@@ -57,7 +57,7 @@ EVALUATIONS = {
 }
 
 
-def _scramble(word: int) -> int:
+def _scramble_word(word: int) -> int:
     word = (word + 0x9E3779B97F4A7C15) & _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -65,30 +65,30 @@ def _scramble(word: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _mixed(seed: int, *words: int) -> int:
+def _mix_words(seed: int, *words: int) -> int:
     """Hash all words of a key but the last; cached, because only the last word changes from sample to sample."""
     if not 0 <= seed <= _MASK:
         raise ConfigError(f"a key is made of a seed from 0 to 2**64 - 1, found {seed!r}.")
-    state = _scramble(seed)
+    state = _scramble_word(seed)
     for word in words:
-        state = _scramble(state ^ word)
+        state = _scramble_word(state ^ word)
     return state
 
 
 def make_key(seed: int, domain: Domain, *words: int) -> int:
     """Hash a seed (0 to 2**64 - 1), a domain and any number of non-negative integers to a 64-bit key."""
-    state = _mixed(seed, domain, *words[:-1])
+    state = _mix_words(seed, domain, *words[:-1])
     if words:
-        state = _scramble(state ^ words[-1])
+        state = _scramble_word(state ^ words[-1])
     return state ^ (state >> 32)
 
 
-def derived_key(key: int, word: int) -> int:
+def derive_key(key: int, word: int) -> int:
     """Return a new 64-bit key made of a key and a 64-bit word."""
-    return _scramble(_scramble(key) ^ word)
+    return _scramble_word(_scramble_word(key) ^ word)
 
 
-def number_of(name: str) -> int:
+def hash_name(name: str) -> int:
     """Return a 64-bit hash of a name, equal in every process, for use as a word of a key."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
@@ -107,7 +107,7 @@ def seed_generators(key: int) -> None:
     _python.gauss_next = None
     if _memories is not None:
         in_torch, in_numpy, in_python = _memories
-        _seeded = Seeded(in_torch.raw, in_numpy.raw, in_python.raw, key)
+        _seeded = SeededState(in_torch.raw, in_numpy.raw, in_python.raw, key)
     if _HAS_CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(key)
@@ -115,7 +115,7 @@ def seed_generators(key: int) -> None:
         torch.mps.manual_seed(key)
 
 
-class Seeded(NamedTuple):
+class SeededState(NamedTuple):
     """State of the global generators after Lumen has seeded them.
 
     Attributes:
@@ -130,26 +130,26 @@ class Seeded(NamedTuple):
     python: bytes
     key: int
 
-    def is_left(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return True if no global generator has drawn or been seeded since then."""
-        return _seeded is self and _memories[0].raw == self.torch and self.is_left_but_for_torch()
+        return _seeded is self and _memories[0].raw == self.torch and self.is_unchanged_except_torch()
 
-    def is_left_but_for_torch(self) -> bool:
+    def is_unchanged_except_torch(self) -> bool:
         """Return True if no global generator except torch's on the CPU has drawn or been seeded since then."""
         return (
             _memories[1].raw == self.numpy
             and _memories[2].raw == self.python
             and np.random.get_bit_generator() is _numpy  # type: ignore[attr-defined]
             and not _HAS_MPS
-            and not (_HAS_CUDA and torch.cuda.is_initialized() and self._have_devices_moved())  # type: ignore[no-untyped-call]
+            and not (_HAS_CUDA and torch.cuda.is_initialized() and self._have_device_generators_moved())  # type: ignore[no-untyped-call]
         )
 
-    def _have_devices_moved(self) -> bool:
+    def _have_device_generators_moved(self) -> bool:
         unused = struct.pack("=QQ", self.key, 0)  # the seed and the offset, which is 0 before the first draw
         return any(each.get_state().numpy().tobytes() != unused for each in torch.cuda.default_generators)
 
 
-_seeded = Seeded(b"", b"", b"", 0)
+_seeded = SeededState(b"", b"", b"", 0)
 _memories: Any = None
 
 
@@ -159,7 +159,7 @@ def watch_generators(memories: tuple[Any, Any, Any]) -> None:
     _memories = memories
 
 
-def unused_generators(seed: int, domain: Domain, *words: int) -> Seeded:
+def seed_unless_unused(seed: int, domain: Domain, *words: int) -> SeededState:
     """Seed the global generators, unless they are unused since Lumen seeded them.
 
     Args:
@@ -171,7 +171,7 @@ def unused_generators(seed: int, domain: Domain, *words: int) -> Seeded:
         The state of the generators, which have not drawn yet.
     """
     global _seeded
-    if not _seeded.is_left_but_for_torch():
+    if not _seeded.is_unchanged_except_torch():
         seed_generators(make_key(seed, domain, *words))
     elif _memories[0].raw != _seeded.torch:  # In most steps only torch draws.
         _seed_torch(make_key(seed, domain, *words) & _LOW)
@@ -196,7 +196,7 @@ class GeneratorStates:
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = [generator.get_state() for generator in torch.cuda.default_generators] if in_use else []
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-        self._others = [(generator, state_of(generator)) for generator in others]
+        self._others = [(generator, get_generator_state(generator)) for generator in others]
 
     def restore(self) -> None:
         """Restore the states at the time of creation."""
@@ -208,24 +208,24 @@ class GeneratorStates:
         if self._mps is not None:
             torch.mps.set_rng_state(self._mps)
         for generator, state in self._others:
-            set_state(generator, state)
+            set_generator_state(generator, state)
 
 
-def _bits_of(generator: Any) -> Any:
+def _get_bit_generator(generator: Any) -> Any:
     """Return the bit generator of a numpy `Generator`; any other generator unchanged."""
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
-def state_of(generator: Any) -> Any:
+def get_generator_state(generator: Any) -> Any:
     """Return the state of a generator of the classes in `GENERATORS`."""
-    if isinstance(bits := _bits_of(generator), np.random.BitGenerator):
+    if isinstance(bits := _get_bit_generator(generator), np.random.BitGenerator):
         return bits.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def set_state(generator: Any, state: Any) -> None:
-    """Restore a state that `state_of` returned."""
-    if isinstance(bits := _bits_of(generator), np.random.BitGenerator):
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Restore a state that `get_generator_state` returned."""
+    if isinstance(bits := _get_bit_generator(generator), np.random.BitGenerator):
         bits.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
@@ -237,14 +237,14 @@ def seed_generator(generator: Any, key: int) -> None:
     """Seed a generator of the classes in `GENERATORS` with a 64-bit key."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(key)
-    elif isinstance(bits := _bits_of(generator), np.random.BitGenerator):
+    elif isinstance(bits := _get_bit_generator(generator), np.random.BitGenerator):
         bits.state = type(bits)(key).state
     else:
         generator.seed(key >> 32 if isinstance(generator, np.random.RandomState) else key)
 
 
 @contextmanager
-def preserved_generators() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Return a context that restores the global generators when it exits."""
     before = GeneratorStates()
     try:
@@ -261,7 +261,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         include_cuda: Accepted for compatibility with Lightning: the generators of the devices in use are always
             restored.
     """
-    with preserved_generators():
+    with preserve_generators():
         yield
 
 
@@ -293,12 +293,12 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
             _log.warning("seed_everything was given no seed: it is 0")
     elif verbose:
         _log.info("the seed is %s", seed)
-    _chosen = checked_seed("seed_everything", seed)
+    _chosen = check_seed("seed_everything", seed)
     seed_for_building(_chosen)
     return _chosen
 
 
-def chosen_seed() -> int | None:
+def get_chosen_seed() -> int | None:
     """Return the seed of the last call of `seed_everything` in this process, or None."""
     return _chosen
 
@@ -313,7 +313,7 @@ def seed_for_building(seed: int) -> None:
     seed_generators(make_key(seed, Domain.INIT))
 
 
-def checked_seed(name: str, seed: Any) -> int:
+def check_seed(name: str, seed: Any) -> int:
     """Return a run's seed as an `int`.
 
     Args:

@@ -127,7 +127,7 @@ def _reference() -> Iterator[tuple[str, str]]:
         yield f"reference/{page}.md", _described(page, title, [f"lumen.{name}" for name in names])
     yield "reference/optim.md", _described("optim", "lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
     yield "reference/errors.md", error_index.page((ROOT / "docs/site/errors.md").read_text())
-    helps = [_help(command) for command in ("", *commands.known())]
+    helps = [_help(command) for command in ("", *commands.list_commands())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
 
 

@@ -2,16 +2,16 @@
 
 from lumen.callbacks.base import Callback as Callback
 from lumen.callbacks.defaults import (
+    as_callback_list as as_callback_list,
     choose_callbacks as choose_callbacks,
-    joined as joined,
-    listed as listed,
-    savers_of as savers_of,
+    get_checkpoint_callbacks as get_checkpoint_callbacks,
+    merge_callbacks as merge_callbacks,
 )
 from lumen.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from lumen.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning, BaseFinetuning as BaseFinetuning
 from lumen.callbacks.gradient_accumulation import (
     GradientAccumulationScheduler as GradientAccumulationScheduler,
-    scheduled as scheduled,
+    apply_accumulation_schedule as apply_accumulation_schedule,
 )
 from lumen.callbacks.lambda_callback import LambdaCallback as LambdaCallback
 from lumen.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint

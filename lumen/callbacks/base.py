@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @final
-class _OfTask:
+class _TaskOnlyHook:
     """Placeholder for a method of the task. Reading it from a callback raises an AttributeError that names the task."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -139,11 +139,11 @@ class Callback:
     #: True if the hooks between the last backward and the end of a step (`on_after_backward`,
     #: `on_before_optimizer_step`, `on_train_batch_end`, `on_step_end`) may set `trainer.should_stop`. The processes
     #: then agree at the end of each step, which costs one message. Set False in a callback that never stops a run.
-    stops_at_steps: bool = True
+    may_stop_at_steps: bool = True
     #: True if this callback calls `trainer.step_loss()`. Lumen then keeps the parts of each step's loss.
-    reads_step_loss: bool = False
+    needs_step_loss: bool = False
 
-    log, log_dict = _OfTask(), _OfTask()
+    log, log_dict = _TaskOnlyHook(), _TaskOnlyHook()
 
     @property
     def state_key(self) -> str:
@@ -173,8 +173,8 @@ class Callback:
         """
 
     @property
-    def evaluated_state(self) -> str | None:
-        """Key in `state_dict` of the tensors, by parameter name, that `around_validation` swaps in for the parameters.
+    def evaluated_state_key(self) -> str | None:
+        """Key in `state_dict` of the tensors, by parameter name, that `validation_context` swaps in for the parameters.
 
         Everything that loads weights from a checkpoint then gets these tensors. None: validations evaluate the
         parameters.
@@ -195,7 +195,7 @@ class Callback:
         under FSDP.
         """
 
-    def around_validation(self, trainer: AnyTrainer, task: TaskModule) -> AbstractContextManager[Any]:
+    def validation_context(self, trainer: AnyTrainer, task: TaskModule) -> AbstractContextManager[Any]:
         """Return the context of each validation in `fit`, entered before `on_validation_start`.
 
         The context is exited however the validation ends, so a callback may replace parameters for its duration. No

@@ -11,39 +11,39 @@ from typing import Any, TypeVar
 
 import torch
 
-from lumen.callbacks.used_trainer import UsedTrainer
+from lumen.callbacks.callback_trainer import CallbackTrainer
 from lumen.checkpoint.format.folder import find_unread, read_info
 from lumen.checkpoint.format.manifest import is_committed
-from lumen.checkpoint.format.storage import as_local
+from lumen.checkpoint.format.storage import as_local_path
 from lumen.errors import CheckpointDamaged
 
 Moment = tuple[int, int, int, bool]
 Saver = TypeVar("Saver")
 
 
-def decides(given: Mapping[str, Any]) -> bool:
+def can_rank_checkpoints(settings: Mapping[str, Any]) -> bool:
     """Return True if a `ModelCheckpoint` with these settings ranks its checkpoints."""
-    return given.get("monitor") is not None and given.get("save_top_k") != 0
+    return settings.get("monitor") is not None and settings.get("save_top_k") != 0
 
 
-def deciding_first(savers: Iterable[Saver]) -> list[Saver]:
-    """Return the savers in order, but first the one whose ranking counts for the whole run (see `decides`)."""
-    return sorted(savers, key=lambda saver: not decides(vars(saver)))
+def order_checkpoint_callbacks(savers: Iterable[Saver]) -> list[Saver]:
+    """Return the savers in order, but first the one whose ranking counts for the whole run (see `can_rank_checkpoints`)."""
+    return sorted(savers, key=lambda saver: not can_rank_checkpoints(vars(saver)))
 
 
-def moment_of(trainer: UsedTrainer) -> Moment:
+def get_moment(trainer: CallbackTrainer) -> Moment:
     """Return the counters that identify the present moment of a run; a skipped update leaves the step unchanged."""
     return trainer.global_step, trainer.progress.micro_batches, trainer.current_epoch, trainer.progress.validation_due
 
 
-def place(trainer: UsedTrainer, folder: PurePath) -> tuple[PurePath, bool]:
+def locate_checkpoint(trainer: CallbackTrainer, folder: PurePath) -> tuple[PurePath, bool]:
     """Return the path in a folder for a checkpoint of the present moment, and True if it is saved already.
 
     A skipped update consumes samples but leaves the step number unchanged. A later moment of the same step gets the
     suffix `-1`, `-2` and so on.
     """
-    saves, moment = trainer.run.saves, moment_of(trainer)
-    if saves.path is not None and is_same(saves.path.parent, folder) and saves.moment == moment:
+    saves, moment = trainer.run.saves, get_moment(trainer)
+    if saves.path is not None and is_same_path(saves.path.parent, folder) and saves.moment == moment:
         return saves.path, True
     saves.wait_for_removals()
     name = f"step-{trainer.global_step:08d}"
@@ -63,13 +63,13 @@ def place(trainer: UsedTrainer, folder: PurePath) -> tuple[PurePath, bool]:
     return folder / (name if later < 0 else f"{name}-{later + 1}"), False
 
 
-def is_same(folder: PurePath, other: PurePath) -> bool:
+def is_same_path(folder: PurePath, other: PurePath) -> bool:
     """Return True if two paths, which need not exist, lead to the same place."""
-    places = [(as_local(path), path) for path in (folder, other)]  # Only local paths can contain symbolic links.
+    places = [(as_local_path(path), path) for path in (folder, other)]  # Only local paths can contain symbolic links.
     return len({path if local is None else os.path.realpath(local) for local, path in places}) == 1
 
 
-def lost(folder: PurePath, names: Iterable[str], best: Iterable[str], wanted: int) -> set[str]:
+def find_lost_checkpoints(folder: PurePath, names: Iterable[str], best: Iterable[str], wanted: int) -> set[str]:
     """Return the names of checkpoints that are removed or damaged.
 
     Only the best are checked for damage, because the check reads a whole manifest.

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.checkpoint_names import deciding_first
+from lumen.callbacks.checkpoint_names import order_checkpoint_callbacks
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.errors import ConfigError
-from lumen.errors.arguments import in_words
-from lumen.internals.entry_points import CALLBACKS, load, registered
+from lumen.errors.arguments import describe_type
+from lumen.internals.entry_points import CALLBACKS, list_entry_points, load_entry_point
 
 
-def savers_of(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
+def get_checkpoint_callbacks(callbacks: Iterable[Callback]) -> list[ModelCheckpoint]:
     """Return the callbacks that save checkpoints, first the one whose ranking counts for the whole run."""
-    return deciding_first([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
+    return order_checkpoint_callbacks([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
 
 
 def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, checkpointing: bool) -> list[Callback]:
@@ -34,9 +34,11 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
     Raises:
         ConfigError: An object is not a callback, or saves checkpoints although `checkpointing` is False.
     """
-    callbacks = listed("callbacks", given)
-    for name in registered(CALLBACKS):
-        callbacks += listed(f"entry point {name}", load(CALLBACKS, name, f"the callbacks of {name}")())
+    callbacks = as_callback_list("callbacks", given)
+    for name in list_entry_points(CALLBACKS):
+        callbacks += as_callback_list(
+            f"entry point {name}", load_entry_point(CALLBACKS, name, f"the callbacks of {name}")()
+        )
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if savers and not checkpointing:
         raise ConfigError("enable_checkpointing is False, but callbacks hold a ModelCheckpoint. Remove one of the two.")
@@ -48,7 +50,7 @@ def choose_callbacks(given: Any, defaults: Mapping[type[Callback], bool], *, che
     return [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)] + savers
 
 
-def listed(where: str, given: Any) -> list[Callback]:
+def as_callback_list(where: str, given: Any) -> list[Callback]:
     """Return the given callbacks as a list.
 
     Args:
@@ -64,7 +66,7 @@ def listed(where: str, given: Any) -> list[Callback]:
         if not isinstance(callback, Callback):
             is_kind = inspect.isclass(callback) and issubclass(callback, Callback)
             advice = f" Make one: {callback.__name__}(...)." if is_kind else ""
-            raise ConfigError(f"{where}: {in_words(callback)} is not a lumen.Callback.{advice}")
+            raise ConfigError(f"{where}: {describe_type(callback)} is not a lumen.Callback.{advice}")
         if sum(each is callback for each in callbacks) > 1:
             raise ConfigError(
                 f"{where}: one {type(callback).__name__} is there twice, so that its hooks would be called twice. "
@@ -73,7 +75,7 @@ def listed(where: str, given: Any) -> list[Callback]:
     return callbacks
 
 
-def joined(present: Sequence[Callback], given: Sequence[Callback]) -> tuple[list[Callback], list[Callback]]:
+def merge_callbacks(present: Sequence[Callback], given: Sequence[Callback]) -> tuple[list[Callback], list[Callback]]:
     """Add callbacks to the present ones. A new callback replaces each present callback of its class or of a base class.
 
     Returns:

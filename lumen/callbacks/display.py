@@ -19,17 +19,17 @@ if TYPE_CHECKING:  # rich is imported on first use
     from rich.live import Live as RichLive
 
 _SEPARATOR = " · "
-_WIDEST_BAR = 60
-_NARROWEST_BAR = 8
+_MAX_BAR_WIDTH = 60
+_MIN_BAR_WIDTH = 8
 _WIDE_TERMINAL = 120
-_MOST_DETAIL_LINES = 3
-_DRAWING_SHARE = 0.01
+_MAX_DETAIL_LINES = 3
+_MAX_DRAWING_SHARE = 0.01
 _NOTEBOOK_INTERVAL_S = 0.5  # The server keeps every picture for a disconnected browser.
 
 
 @final
 @dataclass
-class Line:
+class ProgressLine:
     """Progress line of training or of one evaluation.
 
     Attributes:
@@ -49,44 +49,44 @@ class Line:
     best: str | None = None
 
     def __str__(self) -> str:
-        return _SEPARATOR.join(filter(None, [self.head, *self._values(self.best), *self.costs, self.tail]))
+        return _SEPARATOR.join(filter(None, [self.head, *self._format_values(self.best), *self.costs, self.tail]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.progress_bar import ProgressBar as Bar
         from rich.text import Text
 
-        width, tail = options.max_width, self._tail()
-        room = min(width - Text(self.head + tail).cell_len - 1, _WIDEST_BAR)
-        if self.fraction is None or room < _NARROWEST_BAR:
+        width, tail = options.max_width, self._format_tail()
+        room = min(width - Text(self.head + tail).cell_len - 1, _MAX_BAR_WIDTH)
+        if self.fraction is None or room < _MIN_BAR_WIDTH:
             yield Text(self.head + tail, no_wrap=True, overflow="ellipsis")
         else:
             yield Text(self.head + " ", end="")
             yield Bar(total=1.0, completed=min(self.fraction, 1.0), width=room)
             yield Text(tail)
         wide = width >= _WIDE_TERMINAL  # The layout depends on the width only, so lines do not jump as numbers change.
-        for pieces in ([*self._values(), *self.costs],) if wide else (self._values(), self.costs):
-            for text in _wrapped(pieces, width):
+        for pieces in ([*self._format_values(), *self.costs],) if wide else (self._format_values(), self.costs):
+            for text in _wrap_pieces(pieces, width):
                 yield Text(text, no_wrap=True, overflow="ellipsis")
 
-    def html(self) -> str:
+    def to_html(self) -> str:
         """Return the line as HTML: the bar, and below it values and costs, without line breaks inside a value."""
         from html import escape
 
         bar = "" if self.fraction is None else f' <progress max="1" value="{self.fraction:.3f}"></progress>'
-        pieces = [escape(piece).replace(" ", "&nbsp;") for piece in (*self._values(), *self.costs)]
-        return f"{escape(self.head)}{bar}{escape(self._tail())}\n{_SEPARATOR.join(pieces)}".rstrip()
+        pieces = [escape(piece).replace(" ", "&nbsp;") for piece in (*self._format_values(), *self.costs)]
+        return f"{escape(self.head)}{bar}{escape(self._format_tail())}\n{_SEPARATOR.join(pieces)}".rstrip()
 
-    def _tail(self) -> str:
+    def _format_tail(self) -> str:
         percent = "" if self.fraction is None else f" {min(int(100 * self.fraction), 100)} %"
         return percent + (_SEPARATOR + self.tail if self.tail else "")
 
-    def _values(self, best: str | None = None) -> list[str]:
+    def _format_values(self, best: str | None = None) -> list[str]:
         marks = {best: " (best so far)"}
-        return [f"{name} {number(value, 4)}{marks.get(name, '')}" for name, value in self.values.items()]
+        return [f"{name} {format_number(value, 4)}{marks.get(name, '')}" for name, value in self.values.items()]
 
 
 #: Lines of training and of an evaluation within it, with the keys "training" and "evaluation".
-Board = dict[str, Line]
+Board = dict[str, ProgressLine]
 
 
 class Display(ABC):
@@ -106,7 +106,7 @@ class Display(ABC):
         """Update a live picture or print a line, at an interval or after an event."""
         self.draw(board)
 
-    def keep(self, line: Line) -> None:
+    def print_above(self, line: ProgressLine) -> None:
         """Print a line that stays above a live picture; plain displays do so in `show`."""
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class NoDisplay(Display):
 
 
 @final
-class Plain(Display):
+class PlainDisplay(Display):
     """Display that prints one line at a time, for files and pipes.
 
     Args:
@@ -141,7 +141,7 @@ class Plain(Display):
 
 
 @final
-class Live(Display):
+class LiveDisplay(Display):
     """Display at the bottom of a terminal, below all printed text.
 
     The training loop draws the picture. A separate thread would take time from the loop at any moment, and forked
@@ -155,7 +155,7 @@ class Live(Display):
     def __init__(self, interval_s: float) -> None:
         self._shortest_interval_s = self.interval_s = interval_s
         self._live: RichLive | None = None
-        self._forget_debuggers: Callable[[], None]  # set by the first picture
+        self._stop_watching_debuggers: Callable[[], None]  # set by the first picture
 
     def draw(self, board: Board) -> None:
         """Draw; the first call starts the live display."""
@@ -173,15 +173,15 @@ class Live(Display):
             )
             atexit.register(self._live.stop)  # restores the cursor, however the process ends
             self._live.start()
-            self._give_way()
+            self._pause_for_debugger()
         self._live.refresh()
-        self.interval_s = max(self._shortest_interval_s, (perf_counter() - start) / _DRAWING_SHARE)
+        self.interval_s = max(self._shortest_interval_s, (perf_counter() - start) / _MAX_DRAWING_SHARE)
 
-    def keep(self, line: Line) -> None:
+    def print_above(self, line: ProgressLine) -> None:
         """Print a line above the picture."""
         _print(line)
 
-    def _give_way(self) -> None:
+    def _pause_for_debugger(self) -> None:
         """Remove the picture before a debugger of this process asks for its first command."""
         from pdb import Pdb
 
@@ -195,19 +195,19 @@ class Live(Display):
             return interact(debugger, *args)
 
         Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
-        self._forget_debuggers = partial(setattr, Pdb, "interaction", interact)
+        self._stop_watching_debuggers = partial(setattr, Pdb, "interaction", interact)
 
     def close(self) -> None:
         """Leave the last picture on the screen and release the terminal."""
         if self._live is not None:
-            self._forget_debuggers()
+            self._stop_watching_debuggers()
             self._live.stop()
             atexit.unregister(self._live.stop)
             self._live = None
 
 
 @final
-class Notebook(Display):
+class NotebookDisplay(Display):
     """Display in one output below a notebook's cell; each picture replaces the previous one.
 
     Args:
@@ -222,7 +222,7 @@ class Notebook(Display):
         """Draw; the first call creates the output."""
         from IPython.display import display
 
-        text, marked_up = ("\n".join(map(write, board.values())) for write in (str, Line.html))
+        text, marked_up = ("\n".join(map(write, board.values())) for write in (str, ProgressLine.to_html))
         picture = {"text/plain": text, "text/html": f'<pre style="white-space: pre-wrap">{marked_up}</pre>'}
         if self._output is None:
             self._output = display(picture, raw=True, display_id=True)  # type: ignore[no-untyped-call]
@@ -238,16 +238,16 @@ def choose_display(interval_s: float, plain_interval_s: float) -> Display:
         plain_interval_s: Seconds between two plain lines, if no live display is possible.
     """
     if terminal.in_notebook:
-        return Notebook(interval_s)
+        return NotebookDisplay(interval_s)
     can_move_cursor = terminal.console.is_terminal and not terminal.console.is_dumb_terminal
-    return Live(interval_s) if can_move_cursor else Plain(plain_interval_s)
+    return LiveDisplay(interval_s) if can_move_cursor else PlainDisplay(plain_interval_s)
 
 
-def _print(line: Line) -> None:
+def _print(line: ProgressLine) -> None:
     terminal.console.print(str(line), markup=False, highlight=False, soft_wrap=True)
 
 
-def _wrapped(pieces: list[str], width: int) -> list[str]:
+def _wrap_pieces(pieces: list[str], width: int) -> list[str]:
     """Join pieces to lines of at most `width` characters, breaking between pieces only."""
     from rich.cells import cell_len
 
@@ -257,28 +257,28 @@ def _wrapped(pieces: list[str], width: int) -> list[str]:
             lines[-1] = joined
         else:
             lines.append(piece)
-    if len(lines) > _MOST_DETAIL_LINES:
-        lines[_MOST_DETAIL_LINES - 1] += " …"
-    return lines[:_MOST_DETAIL_LINES]
+    if len(lines) > _MAX_DETAIL_LINES:
+        lines[_MAX_DETAIL_LINES - 1] += " …"
+    return lines[:_MAX_DETAIL_LINES]
 
 
-def number(value: float, digits: int) -> str:
+def format_number(value: float, digits: int) -> str:
     """Format a number with `digits` significant digits: 2.731, 0.02731, 12,346, 2.731e-05."""
     if 10**digits <= abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}".rstrip(".")
 
 
-def speed(per_s: float, unit: str) -> str:
+def format_speed(per_s: float, unit: str) -> str:
     """Format a speed > 0: 43.1 steps/s, or 2.50 s/step."""
-    return f"{number(per_s, 3)} {unit}s/s" if per_s >= 1 else f"{number(1 / per_s, 3)} s/{unit}"
+    return f"{format_number(per_s, 3)} {unit}s/s" if per_s >= 1 else f"{format_number(1 / per_s, 3)} s/{unit}"
 
 
-def size(mb: float) -> str:
+def format_megabytes(mb: float) -> str:
     """Format megabytes: 612 MB, 1.9 GB."""
     return f"{mb:.0f} MB" if mb < 1000 else f"{mb / 1000:.1f} GB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds: 0:01:23."""
     return str(timedelta(seconds=round(seconds)))

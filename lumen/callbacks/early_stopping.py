@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, final
 import torch
 
 from lumen.callbacks.base import Callback
+from lumen.callbacks.callback_trainer import CallbackTrainer
 from lumen.callbacks.checkpoint_names import as_score
-from lumen.callbacks.used_trainer import UsedTrainer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import check_arguments
 from lumen.task.task_module import TaskModule
 
 
@@ -48,9 +48,9 @@ class EarlyStopping(Callback):
         stopping_reason_message: Reason for the stop as text, or None.
     """
 
-    stops_at_steps = False  # `on_step_end` requests an agreement when it stops.
+    may_stop_at_steps = False  # `on_step_end` requests an agreement when it stops.
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         monitor: str,
@@ -72,9 +72,9 @@ class EarlyStopping(Callback):
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.check_on_train_epoch_end, self.log_rank_zero_only = check_on_train_epoch_end, log_rank_zero_only
         self._sign = 1.0 if mode == "min" else -1.0
-        self._forget()
+        self._reset_state()
 
-    def _forget(self) -> None:
+    def _reset_state(self) -> None:
         self._best = self._sign * math.inf
         self._unseen, self._epoch = False, 0
         self.wait_count = 0
@@ -87,46 +87,46 @@ class EarlyStopping(Callback):
         """Best value of the monitor so far: a float64 tensor without dimensions; infinite before the first value."""
         return as_score(self._best)
 
-    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Reset the callback."""
         if stage == "fit":
-            self._forget()
+            self._reset_state()
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Remember the epoch in which training begins."""
         self._epoch = trainer.current_epoch
 
-    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Check the monitor if it has a new value."""
         ends_epoch, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
         self._unseen |= self.monitor in trainer.run.values.updated
         if self._unseen and (ends_epoch or not self.check_on_train_epoch_end):
             self._unseen = False
             value = trainer.run.values.newest[self.monitor]
-            judged = self._judge(value)
+            judged = self._find_stop_reason(value)
             if judged is not None or self.wait_count == 0:  # A new best value cancels an earlier decision.
                 self.stopping_reason, self._pending = judged or ("not_stopped", None)
             level, counted = logging.INFO if self.verbose else logging.DEBUG, (self.wait_count, self.patience)
             _log.log(level, "early stopping: %s %g, best %g, %d of %d values since", self.monitor, value,
                      self._best, *counted)  # fmt: skip
-        if self._pending is not None and trainer.run.ending.may_stop:
+        if self._pending is not None and trainer.run.ending.is_minimum_reached:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None
             _log.info("early stopping: %s", self.stopping_reason_message)
             trainer.should_stop = True
             trainer.request_agreement()
 
-    def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_epoch_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Raise an error if the monitor had no value in the previous epoch, whose checkpoint is saved by now."""
         if self.strict and trainer.current_epoch > 0:
-            trainer.run.values.require("EarlyStopping", self.monitor)
+            trainer.run.values.check_monitor("EarlyStopping", self.monitor)
 
-    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Raise an error if the monitor never had a value."""
         if self.strict:
-            trainer.run.values.require("EarlyStopping", self.monitor)
+            trainer.run.values.check_monitor("EarlyStopping", self.monitor)
 
-    def _judge(self, value: float) -> tuple[str, str] | None:
+    def _find_stop_reason(self, value: float) -> tuple[str, str] | None:
         """Return the reason to stop at this value, as an identifier and as text, or None."""
         distance = self._sign * value
         if self.check_finite and not math.isfinite(value):
@@ -171,7 +171,7 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = state["stopping_reason_message"]
 
 
-class Monitored(NamedTuple):
+class MonitorState(NamedTuple):
     """Logged name that says how good a run is.
 
     Attributes:
@@ -185,7 +185,7 @@ class Monitored(NamedTuple):
     best: float | None
 
 
-def monitored(trainer: UsedTrainer) -> Monitored | None:
+def find_monitor(trainer: CallbackTrainer) -> MonitorState | None:
     """Return the monitor of the deciding `ModelCheckpoint`, else of the first `EarlyStopping`, or None.
 
     Args:
@@ -194,16 +194,16 @@ def monitored(trainer: UsedTrainer) -> Monitored | None:
     saver = trainer.checkpoint_callback
     if saver is not None and saver.monitor is not None:
         score = saver.best_model_score
-        return Monitored(saver.monitor, saver.mode, None if score is None else float(score))
+        return MonitorState(saver.monitor, saver.mode, None if score is None else float(score))
     stopper = next((each for each in trainer.callbacks if isinstance(each, EarlyStopping)), None)
     if stopper is None:
         return None
     best = float(stopper.best_score)
-    return Monitored(stopper.monitor, stopper.mode, best if math.isfinite(best) else None)
+    return MonitorState(stopper.monitor, stopper.mode, best if math.isfinite(best) else None)
 
 
 @final
-class BestSoFar:
+class BestValueTracker:
     """Tracker of the best value of a run's monitor.
 
     Args:
@@ -213,12 +213,12 @@ class BestSoFar:
         name: The name of the monitor, or None.
     """
 
-    def __init__(self, found: Monitored | None) -> None:
+    def __init__(self, found: MonitorState | None) -> None:
         self.name = None if found is None else found.name
         self._sign = -1.0 if found is not None and found.mode == "max" else 1.0
         self._best = None if found is None else found.best
 
-    def is_here(self, values: Mapping[str, float]) -> bool:
+    def has_new_best(self, values: Mapping[str, float]) -> bool:
         """Return True if new values contain the best value of the monitor so far."""
         value = math.nan if self.name is None else values.get(self.name, math.nan)
         if math.isnan(value) or (self._best is not None and self._sign * value >= self._sign * self._best):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lumen.callbacks.base import Callback
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least, checked
+from lumen.errors.arguments import check_arguments, check_at_least
 from lumen.optim import MultiOptimizer
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class BaseFinetuning(Callback, ABC):
     def on_fit_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Let BatchNorm layers that a checkpoint has unfrozen update their running statistics again."""
         norms = (each for each in task.modules() if isinstance(each, _NORMS))
-        _train(each for each in norms if any(part.requires_grad for part in each.parameters(recurse=False)))
+        _set_train_mode(each for each in norms if any(part.requires_grad for part in each.parameters(recurse=False)))
 
     def on_train_epoch_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Unfreeze the modules that are trained from this epoch on."""
@@ -78,9 +78,9 @@ class BaseFinetuning(Callback, ABC):
             train_bn: True: keep training the BatchNorm layers; False: freeze their parameters and running statistics
                 too.
         """
-        for module in _flat(modules):
+        for module in _iterate_modules(modules):
             if isinstance(module, _NORMS) and train_bn:
-                _train([module])
+                _set_train_mode([module])
                 continue
             if isinstance(module, _NORMS):
                 module.track_running_stats = False
@@ -90,7 +90,7 @@ class BaseFinetuning(Callback, ABC):
     @staticmethod
     def make_trainable(modules: Modules) -> None:
         """Train the parameters of modules, and update the running statistics of BatchNorm layers."""
-        _train(_flat(modules))
+        _set_train_mode(_iterate_modules(modules))
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
@@ -102,7 +102,7 @@ class BaseFinetuning(Callback, ABC):
             requires_grad: True: yield the trained parameters; False: the frozen parameters.
         """
         seen = set[int]()
-        for module in _flat(modules):
+        for module in _iterate_modules(modules):
             if train_bn or not isinstance(module, _NORMS):
                 for parameter in module.parameters(recurse=False):
                     if parameter.requires_grad == requires_grad and id(parameter) not in seen:
@@ -134,13 +134,13 @@ class BaseFinetuning(Callback, ABC):
         Raises:
             ConfigError: The optimizer already has all parameters of the modules.
         """
-        _train(each for each in _flat(modules) if train_bn or not isinstance(each, _NORMS))
-        new = cls._left_out(modules, optimizer, train_bn=train_bn, requires_grad=True)
+        _set_train_mode(each for each in _iterate_modules(modules) if train_bn or not isinstance(each, _NORMS))
+        new = cls._find_untrained_parameters(modules, optimizer, train_bn=train_bn, requires_grad=True)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
         optimizer.add_param_group({"params": new, "lr": rate} | ({} if name is None else {"name": name}))
 
     @classmethod
-    def _left_out(
+    def _find_untrained_parameters(
         cls, modules: Modules, optimizer: Optimizer, *, train_bn: bool, requires_grad: bool
     ) -> list[nn.Parameter]:
         """Return the parameters that the optimizer does not have yet; raise if the optimizer has all of them."""
@@ -179,7 +179,7 @@ class BackboneFinetuning(BaseFinetuning):
         "initial_denom_lr": "Leave it out: backbone_initial_ratio_lr says how large the first rate is.",
     }
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         unfreeze_backbone_at_epoch: int = 10,
@@ -191,7 +191,7 @@ class BackboneFinetuning(BaseFinetuning):
         verbose: bool = False,
         rounding: int = 12,
     ) -> None:
-        at_least(0, unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch)
+        check_at_least(0, unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch)
         self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
@@ -227,7 +227,7 @@ class BackboneFinetuning(BaseFinetuning):
                 "whose finetune_function is called for each of them."
             )
         if not any(group.get("name") == "backbone" for group in optimizer.param_groups):
-            self._left_out(task.backbone, optimizer, train_bn=self.train_bn, requires_grad=False)
+            self._find_untrained_parameters(task.backbone, optimizer, train_bn=self.train_bn, requires_grad=False)
 
     def finetune_function(self, task: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone, or raise its rate."""
@@ -253,16 +253,16 @@ class BackboneFinetuning(BaseFinetuning):
             )  # fmt: skip
 
 
-def _flat(modules: Modules) -> Iterator[nn.Module]:
+def _iterate_modules(modules: Modules) -> Iterator[nn.Module]:
     """Yield modules and all their submodules."""
     if isinstance(modules, nn.Module):
         yield from modules.modules()
         return
     for each in modules:
-        yield from _flat(each)
+        yield from _iterate_modules(each)
 
 
-def _train(modules: Iterable[nn.Module]) -> None:
+def _set_train_mode(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, _NORMS):
             module.track_running_stats = module.running_mean is not None

@@ -8,8 +8,8 @@ from typing import final
 
 from lumen.callbacks.base import Callback
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
-from lumen.run.plan import Plan, accumulation, by_epoch
+from lumen.errors.arguments import check_arguments
+from lumen.run.plan import Plan, format_by_epoch, parse_accumulation
 
 _NAME = "GradientAccumulationScheduler: scheduling"
 
@@ -26,13 +26,13 @@ class GradientAccumulationScheduler(Callback):
         ConfigError: An epoch is negative, a number is less than 1, or the dictionary is empty.
     """
 
-    @checked
+    @check_arguments
     def __init__(self, scheduling: dict[int, int]) -> None:
-        accumulation(_NAME, scheduling)
+        parse_accumulation(_NAME, scheduling)
         self.scheduling = scheduling
 
 
-def scheduled(plan: Plan, callbacks: Iterable[Callback], replaced: Iterable[Callback] = ()) -> Plan:
+def apply_accumulation_schedule(plan: Plan, callbacks: Iterable[Callback], replaced: Iterable[Callback] = ()) -> Plan:
     """Return the plan with the accumulation of a `GradientAccumulationScheduler`, if there is one.
 
     Args:
@@ -50,7 +50,7 @@ def scheduled(plan: Plan, callbacks: Iterable[Callback], replaced: Iterable[Call
         plan = replace(plan, accumulate={0: 1})
     if len(given) > 1:
         raise ConfigError("callbacks: there are two GradientAccumulationSchedulers. Leave one out.")
-    accumulate = accumulation(_NAME, given[0])
+    accumulate = parse_accumulation(_NAME, given[0])
     if plan.global_batch_size is not None:
         raise ConfigError(
             f"global_batch_size: {plan.global_batch_size} and GradientAccumulationScheduler({given[0]}) both say how "
@@ -58,7 +58,7 @@ def scheduled(plan: Plan, callbacks: Iterable[Callback], replaced: Iterable[Call
         )
     if plan.accumulate not in ({0: 1}, accumulate):
         raise ConfigError(
-            f"accumulate_grad_batches: {by_epoch(plan.accumulate)} and GradientAccumulationScheduler({given[0]}) both "
+            f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)} and GradientAccumulationScheduler({given[0]}) both "
             "say how large a step is. Leave one out."
         )
     return replace(plan, accumulate=accumulate)

@@ -12,16 +12,24 @@ from typing import Any, Literal, final
 import torch
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.checkpoint_names import as_score, decides, deciding_first, is_same, lost, moment_of, place
-from lumen.callbacks.used_trainer import UsedTrainer
-from lumen.checkpoint import Saves
-from lumen.checkpoint.format.folder import clean_leftovers, find_unread, newest_committed, remove_checkpoints
-from lumen.checkpoint.format.storage import as_place
+from lumen.callbacks.callback_trainer import CallbackTrainer
+from lumen.callbacks.checkpoint_names import (
+    as_score,
+    can_rank_checkpoints,
+    find_lost_checkpoints,
+    get_moment,
+    is_same_path,
+    locate_checkpoint,
+    order_checkpoint_callbacks,
+)
+from lumen.checkpoint import CheckpointSaver
+from lumen.checkpoint.format.folder import clean_leftovers, find_newest_committed, find_unread, remove_checkpoints
+from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import LacksLightnings, at_least, checked
+from lumen.errors.arguments import LightningAttributeErrors, check_arguments, check_at_least
 from lumen.errors.lightning_names import ATTRIBUTES_OF_CHECKPOINTS, INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
-from lumen.run.plan import Duration, duration_s
+from lumen.run.plan import Duration, parse_duration_s
 from lumen.task.task_module import TaskModule
 
 _DEFAULT_INTERVAL_S = 600.0
@@ -29,7 +37,7 @@ _SHORT_RUN_S = 10.0
 
 
 @final
-class ModelCheckpoint(Callback, LacksLightnings):
+class ModelCheckpoint(Callback, LightningAttributeErrors):
     """Callback that saves checkpoints and removes those that no rule keeps.
 
     Each checkpoint is a directory `step-NNNNNNNN`, named by completed optimizer updates. A checkpoint is never written
@@ -80,12 +88,12 @@ class ModelCheckpoint(Callback, LacksLightnings):
         verbose: Log every save in the terminal and `run.log`; False: only at log_level DEBUG.
     """
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
     INSTEAD, NEUTRAL = INSTEAD_IN_CHECKPOINTS, NEUTRAL_IN_CHECKPOINTS
     ATTRIBUTES = ATTRIBUTES_OF_CHECKPOINTS
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         dirpath: str | Path | None = None,
@@ -106,9 +114,9 @@ class ModelCheckpoint(Callback, LacksLightnings):
     ) -> None:
         if save_last and keep_last == 0:
             raise ConfigError(f"ModelCheckpoint: save_last={save_last!r} and keep_last=0 contradict each other.")
-        at_least(0, "ModelCheckpoint", every_n_train_steps=every_n_train_steps, every_n_epochs=every_n_epochs)
-        at_least(1, "ModelCheckpoint", keep_every_n_steps=keep_every_n_steps)
-        at_least(-1, "ModelCheckpoint", keep_last=keep_last, save_top_k=save_top_k)
+        check_at_least(0, "ModelCheckpoint", every_n_train_steps=every_n_train_steps, every_n_epochs=every_n_epochs)
+        check_at_least(1, "ModelCheckpoint", keep_every_n_steps=keep_every_n_steps)
+        check_at_least(-1, "ModelCheckpoint", keep_last=keep_last, save_top_k=save_top_k)
         if monitor is None and save_top_k > 1:
             raise ConfigError(f"ModelCheckpoint: save_top_k={save_top_k} needs a monitor that says which are best.")
         given = (every_n_train_steps, every_n_epochs, train_time_interval) != (None, None, None)
@@ -117,30 +125,30 @@ class ModelCheckpoint(Callback, LacksLightnings):
         self.every_n_epochs = (every_n_epochs or 0) if given else 1
         self.train_time_interval_s = math.inf if given else _DEFAULT_INTERVAL_S
         if train_time_interval is not None:
-            self.train_time_interval_s = duration_s("ModelCheckpoint: train_time_interval", train_time_interval)
+            self.train_time_interval_s = parse_duration_s("ModelCheckpoint: train_time_interval", train_time_interval)
         self.on_best, self.at_end = on_best, at_end
         self.keep_last, self.save_top_k = keep_last, save_top_k
         self.keep_every_n_steps = keep_every_n_steps
-        self.given_dirpath = self.dirpath = None if dirpath is None else as_place(dirpath)
+        self.given_dirpath = self.dirpath = None if dirpath is None else as_path_or_url(dirpath)
         self.asynchronous, self.save_last, self.verbose = asynchronous, save_last, verbose
         self.scores: dict[str, float] = {}
         self._score: float | None = None
-        self._is_wanted = False  # True if a rule wants a checkpoint at the end of this step
-        self._saves: Saves | None = None
-        self._has_twin = False  # True if a second `ModelCheckpoint` has the same monitor and mode
-        self._all: list[ModelCheckpoint] = []  # all of the run in progress, including this one
+        self._should_save = False  # True if a rule wants a checkpoint at the end of this step
+        self._saves: CheckpointSaver | None = None
+        self._shares_monitor = False  # True if a second `ModelCheckpoint` has the same monitor and mode
+        self._callbacks_of_run: list[ModelCheckpoint] = []  # all of the run in progress, including this one
 
     @property
     def best_model_path(self) -> str:
         """Directory of the best checkpoint, or of the newest one without a monitor; "" without a checkpoint."""
         if self.monitor is None:
             return self.last_model_path if self.save_top_k else ""
-        return self._path(next(iter(self._committed()), None))
+        return self._get_path(next(iter(self._rank_committed_scores()), None))
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """Value of the monitor at the best checkpoint: a float64 tensor without dimensions."""
-        scores = [*self._committed().values()]
+        scores = [*self._rank_committed_scores().values()]
         return as_score(scores[0]) if scores else None
 
     @property
@@ -151,7 +159,10 @@ class ModelCheckpoint(Callback, LacksLightnings):
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
         """Values of the monitor at the `save_top_k` best checkpoints, by directory, best first."""
-        return {self._path(name): as_score(score) for name, score in self._top(self._committed()).items()}
+        return {
+            self._get_path(name): as_score(score)
+            for name, score in self._select_top_k(self._rank_committed_scores()).items()
+        }
 
     @property
     def kth_value(self) -> torch.Tensor | None:
@@ -161,95 +172,95 @@ class ModelCheckpoint(Callback, LacksLightnings):
     @property
     def kth_best_model_path(self) -> str:
         """Directory of the worst of the `save_top_k` best checkpoints; "" without a checkpoint."""
-        return self._path(next(reversed(self._top(self._committed())), None))
+        return self._get_path(next(reversed(self._select_top_k(self._rank_committed_scores())), None))
 
     @property
     def last_model_path(self) -> str:
         """Directory of the newest checkpoint; "" without a checkpoint."""
-        newest = None if self.dirpath is None else newest_committed(self.dirpath)
+        newest = None if self.dirpath is None else find_newest_committed(self.dirpath)
         return "" if newest is None else str(newest)
 
-    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Reset the callback and find the directory for checkpoints."""
         if stage != "fit":
             return
         self.scores, self._score = {}, None
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
-        self._has_twin = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in others)
+        self._shares_monitor = any((each.monitor, each.mode) == (self.monitor, self.mode) for each in others)
         if self.given_dirpath is None and trainer.run_directory is not None:
             self.dirpath = trainer.run_directory / "checkpoints"
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Start the clock, and finish work that a killed process left undone after its commit."""
         self._saves = trainer.run.saves
-        self._seen: set[PurePath] = set()  # on rank 0: the checkpoints found by the last search
+        self._known_paths: set[PurePath] = set()  # on rank 0: the checkpoints found by the last search
         savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
-        self._all = [each for each in savers if each.dirpath is not None]
+        self._callbacks_of_run = [each for each in savers if each.dirpath is not None]
         self._saved_at_s, self._epoch = trainer.run.ending.vote.now_s, trainer.current_epoch
-        self._reserves_at_s = self._saved_at_s + self._reserves_after_s(trainer)
+        self._reserve_at_s = self._saved_at_s + self._get_reserve_delay_s(trainer)
         resumed = trainer.run.checkpoint
-        newest, gone = trainer.processes.on_rank_zero(self._look_around)
+        newest, gone = trainer.processes.run_on_rank_zero(self._scan_folder)
         if not (newest is None or trainer.run.saves.stays or (resumed is not None and resumed.path == newest)):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'
             )
         if self.given_dirpath is not None:  # The run directory was cleaned when the run locked it.
-            trainer.processes.on_rank_zero(partial(clean_leftovers, self.given_dirpath))
+            trainer.processes.run_on_rank_zero(partial(clean_leftovers, self.given_dirpath))
         is_over = resumed is not None and trainer.run.ending.limit_reached is not None
         if is_over and self.at_end and self.dirpath is not None:  # The checkpoint of this moment is saved below.
-            gone -= {self._place(trainer)[0].name}
+            gone -= {self._locate_checkpoint(trainer)[0].name}
         self.scores = {name: score for name, score in self.scores.items() if name not in gone}
-        if resumed is None or self._all[-1:] != [self]:
+        if resumed is None or self._callbacks_of_run[-1:] != [self]:
             return
-        for each in self._all:  # All of them know their scores by now.
+        for each in self._callbacks_of_run:  # All of them know their scores by now.
             if is_over and each.at_end:  # The last checkpoint may be missing here if the process was killed.
                 each.save(trainer, at_once=True)
             elif resumed.path.parent == each.dirpath:
                 each._prune(trainer, resumed.path)
 
-    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Check if a rule wants a checkpoint of this step; if so, all ranks first agree on whether the run ends."""
-        self._is_wanted = self.dirpath is not None and self._is_due(trainer)
-        if self._is_wanted:
+        self._should_save = self.dirpath is not None and self._is_due(trainer)
+        if self._should_save:
             trainer.request_agreement()
 
-    def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Save if a rule wants a checkpoint."""
         if self.dirpath is None:
             return
-        if self is self._all[0]:
-            self._save_what_is_due(trainer)
+        if self is self._callbacks_of_run[0]:
+            self._save_due_checkpoints(trainer)
         epoch_ended, self._epoch = trainer.current_epoch != self._epoch, trainer.current_epoch
         if epoch_ended and self.monitor is not None:
-            trainer.run.values.require("ModelCheckpoint", self.monitor)
+            trainer.run.values.check_monitor("ModelCheckpoint", self.monitor)
 
-    def _save_what_is_due(self, trainer: UsedTrainer) -> None:
+    def _save_due_checkpoints(self, trainer: CallbackTrainer) -> None:
         """Note all scores, then save with every `ModelCheckpoint` that is due: each save stores all scores."""
-        run, saves, ending = trainer.run, trainer.run.saves, trainer.run.ending.is_here
+        run, saves, ending = trainer.run, trainer.run.saves, trainer.run.ending.is_last_step
         if saves.has_ended or ending:
-            saves.settle()
-        for each in self._all if ending else ():
-            each._is_wanted = each.at_end or each._is_due(trainer)
-        for each in self._all if run.values.updated else ():
+            saves.finish_save()
+        for each in self._callbacks_of_run if ending else ():
+            each._should_save = each.at_end or each._is_due(trainer)
+        for each in self._callbacks_of_run if run.values.updated else ():
             each._note_score(trainer)
-        for each in self._all:
-            if each._is_wanted:
+        for each in self._callbacks_of_run:
+            if each._should_save:
                 each.save(trainer, at_once=ending)
-            elif run.ending.vote.now_s >= each._reserves_at_s and not ending:
-                each._reserves_at_s = math.inf
-                saves.reserve(asynchronous=each.asynchronous)
+            elif run.ending.vote.now_s >= each._reserve_at_s and not ending:
+                each._reserve_at_s = math.inf
+                saves.reserve_memory(asynchronous=each.asynchronous)
 
-    def _note_score(self, trainer: UsedTrainer) -> None:
+    def _note_score(self, trainer: CallbackTrainer) -> None:
         """Note a new value of the monitor, also as the score of this step's checkpoint."""
-        if (value := self._new_value(trainer)) is not None:
+        if (value := self._get_new_value(trainer)) is not None:
             self._score = value
-            if self._is_wanted:
-                self.scores[self._place(trainer)[0].name] = value
+            if self._should_save:
+                self.scores[self._locate_checkpoint(trainer)[0].name] = value
 
-    def _is_due(self, trainer: UsedTrainer) -> bool:
+    def _is_due(self, trainer: CallbackTrainer) -> bool:
         """Return True if a rule wants a checkpoint here, even if training continues. All ranks get the same result."""
-        progress, value = trainer.progress, self._new_value(trainer)
+        progress, value = trainer.progress, self._get_new_value(trainer)
         return (
             (self.every_n_train_steps > 0 and progress.step % self.every_n_train_steps == 0)
             or (progress.epoch != self._epoch and self.every_n_epochs > 0 and progress.epoch % self.every_n_epochs == 0)
@@ -257,27 +268,29 @@ class ModelCheckpoint(Callback, LacksLightnings):
             or (self.on_best and value is not None and self._is_among_best(value))
         )
 
-    def _new_value(self, trainer: UsedTrainer) -> float | None:
+    def _get_new_value(self, trainer: CallbackTrainer) -> float | None:
         """Return the value of the monitor if it is new, else None."""
         fresh = self.monitor is not None and self.monitor in trainer.run.values.updated
         return trainer.run.values.newest[str(self.monitor)] if fresh else None
 
-    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Wait for a save in progress, then raise an error if the monitor never had a value."""
         saves = trainer.run.saves
-        saves.settle()
-        trainer.processes.on_rank_zero(saves.wait)  # waits for removals too
+        saves.finish_save()
+        trainer.processes.run_on_rank_zero(saves.wait)  # waits for removals too
         if self.monitor is not None:
-            trainer.run.values.require("ModelCheckpoint", self.monitor)
+            trainer.run.values.check_monitor("ModelCheckpoint", self.monitor)
 
-    def teardown(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def teardown(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Drop the references to the run."""
-        self._saves, self._all = None, []
+        self._saves, self._callbacks_of_run = None, []
 
     @property
     def state_key(self) -> str:
         """Class name with monitor and mode, and with `dirpath` if several callbacks have the same monitor."""
-        told_apart = {"dirpath": str(self.given_dirpath)} if self._has_twin and self.given_dirpath is not None else {}
+        told_apart = (
+            {"dirpath": str(self.given_dirpath)} if self._shares_monitor and self.given_dirpath is not None else {}
+        )
         return self._generate_state_key(monitor=self.monitor, mode=self.mode, **told_apart)
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,36 +301,36 @@ class ModelCheckpoint(Callback, LacksLightnings):
         """Restore the scores."""
         self.scores, self._score = state["scores"], state["current_score"]
 
-    def save(self, trainer: UsedTrainer, *, at_once: bool = False) -> None:
+    def save(self, trainer: CallbackTrainer, *, at_once: bool = False) -> None:
         """Save this step unless it is saved already, and remove checkpoints that no rule keeps. Collective.
 
         Args:
             trainer: The trainer of a run that has just completed a step.
             at_once: Write the checkpoint before returning, even if `asynchronous`.
         """
-        run, saves, moment = trainer.run, trainer.run.saves, moment_of(trainer)
+        run, saves, moment = trainer.run, trainer.run.saves, get_moment(trainer)
         if saves.moment != moment:
-            saves.settle()
-        path, saved = self._place(trainer)
+            saves.finish_save()
+        path, saved = self._locate_checkpoint(trainer)
         if not saved:
-            chief = deciding_first(self._sharing(path.parent))[0]
-            ranked, account = list(chief._ranked()), partial(self._end_save, trainer, path)
+            chief = order_checkpoint_callbacks(self._find_callbacks_of_folder(path.parent))[0]
+            ranked, account = list(chief._rank_scores()), partial(self._finish_save, trainer, path)
             info = {"best": ranked[0] if ranked else None, "ranked": ranked, "monitor": chief.monitor}
             info["finished"] = run.ending.limit_reached
             later = False if at_once else self.asynchronous
-            saves.save(path, info, asynchronous=later, moment=moment, account=account)
+            saves.save(path, info, asynchronous=later, moment=moment, on_save_end=account)
             level = logging.INFO if self.verbose else logging.DEBUG
             _log.log(level, "saving %s" if saves.path == path else "saved %s", path)
-        elif saves.path is None or not is_same(saves.path, path):
+        elif saves.path is None or not is_same_path(saves.path, path):
             self._prune(trainer, path)
         self._saved_at_s = run.ending.vote.now_s
 
-    def _place(self, trainer: UsedTrainer) -> tuple[PurePath, bool]:
+    def _locate_checkpoint(self, trainer: CallbackTrainer) -> tuple[PurePath, bool]:
         """Return the path of the present moment, and True if it is saved already. Collective."""
         assert self.dirpath is not None
-        return trainer.processes.on_rank_zero(partial(place, trainer, self.dirpath))
+        return trainer.processes.run_on_rank_zero(partial(locate_checkpoint, trainer, self.dirpath))
 
-    def _reserves_after_s(self, trainer: UsedTrainer) -> float:
+    def _get_reserve_delay_s(self, trainer: CallbackTrainer) -> float:
         """Return the seconds until host memory is allocated for copies.
 
         The allocation comes well before the first save, but not in a run that ends before that time.
@@ -329,77 +342,83 @@ class ModelCheckpoint(Callback, LacksLightnings):
             return min(_SHORT_RUN_S, self.train_time_interval_s / 2)
         return self.train_time_interval_s / 2
 
-    def _look_around(self) -> tuple[PurePath | None, set[str]]:
+    def _scan_folder(self) -> tuple[PurePath | None, set[str]]:
         """Return the newest checkpoint in `dirpath`, and the names with a score that are removed or damaged."""
         if self.dirpath is None:
             return None, set(self.scores)
-        gone = lost(self.dirpath, self.scores, self._ranked(), max(1, self.save_top_k))
-        return newest_committed(self.dirpath), gone
+        gone = find_lost_checkpoints(self.dirpath, self.scores, self._rank_scores(), max(1, self.save_top_k))
+        return find_newest_committed(self.dirpath), gone
 
-    def _prune(self, trainer: UsedTrainer, newest: PurePath) -> None:
+    def _prune(self, trainer: CallbackTrainer, newest: PurePath) -> None:
         """Remove checkpoints that no rule of any `ModelCheckpoint` keeps; the newest is committed already."""
-        trainer.processes.on_rank_zero(partial(remove_checkpoints, self._account(trainer, newest, committed=True)))
+        trainer.processes.run_on_rank_zero(
+            partial(remove_checkpoints, self._find_removable(trainer, newest, committed=True))
+        )
 
-    def _end_save(self, trainer: UsedTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
+    def _finish_save(self, trainer: CallbackTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """Update the scores after a save, notify loggers if it is complete, and return the checkpoints to remove."""
-        doomed = self._account(trainer, newest, committed=committed)
+        doomed = self._find_removable(trainer, newest, committed=committed)
         for logger in trainer.run.records.loggers if committed else ():
             logger.after_save_checkpoint(self)
         return doomed
 
-    def _account(self, trainer: UsedTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
+    def _find_removable(self, trainer: CallbackTrainer, newest: PurePath, *, committed: bool) -> list[PurePath]:
         """Return the checkpoints to remove now that the newest is committed, and drop their scores. Collective."""
-        sharing = self._sharing(newest.parent)
+        sharing = self._find_callbacks_of_folder(newest.parent)
 
         def find() -> list[PurePath]:
             trainer.run.saves.wait_for_removals()  # A checkpoint in removal must not be found again.
-            found = find_unread(newest.parent, known=self._seen)
-            self._seen = {*found}
+            found = find_unread(newest.parent, known=self._known_paths)
+            self._known_paths = {*found}
             found = found[: found.index(newest) + 1] if newest in found else []  # Checkpoints after it are damaged.
             complete = [path for path in found if path == newest or not path.name.endswith("-validating")]
-            kept = {newest}.union(*(saver._kept(complete) for saver in sharing))
+            kept = {newest}.union(*(saver._select_kept(complete) for saver in sharing))
             return [path for path in found if path not in kept]
 
-        doomed = trainer.processes.on_rank_zero(find) if committed else []
+        doomed = trainer.processes.run_on_rank_zero(find) if committed else []
         for path in doomed if committed else [newest]:
             for saver in sharing:
                 saver.scores.pop(path.name, None)
         return doomed
 
-    def _sharing(self, folder: PurePath) -> list[ModelCheckpoint]:
+    def _find_callbacks_of_folder(self, folder: PurePath) -> list[ModelCheckpoint]:
         """Return the `ModelCheckpoint` callbacks that save in a folder."""
-        return [saver for saver in self._all if saver.dirpath is not None and is_same(saver.dirpath, folder)]
+        return [
+            saver
+            for saver in self._callbacks_of_run
+            if saver.dirpath is not None and is_same_path(saver.dirpath, folder)
+        ]
 
-    def _kept(self, found: list[PurePath]) -> set[PurePath]:
+    def _select_kept(self, found: list[PurePath]) -> set[PurePath]:
         """Return the checkpoints that the rules keep, out of all paths, oldest first."""
         if -1 in (self.keep_last, self.save_top_k):
             return set(found)
-        best, every = self._top(self._ranked()), self.keep_every_n_steps
+        best, every = self._select_top_k(self._rank_scores()), self.keep_every_n_steps
         kept = set(found[max(0, len(found) - self.keep_last) :]) | {path for path in found if path.name in best}
         return kept | {path for path in found if every and int(path.name.split("-")[1]) % every == 0}
 
-    def _ranked(self) -> dict[str, float]:
+    def _rank_scores(self) -> dict[str, float]:
         """Return the scores of checkpoints by name, best first, without NaN; equal scores keep the order of steps."""
         sign = 1.0 if self.mode == "min" else -1.0
-        scored = [each for each in self.scores.items() if decides(vars(self)) and not math.isnan(each[1])]
+        scored = [each for each in self.scores.items() if can_rank_checkpoints(vars(self)) and not math.isnan(each[1])]
         return dict(sorted(scored, key=lambda item: (sign * item[1], item[0])))
 
-    def _committed(self) -> dict[str, float]:
-        """Return `_ranked` without the checkpoint whose save is in progress."""
+    def _rank_committed_scores(self) -> dict[str, float]:
+        """Return `_rank_scores` without the checkpoint whose save is in progress."""
         under_way = None if self._saves is None else self._saves.path
-        return {name: score for name, score in self._ranked().items() if self._path(name) != str(under_way)}
+        return {name: score for name, score in self._rank_scores().items() if self._get_path(name) != str(under_way)}
 
-    def _top(self, ranked: dict[str, float]) -> dict[str, float]:
+    def _select_top_k(self, ranked: dict[str, float]) -> dict[str, float]:
         """Return the first `save_top_k` of ranked scores."""
         return ranked if self.save_top_k < 0 else dict(islice(ranked.items(), self.save_top_k))
 
-    def _path(self, name: str | None) -> str:
+    def _get_path(self, name: str | None) -> str:
         return "" if name is None or self.dirpath is None else str(self.dirpath / name)
 
     def _is_among_best(self, value: float) -> bool:
         if math.isnan(value) or self.save_top_k == 0:
             return False
-        top = [*self._top(self._ranked()).values()]
+        top = [*self._select_top_k(self._rank_scores()).values()]
         if len(top) < self.save_top_k or self.save_top_k < 0:
             return True
         return value < top[-1] if self.mode == "min" else value > top[-1]

@@ -12,16 +12,16 @@ from torch.nn.parameter import is_lazy
 
 from lumen import console as terminal
 from lumen.callbacks.base import Callback
-from lumen.callbacks.display import number
+from lumen.callbacks.display import format_number
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
-from lumen.metrics.torchmetrics_states import metrics_of
+from lumen.errors.arguments import check_arguments
+from lumen.metrics.torchmetrics_states import find_metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lumen.callbacks.used_trainer import UsedTrainer
+    from lumen.callbacks.callback_trainer import CallbackTrainer
     from lumen.task.task_module import TaskModule
 
 
@@ -67,7 +67,7 @@ class Summary(list[Row]):
     @property
     def model_size(self) -> float:
         """Megabytes (10^6 bytes) of the parameters."""
-        return sum(_elements(each) * each.dtype.itemsize for each in self._model.parameters()) / 1e6
+        return sum(_count_elements(each) * each.dtype.itemsize for each in self._model.parameters()) / 1e6
 
     @property
     def layer_names(self) -> list[str]:
@@ -86,8 +86,8 @@ class Summary(list[Row]):
 
     def __str__(self) -> str:
         """Return the table and a line of totals."""
-        table = terminal.as_text(_table(self[1:], plain=True)) if self[1:] else ""
-        return table + _totals(self._model, self[0])
+        table = terminal.render_table(_make_table(self[1:], plain=True)) if self[1:] else ""
+        return table + _format_totals(self._model, self[0])
 
 
 @final
@@ -98,22 +98,22 @@ class ModelSummary(Callback):
         max_depth: Levels of modules to list; 0: the totals only; -1: all.
     """
 
-    @checked
+    @check_arguments
     def __init__(self, max_depth: int = 1) -> None:
         if max_depth < -1:
             raise ConfigError(f"ModelSummary: max_depth must be at least -1 (all levels), found {max_depth}.")
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_fit_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Print the table."""
         if not trainer.is_global_zero:
             return
         (total, *rows), console = summarize(task, self.max_depth), terminal.console
         if rows and console.is_terminal:
-            console.print(_table(rows, plain=False), highlight=False)
+            console.print(_make_table(rows, plain=False), highlight=False)
         elif rows:
-            print(terminal.as_text(_table(rows, plain=True)), end="", file=console.file, flush=True)
-        _log.info("%s", _totals(task, total))
+            print(terminal.render_table(_make_table(rows, plain=True)), end="", file=console.file, flush=True)
+        _log.info("%s", _format_totals(task, total))
 
 
 def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
@@ -127,29 +127,29 @@ def summarize(model: nn.Module, max_depth: int = 1) -> Summary:
         First the model itself with the totals; then, in order of definition, its direct parameters and its modules.
         Modules without parameters that are or contain torchmetrics objects are omitted.
     """
-    own = [_row(name, "Parameter", [parameter]) for name, parameter in model.named_parameters(recurse=False)]
+    own = [_make_row(name, "Parameter", [parameter]) for name, parameter in model.named_parameters(recurse=False)]
     modules = [
-        _row(name, type(module).__name__, module.parameters())
+        _make_row(name, type(module).__name__, module.parameters())
         for name, module in model.named_modules()
         if name and (max_depth == -1 or name.count(".") < max_depth) and not _is_metric(module)
     ]
-    total = _row("", type(model).__name__, model.parameters())
+    total = _make_row("", type(model).__name__, model.parameters())
     return Summary(model, [total, *own, *modules] if max_depth else [total])
 
 
 def _is_metric(module: nn.Module) -> bool:
     """Return True if a module has no parameters but contains torchmetrics objects."""
-    return not any(True for _ in module.parameters()) and bool(metrics_of(module))
+    return not any(True for _ in module.parameters()) and bool(find_metrics(module))
 
 
-def _row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:
+def _make_row(name: str, kind: str, parameters: Iterable[nn.Parameter]) -> Row:
     counts = {True: 0, False: 0}
     for parameter in parameters:
-        counts[parameter.requires_grad] += _elements(parameter)
+        counts[parameter.requires_grad] += _count_elements(parameter)
     return Row(name, kind, counts[True], counts[False])
 
 
-def _table(rows: list[Row], *, plain: bool) -> Table:
+def _make_table(rows: list[Row], *, plain: bool) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -161,38 +161,38 @@ def _table(rows: list[Row], *, plain: bool) -> Table:
     for row in rows:
         share = f"{100 * row.trainable / row.parameters:.3g} %" if row.parameters else ""
         style = "dim" if row.trainable == 0 else ""
-        table.add_row(row.name, row.type, _humane(row.parameters), share, style=style)
+        table.add_row(row.name, row.type, _format_count(row.parameters), share, style=style)
     return table
 
 
-def _totals(model: nn.Module, total: Row) -> str:
+def _format_totals(model: nn.Module, total: Row) -> str:
     """Return one line with the number of parameters and the sizes of parameters and buffers."""
-    every = sum(_elements(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    tied = f", {_humane(every - total.parameters)} more tied to these" if every > total.parameters else ""
+    every = sum(_count_elements(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = f", {_format_count(every - total.parameters)} more tied to these" if every > total.parameters else ""
     buffers = list(model.buffers())
     return (
-        f"{total.type}: {_humane(total.parameters)} parameters ({_humane(total.trainable)} trainable, "
-        f"{_humane(total.frozen)} frozen{tied}), {_size(model.parameters())}"
-        f"{f'; buffers {_size(buffers)}' if buffers else ''}"
+        f"{total.type}: {_format_count(total.parameters)} parameters ({_format_count(total.trainable)} trainable, "
+        f"{_format_count(total.frozen)} frozen{tied}), {_format_size(model.parameters())}"
+        f"{f'; buffers {_format_size(buffers)}' if buffers else ''}"
     )
 
 
-def _size(tensors: Iterable[torch.Tensor]) -> str:
+def _format_size(tensors: Iterable[torch.Tensor]) -> str:
     """Format megabytes (10^6 bytes) and dtypes, the largest share first."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[str(tensor.dtype).removeprefix("torch.")] += _elements(tensor) * tensor.dtype.itemsize
+        sizes[str(tensor.dtype).removeprefix("torch.")] += _count_elements(tensor) * tensor.dtype.itemsize
     mb = sizes.total() / 1e6
     dtypes = ", ".join(dtype for dtype, _ in sizes.most_common())
-    return f"{'< 0.01' if mb < 0.01 else number(mb, 3)} MB {dtypes}".rstrip()
+    return f"{'< 0.01' if mb < 0.01 else format_number(mb, 3)} MB {dtypes}".rstrip()
 
 
-def _elements(tensor: torch.Tensor) -> int:
+def _count_elements(tensor: torch.Tensor) -> int:
     """Return the number of elements; 0 for a parameter of a lazy module before its first batch."""
     return 0 if is_lazy(tensor) else tensor.numel()
 
 
-def _humane(count: int) -> str:
+def _format_count(count: int) -> str:
     """Format a count in few digits: 954, 12.3 k, 0.81 M, 7.24 B."""
     if count < 1000:
         return str(count)

@@ -12,11 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.throughput import Throughput, memory_mb
-from lumen.callbacks.used_trainer import UsedTrainer
+from lumen.callbacks.callback_trainer import CallbackTrainer
+from lumen.callbacks.throughput import Throughput, measure_memory_mb
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least, checked, optional
+from lumen.errors.arguments import check_arguments, check_at_least, import_optional
 from lumen.internals.compiler import is_compiled
 from lumen.task.task_module import TaskModule
 
@@ -43,7 +43,7 @@ _PEAKS_TFLOP_PER_S: tuple[tuple[str, float, float | None, float | None, float], 
 )
 
 
-def peak_flop_per_s(device_name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
+def find_peak_flop_per_s(device_name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
     """Return the peak floating-point operations per second of a device, for dense matrix products.
 
     Args:
@@ -62,34 +62,36 @@ def peak_flop_per_s(device_name: str, dtype: torch.dtype, *, tf32: bool) -> floa
     return None
 
 
-_COUNTED = "Samples are those the loader drew, units the weights that the task returns or that batch_weight gives."
+_COUNTED_OPERATORS = (
+    "Samples are those the loader drew, units the weights that the task returns or that batch_weight gives."
+)
 
 
 class _SystemMonitor(Callback, ABC):
     """Base class of callbacks that give loggers values for `system.csv` at each `log_every_n_steps`-th step."""
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Begin to measure."""
         # A checkpoint saved while a validation is due contains a step that has no record yet.
         self._recorded_step = trainer.global_step - trainer.progress.validation_due
-        self._begin(trainer, task)
+        self._start_measuring(trainer, task)
 
-    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Write a record if one is due."""
         step, is_new = trainer.global_step, trainer.global_step != self._recorded_step  # False after a skipped update.
         if is_new and step % trainer.plan.log_every_n_steps == 0:
             self._recorded_step = step
-            if values := self._values(trainer):
+            if values := self._measure_values(trainer):
                 trainer.run.records.log_system(values)
 
     @abstractmethod
-    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def _start_measuring(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Begin to measure."""
 
     @abstractmethod
-    def _values(self, trainer: UsedTrainer) -> dict[str, float]:
+    def _measure_values(self, trainer: CallbackTrainer) -> dict[str, float]:
         """Return the values by name; an empty dictionary if there are none."""
 
 
@@ -105,9 +107,9 @@ class ThroughputMonitor(_SystemMonitor):
     | `data_wait_share` | share of the time spent waiting for the loader, 0 to 1 |
     | `flop_per_step`, `flop_per_s` | floating-point operations of forward and backward, with `measure_flops` |
     | `mfu` | share of the device's dense peak in the precision of the run, 0 to 1, if the peak is known |
-    | `memory_mb` | 10^6 bytes: on CUDA the peak of allocated tensors, otherwise the RAM of the process |
+    | `measure_memory_mb` | 10^6 bytes: on CUDA the peak of allocated tensors, otherwise the RAM of the process |
 
-    Counts are sums over all processes; `data_wait_share` and `memory_mb` are measured in the first process.
+    Counts are sums over all processes; `data_wait_share` and `measure_memory_mb` are measured in the first process.
 
     Operations are counted once, during the normal training of the first micro-batch: matrix products, convolutions and
     attention, including recomputed operations. Afterwards each sample is assumed to cost the same.
@@ -118,59 +120,59 @@ class ThroughputMonitor(_SystemMonitor):
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
-        "batch_size_fn": _COUNTED,
-        "length_fn": _COUNTED,
+        "batch_size_fn": _COUNTED_OPERATORS,
+        "length_fn": _COUNTED_OPERATORS,
         "window_size": "window_s is the time to average over.",
         "available_flops": "The device's peak is known or left out.",
     }
 
-    @checked
+    @check_arguments
     def __init__(self, *, measure_flops: bool = False, window_s: float = 0.0) -> None:
-        at_least(0, "ThroughputMonitor", window_s=window_s)
+        check_at_least(0, "ThroughputMonitor", window_s=window_s)
         self.measure_flops = measure_flops
         self._throughput = Throughput(window_s)
         self._counter: Any = None  # a FlopCounterMode
         if measure_flops:  # Only this object gets the hooks, so other monitors cost no time per step.
             vars(self).update(
-                on_before_zero_grad=self._begin_to_count,
+                on_before_zero_grad=self._start_counting,
                 on_after_backward=self._take_count,
                 on_train_batch_end=self._stop_counting,
                 on_exception=self._stop_counting,
             )
 
-    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def _start_measuring(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         self._throughput.start(trainer)
         self._flop_per_sample: float | None = None
-        self._is_asked = self.measure_flops and trainer.is_global_zero
-        if self._is_asked and any(map(is_compiled, task.modules())):
-            self._is_asked = False
+        self._should_count = self.measure_flops and trainer.is_global_zero
+        if self._should_count and any(map(is_compiled, task.modules())):
+            self._should_count = False
             _log.warning("operations are not counted: to count them a compiled model would have to run uncompiled.")
 
-    def on_validation_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_validation_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Stop the clock."""
         self._throughput.pause()
 
-    def on_validation_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_validation_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Start the clock again."""
         self._throughput.resume()
 
-    def _begin_to_count(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def _start_counting(self, trainer: CallbackTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Begin to count operations: the forward of a step's first micro-batch follows."""
-        if self._is_asked and self._counter is None:
+        if self._should_count and self._counter is None:
             from torch.utils.flop_counter import FlopCounterMode
 
             self._counted_samples = max(trainer.run.log.batch_samples, 1)
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
-    def _take_count(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def _take_count(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Read the count after the backward."""
         if self._counter is not None:
             operations = self._counter.get_total_flops()
             self._stop_counting()
-            self._is_asked = False
+            self._should_count = False
             self._flop_per_sample = operations / self._counted_samples
-            self._peak = _peak_flop_per_s(trainer)
+            self._peak = _find_run_peak_flop_per_s(trainer)
             _log.info("%.4g FLOP per sample, forward and backward", self._flop_per_sample)
 
     def _stop_counting(self, *_: Any) -> None:
@@ -179,26 +181,26 @@ class ThroughputMonitor(_SystemMonitor):
             self._counter.__exit__(None, None, None)
             self._counter = None
 
-    def _values(self, trainer: UsedTrainer) -> dict[str, float]:
+    def _measure_values(self, trainer: CallbackTrainer) -> dict[str, float]:
         values = {"time_s": trainer.progress.elapsed_s, **self._throughput.measure(trainer)._asdict()}
-        if not trainer.run.step.counters.weighs:
+        if not trainer.run.step.counters.counts_units:
             del values["units_per_s"]
         if self._flop_per_sample is not None:
             flop_per_s = self._flop_per_sample * values["samples_per_s"]
             values |= {"flop_per_step": flop_per_s / max(values["steps_per_s"], 1e-9), "flop_per_s": flop_per_s}
             if self._peak is not None:
                 values["mfu"] = flop_per_s / (self._peak * trainer.world_size)
-        return values | {"memory_mb": memory_mb(trainer.strategy.device)}
+        return values | {"memory_mb": measure_memory_mb(trainer.strategy.device)}
 
 
-def _peak_flop_per_s(trainer: UsedTrainer) -> float | None:
+def _find_run_peak_flop_per_s(trainer: CallbackTrainer) -> float | None:
     """Return the device's peak in the dtype of the run's matrix products; if it is unknown, log so and return None."""
     device = trainer.strategy.device
     with trainer.run.precision.forward():
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else trainer.run.optim.parameters[0].dtype
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    peak = peak_flop_per_s(name, dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
+    peak = find_peak_flop_per_s(name, dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
     if peak is None:
         _log.info("the peak of %s in %s is not known, so there is no mfu", name, str(dtype).removeprefix("torch."))
     return peak
@@ -218,7 +220,7 @@ class LearningRateMonitor(Callback):
 
     NONE_IS_DEFAULT = True
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         logging_interval: Literal["step", "epoch"] = "step",
@@ -226,42 +228,49 @@ class LearningRateMonitor(Callback):
         log_weight_decay: bool = False,
     ) -> None:
         self.logging_interval = logging_interval
-        self._wanted = ["lr", *["momentum"] * log_momentum, *["weight_decay"] * log_weight_decay]
+        self._logged_options = ["lr", *["momentum"] * log_momentum, *["weight_decay"] * log_weight_decay]
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Raise if the optimizer lacks a value to log."""
         for optimizer in trainer.optimizers:
-            missing = [name for name in self._wanted for group in optimizer.param_groups if _value(group, name) is None]
+            missing = [
+                name
+                for name in self._logged_options
+                for group in optimizer.param_groups
+                if _get_group_value(group, name) is None
+            ]
             if missing:
                 raise ConfigError(
                     f"LearningRateMonitor: {type(optimizer).__name__} has no {missing[0]}. Leave log_{missing[0]} out."
                 )
 
-    def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: CallbackTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Log the values of the update in progress, once for all its micro-batches."""
         by_epoch = self.logging_interval == "epoch"
         if by_epoch and trainer.progress.batches:
             return
         groups = optimizer.param_groups
-        suffixes = [""] if len(groups) == 1 else [f"/{name}" for name in _names(groups)]
+        suffixes = [""] if len(groups) == 1 else [f"/{name}" for name in _name_groups(groups)]
         for suffix, group in zip(suffixes, groups, strict=True):
-            for name in self._wanted:
-                task.log(f"{name}{suffix}", float(_value(group, name)), on_step=not by_epoch, on_epoch=by_epoch)
+            for name in self._logged_options:
+                task.log(
+                    f"{name}{suffix}", float(_get_group_value(group, name)), on_step=not by_epoch, on_epoch=by_epoch
+                )
 
 
-def _names(groups: list[dict[str, Any]]) -> list[str]:
+def _name_groups(groups: list[dict[str, Any]]) -> list[str]:
     """Return the names of the groups; a group without a unique name gets its number."""
     names = [str(group.get("name", f"group_{number}")) for number, group in enumerate(groups)]
     return [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names)]
 
 
-def _value(group: dict[str, Any], name: str) -> Any:
+def _get_group_value(group: dict[str, Any], name: str) -> Any:
     if name == "momentum" and "momentum" not in group:
         return group.get("betas", (None,))[0]
     return group.get(name)
 
 
-_CUDA = {
+_CUDA_QUERIES = {
     "cuda_allocated_mb": ("allocated_bytes.all.current", 1e6),
     "cuda_allocated_peak_mb": ("allocated_bytes.all.peak", 1e6),
     "cuda_reserved_mb": ("reserved_bytes.all.current", 1e6),
@@ -294,35 +303,35 @@ class DeviceStatsMonitor(_SystemMonitor):
         ConfigError: `psutil` is needed and not installed.
     """
 
-    @checked
+    @check_arguments
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
 
-    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Choose the counters to read."""
         device = trainer.strategy.device
         self._sources: list[Callable[[], dict[str, float]]] = []
         if device.type == "cpu" if self.cpu_stats is None else self.cpu_stats:
-            trainer.processes.on_rank_zero(_find_psutil)
-            self._sources.append(_of_host)
+            trainer.processes.run_on_rank_zero(_find_psutil)
+            self._sources.append(_measure_host)
         if device.type == "cuda":
-            self._sources.append(partial(_of_cuda, device))
+            self._sources.append(partial(_measure_cuda, device))
         elif device.type == "mps":
-            self._sources.append(_of_mps)
+            self._sources.append(_measure_mps)
 
-    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        self._values(trainer)  # psutil measures the load between two readings.
+    def _start_measuring(self, trainer: CallbackTrainer, task: TaskModule) -> None:
+        self._measure_values(trainer)  # psutil measures the load between two readings.
 
-    def _values(self, trainer: UsedTrainer) -> dict[str, float]:
+    def _measure_values(self, trainer: CallbackTrainer) -> dict[str, float]:
         sources = self._sources if trainer.is_global_zero else []
         return {name: value for read in sources for name, value in read().items()}
 
 
 def _find_psutil() -> None:
-    optional("psutil", "DeviceStatsMonitor, for statistics of the CPU,", "stats")
+    import_optional("psutil", "DeviceStatsMonitor, for statistics of the CPU,", "stats")
 
 
-def _of_host() -> dict[str, float]:
+def _measure_host() -> dict[str, float]:
     import psutil
 
     return {
@@ -332,11 +341,11 @@ def _of_host() -> dict[str, float]:
     }
 
 
-def _of_cuda(device: torch.device) -> dict[str, float]:
+def _measure_cuda(device: torch.device) -> dict[str, float]:
     known = torch.cuda.memory_stats(device)
-    return {name: known.get(key, 0) / unit for name, (key, unit) in _CUDA.items()}
+    return {name: known.get(key, 0) / unit for name, (key, unit) in _CUDA_QUERIES.items()}
 
 
-def _of_mps() -> dict[str, float]:
+def _measure_mps() -> dict[str, float]:
     allocated, driver = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
     return {"mps_allocated_mb": allocated / 1e6, "mps_driver_mb": driver / 1e6}

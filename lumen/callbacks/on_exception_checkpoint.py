@@ -11,12 +11,12 @@ from typing import Any, ClassVar, final
 from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.checkpoint_names import place
-from lumen.callbacks.used_trainer import UsedTrainer
-from lumen.checkpoint.format.storage import as_place, exists
+from lumen.callbacks.callback_trainer import CallbackTrainer
+from lumen.callbacks.checkpoint_names import locate_checkpoint
+from lumen.checkpoint.format.storage import as_path_or_url, path_exists
 from lumen.console import logger as _log
 from lumen.errors import NonFiniteLoss
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import check_arguments
 from lumen.run.plan import Progress
 from lumen.task.task_module import TaskModule
 
@@ -45,32 +45,32 @@ class OnExceptionCheckpoint(Callback):
     INSTEAD: ClassVar[Mapping[str, str]] = {"filename": "It is named by its step: step-N, or exception-step-N."}
     NEUTRAL: ClassVar[Mapping[str, tuple[str, ...]]] = {"filename": ("on_exception",)}
 
-    @checked
+    @check_arguments
     def __init__(self, dirpath: str | Path | None = None) -> None:
-        self.dirpath = None if dirpath is None else as_place(dirpath)
+        self.dirpath = None if dirpath is None else as_path_or_url(dirpath)
         self._boundary: Progress | None = None
         self._is_updating = False
-        self._watches: list[Any] = []
+        self._hook_handles: list[Any] = []
 
-    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Reset the callback."""
         self._boundary, self._is_updating = None, False
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Record the progress, and every optimizer step from now on."""
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._is_updating = True
 
-        self._watches = [optimizer.register_step_pre_hook(note) for optimizer in trainer.optimizers]
+        self._hook_handles = [optimizer.register_step_pre_hook(note) for optimizer in trainer.optimizers]
         self._boundary = replace(trainer.progress)
 
-    def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Record the progress after a complete step."""
         self._boundary = replace(trainer.progress)
         self._is_updating = False
 
-    def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: CallbackTrainer, task: TaskModule, exception: BaseException) -> None:
         """Save the state that is safe to save."""
         if self._boundary is None or not isinstance(exception, Exception) or not trainer.is_global_zero:
             return
@@ -89,32 +89,32 @@ class OnExceptionCheckpoint(Callback):
             _log.warning("no checkpoint is saved on this exception: %s", reason)
             return
         if not counted:
-            trainer.progress.become(self._boundary)  # A resumed run repeats the interrupted step.
+            trainer.progress.copy_from(self._boundary)  # A resumed run repeats the interrupted step.
         validates = now.validation_due and not trainer.run.log.in_train_step
-        untouched = validates or _moment(now) == _moment(self._boundary)
+        untouched = validates or _get_counters(now) == _get_counters(self._boundary)
         try:
             self._save(trainer, exact=untouched, may_be_there=untouched or not counted)
         finally:
-            trainer.progress.become(now)
+            trainer.progress.copy_from(now)
 
-    def teardown(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def teardown(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Remove the hooks."""
-        for watch in self._watches:
+        for watch in self._hook_handles:
             watch.remove()
-        self._watches = []
+        self._hook_handles = []
 
-    def _save(self, trainer: UsedTrainer, *, exact: bool, may_be_there: bool) -> None:
+    def _save(self, trainer: CallbackTrainer, *, exact: bool, may_be_there: bool) -> None:
         saver = trainer.checkpoint_callback
         own = trainer.run_directory and trainer.run_directory / "checkpoints" if saver is None else saver.dirpath
         if own is None or trainer.global_step == 0:
             return
-        trainer.run.saves.settle()
-        path, saved = place(trainer, own)
+        trainer.run.saves.finish_save()
+        path, saved = locate_checkpoint(trainer, own)
         if not (saved and may_be_there):
             if not exact or self.dirpath is not None:
                 name = f"exception-step-{trainer.global_step:08d}"
                 names = (name if number == 0 else f"{name}-{number}" for number in count())
-                path = next(free for each in names if not exists(free := (self.dirpath or own) / each))
+                path = next(free for each in names if not path_exists(free := (self.dirpath or own) / each))
             if exact and self.dirpath is None and saver is not None:
                 saver.save(trainer, at_once=True)
             else:
@@ -122,6 +122,6 @@ class OnExceptionCheckpoint(Callback):
         _log.info("%s holds what was learned before this exception", path)
 
 
-def _moment(progress: Progress) -> tuple[Any, ...]:
+def _get_counters(progress: Progress) -> tuple[Any, ...]:
     """Return counters, at least one of which changes once an epoch, a step or a validation has begun."""
     return progress.epoch, progress.in_epoch, progress.micro_batches, progress.validation_due

@@ -12,14 +12,14 @@ import torch
 from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.used_trainer import UsedTrainer
+from lumen.callbacks.callback_trainer import CallbackTrainer
 from lumen.console import logger as _log
-from lumen.data.nested import fill
+from lumen.data.nested import fill_tensor
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least, checked
+from lumen.errors.arguments import check_arguments, check_at_least
 from lumen.strategies import sync_buffers
 from lumen.task.task_module import TaskModule
-from lumen.task.teacher import Averages, Place, places_of
+from lumen.task.teacher import Averages, Place, find_places
 
 
 class ParameterAverage(Callback, ABC):
@@ -29,7 +29,7 @@ class ParameterAverage(Callback, ABC):
         use_buffers: Average running statistics too, the floating-point buffers named `running_*`; copy other buffers.
     """
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
     def __init__(self, *, use_buffers: bool) -> None:
         self.use_buffers = use_buffers
@@ -46,11 +46,11 @@ class ParameterAverage(Callback, ABC):
         return self._average
 
     @property
-    def evaluated_state(self) -> str | None:
+    def evaluated_state_key(self) -> str | None:
         """Key of the averages in `state_dict`, or None before the average begins."""
         return "average" if self._average else None
 
-    def _average_to_save(self) -> dict[str, torch.Tensor]:
+    def _get_average_to_save(self) -> dict[str, torch.Tensor]:
         if self._is_swapped:
             raise ConfigError(
                 f"save_checkpoint: a validation runs, in which {type(self).__name__} puts its average in the place of "
@@ -58,7 +58,7 @@ class ParameterAverage(Callback, ABC):
             )
         return self._average
 
-    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Remove the average of an earlier `fit`."""
         if stage != "fit":
             return
@@ -70,82 +70,82 @@ class ParameterAverage(Callback, ABC):
             )
         self.load_state_dict({"average": {}, "updates": 0, "seen": 0, "rates": []})
 
-    def on_fit_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_fit_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Begin the average, or move the averages of the checkpoint to the devices of their parameters."""
         if self._average:
-            self._find(task)
+            self._find_tensors(task)
         else:
-            self._begin(trainer, task)
+            self._reset_average(trainer, task)
 
-    def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_epoch_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Find the parameters and buffers again, because hooks may have replaced some."""
         if self._average:
-            self._find(task)
+            self._find_tensors(task)
 
-    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def _reset_average(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Prepare for a new run."""
 
     @abstractmethod
-    def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def update(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Update the average if it is due.
 
         Lumen calls this before the average is evaluated, and before something other than training changes the
         parameters.
         """
 
-    def _copy(self, task: TaskModule) -> None:
+    def _copy_parameters(self, task: TaskModule) -> None:
         """Begin the average with the present parameters."""
-        found = places_of(task, buffers=self.use_buffers, persistent=True)
+        found = find_places(task, buffers=self.use_buffers, persistent=True)
         self._average = {name: held[key].detach().clone() for name, (held, key) in found.items()}
-        self._find(task)
+        self._find_tensors(task)
 
-    def _find(self, task: TaskModule) -> None:
+    def _find_tensors(self, task: TaskModule) -> None:
         """Find the places of all parameters and of persistent buffers."""
-        self._places = places_of(task, buffers=self.use_buffers, persistent=True)
+        self._places = find_places(task, buffers=self.use_buffers, persistent=True)
         if differing := self._places.keys() ^ self._average.keys():
             raise ConfigError(
                 f"{type(self).__name__}: the model and the average have different tensors: "
                 f"{', '.join(sorted(differing)[:8])}. Resume with the model and the use_buffers it was saved with; add "
                 "layers in configure_model, before the average begins."
             )
-        for name, tensor in self._tensors():
+        for name, tensor in self._iterate_tensors():
             exact = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
             self._average[name] = self._average[name].to(tensor.device, exact)  # 16-bit averages would lose small moves
         self._averages = Averages({name: (self._average, name) for name in self._average}, self._places)
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iterate_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the averaged parameters and buffers by name."""
         return ((name, held[key]) for name, (held, key) in self._places.items())
 
     @contextmanager
-    def around_validation(self, trainer: UsedTrainer, task: TaskModule) -> Iterator[None]:
+    def validation_context(self, trainer: CallbackTrainer, task: TaskModule) -> Iterator[None]:
         """Replace the parameters by the average during a validation."""
         self.update(trainer, task)
         if self._average:
-            self._find(task)
-        self._swap()
+            self._find_tensors(task)
+        self._swap_average()
         self._is_swapped = True
         try:
             if self._average:
                 sync_buffers(trainer.strategy, task)  # Each rank has averaged its own buffers.
             yield
         finally:
-            self._swap()
+            self._swap_average()
             self._is_swapped = False
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap_average(self) -> None:
         """Exchange the averages, if there are any, with the parameters and buffers."""
-        for name, tensor in self._tensors() if self._average else ():
+        for name, tensor in self._iterate_tensors() if self._average else ():
             average, before = self._average[name], tensor.detach().clone()
-            fill(tensor, self._parameters.pop(name, average))
+            fill_tensor(tensor, self._parameters.pop(name, average))
             if average.dtype == before.dtype:
                 average.copy_(before)
             elif not self._is_swapped:
                 self._parameters[name] = before  # The tensor cannot hold all digits of the average, so keep both.
 
     @torch.no_grad()
-    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Copy the average into the task, if there is one."""
         if not self._updates:
             _log.warning(
@@ -153,9 +153,9 @@ class ParameterAverage(Callback, ABC):
             )
         if not self._average:
             return
-        self._find(task)
-        for name, tensor in self._tensors():
-            fill(tensor, self._average[name])
+        self._find_tensors(task)
+        for name, tensor in self._iterate_tensors():
+            fill_tensor(tensor, self._average[name])
         sync_buffers(trainer.strategy, task)
 
 
@@ -197,7 +197,7 @@ class EMA(ParameterAverage):
         "device": (None,), "avg_fn": (None,), "multi_avg_fn": (None,),
     }  # fmt: skip
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         decay: float = 0.999,
@@ -210,39 +210,39 @@ class EMA(ParameterAverage):
     ) -> None:
         if not 0.0 <= decay < 1.0:
             raise ConfigError(f"EMA: decay must be at least 0 and less than 1, found {decay:g}.")
-        at_least(1, update_every_n_steps=update_every_n_steps)
+        check_at_least(1, update_every_n_steps=update_every_n_steps)
         super().__init__(use_buffers=use_buffers)
         self.decay, self.warmup, self.update_every_n_steps = decay, warmup, update_every_n_steps
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the number of their updates."""
-        return {"average": self._average_to_save(), "seen": self._seen, "updates": self._updates}
+        return {"average": self._get_average_to_save(), "seen": self._seen, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the averages of a checkpoint."""
         self._average, self._seen, self._updates = state["average"], state["seen"], state["updates"]
 
-    def _begin(self, trainer: UsedTrainer, task: TaskModule) -> None:
-        self._copy(task)
+    def _reset_average(self, trainer: CallbackTrainer, task: TaskModule) -> None:
+        self._copy_parameters(task)
         self._seen = trainer.global_step  # the newest step that `update` has handled
 
-    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Move the average after an update, unless a validation of this step has moved it."""
         self.update(trainer, task)
 
-    def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def update(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Move the average if it is due and the parameters were updated since the last call."""
         if trainer.global_step == self._seen:
             return
         self._seen = step = trainer.global_step
         begins_at, epoch = self.update_starting_at_step or 0, self.update_starting_at_epoch or 0
-        if step <= begins_at or trainer.progress.epochs_begun <= epoch:
-            self._averages.move(0.0)
+        if step <= begins_at or trainer.progress.epochs_started <= epoch:
+            self._averages.update_averages(0.0)
         elif step % self.update_every_n_steps == 0:
             decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
             self._updates += 1
-            self._averages.move(decay)
+            self._averages.update_averages(decay)
 
 
 @final
@@ -279,7 +279,7 @@ class SWA(ParameterAverage):
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[str | None, ...]]] = {"device": (None, "cpu"), "avg_fn": (None,)}
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         swa_lrs: float | list[float],
@@ -290,7 +290,7 @@ class SWA(ParameterAverage):
         use_buffers: bool = True,
     ) -> None:
         super().__init__(use_buffers=use_buffers)
-        at_least(0, swa_epoch_start=swa_epoch_start, annealing_epochs=annealing_epochs)
+        check_at_least(0, swa_epoch_start=swa_epoch_start, annealing_epochs=annealing_epochs)
         if isinstance(swa_epoch_start, float) and swa_epoch_start >= 1 and not swa_epoch_start.is_integer():
             raise ConfigError(f"SWA: swa_epoch_start is a share below 1 or a whole epoch, found {swa_epoch_start:g}.")
         if min(swa_lrs if isinstance(swa_lrs, list) else [swa_lrs], default=0.0) <= 0:
@@ -301,13 +301,13 @@ class SWA(ParameterAverage):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean, the number of its epochs, and the rates before annealing."""
-        return {"average": self._average_to_save(), "updates": self._updates, "rates": self._rates}
+        return {"average": self._get_average_to_save(), "updates": self._updates, "rates": self._rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the mean of a checkpoint."""
         self._average, self._updates, self._rates = state["average"], state["updates"], state["rates"]
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Compute the first averaged epoch, and check the number of rates."""
         start = self.swa_epoch_start
         if isinstance(start, float) and start < 1:
@@ -318,40 +318,40 @@ class SWA(ParameterAverage):
                 )
             start = trainer.max_epochs * start
         self._first = int(start)  # the first averaged epoch
-        self._ends(len(_groups(trainer)))
+        self._find_final_rates(len(_get_param_groups(trainer)))
 
-    def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: CallbackTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Set the rates of the step, whatever a schedule has set."""
         if (passed := trainer.current_epoch - self._first) < 0:
             return
-        groups = _groups(trainer)
+        groups = _get_param_groups(trainer)
         self._rates += [float(group["lr"]) for group in groups[len(self._rates) :]]  # Hooks may add groups.
         done = min(1.0, passed / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1.0 - math.cos(math.pi * done)) / 2.0 if self.annealing_strategy == "cos" else done
-        for group, before, after in zip(groups, self._rates, self._ends(len(groups)), strict=True):
+        for group, before, after in zip(groups, self._rates, self._find_final_rates(len(groups)), strict=True):
             group["lr"] = after * share + before * (1.0 - share)
 
-    def _ends(self, groups: int) -> list[float]:
+    def _find_final_rates(self, groups: int) -> list[float]:
         """Return the final rate of each group."""
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * groups
         if len(rates) != groups:
             raise ConfigError(f"SWA: swa_lrs has {len(rates)} rates, and there are {groups} parameter groups.")
         return rates
 
-    def on_train_epoch_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_epoch_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Add the parameters to the mean, unless the validation at the end of the epoch has added them."""
         self.update(trainer, task)
 
-    def update(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def update(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Add the parameters to the mean, once per epoch, when all batches of the epoch are done."""
         if not trainer.is_epoch_end or trainer.current_epoch - self._first < self._updates:
             return
         if self._average:
-            self._averages.move(self._updates / (self._updates + 1))
+            self._averages.update_averages(self._updates / (self._updates + 1))
         else:
-            self._copy(task)
+            self._copy_parameters(task)
         self._updates += 1
 
 
-def _groups(trainer: UsedTrainer) -> list[dict[str, Any]]:
+def _get_param_groups(trainer: CallbackTrainer) -> list[dict[str, Any]]:
     return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

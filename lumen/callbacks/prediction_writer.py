@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from lumen.callbacks.base import Callback
-from lumen.data.nested import move
+from lumen.data.nested import move_batch
 from lumen.errors import ConfigError, DataError
-from lumen.errors.arguments import checked, local_path, optional
-from lumen.internals.whole_files import replaced
+from lumen.errors.arguments import check_arguments, expand_path, import_optional
+from lumen.internals.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from lumen.task.running_trainer import AnyTrainer
     from lumen.task.task_module import TaskModule
 
-_ROWS, _BYTES = 1 << 14, 1 << 23  # Size of a row group, which Parquet readers load at once.
+_MAX_GROUP_ROWS, _MAX_GROUP_BYTES = 1 << 14, 1 << 23  # Size of a row group, which Parquet readers load at once.
 
 
 @final
@@ -37,10 +37,10 @@ class ParquetFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._arrow = optional("pyarrow", "PredictionWriter(format='parquet')", "parquet")
-        self._path, self._beside = path, path.with_name(f".{path.name}.tmp")
+        self._pyarrow = import_optional("pyarrow", "PredictionWriter(format='parquet')", "parquet")
+        self._path, self._temporary_path = path, path.with_name(f".{path.name}.tmp")
         self._writer: Any = None
-        self._waiting: list[Any] = []
+        self._pending_tables: list[Any] = []
 
     def append(self, columns: Mapping[str, torch.Tensor], indices: list[int] | None) -> None:
         """Add rows.
@@ -52,44 +52,44 @@ class ParquetFile:
         Raises:
             DataError: The columns differ from those of the file.
         """
-        arrow, rows = self._arrow, len(next(iter(columns.values())))
+        arrow, rows = self._pyarrow, len(next(iter(columns.values())))
         named = {"index": arrow.array([None] * rows if indices is None else indices, arrow.int64())}
-        table = arrow.table(named | {name: self._column(tensor) for name, tensor in columns.items()})
-        if self._waiting and table.schema != self._waiting[0].schema:
+        table = arrow.table(named | {name: self._make_column(tensor) for name, tensor in columns.items()})
+        if self._pending_tables and table.schema != self._pending_tables[0].schema:
             raise DataError(
-                f"PredictionWriter: {self._path.name} has the columns {_in_words(self._waiting[0].schema)}, but a "
-                f"batch has {_in_words(table.schema)}. Let predict_step return the same names, dtypes and numbers of "
+                f"PredictionWriter: {self._path.name} has the columns {_describe_schema(self._pending_tables[0].schema)}, but a "
+                f"batch has {_describe_schema(table.schema)}. Let predict_step return the same names, dtypes and numbers of "
                 "dimensions for each batch, or use format: safetensors."
             )
-        self._waiting.append(table)
-        held = self._waiting[1:]
-        if sum(len(each) for each in held) >= _ROWS or sum(each.nbytes for each in held) >= _BYTES:
-            self._write()
+        self._pending_tables.append(table)
+        held = self._pending_tables[1:]
+        if sum(len(each) for each in held) >= _MAX_GROUP_ROWS or sum(each.nbytes for each in held) >= _MAX_GROUP_BYTES:
+            self._write_row_group()
 
-    def _column(self, tensor: torch.Tensor) -> Any:
+    def _make_column(self, tensor: torch.Tensor) -> Any:
         tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        column = self._arrow.array(tensor.reshape(-1).numpy())
+        column = self._pyarrow.array(tensor.reshape(-1).numpy())
         for axis in range(tensor.dim() - 1, 0, -1):
             places = np.arange(tensor.shape[:axis].numel() + 1, dtype=np.int32) * tensor.shape[axis]
-            column = self._arrow.ListArray.from_arrays(places, column)
+            column = self._pyarrow.ListArray.from_arrays(places, column)
         return column
 
-    def _write(self) -> None:
+    def _write_row_group(self) -> None:
         """Write the waiting rows; an empty table with the schema remains."""
         if self._writer is None:
-            parquet = optional("pyarrow.parquet", "PredictionWriter(format='parquet')", "parquet")
-            self._writer = parquet.ParquetWriter(self._beside, self._waiting[0].schema)
-        self._writer.write_table(self._arrow.concat_tables(self._waiting))
-        self._waiting = [self._waiting[0].slice(0, 0)]
+            parquet = import_optional("pyarrow.parquet", "PredictionWriter(format='parquet')", "parquet")
+            self._writer = parquet.ParquetWriter(self._temporary_path, self._pending_tables[0].schema)
+        self._writer.write_table(self._pyarrow.concat_tables(self._pending_tables))
+        self._pending_tables = [self._pending_tables[0].slice(0, 0)]
 
     def close(self) -> None:
         """Write the remaining rows and give the file its final name."""
-        self._write()
+        self._write_row_group()
         self._writer.close()
-        self._beside.rename(self._path)
+        self._temporary_path.rename(self._path)
 
 
-def _in_words(schema: Any) -> str:
+def _describe_schema(schema: Any) -> str:
     return ", ".join(f"{field.name} ({field.type})" for field in schema)
 
 
@@ -101,7 +101,7 @@ class BasePredictionWriter(Callback):
             "batch_and_epoch": both.
     """
 
-    @checked
+    @check_arguments
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         self.interval = write_interval
 
@@ -153,7 +153,7 @@ class BasePredictionWriter(Callback):
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":
-            self._predictions[dataloader_idx].append(move(outputs, torch.device("cpu")))
+            self._predictions[dataloader_idx].append(move_batch(outputs, torch.device("cpu")))
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
@@ -185,14 +185,14 @@ class PredictionWriter(BasePredictionWriter):
         ConfigError: The format is unknown, or a library that it needs is not installed.
     """
 
-    @checked
+    @check_arguments
     def __init__(
         self, directory: str | Path, format: Literal["safetensors", "jsonl", "parquet"] = "safetensors"
     ) -> None:
         super().__init__("batch")
-        self.directory, self.format = local_path(directory), format
+        self.directory, self.format = expand_path(directory), format
         if format == "parquet":
-            optional("pyarrow", "PredictionWriter(format='parquet')", "parquet")
+            import_optional("pyarrow", "PredictionWriter(format='parquet')", "parquet")
 
     def on_predict_start(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Raise if the directory contains predictions of an earlier run. Collective: every rank must call this."""
@@ -200,7 +200,7 @@ class PredictionWriter(BasePredictionWriter):
         self.directory.mkdir(parents=True, exist_ok=True)
         found = sorted(self.directory.glob("predictions-*"))
         data_rank = trainer.strategy.data_rank
-        self._writes = trainer.processes.gather(data_rank).index(data_rank) == trainer.global_rank
+        self._writes = trainer.processes.all_gather(data_rank).index(data_rank) == trainer.global_rank
         if found:
             raise ConfigError(
                 f"PredictionWriter: {self.directory} holds predictions already, such as {found[0].name}. Move them "
@@ -220,7 +220,7 @@ class PredictionWriter(BasePredictionWriter):
         """Write a batch, on the first process of each data rank."""
         if not self._writes:
             return
-        named = _named(move(prediction, torch.device("cpu")))
+        named = _name_tensors(move_batch(prediction, torch.device("cpu")))
         if taken := named.keys() & ({"index", "dataloader"} if self.format == "jsonl" else {"index"}):
             raise DataError(
                 f"PredictionWriter: predict_step returned a tensor named {min(taken)!r}, which is the name of the "
@@ -238,7 +238,7 @@ class PredictionWriter(BasePredictionWriter):
             self._tables[dataloader_idx].append(named, batch_indices)
             return
         with (self.directory / f"predictions-rank-{rank}.jsonl").open("a") as file:
-            file.writelines(_lines(named, batch_indices, dataloader_idx))
+            file.writelines(_format_json_lines(named, batch_indices, dataloader_idx))
 
     def on_predict_end(self, trainer: AnyTrainer, task: TaskModule) -> None:
         """Complete the files."""
@@ -251,11 +251,11 @@ class PredictionWriter(BasePredictionWriter):
         tensors = {key: tensor.contiguous().clone() for key, tensor in named.items()}
         if indices is not None:
             tensors["index"] = torch.tensor(indices)
-        with replaced(self.directory / name) as beside:
+        with replace_file(self.directory / name) as beside:
             save_file(tensors, beside)
 
 
-def _named(prediction: Any) -> dict[str, torch.Tensor]:
+def _name_tensors(prediction: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a prediction by name."""
     if isinstance(prediction, torch.Tensor):
         return {"prediction": prediction}
@@ -279,7 +279,7 @@ def _check_rows(format: str, named: Mapping[str, torch.Tensor], indices: list[in
         )
 
 
-def _lines(named: Mapping[str, torch.Tensor], indices: list[int] | None, loader: int) -> list[str]:
+def _format_json_lines(named: Mapping[str, torch.Tensor], indices: list[int] | None, loader: int) -> list[str]:
     """Return a line of JSON for each sample."""
     names = "index", "dataloader", *named
     rows = zip(indices or repeat(None), repeat(loader), *(each.tolist() for each in named.values()), strict=False)

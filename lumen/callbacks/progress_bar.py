@@ -8,18 +8,28 @@ from time import perf_counter
 from typing import Any, ClassVar, final
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.display import Board, Display, Line, NoDisplay, choose_display, duration, number, size, speed
-from lumen.callbacks.early_stopping import BestSoFar, monitored
-from lumen.callbacks.throughput import Throughput, TimeLeft, memory_mb
-from lumen.callbacks.used_trainer import UsedTrainer
+from lumen.callbacks.callback_trainer import CallbackTrainer
+from lumen.callbacks.display import (
+    Board,
+    Display,
+    NoDisplay,
+    ProgressLine,
+    choose_display,
+    format_duration,
+    format_megabytes,
+    format_number,
+    format_speed,
+)
+from lumen.callbacks.early_stopping import BestValueTracker, find_monitor
+from lumen.callbacks.throughput import Throughput, TimeEstimator, measure_memory_mb
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least, checked
-from lumen.metrics.step_values import HostCopy, for_the_bar
+from lumen.errors.arguments import check_arguments, check_at_least
+from lumen.metrics.step_values import HostCopy, is_for_progress_bar
 from lumen.task.task_module import TaskModule
 
 _SPEED_WINDOW_S = 10.0
 _NAMES = {"sanity": "sanity check", "validate": "validation"}  # Displayed names of stages; others have their own name.
-_UNASKED_VALUES = 3  # Number of values shown for an evaluation that logs no value with prog_bar=True.
+_MAX_DEFAULT_VALUES = 3  # Number of values shown for an evaluation that logs no value with prog_bar=True.
 
 
 @final
@@ -53,125 +63,125 @@ class ProgressBar(Callback):
         "refresh_rate": (None, 1, 100), "leave": (False,), "process_position": (0,), "console_kwargs": (None,),
     }  # fmt: skip
 
-    @checked
+    @check_arguments
     def __init__(self, refresh_per_second: float = 10.0, plain_every_s: float = 10.0) -> None:
         if not refresh_per_second > 0:
             raise ConfigError(f"ProgressBar: refresh_per_second must be more than 0, found {refresh_per_second}.")
-        at_least(0, "ProgressBar", plain_every_s=plain_every_s)
+        check_at_least(0, "ProgressBar", plain_every_s=plain_every_s)
         self.refresh_per_second = refresh_per_second
         self.plain_every_s = plain_every_s
-        self._forget()
+        self._reset_state()
 
-    def _forget(self) -> None:
+    def _reset_state(self) -> None:
         self._display: Display = NoDisplay()
         self._board: Board = {}
         self._due_at_s = math.inf
         self._validation_due_at_s = 0.0
         self._throughput = Throughput(_SPEED_WINDOW_S)
         self._training = False
-        self._time_left = TimeLeft()
+        self._time_left = TimeEstimator()
         self._best_step: int | None = None  # step of the newest validation, if it gave the best value so far
-        self._look: tuple[Line, HostCopy[str]] | None = None
+        self._pending_reading: tuple[ProgressLine, HostCopy[str]] | None = None
         self._step_values: dict[str, float] = {}
         self._epoch_names: dict[str, None] = {}  # an ordered set
-        self._evaluation = _Pass("", None)
+        self._evaluation = _EvaluationProgress("", None)
 
-    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Choose a display."""
-        self._forget()
+        self._reset_state()
         if trainer.is_global_zero:
             self._display = choose_display(1 / self.refresh_per_second, self.plain_every_s)
 
     # ------------------------------------------------------------------ training
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Compute the length of the run and show the first line."""
         self._count_steps(trainer, 0, 0)
         self._training = True
         self._began_at_s = perf_counter()
-        self._time_left = TimeLeft(trainer.global_step)
-        self._best = BestSoFar(monitored(trainer))
+        self._time_left = TimeEstimator(trainer.global_step)
+        self._best = BestValueTracker(find_monitor(trainer))
         self._throughput.start(trainer)
-        self._look_now(trainer, wait=True)
+        self._refresh_now(trainer, wait=True)
         self._display.draw(self._board)
         self._due_at_s = self._began_at_s + self._display.interval_s
 
-    def on_train_epoch_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_epoch_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Count the run's steps again, because the size of the data may have changed."""
         self._count_steps(trainer, trainer.global_step, trainer.current_epoch)
 
-    def _count_steps(self, trainer: UsedTrainer, done: int, epochs: int) -> None:
+    def _count_steps(self, trainer: CallbackTrainer, done: int, epochs: int) -> None:
         """Set the number of the run's steps, `done` of which were made in whole epochs."""
         plan, per_epoch = trainer.plan, trainer.steps_per_epoch
-        lengths, by_epochs = trainer.run.loaders.epoch_lengths(), None
+        lengths, by_epochs = trainer.run.loaders.get_epoch_lengths(), None
         if lengths is not None and plan.max_epochs is not None:
-            by_epochs = done + lengths.until(plan.max_epochs) - lengths.until(epochs)
+            by_epochs = done + lengths.count_steps_before(plan.max_epochs) - lengths.count_steps_before(epochs)
         totals = [total for total in (plan.max_steps, by_epochs) if total is not None]
         self._total_steps = min(totals, default=None)
         self._bar_is_epoch = per_epoch is not None and (self._total_steps is None or per_epoch < self._total_steps)
 
-    def on_step_checkpoint(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_checkpoint(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Show the step if a refresh is due."""
-        if perf_counter() < self._due_at_s or trainer.run.ending.is_here:  # `on_train_end` shows the last line.
+        if perf_counter() < self._due_at_s or trainer.run.ending.is_last_step:  # `on_train_end` shows the last line.
             return
-        if self._look is None:
-            self._take_look(trainer)
-        if self._take_in_look():
-            self._show()
+        if self._pending_reading is None:
+            self._start_reading(trainer)
+        if self._finish_reading():
+            self._show_board()
         else:
             self._due_at_s = 0.0  # The values are still being copied: try again after the next step.
 
-    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Show the step at which the run ended."""
-        self._look_now(trainer, wait=True)
+        self._refresh_now(trainer, wait=True)
         line = self._board["training"]
-        line.fraction, line.tail = None, f"took {duration(perf_counter() - self._began_at_s)}"
-        self._show()
-        self._close()
+        line.fraction, line.tail = None, f"took {format_duration(perf_counter() - self._began_at_s)}"
+        self._show_board()
+        self._close_display()
 
-    def _look_now(self, trainer: UsedTrainer, *, wait: bool = False) -> None:
-        self._take_look(trainer)
-        self._take_in_look(wait=wait)
+    def _refresh_now(self, trainer: CallbackTrainer, *, wait: bool = False) -> None:
+        self._start_reading(trainer)
+        self._finish_reading(wait=wait)
 
-    def _take_look(self, trainer: UsedTrainer) -> None:
+    def _start_reading(self, trainer: CallbackTrainer) -> None:
         """Record the progress of the run and begin to copy its values to the host."""
-        self._epoch_names |= dict.fromkeys(trainer.run.log.train.epoch_names(for_the_bar))
-        self._look = self._position(trainer), HostCopy(trainer.progress_bar_metrics)
+        self._epoch_names |= dict.fromkeys(trainer.run.log.train.list_epoch_names(is_for_progress_bar))
+        self._pending_reading = self._make_progress_line(trainer), HostCopy(trainer.progress_bar_metrics)
 
-    def _take_in_look(self, *, wait: bool = False) -> bool:
+    def _finish_reading(self, *, wait: bool = False) -> bool:
         """Put the recorded progress on the board if its values have arrived."""
-        if self._look is None or not (wait or self._look[1].is_here()):
+        if self._pending_reading is None or not (wait or self._pending_reading[1].is_ready()):
             return False
-        line, host_copy = self._look
-        self._look = None
+        line, host_copy = self._pending_reading
+        self._pending_reading = None
         self._step_values |= host_copy.read()
         line.values = self._step_values | line.values
         self._board["training"] = line
         return True
 
-    def _show(self) -> None:
+    def _show_board(self) -> None:
         self._display.show(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
 
-    def _position(self, trainer: UsedTrainer) -> Line:
+    def _make_progress_line(self, trainer: CallbackTrainer) -> ProgressLine:
         progress, rates = trainer.progress, self._throughput.measure(trainer)
         left_s = self._time_left.estimate(trainer, self._total_steps)
-        newest, costs = trainer.run.values.newest, [size(memory_mb(trainer.strategy.device))]
+        newest, costs = trainer.run.values.newest, [format_megabytes(measure_memory_mb(trainer.strategy.device))]
         if rates.steps_per_s:
-            samples = f"{number(rates.samples_per_s, 3)} samples/s"
+            samples = f"{format_number(rates.samples_per_s, 3)} samples/s"
             waiting = f"data {100 * rates.data_wait_share:.0f} %"
-            costs = [speed(rates.steps_per_s, "step"), samples, waiting, *costs]
-        epoch = _of(progress.epochs_begun, trainer.plan.max_epochs)
-        return Line(
-            head=f"step {_of(progress.step, self._total_steps)} · epoch {epoch}",
-            fraction=self._fraction(trainer),
-            tail="" if left_s is None else f"{duration(math.ceil(left_s))} left",
+            costs = [format_speed(rates.steps_per_s, "step"), samples, waiting, *costs]
+        epoch = _format_done_of_total(progress.epochs_started, trainer.plan.max_epochs)
+        return ProgressLine(
+            head=f"step {_format_done_of_total(progress.step, self._total_steps)} · epoch {epoch}",
+            fraction=self._get_fraction(trainer),
+            tail="" if left_s is None else f"{format_duration(math.ceil(left_s))} left",
             values={name: newest[name] for name in self._epoch_names if name in newest},
             costs=costs,
             best=self._best.name if self._best_step == progress.step else None,
         )
 
-    def _fraction(self, trainer: UsedTrainer) -> float | None:
+    def _get_fraction(self, trainer: CallbackTrainer) -> float | None:
         """Return the completed fraction of the epoch, or else of the run, 0 to 1; None if the length is unknown."""
         progress, plan = trainer.progress, trainer.plan
         if self._bar_is_epoch:
@@ -183,31 +193,39 @@ class ProgressBar(Callback):
 
     # ------------------------------------------------------------------ evaluations
 
-    def on_validation_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_validation_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Show that an evaluation begins."""
         self._time_left.pause()
         if self._training:
-            self._look_now(trainer)
+            self._refresh_now(trainer)
         self._throughput.pause()
         stage = trainer.run.stage
-        self._evaluation = _Pass(_NAMES.get(stage, stage), trainer.run.loaders.evaluation_batches(stage))
-        self._board["evaluation"] = self._evaluation.line()
+        self._evaluation = _EvaluationProgress(
+            _NAMES.get(stage, stage), trainer.run.loaders.count_evaluation_batches(stage)
+        )
+        self._board["evaluation"] = self._evaluation.make_line()
         self._display.draw(self._board)
         self._due_at_s = perf_counter() + self._display.interval_s
 
     def on_validation_batch_end(
-        self, trainer: UsedTrainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: CallbackTrainer,
+        task: TaskModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count a batch."""
         together = trainer.strategy.data_world_size  # The other processes complete their batches at the same time.
         done = self._evaluation.done + together
         self._evaluation.done = done if self._evaluation.total is None else min(done, self._evaluation.total)
         if perf_counter() >= self._due_at_s:
-            self._take_in_look()
-            self._board["evaluation"] = self._evaluation.line()
-            self._show()
+            self._finish_reading()
+            self._board["evaluation"] = self._evaluation.make_line()
+            self._show_board()
 
-    def on_validation_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_validation_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Show the values, or that a prediction is complete."""
         self._throughput.resume()
         self._time_left.resume()
@@ -215,68 +233,68 @@ class ProgressBar(Callback):
             del self._board["evaluation"]
             self._display.draw(self._board)
             return
-        names = _evaluation_names(trainer)
+        names = _get_evaluation_names(trainer)
         if self._training:
             self._epoch_names |= dict.fromkeys(names)
             del self._board["evaluation"]
-            values = self._values_of_validation(trainer, names)
-            self._look_now(trainer, wait=True)
+            values = self._get_validation_values(trainer, names)
+            self._refresh_now(trainer, wait=True)
             self._display.draw(self._board)
             training = self._board["training"]
-            self._display.keep(Line(training.head, values=values, best=training.best))
+            self._display.print_above(ProgressLine(training.head, values=values, best=training.best))
             if (now := perf_counter()) >= self._validation_due_at_s:
                 self._due_at_s, self._validation_due_at_s = 0.0, now + self._display.interval_s
         else:
             values = {name: trainer.run.values.newest[name] for name in names}
-            self._board["evaluation"] = self._evaluation.line(values, over=True)
-            self._show()
-            self._close()
+            self._board["evaluation"] = self._evaluation.make_line(values, over=True)
+            self._show_board()
+            self._close_display()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
-    def _values_of_validation(self, trainer: UsedTrainer, names: list[str]) -> dict[str, float]:
+    def _get_validation_values(self, trainer: CallbackTrainer, names: list[str]) -> dict[str, float]:
         """Return the named values and a new value of the monitor; record if the latter is the best so far."""
         newest, monitor = trainer.run.values.newest, self._best.name
         if monitor is not None and monitor in trainer.run.values.updated and monitor not in names:
             names = [*names, monitor]
         values = {name: newest[name] for name in names}
-        self._best_step = trainer.global_step if self._best.is_here(values) else None
+        self._best_step = trainer.global_step if self._best.has_new_best(values) else None
         return values
 
     # ------------------------------------------------------------------ the end
 
-    def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: CallbackTrainer, task: TaskModule, exception: BaseException) -> None:
         """Show the step at which a stopped run ended, and restore the terminal."""
         if self._training and trainer.run.ending.vote.requested and not trainer.run.log.in_train_step:
             if self._board.pop("evaluation", None) is not None:
                 self._throughput.resume()
                 self._time_left.resume()
-            self._look_now(trainer)
-            self._show()
-        self._close()
+            self._refresh_now(trainer)
+            self._show_board()
+        self._close_display()
 
-    def teardown(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def teardown(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Restore the terminal."""
-        self._close()
+        self._close_display()
 
-    def _close(self) -> None:
+    def _close_display(self) -> None:
         self._display.close()
         self._training = False
         self._due_at_s = math.inf
 
 
-def _evaluation_names(trainer: UsedTrainer) -> list[str]:
+def _get_evaluation_names(trainer: CallbackTrainer) -> list[str]:
     """Return the names of the evaluation that ends, logged with `prog_bar=True`; if there are none, the first three."""
     metrics = trainer.run.log.stage
-    if metrics is None or not trainer.run.values.are_shown:
+    if metrics is None or not trainer.run.values.should_show:
         return []
-    return metrics.epoch_names(for_the_bar) or metrics.epoch_names()[:_UNASKED_VALUES]
+    return metrics.list_epoch_names(is_for_progress_bar) or metrics.list_epoch_names()[:_MAX_DEFAULT_VALUES]
 
 
 @final
-class _Pass:
+class _EvaluationProgress:
     """Evaluation in progress."""
 
     def __init__(self, name: str, total: int | None) -> None:
@@ -285,16 +303,18 @@ class _Pass:
         self.done = 0
         self.began_at_s = perf_counter()
 
-    def line(self, values: dict[str, float] | None = None, *, over: bool = False) -> Line:
+    def make_line(self, values: dict[str, float] | None = None, *, over: bool = False) -> ProgressLine:
         """Return the line that shows the evaluation."""
         seconds = perf_counter() - self.began_at_s
-        fraction, tail = None, f"took {duration(seconds)}" if over else ""
+        fraction, tail = None, f"took {format_duration(seconds)}" if over else ""
         if self.total and not over:
             fraction = self.done / self.total
             left_s = (self.total - self.done) * seconds / self.done if self.done else None
-            tail = "" if left_s is None else f"{duration(math.ceil(left_s))} left"
-        return Line(f"{self.name} {_of(self.done, self.total)}", fraction, tail, values or {}, [])
+            tail = "" if left_s is None else f"{format_duration(math.ceil(left_s))} left"
+        return ProgressLine(
+            f"{self.name} {_format_done_of_total(self.done, self.total)}", fraction, tail, values or {}, []
+        )
 
 
-def _of(done: int, total: int | None) -> str:
+def _format_done_of_total(done: int, total: int | None) -> str:
     return str(done) if total is None else f"{done}/{total}"

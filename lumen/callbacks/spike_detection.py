@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, final
 from torch.optim import Optimizer
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.used_trainer import UsedTrainer
+from lumen.callbacks.callback_trainer import CallbackTrainer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import at_least, checked
+from lumen.errors.arguments import check_arguments, check_at_least
 from lumen.task.task_module import TaskModule
 
 
@@ -52,7 +52,7 @@ class SpikeDetection(Callback):
         TrainingError: The spikes in `fit` exceed `max_in_a_row` or `max_rollbacks`.
     """
 
-    stops_at_steps = False  # `on_step_end` requests an agreement when it stops.
+    may_stop_at_steps = False  # `on_step_end` requests an agreement when it stops.
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
         "mode": "Leave it out: a loss spikes upwards.",
@@ -60,7 +60,7 @@ class SpikeDetection(Callback):
         "exclude_batches_path": "Leave it out: the update is skipped at once, and the run need not begin again.",
     }
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         monitor: Literal["loss", "grad_norm"] = "loss",
@@ -74,28 +74,28 @@ class SpikeDetection(Callback):
         after: int = 100,
         max_rollbacks: int = 3,
     ) -> None:
-        at_least(1, window=window, warmup=warmup, max_in_a_row=max_in_a_row, max_rollbacks=max_rollbacks)
-        at_least(0, before=before, after=after)
+        check_at_least(1, window=window, warmup=warmup, max_in_a_row=max_in_a_row, max_rollbacks=max_rollbacks)
+        check_at_least(0, before=before, after=after)
         if atol is None and rtol is None:
             raise ConfigError("SpikeDetection: atol or rtol must say how far above the mean a spike is.")
         if min(atol or 0.0, rtol or 0.0) < 0:
             raise ConfigError(f"SpikeDetection: atol and rtol must be >= 0, found {atol} and {rtol}.")
         self.monitor, self.window, self.warmup, self.atol, self.rtol = monitor, window, warmup, atol, rtol
-        self.reads_step_loss = monitor == "loss"
+        self.needs_step_loss = monitor == "loss"
         self.action, self.max_in_a_row = action, max_in_a_row
         self.before, self.after, self.max_rollbacks = before, after, max_rollbacks
-        self._forget()
+        self._reset_state()
 
-    def _forget(self) -> None:
+    def _reset_state(self) -> None:
         self.spikes = 0
         self._values: list[float] = []
         self._seen = self._in_a_row = 0
-        self._looks = self._stops = False
+        self._is_watching = self._should_stop = False
 
-    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Reset the callback."""
         if stage == "fit":
-            self._forget()
+            self._reset_state()
             if not task.automatic_optimization:
                 raise ConfigError(
                     "SpikeDetection: a task with automatic_optimization = False makes its updates itself. Decide there "
@@ -107,28 +107,28 @@ class SpikeDetection(Callback):
                     "enable_checkpointing=False, or use action='skip'."
                 )
 
-    def on_before_zero_grad(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: CallbackTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Note that a step begins."""
-        self._looks = True
+        self._is_watching = True
 
-    def on_before_optimizer_step(self, trainer: UsedTrainer, task: TaskModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: CallbackTrainer, task: TaskModule, optimizer: Optimizer) -> None:
         """Decide about the update, equally on every rank."""
-        if not self._looks:  # An optimizer with a closure evaluates the same step again.
+        if not self._is_watching:  # An optimizer with a closure evaluates the same step again.
             return
-        self._looks = False
+        self._is_watching = False
         value = float(trainer.step_loss() if self.monitor == "loss" else trainer.gradient_norm())
         if not math.isfinite(value):
             return
         mean = sum(self._values) / max(len(self._values), 1)
         above, least = value - mean, max(self.atol or 0.0, (self.rtol or 0.0) * abs(mean))
         if self._seen >= self.warmup and above > 0 and above >= least:
-            self._act(trainer, value, mean)
+            self._handle_spike(trainer, value, mean)
             return
         self._in_a_row = 0
         self._seen += 1
         self._values = [*self._values, value][-self.window :]
 
-    def _act(self, trainer: UsedTrainer, value: float, mean: float) -> None:
+    def _handle_spike(self, trainer: CallbackTrainer, value: float, mean: float) -> None:
         self.spikes += 1
         self._in_a_row += 1
         said = f"{self.monitor} {value:g}, the mean of the last {len(self._values)} is {mean:g}"
@@ -141,14 +141,14 @@ class SpikeDetection(Callback):
                 f"{said}. Training does not come back by itself: lower the learning rate, go on from an earlier "
                 "checkpoint, or make atol, rtol or max_in_a_row larger."
             )
-        self._stops = self.action == "stop"
+        self._should_stop = self.action == "stop"
         _log.warning(
             "spike: %s: the update after step %d is %s",
-            said, trainer.global_step, "not made, and the run stops" if self._stops else "skipped",
+            said, trainer.global_step, "not made, and the run stops" if self._should_stop else "skipped",
         )  # fmt: skip
         trainer.skip_update()
 
-    def _roll_back(self, trainer: UsedTrainer, said: str) -> None:
+    def _roll_back(self, trainer: CallbackTrainer, said: str) -> None:
         if len(trainer.progress.left_out) == self.max_rollbacks:
             raise TrainingError(
                 f"SpikeDetection: the run went back {self.max_rollbacks} times already, and after step "
@@ -158,10 +158,10 @@ class SpikeDetection(Callback):
         _log.warning("spike: %s: the update after step %d is not made", said, trainer.global_step)
         trainer.roll_back(self.before, self.after)
 
-    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """End the run after a spike if `action` is "stop"."""
-        if self._stops:
-            self._stops = False
+        if self._should_stop:
+            self._should_stop = False
             trainer.should_stop = True
             trainer.request_agreement()
 

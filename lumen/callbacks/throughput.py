@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from lumen.callbacks.used_trainer import UsedTrainer
+from lumen.callbacks.callback_trainer import CallbackTrainer
 
 
 class Rates(NamedTuple):
@@ -44,9 +44,9 @@ class Throughput:
         self._window_s = window_s
         self._paused_s = 0.0
 
-    def start(self, trainer: UsedTrainer) -> None:
+    def start(self, trainer: CallbackTrainer) -> None:
         """Start the measurement."""
-        self._marks = deque([self._mark(trainer)])
+        self._marks = deque([self._read_counters(trainer)])
 
     def pause(self) -> None:
         """Stop the clock when an evaluation begins."""
@@ -56,9 +56,9 @@ class Throughput:
         """Start the clock again after an evaluation."""
         self._paused_s += perf_counter() - self._paused_at_s
 
-    def measure(self, trainer: UsedTrainer) -> Rates:
+    def measure(self, trainer: CallbackTrainer) -> Rates:
         """Return the speed up to now; call after `start` and not during a pause."""
-        marks, now = self._marks, self._mark(trainer)
+        marks, now = self._marks, self._read_counters(trainer)
         marks.append(now)
         while len(marks) > 2 and marks[1][0] <= now[0] - self._window_s:
             marks.popleft()
@@ -66,14 +66,14 @@ class Throughput:
         rates = Rates._make(each / max(seconds, 1e-9) for each in moved)
         return rates._replace(data_wait_share=min(rates.data_wait_share, 1.0))
 
-    def _mark(self, trainer: UsedTrainer) -> tuple[float, ...]:
+    def _read_counters(self, trainer: CallbackTrainer) -> tuple[float, ...]:
         """Return the time without pauses, and the counters in the order of `Rates`."""
         progress, counters = trainer.progress, trainer.run.step.counters
         counted = progress.step, progress.micro_batches, counters.samples, progress.units, counters.waited_s
         return perf_counter() - self._paused_s, *counted
 
 
-def memory_mb(device: torch.device) -> float:
+def measure_memory_mb(device: torch.device) -> float:
     """Return megabytes (10^6 bytes): on CUDA the peak of allocated tensors in this run, else the process's RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
@@ -86,7 +86,7 @@ def memory_mb(device: torch.device) -> float:
 
 
 @final
-class TimeLeft:
+class TimeEstimator:
     """Estimator of a run's remaining time, from the mean time of its steps and the time of its newest validation.
 
     Validations are timed separately: otherwise the mean time of a step would include the last validation.
@@ -96,8 +96,8 @@ class TimeLeft:
     """
 
     def __init__(self, step: int = 0) -> None:
-        self._began = perf_counter(), step
-        self._is_rated = False
+        self._started_at = perf_counter(), step
+        self._has_rate = False
         self._evaluated_s = 0.0  # seconds of validations since the start
         self._newest_s = 0.0  # seconds of the newest validation
         self._paused_at_s: float | None = None
@@ -113,7 +113,7 @@ class TimeLeft:
             self._evaluated_s += self._newest_s
             self._paused_at_s = None
 
-    def estimate(self, trainer: UsedTrainer, total_steps: int | None) -> float | None:
+    def estimate(self, trainer: CallbackTrainer, total_steps: int | None) -> float | None:
         """Return the seconds left, or None if the length of the run is unknown.
 
         Args:
@@ -121,21 +121,21 @@ class TimeLeft:
             total_steps: Number of steps of the run, including the completed ones; None: unknown.
         """
         now, step = perf_counter() if self._paused_at_s is None else self._paused_at_s, trainer.global_step
-        began_at_s, began_step = self._began
+        began_at_s, began_step = self._started_at
         trained_s = now - began_at_s - self._evaluated_s
-        if step > began_step and not self._is_rated:  # Leave out the first step: it compiles and starts workers.
-            self._began, self._is_rated, self._evaluated_s = (now, step), True, 0.0
+        if step > began_step and not self._has_rate:  # Leave out the first step: it compiles and starts workers.
+            self._started_at, self._has_rate, self._evaluated_s = (now, step), True, 0.0
         estimates = []
         if total_steps is not None and step > began_step:
             steps_s = (total_steps - step) * trained_s / (step - began_step)
-            due = _validations(trainer, steps_s, step, total_steps) + (self._paused_at_s is not None)
+            due = _count_validations(trainer, steps_s, step, total_steps) + (self._paused_at_s is not None)
             estimates.append(steps_s + due * self._newest_s)
         if trainer.plan.max_time_s is not None:
             estimates.append(trainer.plan.max_time_s - trainer.progress.elapsed_s)
         return max(min(estimates), 0.0) if estimates else None
 
 
-def _validations(trainer: UsedTrainer, steps_s: float, step: int, total_steps: int) -> int:
+def _count_validations(trainer: CallbackTrainer, steps_s: float, step: int, total_steps: int) -> int:
     """Return the number of validations due after this step.
 
     Args:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, final
 
 from lumen.callbacks.base import Callback
-from lumen.callbacks.used_trainer import UsedTrainer
+from lumen.callbacks.callback_trainer import CallbackTrainer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
-from lumen.run.plan import Duration, duration_s
+from lumen.errors.arguments import check_arguments
+from lumen.run.plan import Duration, parse_duration_s
 from lumen.task.task_module import TaskModule
 
 _STAGES = ("train", "validate", "test", "predict")
@@ -30,31 +30,31 @@ class Timer(Callback):
         interval: "step": stop at the end of the step; "epoch": stop at the end of the epoch.
     """
 
-    stops_at_steps = False  # `on_step_end` requests an agreement when it stops.
+    may_stop_at_steps = False  # `on_step_end` requests an agreement when it stops.
 
     NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"verbose": (True, False)}  # A stop is always logged.
 
-    @checked
+    @check_arguments
     def __init__(self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step") -> None:
         self.interval = interval
-        self._duration_s = None if duration is None else duration_s("Timer: duration", duration)
+        self._duration_s = None if duration is None else parse_duration_s("Timer: duration", duration)
         self._started_s: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
         self._trained_s = 0.0  # seconds of training up to the end of the last step
         self._has_stopped = False
-        self._trainer: UsedTrainer | None = None
+        self._trainer: CallbackTrainer | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return the start of a stage in seconds of `time.monotonic`; None before it."""
-        return self._started_s.get(_known(stage))
+        return self._started_s.get(_check_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return the end of a stage in seconds of `time.monotonic`; None before and during the stage."""
-        return self._ended_s.get(_known(stage))
+        return self._ended_s.get(_check_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds of a stage: training up to its last complete step, other stages up to now or their end."""
-        if _known(stage) == "train":
+        if _check_stage(stage) == "train":
             return self._trained_s
         if stage not in self._started_s:
             return 0.0
@@ -64,37 +64,37 @@ class Timer(Callback):
         """Return the seconds left of `duration` for a stage, negative if it took longer; None without `duration`."""
         return None if self._duration_s is None else self._duration_s - self.time_elapsed(stage)
 
-    def setup(self, trainer: UsedTrainer, task: TaskModule, stage: str) -> None:
+    def setup(self, trainer: CallbackTrainer, task: TaskModule, stage: str) -> None:
         """Reset the callback."""
         if stage == "fit":
             self._trained_s, self._has_stopped, self._trainer = 0.0, False, trainer
 
-    def on_train_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Start the clock; a resumed run may have no time left."""
-        self._start("train")
-        self._look(trainer)
+        self._start_stage("train")
+        self._stop_if_used_up(trainer)
 
-    def on_step_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """End training if the time is used up; all ranks use the same clock."""
-        if self._look(trainer):
+        if self._stop_if_used_up(trainer):
             trainer.request_agreement()
 
-    def on_train_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_train_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Stop the clock."""
         self._ended_s["train"] = time.monotonic()
 
-    def on_validation_start(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_validation_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Start the clock of an evaluation."""
-        self._start(_of_evaluation(trainer))
+        self._start_stage(_get_evaluation_stage(trainer))
 
-    def on_validation_end(self, trainer: UsedTrainer, task: TaskModule) -> None:
+    def on_validation_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Stop the clock of an evaluation."""
-        self._ended_s[_of_evaluation(trainer)] = time.monotonic()
+        self._ended_s[_get_evaluation_stage(trainer)] = time.monotonic()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    def on_exception(self, trainer: UsedTrainer, task: TaskModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: CallbackTrainer, task: TaskModule, exception: BaseException) -> None:
         """Stop every clock."""
         for stage in self._started_s:
             self._ended_s.setdefault(stage, time.monotonic())
@@ -107,34 +107,34 @@ class Timer(Callback):
         """Let a run that this callback has stopped continue if the time limit is longer now."""
         assert self._trainer is not None
         self._trained_s = self._trainer.progress.elapsed_s
-        self._has_stopped = state["has_stopped"] and self._is_used_up()
+        self._has_stopped = state["has_stopped"] and self._is_time_used_up()
         if state["has_stopped"] and not self._has_stopped:
             self._trainer.should_stop = False
 
-    def _look(self, trainer: UsedTrainer) -> bool:
+    def _stop_if_used_up(self, trainer: CallbackTrainer) -> bool:
         """Set `trainer.should_stop` if the time is used up. Return True if this call has set it."""
         progress = trainer.progress
         self._trained_s = progress.elapsed_s
         asked = self.interval == "step" or not progress.in_epoch
-        if not (asked and self._is_used_up()) or trainer.should_stop:
+        if not (asked and self._is_time_used_up()) or trainer.should_stop:
             return False
         _log.info("Timer: the %g s of training are used up (%.1f s)", self._duration_s, self._trained_s)
         trainer.should_stop = self._has_stopped = True
         return True
 
-    def _is_used_up(self) -> bool:
+    def _is_time_used_up(self) -> bool:
         return self._duration_s is not None and self._trained_s >= self._duration_s
 
-    def _start(self, stage: str) -> None:
+    def _start_stage(self, stage: str) -> None:
         self._started_s[stage] = time.monotonic()
         self._ended_s.pop(stage, None)
 
 
-def _of_evaluation(trainer: UsedTrainer) -> str:
+def _get_evaluation_stage(trainer: CallbackTrainer) -> str:
     return "validate" if trainer.sanity_checking else trainer.run.stage
 
 
-def _known(stage: str) -> str:
+def _check_stage(stage: str) -> str:
     if stage not in _STAGES:
         raise ConfigError(f"Timer: expected a stage out of {', '.join(_STAGES)}, found {stage!r}.")
     return stage

@@ -21,10 +21,10 @@ Each process writes blocks: its shards of sharded tensors, and some of the tenso
 in this folder serve both directions: names of tensors, settings, and the states of optimizers, ranks and user objects.
 """
 
-from lumen.checkpoint.format.folder import find_checkpoints as find_checkpoints, newest_valid as newest_valid
+from lumen.checkpoint.format.folder import find_checkpoints as find_checkpoints, open_newest_valid as open_newest_valid
 from lumen.checkpoint.format.reader import Checkpoint as Checkpoint
-from lumen.checkpoint.format.storage import as_place as as_place, storage_of as storage_of
-from lumen.checkpoint.load.restore import malformed_is_damaged as malformed_is_damaged
+from lumen.checkpoint.format.storage import as_path_or_url as as_path_or_url, get_storage as get_storage
+from lumen.checkpoint.load.restore import treat_malformed_as_damaged as treat_malformed_as_damaged
 from lumen.checkpoint.load.weights_source import (
     PARTS as PARTS,
     Part as Part,
@@ -32,5 +32,5 @@ from lumen.checkpoint.load.weights_source import (
     find_checkpoint as find_checkpoint,
     is_weights as is_weights,
 )
-from lumen.checkpoint.save.async_save import Saves as Saves
+from lumen.checkpoint.save.async_save import CheckpointSaver as CheckpointSaver
 from lumen.checkpoint.save.collect import check_savable as check_savable

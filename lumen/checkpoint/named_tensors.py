@@ -14,11 +14,11 @@ from torch import nn
 
 from lumen.checkpoint.format.codec import Tensors
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.distributed.dtensor import from_local, is_cut, is_sharded, local_block
-from lumen.internals.tensors import own_parameters, own_persistent_buffers
+from lumen.distributed.dtensor import get_local_block, is_sharded, is_split, make_dtensor
+from lumen.internals.tensors import get_direct_parameters, get_direct_persistent_buffers
 
 
-def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
+def get_model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     """Return parameters and persistent buffers of a model by canonical name.
 
     Returns:
@@ -28,7 +28,7 @@ def model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = {**own_parameters(module), **own_persistent_buffers(module)}
+        own = {**get_direct_parameters(module), **get_direct_persistent_buffers(module)}
         for name, tensor in own.items():
             if tensor is None:
                 continue
@@ -46,38 +46,38 @@ def describe_sharding(sections: Mapping[str, Tensors]) -> dict[str, dict[str, bo
     if not any(map(is_sharded, sections["model"].values())):
         return None
     return {
-        section: {name: is_cut(tensor) for name, tensor in sections[section].items() if is_sharded(tensor)}
+        section: {name: is_split(tensor) for name, tensor in sections[section].items() if is_sharded(tensor)}
         for section in ("optimizer", "extra")
     }
 
 
-def states_of(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
+def make_state_reader(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], Mapping[str, torch.Tensor]]:
     """Return a function that reads the optimizer state of a parameter, given the parameter's name and the parameter.
 
     Tensors are read to the parameter's device. The state of a sharded parameter is sharded or replicated as it was
-    saved. If the saving run sharded nothing, `_is_made_like` decides.
+    saved. If the saving run sharded nothing, `_is_dtensor_entry` decides.
     """
-    were_sharded = _sharded(checkpoint, "optimizer")
-    plain = _of_one_shape(checkpoint) if were_sharded is None else set()
+    were_sharded = _get_sharded_names(checkpoint, "optimizer")
+    plain = _find_single_shape_keys(checkpoint) if were_sharded is None else set()
 
     def state_of(owner: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
         def read(name: str) -> torch.Tensor:
-            _, shape = checkpoint.spec("optimizer", name)
+            _, shape = checkpoint.get_spec("optimizer", name)
             if were_sharded is None:
-                lies_beside = _is_made_like(name.removeprefix(owner), shape, plain)
-                copied = not is_cut(parameter, shape)
+                lies_beside = _is_dtensor_entry(name.removeprefix(owner), shape, plain)
+                copied = not is_split(parameter, shape)
             else:
                 lies_beside, copied = name in were_sharded, not were_sharded.get(name)
             if is_sharded(parameter) and lies_beside:
-                return _read_like(checkpoint, "optimizer", name, parameter, copied=copied)
-            return checkpoint.tensor("optimizer", name).to(parameter.device)
+                return _read_shard_like(checkpoint, "optimizer", name, parameter, copied=copied)
+            return checkpoint.read_tensor("optimizer", name).to(parameter.device)
 
-        return checkpoint.tensors("optimizer", read)
+        return checkpoint.as_mapping("optimizer", read)
 
     return state_of
 
 
-def _is_made_like(key: str, shape: torch.Size, plain: set[str]) -> bool:
+def _is_dtensor_entry(key: str, shape: torch.Size, plain: set[str]) -> bool:
     """Guess if an optimizer creates a state entry of a sharded parameter as a DTensor.
 
     Torch's optimizers do not record this. In a checkpoint of a run that sharded nothing, `zeros_like(parameter)`, row
@@ -88,33 +88,33 @@ def _is_made_like(key: str, shape: torch.Size, plain: set[str]) -> bool:
     return bool(shape) and key not in plain
 
 
-def _of_one_shape(checkpoint: Checkpoint) -> set[str]:
+def _find_single_shape_keys(checkpoint: Checkpoint) -> set[str]:
     """Return keys of optimizer state, such as `.norms`, with one shape for parameters of several shapes."""
     shapes, owners = defaultdict(set), defaultdict(set)
-    for name in checkpoint.names("optimizer"):
+    for name in checkpoint.list_tensor_names("optimizer"):
         begins = [name[:dot] for dot, letter in enumerate(name) if letter == "."]
         owner = next((each for each in reversed(begins) if each in checkpoint.state["optimizer"]["state"]), None)
         if owner is not None:
-            shapes[name.removeprefix(owner)].add(checkpoint.spec("optimizer", name)[1])
-            owners[name.removeprefix(owner)].add(checkpoint.spec("model", owner)[1])
+            shapes[name.removeprefix(owner)].add(checkpoint.get_spec("optimizer", name)[1])
+            owners[name.removeprefix(owner)].add(checkpoint.get_spec("model", owner)[1])
     return {key for key in shapes if len(shapes[key]) == 1 < len(owners[key])}
 
 
 def read_as_saved(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor | None) -> torch.Tensor:
     """Read a saved DTensor as a DTensor if `like` is a DTensor; read any other tensor unsharded to the host."""
-    were_sharded = _sharded(checkpoint, section) or {}
+    were_sharded = _get_sharded_names(checkpoint, section) or {}
     if name not in were_sharded or like is None or not is_sharded(like):
-        return checkpoint.tensor(section, name)
-    return _read_like(checkpoint, section, name, like, copied=not were_sharded[name])
+        return checkpoint.read_tensor(section, name)
+    return _read_shard_like(checkpoint, section, name, like, copied=not were_sharded[name])
 
 
-def tensors_as_saved(model: nn.Module, checkpoint: Checkpoint, section: str) -> Mapping[str, torch.Tensor]:
+def get_tensors_as_saved(model: nn.Module, checkpoint: Checkpoint, section: str) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a section: sharded as they were saved if the model is sharded, otherwise on the host."""
     like = next(filter(is_sharded, model.parameters()), None)
-    return checkpoint.tensors(section, lambda name: read_as_saved(checkpoint, section, name, like))
+    return checkpoint.as_mapping(section, lambda name: read_as_saved(checkpoint, section, name, like))
 
 
-def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
+def get_extra_tensors(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
     """Return the section "extra": tensors in the states of callbacks, modules, the task and the data module.
 
     If the run shards its parameters, two kinds of tensors are DTensors:
@@ -129,41 +129,43 @@ def extra_of(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, torch.Tens
         task: The run's task, whose parameters the strategy has already sharded.
         checkpoint: The checkpoint to read from.
     """
-    if _sharded(checkpoint, "extra") is not None or not any(map(is_sharded, task.parameters())):
-        return tensors_as_saved(task, checkpoint, "extra")
-    likes = _of_parameters(task, checkpoint)
+    if _get_sharded_names(checkpoint, "extra") is not None or not any(map(is_sharded, task.parameters())):
+        return get_tensors_as_saved(task, checkpoint, "extra")
+    likes = _map_to_parameters(task, checkpoint)
 
     def read(name: str) -> torch.Tensor:
         like = likes.get(name)
         if like is None or not is_sharded(like):
-            return checkpoint.tensor("extra", name)
-        return _read_like(checkpoint, "extra", name, like, copied=False)
+            return checkpoint.read_tensor("extra", name)
+        return _read_shard_like(checkpoint, "extra", name, like, copied=False)
 
-    return checkpoint.tensors("extra", read)
+    return checkpoint.as_mapping("extra", read)
 
 
-def _sharded(checkpoint: Checkpoint, section: str) -> dict[str, bool] | None:
+def _get_sharded_names(checkpoint: Checkpoint, section: str) -> dict[str, bool] | None:
     """Return the names of saved DTensors, with True if sharded; None if the saving run sharded no parameter."""
     sharded: dict[str, dict[str, bool]] | None = checkpoint.state["sharded"]
     return None if sharded is None else sharded[section]
 
 
-def _of_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _map_to_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return, for tensors of the section "extra", the parameter with the same name and shape."""
     parameters = dict(task.named_parameters(remove_duplicate=False))
     found: dict[str, torch.Tensor] = {}
-    for name in checkpoint.names("extra"):
+    for name in checkpoint.list_tensor_names("extra"):
         begins = [place + 1 for place, letter in enumerate(name) if letter == "."]
         ends = [len(name), *(place for place, letter in enumerate(name) if letter in ".[")]
         inner = (name[begin:end] for begin in begins for end in ends)
         parameter = next((parameters[each] for each in inner if each in parameters), None)
-        if parameter is not None and parameter.shape == checkpoint.spec("extra", name)[1]:
+        if parameter is not None and parameter.shape == checkpoint.get_spec("extra", name)[1]:
             found[name] = parameter
     return found
 
 
-def _read_like(checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool) -> torch.Tensor:
+def _read_shard_like(
+    checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool
+) -> torch.Tensor:
     """Read this process's shard of a tensor, with the mesh and placements of `like`."""
-    _, shape = checkpoint.spec(section, name)
-    shard = checkpoint.block(section, name, *local_block(like, shape, copied=copied))
-    return from_local(shard.to(like.device), like, shape, copied=copied)
+    _, shape = checkpoint.get_spec(section, name)
+    shard = checkpoint.read_block(section, name, *get_local_block(like, shape, copied=copied))
+    return make_dtensor(shard.to(like.device), like, shape, copied=copied)

@@ -17,29 +17,31 @@ from torch.optim import Optimizer
 
 from lumen.checkpoint.format.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.named_tensors import read_as_saved, states_of, tensors_as_saved
-from lumen.distributed.dtensor import is_sharded, local_tensor
+from lumen.checkpoint.named_tensors import get_tensors_as_saved, make_state_reader, read_as_saved
+from lumen.distributed.dtensor import get_local_tensor, is_sharded
 from lumen.errors import CheckpointError, CheckpointMismatch
-from lumen.internals.optimizers import attributes_of_all_optimizers, has_state_dict_hooks, torchs_state_dict
+from lumen.internals.optimizers import get_torch_state_dict, has_state_dict_hooks, list_common_attributes
 from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 
 Groups = list[list[str]]
 SHARING = (Lookahead, MultiOptimizer, WholeMatrices)
 """Those whose groups and state are the same objects as the optimizers' inside."""
-_OWNERS_OF_NOTHING = ("torch.optim", "lumen.optim")  # packages whose optimizers keep no changing state in attributes
+_STATELESS_OWNERS = ("torch.optim", "lumen.optim")  # packages whose optimizers keep no changing state in attributes
 _TAG = "id of"
 _ADDRESS = 2**32  # counters and indices are smaller, ids and addresses of tensors larger
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
+def map_parameter_names(model: nn.Module) -> dict[int, str]:
     """Return names of parameters by their id."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def groups_of(model: nn.Module, optimizer: Optimizer) -> Groups:
+def get_group_names(model: nn.Module, optimizer: Optimizer) -> Groups:
     """Return names of the parameters in each group of an optimizer."""
-    names = parameter_names(model)
-    return [[_name(names, optimizer, each) for each in group["params"]] for group in optimizer.param_groups]
+    names = map_parameter_names(model)
+    return [
+        [_get_parameter_name(names, optimizer, each) for each in group["params"]] for group in optimizer.param_groups
+    ]
 
 
 # ---------------------------------------------------------------------- places of state
@@ -68,7 +70,7 @@ def ids_as_names(value: Any, names: Mapping[int, str], where: str) -> Any:
             )
         return (_TAG, names[item]) if item in names else item
 
-    return _replaced(value, translated)
+    return _map_nested(value, translated)
 
 
 def names_as_ids(value: Any, parameters: Mapping[str, Any]) -> Any:
@@ -78,14 +80,14 @@ def names_as_ids(value: Any, parameters: Mapping[str, Any]) -> Any:
         is_tagged = type(item) is tuple and len(item) == 2 and item[0] == _TAG and item[1] in parameters
         return id(parameters[item[1]]) if is_tagged else item
 
-    return _replaced(value, translated)
+    return _map_nested(value, translated)
 
 
-def _replaced(value: Any, translated: Callable[..., Any], *, is_key: bool = False, depth: int = 0) -> Any:
+def _map_nested(value: Any, translated: Callable[..., Any], *, is_key: bool = False, depth: int = 0) -> Any:
     """Copy nested plain containers, and apply a function to each container, entry and key."""
     if (new := translated(value, is_key=is_key)) is not value or depth > 100:  # `encode` refuses cycles
         return new
-    inner = partial(_replaced, translated=translated, depth=depth + 1)
+    inner = partial(_map_nested, translated=translated, depth=depth + 1)
     if isinstance(value, dict):
         return {inner(key, is_key=True): inner(item) for key, item in value.items()}
     return type(value)(map(inner, value)) if type(value) in (list, tuple, set, frozenset) else value
@@ -93,30 +95,30 @@ def _replaced(value: Any, translated: Callable[..., Any], *, is_key: bool = Fals
 
 def keeps_unknown_state(optimizer: Optimizer) -> bool:
     """Return True if an optimizer, or one inside it, is of a class that neither torch nor Lumen defines."""
-    return any(not type(each).__module__.startswith(_OWNERS_OF_NOTHING) for each in optimizers_in(optimizer).values())
+    return any(not type(each).__module__.startswith(_STATELESS_OWNERS) for each in find_optimizers(optimizer).values())
 
 
-def kind_of(optimizer: Optimizer) -> str:
+def describe_class(optimizer: Optimizer) -> str:
     """Return the class name of an optimizer, followed by the class names of its inner optimizers."""
-    kinds = ", ".join(kind_of(each) for _, each in _inside(optimizer))
+    kinds = ", ".join(describe_class(each) for _, each in _iterate_inner_optimizers(optimizer))
     return type(optimizer).__qualname__ + (f"({kinds})" if kinds else "")
 
 
-def attributes_of(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+def get_extra_attributes(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Return attributes with plain data or tensors, for the optimizer and each inner optimizer, by place.
 
     Raises:
         CheckpointError: An attribute holds tensors in a way that cannot be saved.
     """
     found, parameters = {}, {*map(id, model.parameters())}
-    for place, owner in optimizers_in(optimizer).items():
-        if not has_own_state(owner) and not type(owner).__module__.startswith(_OWNERS_OF_NOTHING):
-            own = {name: value for name, value in vars(owner).items() if name not in attributes_of_all_optimizers()}
+    for place, owner in find_optimizers(optimizer).items():
+        if not has_own_state(owner) and not type(owner).__module__.startswith(_STATELESS_OWNERS):
+            own = {name: value for name, value in vars(owner).items() if name not in list_common_attributes()}
             found[place] = {name: value for name, value in own.items() if _is_state(owner, name, value, parameters)}
     return found
 
 
-def _inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+def _iterate_inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
     """Yield the optimizers in attributes of an optimizer, with their places."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
@@ -127,22 +129,22 @@ def _inside(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
             yield from ((f"{name}[{key!r}]", each) for key, each in value.items() if isinstance(each, Optimizer))
 
 
-def optimizers_in(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
+def find_optimizers(optimizer: Optimizer, place: str = "") -> dict[str, Optimizer]:
     """Return an optimizer and its inner optimizers by place; an optimizer with its own `state_dict` is not searched."""
     found = {place: optimizer}
-    if not _overrides(optimizer, "state_dict"):
-        for name, each in _inside(optimizer):
-            found |= optimizers_in(each, f"{place}.{name}".lstrip("."))
+    if not _overrides_method(optimizer, "state_dict"):
+        for name, each in _iterate_inner_optimizers(optimizer):
+            found |= find_optimizers(each, f"{place}.{name}".lstrip("."))
     return found
 
 
 def has_own_state(optimizer: Optimizer) -> bool:
     """Return True if an optimizer overrides `state_dict` or `load_state_dict`, or has hooks for these methods."""
-    changed = _overrides(optimizer, "state_dict") or _overrides(optimizer, "load_state_dict")
+    changed = _overrides_method(optimizer, "state_dict") or _overrides_method(optimizer, "load_state_dict")
     return changed or has_state_dict_hooks(optimizer)
 
 
-def _overrides(optimizer: Optimizer, method: str) -> bool:
+def _overrides_method(optimizer: Optimizer, method: str) -> bool:
     kind = type(optimizer)
     own = getattr(kind, method) is not getattr(Optimizer, method) and kind not in SHARING
     return own or method in vars(optimizer)
@@ -150,7 +152,7 @@ def _overrides(optimizer: Optimizer, method: str) -> bool:
 
 def _is_state(owner: Optimizer, name: str, value: Any, parameters: Collection[int]) -> bool:
     """Return True if an attribute is state: plain data or tensors, without references to parameters or objects."""
-    tensors = list(tensors_in(value))
+    tensors = list(iterate_tensors(value))
     refers = any(id(each) in parameters for each in tensors)
     tensors = [each for each in tensors if id(each) not in parameters]
     try:
@@ -158,13 +160,13 @@ def _is_state(owner: Optimizer, name: str, value: Any, parameters: Collection[in
     except CheckpointError as error:
         if not tensors:
             return False
-        raise _unsavable(owner, name) from error
+        raise _make_unsavable_error(owner, name) from error
     if refers and tensors:
-        raise _unsavable(owner, name)
+        raise _make_unsavable_error(owner, name)
     return not refers
 
 
-def _unsavable(owner: Optimizer, name: str) -> CheckpointError:
+def _make_unsavable_error(owner: Optimizer, name: str) -> CheckpointError:
     return CheckpointError(
         f"{type(owner).__name__} keeps tensors in its attribute {name!r} in a way that cannot be saved, so that a "
         "resumed run would not have them. Keep them in self.state[parameter], or give the class a state_dict and a "
@@ -172,16 +174,16 @@ def _unsavable(owner: Optimizer, name: str) -> CheckpointError:
     )
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in nested containers, including keys."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from (*tensors_in(key), *tensors_in(each))
+            yield from (*iterate_tensors(key), *iterate_tensors(each))
     elif isinstance(value, (list, tuple, set, frozenset)):
         for each in value:
-            yield from tensors_in(each)
+            yield from iterate_tensors(each)
 
 
 # ---------------------------------------------------------------------- saving
@@ -199,29 +201,33 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
     Raises:
         CheckpointError: An entry cannot be saved; the message names the entry.
     """
-    names, optimizers, groups = parameter_names(model), optimizers_in(optimizer), groups_of(model, optimizer)
-    capture = _Capture(names, names if keeps_unknown_state(optimizer) else {}, tensors)
-    values = capture.groups(optimizer, "group ")
+    names, optimizers, groups = (
+        map_parameter_names(model),
+        find_optimizers(optimizer),
+        get_group_names(model, optimizer),
+    )
+    capture = _StateEncoder(names, names if keeps_unknown_state(optimizer) else {}, tensors)
+    values = capture.encode_groups(optimizer, "group ")
     captured = {
-        "class": kind_of(optimizer),
+        "class": describe_class(optimizer),
         "groups": [each | {"params": held} for each, held in zip(values, groups, strict=True)],
-        "state": capture.states(optimizer),
+        "state": capture.encode_states(optimizer),
     }
-    inside = {place: capture.inside(each, optimizer, place) for place, each in optimizers.items() if place}
+    inside = {place: capture.encode_inner(each, optimizer, place) for place, each in optimizers.items() if place}
     own = {place: each for place, each in optimizers.items() if has_own_state(each)}
-    kept = {place: each for place, each in attributes_of(model, optimizer).items() if each}
+    kept = {place: each for place, each in get_extra_attributes(model, optimizer).items() if each}
     additions = {
         "built": built if built != groups else None,
-        "shared": capture.encoded(_shared(optimizer), "shared"),
+        "shared": capture.encode(_get_shared_state(optimizer), "shared"),
         "inside": {place: found for place, found in inside.items() if found},
-        "own": {place: capture.encoded(_own_state(each), f"own[{place}]") for place, each in own.items()},
-        "attributes": {place: capture.encoded(each, f"attributes[{place}]") for place, each in kept.items()},
+        "own": {place: capture.encode(_get_custom_state(each), f"own[{place}]") for place, each in own.items()},
+        "attributes": {place: capture.encode(each, f"attributes[{place}]") for place, each in kept.items()},
     }
     return captured | {key: value for key, value in additions.items() if value}
 
 
 @final
-class _Capture(NamedTuple):
+class _StateEncoder(NamedTuple):
     """Encoder of the state of an optimizer and its inner optimizers.
 
     Attributes:
@@ -235,70 +241,70 @@ class _Capture(NamedTuple):
     ids: Mapping[int, str]
     tensors: Tensors
 
-    def encoded(self, value: Any, where: str) -> JSON:
+    def encode(self, value: Any, where: str) -> JSON:
         return encode(ids_as_names(value, self.ids, where) if self.ids else value, self.tensors, where)
 
-    def groups(self, optimizer: Optimizer, where: str) -> list[dict[str, JSON]]:
+    def encode_groups(self, optimizer: Optimizer, where: str) -> list[dict[str, JSON]]:
         return [
-            {key: self.encoded(value, f"{where}{number}.{key}") for key, value in group.items() if key != "params"}
+            {key: self.encode(value, f"{where}{number}.{key}") for key, value in group.items() if key != "params"}
             for number, group in enumerate(optimizer.param_groups)
         ]
 
-    def states(self, optimizer: Optimizer, place: str = "", known: Collection[int] = ()) -> dict[str, JSON]:
+    def encode_states(self, optimizer: Optimizer, place: str = "", known: Collection[int] = ()) -> dict[str, JSON]:
         """Return state by parameter name, without entries whose id is in `known`."""
         found = {}
         for parameter, entries in optimizer.state.items():
             if isinstance(parameter, torch.Tensor) and id(entries) not in known:
-                name = _name(self.names, optimizer, parameter)
-                found[name] = self.encoded(entries, f"{name}.{place}" if place else name)
+                name = _get_parameter_name(self.names, optimizer, parameter)
+                found[name] = self.encode(entries, f"{name}.{place}" if place else name)
                 for key, value in entries.items() if isinstance(entries, Mapping) else ():
                     if _is_shard(value, parameter):
-                        raise _unknown_shard(optimizer, f"{key!r} of {name}")
+                        raise _make_shard_error(optimizer, f"{key!r} of {name}")
         return found
 
-    def inside(self, inner: Optimizer, outer: Optimizer, place: str) -> dict[str, JSON]:
+    def encode_inner(self, inner: Optimizer, outer: Optimizer, place: str) -> dict[str, JSON]:
         """Return the state of an inner optimizer that the outer optimizer does not share."""
         found: dict[str, JSON] = {}
-        if states := self.states(inner, place, {*map(id, outer.state.values())}):
+        if states := self.encode_states(inner, place, {*map(id, outer.state.values())}):
             found["state"] = states
-        if shared := {key: value for key, value in _shared(inner).items() if key not in outer.state}:
-            found["shared"] = self.encoded(shared, f"shared[{place}]")
+        if shared := {key: value for key, value in _get_shared_state(inner).items() if key not in outer.state}:
+            found["shared"] = self.encode(shared, f"shared[{place}]")
         if not {*map(id, inner.param_groups)} <= {*map(id, outer.param_groups)}:
-            found["groups"] = self.groups(inner, f"{place}.group ")
+            found["groups"] = self.encode_groups(inner, f"{place}.group ")
         return found
 
 
-def _shared(optimizer: Optimizer) -> dict[Any, Any]:
+def _get_shared_state(optimizer: Optimizer) -> dict[Any, Any]:
     """Return entries of `state` whose key is not a parameter."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
-def _own_state(optimizer: Optimizer) -> dict[str, Any]:
+def _get_custom_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return entries of an optimizer's own `state_dict` that differ from torch's, and the keys of equal entries."""
-    given, plain = optimizer.state_dict(), torchs_state_dict(optimizer)
+    given, plain = optimizer.state_dict(), get_torch_state_dict(optimizer)
     if not isinstance(given, dict):
         raise CheckpointError(
             f"state_dict of {type(optimizer).__name__} returns a {type(given).__name__}. Let it return a dictionary of "
             "plain data and tensors."
         )
-    as_torch = [key for key in given if key in plain and _is_same(given[key], plain[key])]
+    as_torch = [key for key in given if key in plain and _is_equal_state(given[key], plain[key])]
     rest = {key: value for key, value in given.items() if key not in as_torch}
-    tensors = [each for each in tensors_in(rest) if not is_sharded(each) and each.numel() > 1]
+    tensors = [each for each in iterate_tensors(rest) if not is_sharded(each) and each.numel() > 1]
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    shards = [local_tensor(parameter).shape for parameter in held if is_sharded(parameter)]
+    shards = [get_local_tensor(parameter).shape for parameter in held if is_sharded(parameter)]
     if any(each.shape in shards for each in tensors):
-        raise _unknown_shard(optimizer, "a tensor in its own state_dict")
+        raise _make_shard_error(optimizer, "a tensor in its own state_dict")
     return {"as torch": as_torch, "rest": rest}
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_equal_state(one: Any, other: Any) -> bool:
     """Return True if two nested structures hold the same tensor objects and equal values."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_is_equal_state(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
+        return len(one) == len(other) and all(map(_is_equal_state, one, other))
     return one is other or bool(type(one) is type(other) and one == other)
 
 
@@ -306,17 +312,17 @@ def _is_shard(value: Any, parameter: torch.Tensor) -> bool:
     """Return True if a value is a plain tensor with the shape of this process's shard of a sharded parameter."""
     if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value) or value.numel() <= 1:
         return False
-    return value.shape == local_tensor(parameter).shape != parameter.shape
+    return value.shape == get_local_tensor(parameter).shape != parameter.shape
 
 
-def _unknown_shard(optimizer: Optimizer, what: str) -> CheckpointError:
+def _make_shard_error(optimizer: Optimizer, what: str) -> CheckpointError:
     return CheckpointError(
         f"{type(optimizer).__name__} keeps {what} as this process's shard alone, so that nobody knows what it is a "
         "shard of. Make it with torch.zeros_like(parameter), or as another DTensor."
     )
 
 
-def _name(names: Mapping[int, str], optimizer: Optimizer, parameter: torch.Tensor) -> str:
+def _get_parameter_name(names: Mapping[int, str], optimizer: Optimizer, parameter: torch.Tensor) -> str:
     if id(parameter) not in names:
         raise CheckpointError(
             f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
@@ -329,12 +335,12 @@ def _name(names: Mapping[int, str], optimizer: Optimizer, parameter: torch.Tenso
 # ---------------------------------------------------------------------- loading
 
 
-def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+def restore_groups(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
     """Give a new optimizer the groups of the checkpoint, if hooks had changed the groups after they were built."""
     saved = checkpoint.state["optimizer"]
-    if saved.get("built") != groups_of(model, optimizer):
+    if saved.get("built") != get_group_names(model, optimizer):
         return
-    parameters, tensors = dict(model.named_parameters()), checkpoint.tensors("optimizer")
+    parameters, tensors = dict(model.named_parameters()), checkpoint.as_mapping("optimizer")
     del optimizer.param_groups[len(saved["groups"]) :]
     wanted = [[parameters[name] for name in group["params"]] for group in saved["groups"]]
     for group, held in zip(optimizer.param_groups, wanted, strict=False):
@@ -346,13 +352,13 @@ def regroup(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> N
 
 def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
     """Restore the state of parameters, and entries of `state` that belong to no parameter."""
-    saved, tensors = checkpoint.state["optimizer"], checkpoint.tensors("optimizer")
+    saved, tensors = checkpoint.state["optimizer"], checkpoint.as_mapping("optimizer")
     optimizer.state.clear()
-    optimizers, parameters = optimizers_in(optimizer), dict(model.named_parameters())
+    optimizers, parameters = find_optimizers(optimizer), dict(model.named_parameters())
     inside = {place: found for place, found in saved.get("inside", {}).items() if place in optimizers}
     moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
     moves_with_it = {parameter for group in moving for parameter in group["params"]}
-    state_of, of_none = states_of(checkpoint), tensors_as_saved(model, checkpoint, "optimizer")
+    state_of, of_none = make_state_reader(checkpoint), get_tensors_as_saved(model, checkpoint, "optimizer")
     for place, found in {"": saved, **inside}.items():
         state = optimizers[place].state
         for name, entries in found.get("state", {}).items():
@@ -369,32 +375,34 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
 
 def load_gradients(model: nn.Module, checkpoint: Checkpoint) -> dict[nn.Parameter, torch.Tensor]:
     """Return the gradients accumulated by a task with manual optimization, sharded as their parameters are."""
-    parameters, state_of = dict(model.named_parameters()), states_of(checkpoint)
+    parameters, state_of = dict(model.named_parameters()), make_state_reader(checkpoint)
     saved = checkpoint.state["optimizer"].get("gradients", {})
     return {parameters[name]: decode(entry, state_of(name, parameters[name]))["grad"] for name, entry in saved.items()}
 
 
-def load_rest(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+def load_remaining_state(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
     """Restore optimizer data outside of `state` and `param_groups`; call this after both are restored.
 
     Raises:
         CheckpointMismatch: The sharding of a tensor that was saved unsharded is unknown.
     """
-    saved, optimizers = checkpoint.state["optimizer"], optimizers_in(optimizer)
-    parameters, fresh, names = dict(model.named_parameters()), Tensors(), parameter_names(model)
-    for place, attributes in attributes_of(model, optimizer).items():
-        _Capture(names, names, fresh).encoded(attributes, f"attributes[{place}]")
-    read = checkpoint.tensors("optimizer", _reader(optimizer, checkpoint, fresh))
+    saved, optimizers = checkpoint.state["optimizer"], find_optimizers(optimizer)
+    parameters, fresh, names = dict(model.named_parameters()), Tensors(), map_parameter_names(model)
+    for place, attributes in get_extra_attributes(model, optimizer).items():
+        _StateEncoder(names, names, fresh).encode(attributes, f"attributes[{place}]")
+    read = checkpoint.as_mapping("optimizer", _make_tensor_reader(optimizer, checkpoint, fresh))
     for place, found in saved.get("inside", {}).items():
         for group, values in zip(optimizers[place].param_groups, found.get("groups", ()), strict=False):
             group.update(names_as_ids(decode(values, read), parameters))
     for place, attributes in saved.get("attributes", {}).items():
         vars(optimizers[place]).update(names_as_ids(decode(attributes, read), parameters))
     if own := saved.get("own"):
-        _load_own(optimizers, {place: names_as_ids(decode(each, read), parameters) for place, each in own.items()})
+        _load_custom_states(
+            optimizers, {place: names_as_ids(decode(each, read), parameters) for place, each in own.items()}
+        )
 
 
-def _reader(
+def _make_tensor_reader(
     optimizer: Optimizer, checkpoint: Checkpoint, fresh: Mapping[str, torch.Tensor]
 ) -> Callable[[str], torch.Tensor]:
     """Return a function that reads a tensor that belongs to no parameter.
@@ -420,7 +428,7 @@ def _reader(
     return read
 
 
-def _load_own(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str, Any]]) -> None:
+def _load_custom_states(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str, Any]]) -> None:
     """Call each optimizer's own `load_state_dict`, then restore groups and `state` exactly.
 
     The method may call `Optimizer.load_state_dict`, which casts states and creates new dictionaries for groups.
@@ -431,7 +439,7 @@ def _load_own(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str
         for place, each in optimizers.items()
     }  # fmt: skip
     for place, given in own.items():
-        plain = torchs_state_dict(optimizers[place])
+        plain = get_torch_state_dict(optimizers[place])
         optimizers[place].load_state_dict({key: plain[key] for key in given["as torch"]} | given["rest"])
     for optimizer in reversed([*optimizers.values()]):
         if isinstance(optimizer, SHARING):

@@ -14,43 +14,51 @@ from lumen.checkpoint.format.codec import JSON, Tensors, decode, encode
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.errors import CheckpointMismatch
 from lumen.metrics.step_values import Accumulator
-from lumen.metrics.torchmetrics_states import load_metric_state, merged_state, metric_state, metrics_of, updates_seen
+from lumen.metrics.torchmetrics_states import (
+    copy_metric_state,
+    find_metrics,
+    get_seen_updates,
+    load_metric_state,
+    merge_states,
+)
 from lumen.run.run import Run
 
 
-def own_values(run: Run) -> tuple[JSON, Tensors]:
+def collect_logged_values(run: Run) -> tuple[JSON, Tensors]:
     """Return this process's logged values as JSON, and their tensors, copied to the host.
 
     Raises:
         CheckpointError: A value is neither plain data nor a tensor.
         ConfigError: A logged metric is not a module of the task.
     """
-    metrics = metrics_of(run.task)
+    metrics = find_metrics(run.task)
     names = {id(metric): name for name, metric in metrics.items()}
     values = {
         "logged": run.log.train.state_dict(lambda metric: names.get(id(metric))),
-        "torchmetrics": {name: metric_state(metric) for name, metric in metrics.items()},
-        "seen": updates_seen(run.task),
-        "attributes": {name: _attributes(metric) for name, metric in metrics.items()},  # such as those of MinMaxMetric
-        "trackers": {name: len(tracker) for name, tracker in _trackers(run.task).items()},
+        "torchmetrics": {name: copy_metric_state(metric) for name, metric in metrics.items()},
+        "seen": get_seen_updates(run.task),
+        "attributes": {
+            name: _get_tensor_attributes(metric) for name, metric in metrics.items()
+        },  # such as those of MinMaxMetric
+        "trackers": {name: len(tracker) for name, tracker in _find_trackers(run.task).items()},
     }
     encoded = encode(values, tensors := Tensors(), f"ranks[{run.processes.rank}]")
     return encoded, {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def load_values(run: Run, checkpoint: Checkpoint) -> None:
+def load_logged_values(run: Run, checkpoint: Checkpoint) -> None:
     """Restore logged values: each data rank its own, or data rank 0 all values if the number of data ranks changed."""
     rank, world = run.strategy.data_rank, run.strategy.data_world_size
-    ranks, extra = checkpoint.state["ranks"], checkpoint.tensors("extra")
-    for name, tracker in _trackers(run.task).items():
+    ranks, extra = checkpoint.state["ranks"], checkpoint.as_mapping("extra")
+    for name, tracker in _find_trackers(run.task).items():
         saved = ranks[0].get("trackers", {}).get(name, 0)
         while len(tracker) < min(saved, len(ranks[0]["torchmetrics"])):  # one entry per metric
             tracker.increment()
-    metrics = metrics_of(run.task)
+    metrics = find_metrics(run.task)
     if len(ranks) == world:
         values = decode(ranks[rank], extra)
     elif rank == 0:
-        values = _merged([decode(each, extra) for each in ranks], metrics, checkpoint.path)
+        values = _merge_ranks([decode(each, extra) for each in ranks], metrics, checkpoint.path)
     else:
         values = {"logged": {}, "torchmetrics": {}, "seen": {}}
     for name, metric in metrics.items():
@@ -58,26 +66,26 @@ def load_values(run: Run, checkpoint: Checkpoint) -> None:
         if name in values["torchmetrics"]:
             load_metric_state(metric, values["torchmetrics"][name])
         for key, value in decode(ranks[0].get("attributes", {}), extra).get(name, {}).items():
-            if key in _attributes(metric):
+            if key in _get_tensor_attributes(metric):
                 setattr(metric, key, value.to(metric.device))
-    seen = updates_seen(run.task)
+    seen = get_seen_updates(run.task)
     seen.clear()
     seen.update(values["seen"])
     run.log.train.load_state_dict(values["logged"], metrics.__getitem__, run.strategy.device)
 
 
-def _attributes(metric: Any) -> dict[str, torch.Tensor]:
+def _get_tensor_attributes(metric: Any) -> dict[str, torch.Tensor]:
     """Return tensors that a metric keeps as plain attributes."""
     tensors = {name: value for name, value in vars(metric).items() if isinstance(value, torch.Tensor)}
     return {n: each for n, each in tensors.items() if not n.startswith("_") and n not in metric._defaults}
 
 
-def _trackers(task: nn.Module) -> dict[str, Any]:
+def _find_trackers(task: nn.Module) -> dict[str, Any]:
     """Return the `torchmetrics.MetricTracker` objects, which add a metric with each `increment()`."""
     return {name: module for name, module in task.named_modules() if type(module).__name__ == "MetricTracker"}
 
 
-def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], path: PurePath) -> dict[str, Any]:
+def _merge_ranks(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], path: PurePath) -> dict[str, Any]:
     """Merge the values of all ranks into the values of a single process.
 
     Raises:
@@ -97,9 +105,9 @@ def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], path
         for name, entry in values["logged"].items():
             logged.setdefault(name, []).append(entry)
     return {
-        "logged": {name: entries[0] | {"epoch": _sum(entries)} for name, entries in logged.items()},
+        "logged": {name: entries[0] | {"epoch": _sum_entries(entries)} for name, entries in logged.items()},
         "torchmetrics": {
-            name: merged_state(metrics[name], [values["torchmetrics"][name] for values in ranks])
+            name: merge_states(metrics[name], [values["torchmetrics"][name] for values in ranks])
             for name in ranks[0]["torchmetrics"]
             if name in metrics
         },
@@ -107,6 +115,6 @@ def _merged(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], path
     }
 
 
-def _sum(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _sum_entries(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     epochs = [Accumulator.from_state(entry["epoch"], torch.device("cpu")) for entry in entries]
-    return Accumulator.of_ranks(epochs[0].reduction, [epoch.sums() for epoch in epochs]).state_dict()
+    return Accumulator.from_ranks(epochs[0].reduction, [epoch.get_sums() for epoch in epochs]).state_dict()

@@ -8,18 +8,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lumen.checkpoint.optimizer_state import attributes_of
-from lumen.internals.optimizers import set_by_hand
-from lumen.run.plan import Plan, by_epoch
+from lumen.checkpoint.optimizer_state import get_extra_attributes
+from lumen.internals.optimizers import drop_derived_state
+from lumen.run.plan import Plan, format_by_epoch
 from lumen.run.run import Run
-from lumen.run.scheduler_config import lengths_of
+from lumen.run.scheduler_config import get_schedule_lengths
 
 Setting: TypeAlias = bool | int | float | str | None
-HOW_TO_STEP = ("params", "fused", "foreach", "capturable", "differentiable")  # options that do not change the update
-STEP_SIZES = ("global_batch_size", "batches of a step")  # names that data adapters use
+STEP_MEANS_KEYS = (
+    "params",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+)  # options that do not change the update
+STEP_SIZE_KEYS = ("global_batch_size", "batches of a step")  # names that data adapters use
 
 
-def configured(run: Run) -> dict[str, Setting]:
+def get_configured_settings(run: Run) -> dict[str, Setting]:
     """Return the settings of the optimizer's groups and of the schedulers, just after they were built.
 
     Returns:
@@ -28,18 +34,18 @@ def configured(run: Run) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for number, group in enumerate(run.optim.optimizer.param_groups):
         follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has already changed the rate
-        own = {key: value for key, value in group.items() if key not in (*HOW_TO_STEP, *follows)}
-        found.update(settings(f"groups[{number}]", own))
-    for place, attributes in attributes_of(run.task, run.optim.optimizer).items():
-        found.update(settings(f"optimizer{place and '.'}{place}", attributes))
+        own = {key: value for key, value in group.items() if key not in (*STEP_MEANS_KEYS, *follows)}
+        found.update(flatten_settings(f"groups[{number}]", own))
+    for place, attributes in get_extra_attributes(run.task, run.optim.optimizer).items():
+        found.update(flatten_settings(f"optimizer{place and '.'}{place}", attributes))
     for number, config in enumerate(run.optim.schedulers):
         state = dict(config.scheduler.state_dict()) if hasattr(config.scheduler, "state_dict") else {}
         found[f"schedulers[{number}]"] = config.describe(run.optim.optimizer)
-        found.update(settings(f"schedulers[{number}]", set_by_hand(state)))
-    return found | lengths_of(run.optim.schedulers)
+        found.update(flatten_settings(f"schedulers[{number}]", drop_derived_state(state)))
+    return found | get_schedule_lengths(run.optim.schedulers)
 
 
-def settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
+def flatten_settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
     """Yield each plain value inside nested dictionaries, lists and tuples with its path; omit floats in lists."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate on its device
         value = value.item()
@@ -47,16 +53,16 @@ def settings(where: str, value: Any) -> Iterator[tuple[str, Setting]]:
         yield where, str(sorted(value.items()))
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from settings(f"{where}.{key}", item)
+            yield from flatten_settings(f"{where}.{key}", item)
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             if not (isinstance(value, list) and isinstance(item, (float, torch.Tensor))):
-                yield from settings(f"{where}[{number}]", item)
+                yield from flatten_settings(f"{where}[{number}]", item)
     elif value is None or isinstance(value, (bool, int, float, str)):
         yield where, value
 
 
-def trainer_settings(run: Run) -> dict[str, Setting]:
+def get_trainer_settings(run: Run) -> dict[str, Setting]:
     """Return the trainer's arguments and the batch sizes of the training data, if they affect the computed values.
 
     The length of the run and all settings for display and saving are omitted.
@@ -71,12 +77,12 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
         "compile": str(run.calls.compilation.setting),
         "processes": run.processes.world_size,
         "strategy": run.strategy.__class__.__name__,
-        "accumulate_grad_batches": by_epoch(plan.accumulate),
-        **_cut(run),
+        "accumulate_grad_batches": format_by_epoch(plan.accumulate),
+        **_get_batching_settings(run),
         "gradient_clip_val": plan.clip_norm if plan.clip_value is None else plan.clip_value,
         "gradient_clip_algorithm": "norm" if plan.clip_value is None else "value",
-        "limit_train_batches": _limit(plan, "train"),
-        "limit_val_batches": _limit(plan, "validate"),
+        "limit_train_batches": _get_limit(plan, "train"),
+        "limit_val_batches": _get_limit(plan, "validate"),
         "overfit_batches": plan.same_batches,
         "val_check_interval": interval if plan.val_every_n_steps is None else plan.val_every_n_steps,
         "check_val_every_n_epoch": plan.val_every_n_epochs,
@@ -84,35 +90,35 @@ def trainer_settings(run: Run) -> dict[str, Setting]:
     }
 
 
-def _cut(run: Run) -> dict[str, Setting]:
+def _get_batching_settings(run: Run) -> dict[str, Setting]:
     """Return the sizes that divide the training data into batches and into the steps of all epochs."""
     adapter, sizes = run.loaders.train, run.plan.accumulate
     assert adapter is not None
     cut: dict[str, Setting] = {}
-    for name, size in adapter.cut().items():
+    for name, size in adapter.get_batching().items():
         cut[name] = size
-        if name in STEP_SIZES and size is not None and len(sizes) > 1:
+        if name in STEP_SIZE_KEYS and size is not None and len(sizes) > 1:
             unit = size // adapter.per_step * run.strategy.data_world_size
-            cut[name] = by_epoch({epoch: number * unit for epoch, number in sizes.items()})
+            cut[name] = format_by_epoch({epoch: number * unit for epoch, number in sizes.items()})
     return cut
 
 
-def _limit(plan: Plan, stage: str) -> int | float | None:
+def _get_limit(plan: Plan, stage: str) -> int | float | None:
     limit = plan.limits.get(stage)
     return None if isinstance(limit, float) and limit == 1.0 else limit
 
 
-def data_read(run: Run) -> dict[str, Any]:
+def get_data_fingerprints(run: Run) -> dict[str, Any]:
     """Return fingerprints of the training and validation datasets, and the epoch for which they were opened."""
     assert run.loaders.train is not None
     return {
         "asked_in": run.loaders.epoch,
-        "training": run.loaders.train.identity(),
-        "validation": [line for adapter in run.loaders.evaluation for line in adapter.identity()],
+        "training": run.loaders.train.get_fingerprints(),
+        "validation": [line for adapter in run.loaders.evaluation for line in adapter.get_fingerprints()],
     }
 
 
-def modes_of(task: nn.Module) -> dict[str, list[str]]:
+def get_modes(task: nn.Module) -> dict[str, list[str]]:
     """Return names of frozen parameters, of modules in eval mode and of norms that do not track their statistics."""
     return {
         "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],

@@ -10,7 +10,7 @@ from lumen.console import logger as _log
 from lumen.errors import CheckpointError, ConfigError
 
 
-def states_of(things: Iterable[Any]) -> dict[str, Any]:
+def collect_states(things: Iterable[Any]) -> dict[str, Any]:
     """Return states of callbacks or loggers by their keys.
 
     Raises:
@@ -20,7 +20,7 @@ def states_of(things: Iterable[Any]) -> dict[str, Any]:
     for thing in things:
         key, state = thing.state_key, thing.state_dict()
         if state and found.get(key):
-            raise ambiguous(key)
+            raise make_ambiguous_key_error(key)
         found[key] = state or found.get(key, state)
     return found
 
@@ -30,7 +30,7 @@ def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: PurePath)
 
     Args:
         things: Callbacks or loggers.
-        saved: States by key, as `states_of` returned them.
+        saved: States by key, as `collect_states` returned them.
         path: Path of the checkpoint, for messages.
 
     Raises:
@@ -43,7 +43,7 @@ def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: PurePath)
         if len(them) == 1 and key in saved:
             them[0].load_state_dict(saved[key])
         elif saved.get(key):
-            raise ambiguous(key)
+            raise make_ambiguous_key_error(key)
     lost = [key for key, state in saved.items() if state and key not in owners]
     new = [key for key, them in owners.items() if not saved.get(key) and any(map(_has_state, them))]
     begin = f"{', '.join(new)} {'begin' if len(new) > 1 else 'begins'} anew"
@@ -61,7 +61,7 @@ def _has_state(thing: Any) -> bool:
         return True
 
 
-def ambiguous(key: str) -> ConfigError:
+def make_ambiguous_key_error(key: str) -> ConfigError:
     """Return the error for several objects that save under one key."""
     return ConfigError(
         f"several callbacks or loggers of this run have a state, and the same state_key: {key}. A checkpoint could not "
@@ -103,7 +103,7 @@ INSTEAD: Mapping[str, str] = {
 
 
 @final
-class Additions(dict[str, Any]):
+class HookAdditions(dict[str, Any]):
     """Dictionary of one task or callback; a lookup of a Lightning key raises an error that names Lumen's replacement.
 
     Args:

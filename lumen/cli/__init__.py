@@ -11,7 +11,7 @@ from lumen.cli import commands
 from lumen.console import stderr, stdout
 from lumen.distributed import worker
 from lumen.errors import HUNG, ConfigError, LumenError, ProcessStuck
-from lumen.internals.garbage import only_young_collected
+from lumen.internals.garbage import collect_young_only
 from lumen.version import __version__
 
 VERBOSE = "LUMEN_DEBUG"  # set by `--verbose`, and inherited by the processes of the run
@@ -26,17 +26,21 @@ def main(args: list[str] | None = None) -> int:
         is raised instead if `args` is given, under a debugger, or in an interactive Python.
     """
     try:
-        return _dispatch(sys.argv[1:], own=True) if args is None else _dispatch(args, own=False)
+        return (
+            _dispatch(sys.argv[1:], is_own_command_line=True)
+            if args is None
+            else _dispatch(args, is_own_command_line=False)
+        )
     except KeyboardInterrupt:
         return 130
     except LumenError as error:
-        return tell(error)
+        return print_error(error)
     except Exception as error:
         if args is not None or sys.gettrace() is not None or sys.flags.interactive:
             raise
-        from lumen.cli.users_error import show
+        from lumen.cli.user_errors import print_user_error
 
-        show(error)
+        print_user_error(error)
         return 1
     finally:
         stdout.flush()  # flush here, where a closed pipe is no error, and not when Python exits
@@ -47,18 +51,18 @@ def is_verbose() -> bool:
     return os.environ.get(VERBOSE) == "1"
 
 
-def tell(error: LumenError) -> int:
+def print_error(error: LumenError) -> int:
     """Print an error, or report it to the process that started this one; return the exit code."""
     if is_verbose():
         traceback.print_exc()
     text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
-    if not worker.report(error, text):
+    if not worker.report_error(error, text):
         print(text, file=stderr)
     return 2 if isinstance(error, ConfigError) else HUNG if isinstance(error, ProcessStuck) else 1
 
 
-def _dispatch(args: list[str], *, own: bool) -> int:
-    args = _heard(without_launchers(args))
+def _dispatch(args: list[str], *, is_own_command_line: bool) -> int:
+    args = _handle_verbose(strip_launcher_words(args))
     if not args or args[0] in ("-h", "--help"):
         _show_help()
         return 0
@@ -66,25 +70,25 @@ def _dispatch(args: list[str], *, own: bool) -> int:
     if command == "--version":
         print(f"lumen {__version__}", file=stdout)
         return 0
-    with only_young_collected():
-        run = commands.find(command)
-    if own:
+    with collect_young_only():
+        run = commands.find_runner(command)
+    if is_own_command_line:
         gc.freeze()  # All objects so far stay until the end, so garbage collection need not look through them.
 
     return run(words)
 
 
 def _show_help() -> None:
-    registered = commands.registered_names()
+    registered = commands.list_registered()
     ours, others = [*commands.LOOPS, *registered[True]], registered[False]
     width = max(map(len, commands.LOOPS))
-    lines = {name: f"  {name:{width}}  {commands.summary_of(name)}" for name in (*ours, *others)}
+    lines = {name: f"  {name:{width}}  {commands.get_summary(name)}" for name in (*ours, *others)}
     head = "lumen COMMAND --config FILE [--KEY VALUE ...]"
     more = "lumen COMMAND --help says more; with --verbose errors show every frame."
     print(head, *map(lines.get, ours), "without a config:", *map(lines.get, others), more, sep="\n", file=stdout)
 
 
-def _heard(words: list[str]) -> list[str]:
+def _handle_verbose(words: list[str]) -> list[str]:
     """Return a command line without `--verbose`, after setting the variable for this process and its children."""
     own = words.index("--") if "--" in words else len(words)  # another command line follows
     if "--verbose" in words[:own]:
@@ -92,7 +96,7 @@ def _heard(words: list[str]) -> list[str]:
     return [word for word in words[:own] if word != "--verbose"] + words[own:]
 
 
-def without_launchers(words: list[str]) -> list[str]:
+def strip_launcher_words(words: list[str]) -> list[str]:
     """Return a command line without the argument that `torch.distributed.launch` adds; LOCAL_RANK has its value."""
     rank = os.environ.get("LOCAL_RANK")
     return [word for word in words if word not in (f"--local-rank={rank}", f"--local_rank={rank}")]

@@ -13,16 +13,16 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from lumen.callbacks.checkpoint_names import decides
-from lumen.checkpoint import PARTS, as_place, find_checkpoint, is_weights
+from lumen.callbacks.checkpoint_names import can_rank_checkpoints
+from lumen.checkpoint import PARTS, as_path_or_url, find_checkpoint, is_weights
 from lumen.checkpoint.format.manifest import STATE
 from lumen.cli.config_layers import as_list, is_class
-from lumen.cli.interpolation import escaped
+from lumen.cli.interpolation import escape_references
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
-from lumen.internals.masking import References, masked
-from lumen.random import checked_seed, draw_seed
+from lumen.errors.arguments import expand_path
+from lumen.internals.masking import References, mask_secrets
+from lumen.random import check_seed, draw_seed
 from lumen.task.data_module import DataModule
 from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.task_module import TaskModule
@@ -39,25 +39,25 @@ def seed_of(config: Namespace, checkpoint: Any, name: str) -> int:
     if config.seed_everything is False:
         raise ConfigError("seed_everything: false: a run always has a seed. Leave it out: one is drawn and recorded.")
     if config.seed_everything is not None and config.seed_everything is not True:
-        return checked_seed("seed_everything", config.seed_everything)
-    own = local_path(config.trainer.default_root_dir) / name / "checkpoints"
+        return check_seed("seed_everything", config.seed_everything)
+    own = expand_path(config.trainer.default_root_dir) / name / "checkpoints"
     folder, *beside = _dirpaths(config.trainer.callbacks, own) or [own]
     goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
     if not goes_on or is_weights(checkpoint):
         return draw_seed()
     # The run verifies the other sections.
-    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), beside=beside)
+    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), other_folders=beside)
     return int(found.state["seed"]) if found else draw_seed()
 
 
 def _dirpaths(callbacks: Any, own: Path) -> list[PurePath]:
     """Return the directory of each `ModelCheckpoint`; the callback that selects the best checkpoint comes first."""
     savers = [node for node in as_list(callbacks) if node.class_path.endswith(".ModelCheckpoint")]
-    arguments = sorted((node.init_args.as_dict() for node in savers), key=lambda given: not decides(given))
-    return [own if given.get("dirpath") is None else as_place(given["dirpath"]) for given in arguments]
+    arguments = sorted((node.init_args.as_dict() for node in savers), key=lambda given: not can_rank_checkpoints(given))
+    return [own if given.get("dirpath") is None else as_path_or_url(given["dirpath"]) for given in arguments]
 
 
-def build(parser: ArgumentParser, config: Namespace) -> Namespace:
+def build_objects(parser: ArgumentParser, config: Namespace) -> Namespace:
     """Build all objects; errors of constructors are raised without jsonargparse's wrapping."""
     try:
         return parser.instantiate(config)  # type: ignore[no-any-return]
@@ -69,7 +69,7 @@ def build(parser: ArgumentParser, config: Namespace) -> Namespace:
 
 
 @contextmanager
-def explained_paths(files: Iterable[str]) -> Iterator[None]:
+def explain_missing_paths(files: Iterable[str]) -> Iterator[None]:
     """Add a note to a FileNotFoundError within the context, if the missing file is near a config file.
 
     Args:
@@ -80,7 +80,7 @@ def explained_paths(files: Iterable[str]) -> Iterator[None]:
     except FileNotFoundError as error:
         here, name = Path.cwd(), error.filename
         name = name if not isinstance(name, str | os.PathLike) else Path(here, os.fsdecode(name))
-        around = [place for file in files for place in Path(os.path.abspath(local_path(file))).parents]
+        around = [place for file in files for place in Path(os.path.abspath(expand_path(file))).parents]
         if isinstance(name, Path) and name.is_relative_to(here):
             name = name.relative_to(here)
             if place := next((each for each in around if (each / name).exists()), None):
@@ -90,7 +90,7 @@ def explained_paths(files: Iterable[str]) -> Iterator[None]:
         raise
 
 
-def take(name: str, data: Any) -> Any:
+def take_from_data(name: str, data: Any) -> Any:
     """Return an argument of the model, taken from the data."""
     if not hasattr(data, name) and not hasattr(type(data), name):
         raise ConfigError(
@@ -98,11 +98,11 @@ def take(name: str, data: Any) -> Any:
             f"{type(data).__name__} an attribute {name} to take it from."
         )
     value = getattr(data, name)
-    _log.info("model.%s is %s, from data.%s", name, reprlib.repr(masked(value, name)), name)
+    _log.info("model.%s is %s, from data.%s", name, reprlib.repr(mask_secrets(value, name)), name)
     return value
 
 
-def keep_given(
+def record_hyperparameters(
     node: dict[str, Any], links: list[str], model: TaskModule, data: DataModule | None, references: References
 ) -> None:
     """Record the hyperparameters that refer to the environment, and the arguments that the model takes from the data.
@@ -117,21 +117,21 @@ def keep_given(
     for key, owner in (("model", model), ("data", data)):
         if isinstance(owner, HasHyperparameters):
             found = {path[2:]: each for path, each in references.items() if path[:2] == (key, "init_args")}
-            owner._refer(found)
+            owner._set_references(found)
     for name in links:
         if (reference := references.get(("data", "init_args", name))) is not None:
-            model._refer({(name,): reference})
+            model._set_references({(name,): reference})
             continue  # a repeated run takes the value from the data again
         with suppress(yaml.YAMLError):  # the record holds plain data only
             yaml.safe_dump(value := getattr(data, name))
             inside = node.setdefault("init_args", {}) if is_class(node) else node
-            inside[name] = escaped(value)
+            inside[name] = escape_references(value)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_data(value: Any) -> bool:
     """Return True if a config file can hold the value."""
     if isinstance(value, Mapping):
-        return all(map(is_plain, value.values()))
+        return all(map(is_plain_data, value.values()))
     if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
+        return all(map(is_plain_data, value))
     return value is None or isinstance(value, str | int | float)

@@ -19,8 +19,8 @@ from torch import Tensor
 import lumen
 from lumen import __all__ as public
 from lumen.errors import ConfigError
-from lumen.errors.arguments import did_you_mean, local_path
-from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNINGS, RENAMED
+from lumen.errors.arguments import expand_path, suggest_names
+from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES, RENAMED
 
 # Modules whose classes no class_path names.
 _NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}
@@ -129,7 +129,7 @@ def of_lightning(name: str) -> Counterpart | None:
     """Return the replacement of a class of Lightning, given the full name; None for a class of another package."""
     package, _, rest = name.partition(".")
     short = rest.rpartition(".")[2]
-    if package not in LIGHTNINGS or not short:
+    if package not in LIGHTNING_PACKAGES or not short:
         return None
     ours: str | None = f"lumen.{short}" if short in public else RENAMED.get(short)
     if ours is not None and ours.startswith("lumen.") and ours.rpartition(".")[2] not in public:
@@ -167,7 +167,7 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
         what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
         if not module and {short} & {*RENAMED, *INSTEAD_OF_CLASSES} and (there := of_lightning(f"lightning.{short}")):
             raise ConfigError(f"{where}: {what} {there.instead}")
-        raise ConfigError(f"{where}: {what}{did_you_mean(short, known)} Write class_path: module.Class.")
+        raise ConfigError(f"{where}: {what}{suggest_names(short, known)} Write class_path: module.Class.")
     found, *others = known[short]
     if others:
         names = ", ".join(f"{each.__module__}.{short}" for each in known[short])
@@ -185,7 +185,7 @@ def classes_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
             getattr(lumen, name)
     found: dict[str, list[type]] = {}
     for kind in dict.fromkeys(chain.from_iterable(map(_derived, bases))):
-        if "<locals>" not in kind.__qualname__ and kind.__module__.partition(".")[0] not in LIGHTNINGS:
+        if "<locals>" not in kind.__qualname__ and kind.__module__.partition(".")[0] not in LIGHTNING_PACKAGES:
             found.setdefault(kind.__name__, []).append(kind)
     for name, kinds in found.items():
         usable = [each for each in kinds if not inspect.isabstract(each) and "._" not in each.__module__]
@@ -211,10 +211,10 @@ def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
     """Return where Python looked for a module, similar names, and the config's directory that contains the module."""
     parent, _, short = missing.rpartition(".")
     looked_in = [*sys.modules[parent].__path__] if parent else [os.getcwd()]
-    hint = did_you_mean(short, (module.name for module in pkgutil.iter_modules(looked_in)))
+    hint = suggest_names(short, (module.name for module in pkgutil.iter_modules(looked_in)))
     if parent:
         return f"{hint} It was looked for in {', '.join(looked_in)}."
-    around = [place for file in files for place in Path(os.path.abspath(local_path(file))).parents]
+    around = [place for file in files for place in Path(os.path.abspath(expand_path(file))).parents]
     found = next((place for place in around if (place / f"{short}.py").is_file() or (place / short).is_dir()), None)
     it_is = "Start lumen in the directory that it is in" if found is None else f"It is in {found}: start lumen there"
     others = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]

@@ -14,30 +14,44 @@ import yaml
 from jsonargparse import Namespace, set_loader
 
 from lumen.callbacks import Callback
-from lumen.cli import tell, without_launchers
-from lumen.cli.building import build, explained_paths, is_plain, keep_given, seed_of, take
+from lumen.cli import print_error, strip_launcher_words
+from lumen.cli.building import (
+    build_objects,
+    explain_missing_paths,
+    is_plain_data,
+    record_hyperparameters,
+    seed_of,
+    take_from_data,
+)
+from lumen.cli.command_words import (
+    HelpShown,
+    find_default_files,
+    get_script_command,
+    read_words,
+    refuse_lightning_cli_methods,
+    refuse_subcommands,
+)
 from lumen.cli.commands import LOOPS
-from lumen.cli.config_checks import Check
+from lumen.cli.config_checks import SettingsChecker
 from lumen.cli.config_layers import Settings, Tree, as_list
 from lumen.cli.help import show_help
-from lumen.cli.interpolation import escaped, put_references, resolve
+from lumen.cli.interpolation import escape_references, put_references, resolve_references
 from lumen.cli.optimization import configure_optimizers
-from lumen.cli.options import Offer, OptionParser
+from lumen.cli.options import CommandOptions, OptionParser
 from lumen.cli.outputs import SaveConfig, check_output, show_metrics, show_predictions, write_results
-from lumen.cli.words import Shown, check_methods, default_files, no_subcommands, read_words, script_command
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stdout
 from lumen.distributed.launch import launch, relaunch
 from lumen.distributed.processes import Processes
 from lumen.distributed.restarts import needs_launcher
 from lumen.errors import ConfigError, LumenError
-from lumen.errors.arguments import checked, local_path
+from lumen.errors.arguments import check_arguments, expand_path
 from lumen.errors.lightning_names import INSTEAD_IN_CLI
 from lumen.random import seed_for_building
-from lumen.strategies.factory import device_of, processes_of
+from lumen.strategies.factory import choose_device, choose_processes
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
-from lumen.trainer.logs import LogSettings, console_log
+from lumen.trainer.logs import LogSettings, log_to_console
 from lumen.trainer.trainer import Trainer
 
 set_loader("yaml", load_yaml, (yaml.YAMLError,))
@@ -85,11 +99,11 @@ class CLI:
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_CLI
-    _is_for_elsewhere = False  # True: ignore which devices this machine has
+    _runs_elsewhere = False  # True: ignore which devices this machine has
     _program: str | None = None  # first word of the command line; None: the name of the script
-    subcommands = staticmethod(no_subcommands)
+    subcommands = staticmethod(refuse_subcommands)
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         model_class: type[TaskModule] | None = None,
@@ -106,11 +120,11 @@ class CLI:
         run: bool = True,
         auto_configure_optimizers: bool = True,
     ) -> None:
-        check_methods(type(self))
+        refuse_lightning_cli_methods(type(self))
         if seed_everything_default is False:
             raise ConfigError("seed_everything_default=False: a run always has a seed. Leave it out: one is drawn.")
         self._save_config = save_config_callback
-        self._offer = Offer(
+        self._offer = CommandOptions(
             model_class or TaskModule,
             datamodule_class or DataModule,
             fixed_model=model_class is not None and not subclass_mode_model,
@@ -118,17 +132,17 @@ class CLI:
             optimizers=auto_configure_optimizers,
             trainer=trainer_class,
         )
-        defaults = {name: value for name, value in (trainer_defaults or {}).items() if is_plain(value)}
-        self._kept = {name: value for name, value in (trainer_defaults or {}).items() if name not in defaults}
+        defaults = {name: value for name, value in (trainer_defaults or {}).items() if is_plain_data(value)}
+        self._kept_settings = {name: value for name, value in (trainer_defaults or {}).items() if name not in defaults}
         self._script: Tree = {"trainer": defaults} if defaults else {}
         if seed_everything_default not in (None, True):
             self._script["seed_everything"] = seed_everything_default
         self._parser_kwargs, self._reads_words = parser_kwargs or {}, args is None
         self._links: list[str] = []
         self.subcommand: str | None = None
-        with _told() if args is None else nullcontext():
-            self._read(without_launchers(sys.argv[1:]) if args is None else args, run=run)
-            with explained_paths(self._asked.files):
+        with _report_lumen_errors() if args is None else nullcontext():
+            self._read_settings(strip_launcher_words(sys.argv[1:]) if args is None else args, run=run)
+            with explain_missing_paths(self._command_words.files):
                 self._build_and_run()
 
     # ------------------------------------------------------------------ what a script may define
@@ -147,7 +161,7 @@ class CLI:
 
     def instantiate_classes(self) -> None:
         """Build `datamodule`, `model` and `trainer` from `config`."""
-        self.config_init = build(self.parser, self._own(self.config))
+        self.config_init = build_objects(self.parser, self._get_command_settings(self.config))
         self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
         self.trainer = self.instantiate_trainer()
 
@@ -160,7 +174,7 @@ class CLI:
         added = [self.config_init[key] for key in self.parser.callbacks]
         arguments = {**self.config_init.trainer.as_dict(), **given}
         defaults = self.parser.get_defaults().trainer
-        for name, value in self._kept.items():
+        for name, value in self._kept_settings.items():
             if name == "callbacks":
                 added += as_list(value)
             elif arguments.get(name) == defaults.get(name):
@@ -171,46 +185,48 @@ class CLI:
 
     # ------------------------------------------------------------------ reading
 
-    def _read(self, args: list[str] | Mapping[str, Any], *, run: bool) -> None:
+    def _read_settings(self, args: list[str] | Mapping[str, Any], *, run: bool) -> None:
         """Parse the command and the settings, and check all settings."""
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        self._asked = asked = read_words(args, self._first_word, run=run)
+        self._command_words = asked = read_words(args, self._program_word, run=run)
         self.subcommand = asked.command
         self.parser = self._make_parser()
         settings = Settings(
             self.subcommand,
-            self.parser.heads(),
+            self.parser.list_sections(),
             self.parser.classes,
-            files=[*default_files(self._parser_kwargs, asked.command), *asked.files],
+            files=[*find_default_files(self._parser_kwargs, asked.command), *asked.files],
             words=asked.settings,
             script=self.parser.script,
             given=asked.given,
         )
         if asked.help:
             show_help(self.parser, settings, asked.help)
-            raise Shown
+            raise HelpShown
         if asked.files and not settings.tree["trainer"].get("name"):
             settings.tree["trainer"]["name"] = Path(asked.files[0]).stem
-        self._references = resolve(settings)
+        self._references = resolve_references(settings)
         if isinstance(several := settings.tree.get("lr_scheduler"), list):
             self.parser = self._make_parser(len(several))
-        config = self._checked(settings)
+        config = self._check_settings(settings)
         self.config = config if self.subcommand is None else Namespace(**{self.subcommand: config})  # type: ignore[no-untyped-call]
         if self.subcommand is not None:
             self.config.subcommand = self.subcommand
         if asked.left_out is not None:
-            record = self._recorded(skip_unset="unset" in asked.left_out, of_call=True)
+            record = self._make_config_record(skip_unset="unset" in asked.left_out, of_call=True)
             if "default" in asked.left_out:
                 record = self.parser.without_defaults(record)
             print(dump_yaml(record), end="", file=stdout)
-            raise Shown
+            raise HelpShown
 
-    def _checked(self, settings: Settings) -> Namespace:
-        check = Check(settings, self.parser, elsewhere=self._is_for_elsewhere)
+    def _check_settings(self, settings: Settings) -> Namespace:
+        check = SettingsChecker(settings, self.parser, elsewhere=self._runs_elsewhere)
         self._links, inside = check.links, "" if "model" in self.parser.fixed else "init_args."
         for name in check.links:
-            self.parser.link_arguments("data", f"model.{inside}{name}", partial(take, name), apply_on="instantiate")
+            self.parser.link_arguments(
+                "data", f"model.{inside}{name}", partial(take_from_data, name), apply_on="instantiate"
+            )
         config = check.parse()
         if not config.get("optimizer") and self._offer.optimizers and any(
             value is not None for value in (config.lookahead.k, *vars(config.parameter_groups).values())
@@ -227,7 +243,7 @@ class CLI:
             schedulers: The number of learning-rate schedulers in a list; None if the settings have at most one, not in
                 a list.
         """
-        command, program = self.subcommand, self._first_word
+        command, program = self.subcommand, self._program_word
         words = [program] if command is None else [program, command]
         variable = "_".join(["LUMEN", *([f"{command.upper()}_"] if command else []), "TRAINER__MAX_STEPS=9"])
         order = f"The command line beats config files, the last one first, then {variable}."
@@ -243,45 +259,47 @@ class CLI:
         return parser
 
     @property
-    def _first_word(self) -> str:
+    def _program_word(self) -> str:
         return self._program or os.path.basename(sys.argv[0])
 
-    def _fit_command(self) -> str:
+    def _get_fit_command(self) -> str:
         """Return the first words of a command that trains; empty if the script passes the arguments itself."""
-        return script_command(has_commands=self.subcommand is not None) if self._reads_words else ""
+        return get_script_command(has_commands=self.subcommand is not None) if self._reads_words else ""
 
     # ------------------------------------------------------------------ running
 
-    def _own(self, config: Namespace) -> Namespace:
+    def _get_command_settings(self, config: Namespace) -> Namespace:
         """Return the settings of the command."""
         return config if self.subcommand is None else config[self.subcommand]
 
-    def _recorded(self, *, skip_unset: bool = False, of_call: bool = False) -> dict[str, Any]:
+    def _make_config_record(self, *, skip_unset: bool = False, of_call: bool = False) -> dict[str, Any]:
         """Return the settings of a run as plain data, from which `fit --config` repeats the run.
 
         Args:
             skip_unset: True to omit settings whose value is None.
             of_call: True to include `output`, `ckpt_path` and `average`, which apply to one call of the command.
         """
-        record: dict[str, Any] = yaml.safe_load(self.parser.dump(self._own(self.config), skip_unset=skip_unset))
+        record: dict[str, Any] = yaml.safe_load(
+            self.parser.dump(self._get_command_settings(self.config), skip_unset=skip_unset)
+        )
         if (several := record.get("lr_scheduler")) and "class_path" not in several:
             record["lr_scheduler"] = list(several.values())
-        record = escaped(record)
+        record = escape_references(record)
         put_references(record, self._references)
         once = {key: record.pop(key, None) for key in ("config", "output", "ckpt_path", "average")}
         return record | {key: value for key, value in once.items() if of_call and key != "config" and value is not None}
 
     def _build_and_run(self) -> None:
-        command, config = self.subcommand, self._own(self.config)
+        command, config = self.subcommand, self._get_command_settings(self.config)
         if (output := config.get("output")) is not None:
-            check_output(str(command), local_path(output))
+            check_output(str(command), expand_path(output))
         self.before_instantiate_classes()
-        processes = self._processes(config.trainer)
+        processes = self._find_processes(config.trainer)
         tries = config.trainer.max_restarts if command == "fit" and not config.trainer.fast_dev_run else 0
         if command is not None and needs_launcher(processes, tries):
             self._start_workers(processes.world_size, tries)
         said = LogSettings(config.trainer.log_level, config.trainer.log_format)
-        with console_log(said, shown=processes.rank == 0), processes.explained():
+        with log_to_console(said, shown=processes.rank == 0), processes.explain_lost_ranks():
             record = self._build(processes)
             if self._save_config is not None:
                 self.trainer.callbacks.insert(0, self._save_config(record))  # type: ignore[call-arg]
@@ -289,7 +307,7 @@ class CLI:
                 if self._configure is not None:
                     self.model.configure_optimizers = self._configure
                 return
-            self._around("before")
+            self._call_script_hook("before")
             results = None
             if command == "fit":
                 self.trainer.fit(self.model, self.datamodule, configure_optimizers=self._configure)
@@ -297,42 +315,42 @@ class CLI:
                 evaluate, asked = getattr(self.trainer, command), self.config_init
                 results = evaluate(self.model, self.datamodule, ckpt_path=asked.ckpt_path, average=asked.average)
         if results is not None and processes.rank == 0:
-            self._show(results, config)
-        self._around("after")
+            self._show_results(results, config)
+        self._call_script_hook("after")
 
     def _build(self, processes: Processes) -> dict[str, Any]:
         """Build everything with the run's seed, and return the settings as plain data."""
-        config, record = self._own(self.config), self._recorded()
-        if processes.world_size > 1 and not processes.are_missing:
-            processes.connect(device_of(config.trainer.accelerator, processes))
+        config, record = self._get_command_settings(self.config), self._make_config_record()
+        if processes.world_size > 1 and not processes.must_be_started:
+            processes.connect(choose_device(config.trainer.accelerator, processes))
         goes_on_from = config.get("ckpt_path") if self.subcommand not in ("fit", None) else config.trainer.resume
-        name = config.trainer.name or self._class_of_model(config).rpartition(".")[2].lower()
+        name = config.trainer.name or self._get_model_class(config).rpartition(".")[2].lower()
         draw = partial(seed_of, config, goes_on_from, name)
-        seed = record["seed_everything"] = draw() if processes.are_missing else processes.on_rank_zero(draw)
+        seed = record["seed_everything"] = draw() if processes.must_be_started else processes.run_on_rank_zero(draw)
         seed_for_building(seed)
         self.instantiate_classes()
         self._configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
-        self.trainer._use_config(seed, self._fit_command())
-        keep_given(record["model"], self._links, self.model, self.datamodule, self._references)
+        self.trainer._use_config(seed, self._get_fit_command())
+        record_hyperparameters(record["model"], self._links, self.model, self.datamodule, self._references)
         return record
 
-    def _class_of_model(self, config: Namespace) -> str:
+    def _get_model_class(self, config: Namespace) -> str:
         return self._offer.model.__name__ if "model" in self.parser.fixed else str(config.model.class_path)
 
-    def _processes(self, trainer: Namespace) -> Processes:
+    def _find_processes(self, trainer: Namespace) -> Processes:
         """Return the processes of the run, before anything is built."""
-        strategy = self._kept.get("strategy", "auto") if trainer.strategy == "auto" else trainer.strategy
+        strategy = self._kept_settings.get("strategy", "auto") if trainer.strategy == "auto" else trainer.strategy
         name = "auto" if isinstance(strategy, Namespace) else strategy
-        return processes_of(trainer.devices, trainer.num_nodes, trainer.accelerator, name)
+        return choose_processes(trainer.devices, trainer.num_nodes, trainer.accelerator, name)
 
     def _start_workers(self, workers: int, max_restarts: int) -> None:
         """Run the script from its beginning in several processes, instead of in this process."""
         relaunch(workers, max_restarts)
 
-    def _around(self, when: str) -> None:
-        getattr(self, f"{when}_{self.subcommand}", _nothing)()
+    def _call_script_hook(self, when: str) -> None:
+        getattr(self, f"{when}_{self.subcommand}", _do_nothing)()
 
-    def _show(self, results: list[Any], config: Namespace) -> None:
+    def _show_results(self, results: list[Any], config: Namespace) -> None:
         """Print the results of an evaluation, and write them to `--output`."""
         output, checkpoint = config.get("output"), config.ckpt_path
         if self.subcommand == "predict":
@@ -343,7 +361,7 @@ class CLI:
             title += f", average {config.average}" if config.average else ""
             show_metrics(results, self.trainer.run.loaders, title)
         if output is not None:
-            write_results(results, local_path(output))
+            write_results(results, expand_path(output))
 
 
 @final
@@ -352,44 +370,46 @@ class LumenCommand(CLI):
 
     _program = "lumen"
 
-    def _fit_command(self) -> str:
+    def _get_fit_command(self) -> str:
         return "lumen fit"
 
     def _start_workers(self, workers: int, max_restarts: int) -> None:
-        raise SystemExit(launch(workers, ["-m", "lumen", str(self.subcommand), *self._asked.words], max_restarts))
+        raise SystemExit(
+            launch(workers, ["-m", "lumen", str(self.subcommand), *self._command_words.words], max_restarts)
+        )
 
 
 @final
-class Checked(CLI):
+class CheckedCommand(CLI):
     """Command line of `lumen` that is read and checked only; Lumen builds nothing from it.
 
     Attributes:
         settings: The settings of the command.
     """
 
-    _is_for_elsewhere, _program = True, "lumen"
+    _runs_elsewhere, _program = True, "lumen"
 
     def _build_and_run(self) -> None:
-        self.settings = self._own(self.config)
+        self.settings = self._get_command_settings(self.config)
 
 
 def run(command: str, words: list[str]) -> int:
     """Run one of the four loops and return 0."""
-    with suppress(Shown):
+    with suppress(HelpShown):
         LumenCommand(args=[command, *words])
     return 0
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _report_lumen_errors() -> Iterator[None]:
     """Turn an error of Lumen within the context into a message and an exit code, as the command `lumen` does."""
     try:
         yield
     except LumenError as error:
-        raise SystemExit(tell(error)) from None
+        raise SystemExit(print_error(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing, in place of a hook that the script does not define."""

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NoReturn, final
 
 from lumen.errors import ConfigError, LumenError
-from lumen.errors.arguments import did_you_mean
+from lumen.errors.arguments import suggest_names
 from lumen.internals import entry_points
 
 LOOPS = {
@@ -71,7 +71,7 @@ class Words(argparse.ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings]
         for word in (word.partition("=")[0] for word in words if word.startswith("-")):
             if word not in options:
-                hint = did_you_mean(word, options) or f" lumen {self._name} --help shows all."
+                hint = suggest_names(word, options) or f" lumen {self._name} --help shows all."
                 raise ConfigError(f"lumen {self._name} has no option {word}.{hint}")
         return self.parse_args(words)
 
@@ -80,24 +80,24 @@ class Words(argparse.ArgumentParser):
         raise ConfigError(f"{message}. Usage: {self.usage}")
 
 
-def known() -> list[str]:
+def list_commands() -> list[str]:
     """Return the names of all commands: the loops, the commands with a config, then the others."""
-    names = registered_names()
+    names = list_registered()
     return [*LOOPS, *names[True], *names[False]]
 
 
-def registered_names() -> dict[bool, list[str]]:
+def list_registered() -> dict[bool, list[str]]:
     """Return the names of commands in two groups: with a config; without one, or broken."""
     names: dict[bool, list[str]] = {True: [], False: []}
-    for name in sorted(entry_points.registered(entry_points.COMMANDS).keys() - LOOPS.keys()):
+    for name in sorted(entry_points.list_entry_points(entry_points.COMMANDS).keys() - LOOPS.keys()):
         try:
-            names[command_of(name).has_config].append(name)
+            names[load_command(name).has_config].append(name)
         except ConfigError:
             names[False].append(name)
     return names
 
 
-def command_of(name: str) -> Command:
+def load_command(name: str) -> Command:
     """Import a registered command.
 
     Raises:
@@ -105,21 +105,21 @@ def command_of(name: str) -> Command:
             `Command`.
     """
     what = f"the command {name}"
-    command = entry_points.load(entry_points.COMMANDS, name, what)
+    command = entry_points.load_entry_point(entry_points.COMMANDS, name, what)
     if not isinstance(command, Command):
         raise ConfigError(f"{what}: expected a lumen.cli.commands.Command, found {command!r}. Register one.")
     return command
 
 
-def summary_of(name: str) -> str:
+def get_summary(name: str) -> str:
     """Return the line of a command in the help: the summary, or the reason why the command cannot be used."""
     try:
-        return LOOPS.get(name) or command_of(name).summary
+        return LOOPS.get(name) or load_command(name).summary
     except ConfigError as error:
         return str(error)
 
 
-def find(name: str) -> Callable[[list[str]], int]:
+def find_runner(name: str) -> Callable[[list[str]], int]:
     """Import and return the function that runs a command; the import takes seconds, because it imports torch.
 
     Raises:
@@ -129,31 +129,37 @@ def find(name: str) -> Callable[[list[str]], int]:
         from lumen.cli import command_line
 
         return partial(command_line.run, name)
-    registered = entry_points.registered(entry_points.COMMANDS)
+    registered = entry_points.list_entry_points(entry_points.COMMANDS)
     if name not in registered:
-        if not any(entry_points.distribution(each) == "lumen" for several in registered.values() for each in several):
-            raise ConfigError(f"lumen has no command {name}. {entry_points.how_to_install()}")
-        raise ConfigError(f"lumen has no command {name}.{did_you_mean(name, known()) or ' lumen --help lists them.'}")
-    run: Callable[[list[str]], int] = _module_of(name).run
+        if not any(
+            entry_points.get_distribution_name(each) == "lumen" for several in registered.values() for each in several
+        ):
+            raise ConfigError(f"lumen has no command {name}. {entry_points.format_install_hint()}")
+        raise ConfigError(
+            f"lumen has no command {name}.{suggest_names(name, list_commands()) or ' lumen --help lists them.'}"
+        )
+    run: Callable[[list[str]], int] = _import_module(name).run
     return run
 
 
-def parser_of(name: str) -> argparse.ArgumentParser:
+def get_parser(name: str) -> argparse.ArgumentParser:
     """Return the options of a registered command.
 
     Raises:
         ConfigError: The command cannot be imported.
     """
-    parser: argparse.ArgumentParser = _module_of(name).options()
+    parser: argparse.ArgumentParser = _import_module(name).options()
     return parser
 
 
-def _module_of(name: str) -> ModuleType:
-    command = command_of(name)
+def _import_module(name: str) -> ModuleType:
+    command = load_command(name)
     try:
         return import_module(command.module)
     except LumenError:
         raise
     except Exception as error:
-        (entry,) = entry_points.registered(entry_points.COMMANDS)[name]
-        raise entry_points.broken(f"the command {name}", entry_points.distribution(entry), error) from error
+        (entry,) = entry_points.list_entry_points(entry_points.COMMANDS)[name]
+        raise entry_points.make_broken_error(
+            f"the command {name}", entry_points.get_distribution_name(entry), error
+        ) from error

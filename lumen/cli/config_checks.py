@@ -21,20 +21,20 @@ from jsonargparse.typing import get_import_path  # type: ignore[attr-defined]
 import lumen.trainer.tuner  # noqa: F401 (its callbacks have short names too)
 from lumen.callbacks import Callback
 from lumen.cli import classes
-from lumen.cli.config_layers import Added, Keys, Settings, is_class, plain
+from lumen.cli.config_layers import Keys, ListAddition, Settings, as_jsonargparse_tree, is_class
 from lumen.cli.optimization import Schedule
-from lumen.cli.options import OPTIONS, SUPPLIED, OptionParser, Options, short_key
-from lumen.cli.yaml_text import as_written
+from lumen.cli.options import OPTIONS, SUPPLIED, OptionParser, Options, shorten_key
+from lumen.cli.yaml_text import format_inline
 from lumen.errors import ConfigError
-from lumen.errors.arguments import did_you_mean, says_nothing
+from lumen.errors.arguments import is_neutral_argument, suggest_names
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_OF_CLASSES, RENAMED
-from lumen.strategies.factory import processes_of
+from lumen.strategies.factory import choose_processes
 from lumen.trainer.trainer import Trainer
 
-_OF_TRAINER = inspect.signature(Trainer).parameters.keys()
-_A_TRAINERS = re.compile(rf"\b({'|'.join(_OF_TRAINER)})\b")
+_TRAINER_KEYS = inspect.signature(Trainer).parameters.keys()
+_A_TRAINERS = re.compile(rf"\b({'|'.join(_TRAINER_KEYS)})\b")
 _ALSO_CALLED = {"lr": "learning_rate", "learning_rate": "lr", "epochs": "max_epochs", "steps": "max_steps"}
-_INSTEAD = {
+_REPLACEMENTS = {
     ("trainer", "seed"): "Use seed_everything.",
     ("seed",): "Use seed_everything.",
     ("ckpt_path",): "For fit use trainer.resume.",
@@ -42,7 +42,7 @@ _INSTEAD = {
     ("lr_scheduler", "init_args", "monitor"): "Use lr_schedule.monitor.",
     ("weights_only",): "Leave it out: nothing is ever unpickled.",
 }
-_LIGHTNINGS_OWN = {"ckpt_path", "weights_only"}  # present in every config that LightningCLI saves
+_LIGHTNING_KEYS = {"ckpt_path", "weights_only"}  # present in every config that LightningCLI saves
 _MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and for jsonargparse
 _ONE_OF_SEVERAL = re.compile(r"^lr_scheduler\.\d+\.scheduler$")
 _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -70,7 +70,7 @@ class NamedClass(NamedTuple):
         if value is None:
             return parameter.default is None or self._takes_null(name)
         is_read = isinstance(value, dict | str) or not is_dataclass(parameter.annotation)
-        return is_read and classes.takes(self._parser_of(name), plain({name: value}, self.path))
+        return is_read and classes.takes(self._parser_of(name), as_jsonargparse_tree({name: value}, self.path))
 
     def unchecked(self) -> list[str]:
         """Return the names of parameters for which jsonargparse accepts null, or any value, whatever their type is."""
@@ -79,7 +79,7 @@ class NamedClass(NamedTuple):
 
     def value(self, name: str) -> Any:
         """Return the value of a parameter, converted to its type; the value must fit."""
-        return self._parser_of(name).parse_object(plain({name: self.given[name]}, self.path))[name]
+        return self._parser_of(name).parse_object(as_jsonargparse_tree({name: self.given[name]}, self.path))[name]
 
     def _takes_null(self, name: str) -> bool:
         """Return True if the word null on the command line means None."""
@@ -87,11 +87,11 @@ class NamedClass(NamedTuple):
         return classes.takes(parser, word) and parser.parse_object(word)[name] is None
 
     def _parser_of(self, name: str) -> ArgumentParser:
-        return classes.class_parser(self.kind, {*self.parameters, *_supplied(self.path)} - {name})
+        return classes.class_parser(self.kind, {*self.parameters, *_get_supplied_arguments(self.path)} - {name})
 
 
 @final
-class Check:
+class SettingsChecker:
     """Check of all names in the settings: wrong names are recorded as problems, the others take values.
 
     Args:
@@ -104,36 +104,36 @@ class Check:
     """
 
     def __init__(self, settings: Settings, top: OptionParser, *, elsewhere: bool = False) -> None:
-        self._elsewhere = elsewhere
+        self._runs_elsewhere = elsewhere
         self.links: list[str] = []
         self._settings, self._asked, self._problems = settings, list[NamedClass](), dict[Keys, str]()
         self._top, tree = top, settings.tree
-        known = top.heads()
+        known = top.list_sections()
         for ours, name in settings.unread.items():
             self._problems[name,] = f"the environment variable {name} is not read. Write {ours}, or unset it."
-        for key in _LIGHTNINGS_OWN - known:
+        for key in _LIGHTNING_KEYS - known:
             if tree.get(key, 0) is None:
                 del tree[key]
-        self._ask((), Options, {key: tree[key] for key in tree if key in known & OPTIONS})
+        self._check_class((), Options, {key: tree[key] for key in tree if key in known & OPTIONS})
         for key, kind in top.classes.items():
-            self._ask((key,), kind, tree[key])
+            self._check_class((key,), kind, tree[key])
         for key, base in top.bases.items():
             if is_class(tree.get(key)) or (tree.get(key) and isinstance(tree[key], str)):
-                self._enter((key,), tree[key], base)
+                self._check_node((key,), tree[key], base)
             elif key == "lr_scheduler" and isinstance(tree.get(key), list):
                 for number, entry in enumerate(tree[key]):
-                    self._enter_schedule((key, str(number)), entry)
+                    self._check_schedule((key, str(number)), entry)
             elif tree.get(key):
                 self._note((key,), f"expected a class, found {tree[key]!r}.")
         for key, kind in top.fixed.items():
-            self._enter_fixed(key, tree.get(key) or {}, kind)
+            self._check_fixed_class(key, tree.get(key) or {}, kind)
         if tree.get("lr_scheduler") and not tree.get("optimizer"):
             self._problems["optimizer",] = "lr_scheduler: it needs the optimizer that it schedules. Set optimizer too."
         if not tree.get("model") and "model" not in top.fixed:
             self._problems["model",] = "no model is configured. Give --config FILE, or --model module.Class."
         for key in tree:
             if key not in known:  # Now all arguments of the sections are known.
-                self._refuse_head(key, ["config", *sorted(known)])
+                self._report_unknown_section(key, ["config", *sorted(known)])
 
     def parse(self) -> Namespace:
         """Return all settings, converted to their types.
@@ -143,7 +143,7 @@ class Check:
         """
         refused: ArgumentError | None = None
         if not self._problems and all(asked.fits(name) for asked in self._asked for name in asked.unchecked()):
-            tree = plain(self._settings.tree)
+            tree = as_jsonargparse_tree(self._settings.tree)
             tree |= {key: (tree.get(key) or {}).get("init_args", {}) for key in self._top.fixed}
             try:
                 config = self._top.parse_object(tree)
@@ -158,60 +158,64 @@ class Check:
 
     def _note(self, path: Keys, text: str) -> None:
         """Record an error of a key."""
-        self._problems[path] = f"{self._settings.where(path)}: {text}"
+        self._problems[path] = f"{self._settings.describe_source(path)}: {text}"
 
-    def _ask(self, path: Keys, kind: type, given: dict[str, Any], *, needy: bool = True, default: Any = None) -> None:
+    def _check_class(
+        self, path: Keys, kind: type, given: dict[str, Any], *, requires_all: bool = True, default: Any = None
+    ) -> None:
         """Check the names of a class's arguments and the values inside; if `needy`, record missing arguments too."""
         parser = ArgumentParser(exit_on_error=False)
-        options = parser.add_class_arguments(kind, skip=_supplied(path), fail_untyped=False)
-        parameters, defaults = _parameters(kind, options), parser.get_defaults().as_dict() | (default or {})
+        options = parser.add_class_arguments(kind, skip=_get_supplied_arguments(path), fail_untyped=False)
+        parameters, defaults = _get_parameters(kind, options), parser.get_defaults().as_dict() | (default or {})
         self._asked.append(NamedClass(path, kind, given, parameters))
         linked = {
-            name: source for name in parameters if (source := self._top.linked.get(short_key(".".join((*path, name)))))
+            name: source
+            for name in parameters
+            if (source := self._top.linked.get(shorten_key(".".join((*path, name)))))
         }
         if getattr(kind, "NONE_IS_DEFAULT", False):
             # Configs of LightningCLI have every argument, and null for many arguments that are not set.
             for name in [name for name, value in given.items() if value in (None, "null") and name in parameters]:
                 if NoneType not in classes.hints_in(parameters[name].annotation):
                     del given[name]
-        for name in [name for name, value in given.items() if says_nothing(kind, str(name), value)]:
+        for name in [name for name, value in given.items() if is_neutral_argument(kind, str(name), value)]:
             del given[name]
         for name, value in given.items():
             if name not in parameters:
-                self._refuse((*path, name), kind.__name__, options, getattr(kind, "INSTEAD", {}))
+                self._report_unknown_option((*path, name), kind.__name__, options, getattr(kind, "INSTEAD", {}))
                 continue
             if name in linked:
                 self._note((*path, name), f"it is taken from {linked[name]}. Leave it out.")
                 continue
             if self._settings.is_bare((*path, name)) and not classes.may_be_true(parameters[name].annotation):
-                self._say_that_it_is_bare((*path, name), classes.in_words(parameters[name].annotation))
+                self._report_missing_value((*path, name), classes.in_words(parameters[name].annotation))
                 continue
             usual, hint = defaults.get(name), parameters[name].annotation
             if is_class(usual) and isinstance(value, str) and classes.names_a_class(value, hint):
                 value = given[name] = {"class_path": value}
-            if isinstance(value, Added) and isinstance(usual, list | tuple):
+            if isinstance(value, ListAddition) and isinstance(usual, list | tuple):
                 value[:0] = usual
-            self._look_into(value, (*path, name), hint, usual)
+            self._check_value(value, (*path, name), hint, usual)
         empty = inspect.Parameter.empty
         filled = {*given, *linked, *(default or {})}
         missing = [name for name, each in parameters.items() if each.default is empty and name not in filled]
         has_data = self._settings.tree.get("data") or "data" in self._top.fixed
         if path == ("model", "init_args") and has_data:
             self.links = missing
-        elif needy:
-            where = self._settings.where((*path[:-1], "class_path") if path[-1:] == ("init_args",) else path)
+        elif requires_all:
+            where = self._settings.describe_source((*path[:-1], "class_path") if path[-1:] == ("init_args",) else path)
             for name in missing:
                 self._problems[*path, name] = f"{where}: {kind.__name__} needs {name}. Set it."
 
-    def _look_into(self, value: Any, path: Keys, hint: Any, default: Any = None) -> None:
+    def _check_value(self, value: Any, path: Keys, hint: Any, default: Any = None) -> None:
         """Find and check the classes in a value."""
         records: list[Any] = [
             each for each in classes.members_of(hint) if is_dataclass(each) or classes.is_mapping(each)
         ]
         if is_class(value) or (isinstance(value, str) and classes.names_a_class(value, hint)):
-            self._enter(path, value, hint, default)
+            self._check_node(path, value, hint, default)
         elif isinstance(value, dict) and len(records) == 1 and not classes.is_mapping(records[0]):
-            self._ask(path, records[0], value)
+            self._check_class(path, records[0], value)
         elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes.classes_in(hint)}:
             self._note(path, f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}.")
         elif (
@@ -221,23 +225,25 @@ class Check:
         elif isinstance(value, dict | list):
             inner = classes.item_of(hint, value)
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                self._look_into(item, (*path, str(key)), inner)
+                self._check_value(item, (*path, str(key)), inner)
 
-    def _enter(self, path: Keys, node: Mapping[str, Any] | str, hint: Any, default: Any = None) -> None:
+    def _check_node(self, path: Keys, node: Mapping[str, Any] | str, hint: Any, default: Any = None) -> None:
         """Find a class, and check its arguments."""
         if self._settings.is_bare(path):
-            self._say_that_it_is_bare(path, "a class")
+            self._report_missing_value(path, "a class")
             return
         place = path if isinstance(node, str) else (*path, "class_path")
         node = {"class_path": node} if isinstance(node, str) else node
         settings, name = self._settings, str(node.get("class_path") or "")
         if (found := classes.of_lightning(name)) is not None:
-            self._problems[*path, "class_path"] = f"{settings.where(place)}: {name} is Lightning's. {found.instead}"
+            self._problems[*path, "class_path"] = (
+                f"{settings.describe_source(place)}: {name} is Lightning's. {found.instead}"
+            )
             if found.name is None:
                 return
             name = found.name  # check its arguments too
         try:
-            kind = classes.find_class(name, classes.bases_in(hint), settings.where(place), settings.files)
+            kind = classes.find_class(name, classes.bases_in(hint), settings.describe_source(place), settings.files)
         except ConfigError as error:
             self._problems[path] = f"{error}{_callback_hint(path, name)}"
             return
@@ -252,9 +258,9 @@ class Check:
                 usual = default.get("init_args")
             elif is_class(default) and isinstance(node, dict):  # jsonargparse would keep arguments of the other class
                 node["init_args"] = given = {**classes.settable_defaults(kind, default.get("init_args") or {}), **given}
-            self._ask((*path, "init_args"), kind, given, needy=not built_later, default=usual)
+            self._check_class((*path, "init_args"), kind, given, requires_all=not built_later, default=usual)
 
-    def _enter_fixed(self, key: str, node: Any, kind: type) -> None:
+    def _check_fixed_class(self, key: str, node: Any, kind: type) -> None:
         """Check the arguments of the model or the data, if the script determines the class."""
         if not is_class(node) and node:
             self._note((key,), f"expected `name: value` lines, found {node!r}.")
@@ -263,28 +269,28 @@ class Check:
         if named not in (None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
             text = f"the class is {kind.__name__}, which the script says, found {named}. Leave class_path out."
             self._note((key, "class_path"), text)
-        self._ask((key, "init_args"), kind, node.get("init_args") or {})
+        self._check_class((key, "init_args"), kind, node.get("init_args") or {})
 
-    def _enter_schedule(self, path: Keys, entry: Any) -> None:
+    def _check_schedule(self, path: Keys, entry: Any) -> None:
         """Check one of several schedulers, and its interval."""
         if not (isinstance(entry, dict) and is_class(entry.get("scheduler"))):
             self._note(path, f"expected a class, or {{scheduler: CLASS, interval: step}}, found {entry!r}.")
             return
-        self._enter((*path, "scheduler"), entry["scheduler"], self._top.bases["lr_scheduler"])
-        self._ask(path, Schedule, {name: value for name, value in entry.items() if name != "scheduler"})
+        self._check_node((*path, "scheduler"), entry["scheduler"], self._top.bases["lr_scheduler"])
+        self._check_class(path, Schedule, {name: value for name, value in entry.items() if name != "scheduler"})
 
     def _try_trainer(self, given: Mapping[str, Any]) -> None:
         """Build a trainer with each value alone, to find all wrong values: a trainer reports only the first one."""
         for name, value in given.items():
             path = ("trainer", name)
-            if path in self._problems or name not in _OF_TRAINER or not isinstance(value, str | int | float):
+            if path in self._problems or name not in _TRAINER_KEYS or not isinstance(value, str | int | float):
                 continue
-            if self._elsewhere and name in ("accelerator", "devices", "num_nodes"):
+            if self._runs_elsewhere and name in ("accelerator", "devices", "num_nodes"):
                 continue
             alone: dict[str, Any] = {name: value}
             try:
                 # Only a strategy's name is tried, because a strategy is built once.
-                processes_of(None, None, **alone) if name == "strategy" else Trainer(**alone)
+                choose_processes(None, None, **alone) if name == "strategy" else Trainer(**alone)
             except ConfigError as error:
                 self._note(path, str(error).removeprefix(f"{name}: "))
 
@@ -300,44 +306,48 @@ class Check:
                 else:
                     value, hint = asked.given[name], asked.parameters[name].annotation
                     kinds = classes.classes_by_name(classes.bases_in(hint))
-                    near = did_you_mean(value, kinds) if isinstance(value, str) else ""
-                    self._note(path, f"expected {classes.in_words(hint)}, found {as_written(value)}.{near}")
-        for name, hint in self._top.types_of_single().items():
+                    near = suggest_names(value, kinds) if isinstance(value, str) else ""
+                    self._note(path, f"expected {classes.in_words(hint)}, found {format_inline(value)}.{near}")
+        for name, hint in self._top.get_plain_option_types().items():
             parser = ArgumentParser(exit_on_error=False)
             parser.add_argument("--value", type=hint)
             keys, place = tuple(name.split(".")), self._settings.tree
             for key in keys[:-1]:
                 place = place[key] if isinstance(place.get(key), dict) else {}
             if (given := place.get(keys[-1])) is not None and not classes.takes(parser, {"value": given}):
-                self._note(keys, f"expected {classes.in_words(hint)}, found {as_written(given)}.")
+                self._note(keys, f"expected {classes.in_words(hint)}, found {format_inline(given)}.")
 
-    def _say_that_it_is_bare(self, path: Keys, expected: str) -> None:
+    def _report_missing_value(self, path: Keys, expected: str) -> None:
         """Record that an option on the command line has no value, but needs one."""
-        option = f"--{short_key('.'.join(path))}"
+        option = f"--{shorten_key('.'.join(path))}"
         self._note(path, f"no value is given, expected {expected}. Write {option} VALUE.")
 
-    def _refuse(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str]) -> None:
+    def _report_unknown_option(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str]) -> None:
         """Record that a class has no such option."""
         name = str(path[-1])  # a key in YAML may be no text
-        hint = _INSTEAD.get(path) or instead.get(name)  # `instead`: arguments of Lightning's class
-        self._note(path, f"{owner} has no option {name}.{f' {hint}' if hint else did_you_mean(name, known)}")
+        hint = _REPLACEMENTS.get(path) or instead.get(name)  # `instead`: arguments of Lightning's class
+        self._note(path, f"{owner} has no option {name}.{f' {hint}' if hint else suggest_names(name, known)}")
 
-    def _refuse_head(self, key: str, known: list[str]) -> None:
+    def _report_unknown_section(self, key: str, known: list[str]) -> None:
         """Record that no section and no option has this name."""
-        hint = _INSTEAD.get((key,))
+        hint = _REPLACEMENTS.get((key,))
         paths = ((*each.path, name) for each in self._asked if each.path for name in each.parameters)
-        options = [short_key(".".join(path)) for path in paths if not any(map(str.isdigit, path))]
-        near = f" {hint}" if hint else _option_hint(str(key), known, options, typed=self._settings.is_typed((key,)))
+        options = [shorten_key(".".join(path)) for path in paths if not any(map(str.isdigit, path))]
+        near = (
+            f" {hint}"
+            if hint
+            else _option_hint(str(key), known, options, typed=self._settings.is_on_command_line((key,)))
+        )
         self._note((key,), f"{self._top.prog} has no option {key}.{near}")
 
 
-def _supplied(path: Keys) -> set[str]:
+def _get_supplied_arguments(path: Keys) -> set[str]:
     """Return the arguments of a class that Lumen supplies."""
     key = _ONE_OF_SEVERAL.sub("lr_scheduler", ".".join(path).removesuffix(".init_args"))
     return set(SUPPLIED.get(key, ()))
 
 
-def _parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parameter]:
+def _get_parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Parameter]:
     """Return some parameters of a class and its bases, by name; types imported only for type checkers stay text."""
 
     def signature(constructor: Any) -> Mapping[str, inspect.Parameter]:
@@ -368,9 +378,9 @@ def _option_hint(key: str, heads: Collection[str], options: Iterable[str], *, ty
         return f" Did you mean {' or '.join(found)}?"
     if key in INSTEAD:
         return " " + _A_TRAINERS.sub(rf"{dashes}trainer.\1", INSTEAD[key])
-    if near := did_you_mean(key, heads, form=f"{dashes}{{}}".format):
+    if near := suggest_names(key, heads, form=f"{dashes}{{}}".format):
         return near
-    return did_you_mean(key, by_name, cutoff=0.7, form=lambda name: " or ".join(by_name[name]))
+    return suggest_names(key, by_name, cutoff=0.7, form=lambda name: " or ".join(by_name[name]))
 
 
 def _callback_hint(path: Keys, value: str) -> str:
@@ -380,7 +390,7 @@ def _callback_hint(path: Keys, value: str) -> str:
         path[:-1] != ("trainer", "callbacks")
         or name.isdigit()
         or "." in value
-        or did_you_mean(value, {*classes.classes_by_name([Callback]), *RENAMED, *INSTEAD_OF_CLASSES}, cutoff=0.75)
+        or suggest_names(value, {*classes.classes_by_name([Callback]), *RENAMED, *INSTEAD_OF_CLASSES}, cutoff=0.75)
     ):
         return ""
     option = f"{name}={value}"

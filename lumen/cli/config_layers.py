@@ -17,9 +17,9 @@ from typing import Any, final
 
 import yaml
 
-from lumen.cli.yaml_text import Refused, load_yaml, read_yaml, what_is_wrong
+from lumen.cli.yaml_text import YamlRefused, describe_yaml_error, load_yaml, read_yaml
 from lumen.errors import ConfigError
-from lumen.errors.arguments import did_you_mean, local_path
+from lumen.errors.arguments import expand_path, suggest_names
 
 Tree = dict[str, Any]
 Keys = tuple[str, ...]
@@ -28,11 +28,11 @@ _GROUPS = {"parameter_groups", "lookahead", "lr_schedule", "trainer"}
 _CALLBACKS = ("trainer", "callbacks")
 _SCHEDULERS = ("lr_scheduler",)
 NODE = ("class_path", "init_args", "dict_kwargs")
-_LIGHTNINGS = "PL_"  # prefix of LightningCLI's environment variables
+_LIGHTNING_CLI_KEYS = "PL_"  # prefix of LightningCLI's environment variables
 
 
 @final
-class Added(list[Any]):
+class ListAddition(list[Any]):
     """List of entries that `--KEY+` adds to a list of the layers below, or to the default if the layers have no list.
 
     Attributes:
@@ -43,7 +43,7 @@ class Added(list[Any]):
 
 
 @final
-class Bare(str):
+class BareKey(str):
     """Value of an option that has no value on the command line: a switch that is on."""
 
 
@@ -78,44 +78,46 @@ class Settings:
     ) -> None:
         self.files = files
         own = "" if command is None else f"{command.upper()}__"  # LUMEN_FIT__TRAINER__MAX_STEPS
-        variables = _variables(f"LUMEN_{own}", known if command is None else None)
-        unread = _variables(f"{_LIGHTNINGS}{own}", known)
-        self.unread = {f"LUMEN_{name.removeprefix(_LIGHTNINGS)}": name for name in unread}
+        variables = _read_variables(f"LUMEN_{own}", known if command is None else None)
+        unread = _read_variables(f"{_LIGHTNING_CLI_KEYS}{own}", known)
+        self.unread = {f"LUMEN_{name.removeprefix(_LIGHTNING_CLI_KEYS)}": name for name in unread}
         if own:  # The variables of a command are separate from the variables of a script's `Trainer`.
             of_scripts = [name for name in sorted(os.environ) if name.startswith("LUMEN_TRAINER__")]
             self.unread |= {f"LUMEN_{own}{name.removeprefix('LUMEN_')}": name for name in of_scripts}
         self._layers = [("the script", merge({}, script or {}))]
         self._layers += [
-            (f"the environment variable {name}", merge({}, nested(keys, os.environ[name])))
+            (f"the environment variable {name}", merge({}, nest_value(keys, os.environ[name])))
             for name, keys in variables.items()
         ]
         self._layers += [(file, merge({}, read_config(file))) for file in files]
         self._layers.append(("the arguments", merge({}, given or {})))
         # All command-line arguments form one layer, so `--optimizer SGD` may come before or after `--optimizer.lr 1`.
-        typed: Tree = reduce(merge, _typed((key, str(text)) for key, text in words), {})
-        self._bare = {tuple(key.split(".")) for key, text in dict(words).items() if isinstance(text, Bare)}
+        typed: Tree = reduce(merge, _make_word_trees((key, str(text)) for key, text in words), {})
+        self._bare = {tuple(key.split(".")) for key, text in dict(words).items() if isinstance(text, BareKey)}
         self._layers.append(("the command line", typed))
         self.tree: Tree = reduce(merge, (tree for _, tree in self._layers), {key: {} for key in groups})
         for key in groups:
             if self.tree[key] is None:
                 self.tree[key] = {}
             if not isinstance(self.tree[key], dict):
-                raise ConfigError(f"{self.where((key,))}: expected `name: value` lines, found {self.tree[key]!r}.")
+                raise ConfigError(
+                    f"{self.describe_source((key,))}: expected `name: value` lines, found {self.tree[key]!r}."
+                )
 
-    def where(self, path: Keys) -> str:
+    def describe_source(self, path: Keys) -> str:
         """Return a key in the form of the command line, with the last layer that set the key."""
         key = ".".join(str(name) for name in path if name not in NODE)
-        return next((f"{key} ({source})" for source, tree in reversed(self._layers) if _has(tree, path)), key)
+        return next((f"{key} ({source})" for source, tree in reversed(self._layers) if _has_path(tree, path)), key)
 
-    def is_typed(self, path: Keys) -> bool:
+    def is_on_command_line(self, path: Keys) -> bool:
         """Return True if the command line, the highest layer, has set a key."""
-        return _has(self._layers[-1][1], path)
+        return _has_path(self._layers[-1][1], path)
 
     def is_bare(self, path: Keys) -> bool:
         """Return True if a key has no value on the command line, which means `true`."""
         return tuple(name for name in path if name not in NODE) in self._bare
 
-    def class_of(self, key: str) -> str | None:
+    def get_class_name(self, key: str) -> str | None:
         """Return the class that a key names, or None."""
         node: Any = self.tree
         for name in key.split("."):
@@ -124,7 +126,7 @@ class Settings:
         return str(node["class_path"]) if isinstance(node, dict) and "class_path" in node else None
 
 
-def _variables(prefix: str, known: Collection[str] | None) -> dict[str, list[str]]:
+def _read_variables(prefix: str, known: Collection[str] | None) -> dict[str, list[str]]:
     """Return the environment variables that begin with a prefix, each with its keys.
 
     Args:
@@ -149,21 +151,21 @@ def parse_words(words: list[str]) -> list[tuple[str, str]]:
         if not equals and key == "config" and (not rest or rest[0].startswith("--")):
             raise ConfigError("--config: no file is named. Write --config FILE.")
         if not equals:
-            text = rest.popleft() if rest and not rest[0].startswith("--") else Bare("true")
+            text = rest.popleft() if rest and not rest[0].startswith("--") else BareKey("true")
         if ((key,) in _CLASSES or key in _GROUPS) and text.endswith((".yaml", ".yml")):
             raise ConfigError(f"--{key} {text}: write --config {text}, and in that file `{key}:` above these lines.")
         pairs.append((key, text))
     return pairs
 
 
-def plain(tree: Any, path: Keys = ()) -> Any:
+def as_jsonargparse_tree(tree: Any, path: Keys = ()) -> Any:
     """Return a tree in jsonargparse's form: a single callback is in a list; several schedulers are named by number."""
     if isinstance(tree, dict):
-        found = {key: plain(value, (*path, key)) for key, value in tree.items()}
+        found = {key: as_jsonargparse_tree(value, (*path, key)) for key, value in tree.items()}
         return [found] if path == _CALLBACKS and is_class(tree) else found
     if isinstance(tree, list) and path == _SCHEDULERS:
-        return {str(number): plain(value) for number, value in enumerate(tree)}
-    return [plain(value) for value in tree] if isinstance(tree, list) else tree
+        return {str(number): as_jsonargparse_tree(value) for number, value in enumerate(tree)}
+    return [as_jsonargparse_tree(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def merge(old: Any, new: Any, path: Keys = ()) -> Any:
@@ -171,12 +173,12 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
 
     Mappings are merged. Any other value is replaced, also a class by a different class.
     """
-    if isinstance(new, Added):
-        return _add(old, new, path)
+    if isinstance(new, ListAddition):
+        return _add_to_list(old, new, path)
     callback = path[:2] == _CALLBACKS and len(path) == 3 and path[-1] not in NODE
     named = path in _CLASSES or callback or (path == _CALLBACKS and isinstance(new, str)) or _is_scheduler(new, path)
     begun = isinstance(old, str) and isinstance(new, dict) and old.rpartition(".")[2].isidentifier()
-    if isinstance(new, str) and not named and is_class(old) and not _same(old.get("class_path"), new):
+    if isinstance(new, str) and not named and is_class(old) and not _is_same_class(old.get("class_path"), new):
         return new  # The word names an object, as in `--trainer.profiler simple`.
     if path == _CALLBACKS and (isinstance(new, str) or is_class(new)) and not is_class(old):
         old = None  # A single callback replaces all named callbacks.
@@ -187,10 +189,10 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
         raise ConfigError("lr_scheduler is a list: write all of it anew, or add to it by --lr_scheduler+.")
     if named or begun or is_class(old) or is_class(new):
         old, new = _as_class(old), _as_class(new)
-        if is_class(old) and is_class(new) and not _same(old.get("class_path"), new.get("class_path")):
+        if is_class(old) and is_class(new) and not _is_same_class(old.get("class_path"), new.get("class_path")):
             old = {}
     if isinstance(new, list):
-        return [_item(item, (*path, str(number))) for number, item in enumerate(new)]
+        return [_as_list_item(item, (*path, str(number))) for number, item in enumerate(new)]
     if not isinstance(new, dict):
         return new
     if isinstance(old, list) and not is_class(new):
@@ -199,7 +201,7 @@ def merge(old: Any, new: Any, path: Keys = ()) -> Any:
     merged = {**old} if isinstance(old, dict) else {}
     for key, value in new.items():
         if isinstance(key, str) and key.endswith("+"):
-            key, value = key.removesuffix("+"), Added(value if isinstance(value, list) else [value])
+            key, value = key.removesuffix("+"), ListAddition(value if isinstance(value, list) else [value])
         merged[key] = merge(merged.get(key), value, (*path, str(key)))
     return merged
 
@@ -210,17 +212,17 @@ def _is_scheduler(value: Any, path: Keys) -> bool:
     return numbered and (path[2:] == ("scheduler",) or (len(path) == 2 and isinstance(value, str)))
 
 
-def _item(value: Any, path: Keys) -> Any:
+def _as_list_item(value: Any, path: Keys) -> Any:
     """Return an item of a list; one of several schedulers has the form `{scheduler: CLASS, interval: ...}`."""
     item = merge(None, value, path)
     return {"scheduler": item} if path[:-1] == _SCHEDULERS and is_class(item) else item
 
 
-def _add(old: Any, new: Added, path: Keys) -> Any:
+def _add_to_list(old: Any, new: ListAddition, path: Keys) -> Any:
     """Return a list, or a dictionary of named callbacks, with the new entries added."""
-    items = [_item(item, (*path, "0")) for item in new]
+    items = [_as_list_item(item, (*path, "0")) for item in new]
     if isinstance(old, str) and old.startswith("["):
-        old = _value(path, old)
+        old = _parse_value(path, old)
     if isinstance(old, dict) and old and not is_class(old):
         named = dict(old)
         for item in items:
@@ -228,9 +230,9 @@ def _add(old: Any, new: Added, path: Keys) -> Any:
             named[next(each for each in chain([name], (f"{name}{k}" for k in count(2))) if each not in named)] = item
         new.names = tuple(named)[len(old) :]
         return named
-    before = old if isinstance(old, list) else [] if old is None else [_item(old, (*path, "0"))]
+    before = old if isinstance(old, list) else [] if old is None else [_as_list_item(old, (*path, "0"))]
     new.names = tuple(str(len(before) + number) for number in range(len(items)))
-    return (Added if old is None or isinstance(old, Added) else list)([*before, *items])
+    return (ListAddition if old is None or isinstance(old, ListAddition) else list)([*before, *items])
 
 
 def as_list(callbacks: Any) -> list[Any]:
@@ -255,12 +257,12 @@ def _as_class(value: Any) -> Any:
     return {**node, "init_args": {**beside, **(node.get("init_args") or {})}}
 
 
-def _same(old: str | None, new: str | None) -> bool:
+def _is_same_class(old: str | None, new: str | None) -> bool:
     """Return True unless two names mean different classes: `AdamW` matches `torch.optim.AdamW`."""
     return old is None or new is None or f".{old}".endswith(f".{new}") or f".{new}".endswith(f".{old}")
 
 
-def _has(node: Any, path: Keys) -> bool:
+def _has_path(node: Any, path: Keys) -> bool:
     if isinstance(node, list):
         names = getattr(node, "names", ()) or map(str, range(len(node)))
         node = dict(zip(names, node, strict=True))
@@ -268,46 +270,46 @@ def _has(node: Any, path: Keys) -> bool:
     inner = {str(key): value for key, value in node.items()} if isinstance(node, dict) else {}
     if path[:1] == ("init_args",) and "init_args" not in inner:
         path = path[1:] or path  # another layer names the class of these arguments
-    return not path or (path[0] in inner and _has(inner[path[0]], path[1:]))
+    return not path or (path[0] in inner and _has_path(inner[path[0]], path[1:]))
 
 
-def _typed(words: Iterable[tuple[str, str]]) -> list[Tree]:
+def _make_word_trees(words: Iterable[tuple[str, str]]) -> list[Tree]:
     """Return a tree for each pair; `--KEY.NAME` after `--KEY+` belongs to the entry that `--KEY+` added."""
-    added: dict[Keys, Added] = {}
+    added: dict[Keys, ListAddition] = {}
     trees: list[Tree] = []
     for key, text in words:
         keys = tuple(key.removesuffix("+").split("."))
         owner = next((above for above in added if keys[: len(above)] == above != keys), None)
         if owner is not None:
-            inner = nested(keys[len(owner) :], text)
+            inner = nest_value(keys[len(owner) :], text)
             added[owner][-1] = merge(added[owner][-1], inner, (*owner, "0"))
         elif key.endswith("+"):
-            value = _value(keys, text)
-            added[keys] = Added(value if isinstance(value, list) else [value])
-            trees.append(_at(keys, added[keys]))
+            value = _parse_value(keys, text)
+            added[keys] = ListAddition(value if isinstance(value, list) else [value])
+            trees.append(_nest_tree(keys, added[keys]))
         else:
-            trees.append(nested(keys, text))
+            trees.append(nest_value(keys, text))
     return trees
 
 
-def nested(keys: Sequence[str], text: Any) -> Tree:
+def nest_value(keys: Sequence[str], text: Any) -> Tree:
     """Return the settings in which a key of several names has a value; text in braces is parsed as YAML."""
     if not isinstance(text, str):
-        return _at(keys, text)
+        return _nest_tree(keys, text)
     listed = tuple(keys) in (_CALLBACKS, _SCHEDULERS) and text.startswith("[")
-    return _at(keys, _value(keys, text) if text.startswith("{") or listed else text)
+    return _nest_tree(keys, _parse_value(keys, text) if text.startswith("{") or listed else text)
 
 
-def _at(keys: Sequence[str], value: Any) -> Tree:
+def _nest_tree(keys: Sequence[str], value: Any) -> Tree:
     return dict(reduce(lambda inner, key: {key: inner}, reversed(keys), value))
 
 
-def _value(keys: Sequence[str], text: str) -> Any:
+def _parse_value(keys: Sequence[str], text: str) -> Any:
     """Return a text parsed as YAML, or the text itself if it is not valid YAML."""
     try:
         return load_yaml(text)
-    except Refused as error:
-        raise ConfigError(f"{'.'.join(keys)}: {what_is_wrong(error)}.") from error
+    except YamlRefused as error:
+        raise ConfigError(f"{'.'.join(keys)}: {describe_yaml_error(error)}.") from error
     except yaml.YAMLError:
         return text
 
@@ -319,9 +321,11 @@ def read_config(file: str) -> Tree:
         ConfigError: The file cannot be read, or is not a config.
     """
     try:
-        text = local_path(file).read_text(encoding="utf-8")
+        text = expand_path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {file}: {error.strerror or error}.{_near(file)}") from error
+        raise ConfigError(
+            f"cannot read the config file {file}: {error.strerror or error}.{_suggest_file(file)}"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the config file {file}: {error}. Save it as UTF-8.") from error
     tree = read_yaml(text, f"the config file {file}")
@@ -330,8 +334,8 @@ def read_config(file: str) -> Tree:
     return tree or {}
 
 
-def _near(file: str) -> str:
+def _suggest_file(file: str) -> str:
     """Return a hint that names existing config files with names similar to a missing one."""
-    path = local_path(file)
+    path = expand_path(file)
     others = [each.name for each in path.parent.glob("*.y*ml")] if not path.exists() else []
-    return did_you_mean(path.name, others, form=lambda name: str(path.with_name(name)))
+    return suggest_names(path.name, others, form=lambda name: str(path.with_name(name)))

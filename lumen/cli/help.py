@@ -15,7 +15,7 @@ from lumen.cli.options import OPTIONS, OptionParser
 from lumen.console import stdout
 from lumen.errors import ConfigError
 
-OFTEN = {
+COMMON_OPTIONS = {
     "config FILE": "YAML; of several files the last one wins.",
     "print_config[=skip_default]": "Print all settings, or those that differ.",
     "seed_everything N": "The run's seed; else it is drawn and recorded.",
@@ -43,11 +43,11 @@ OFTEN = {
     "trainer.compile true": "Compile the task.",
     "trainer.fast_dev_run true": "Try one batch of everything, write nothing.",
 }
-_OF_FIT = {"optimizer", "lr_scheduler", *(f"trainer.{name}" for name in (
+_FIT_OPTIONS = {"optimizer", "lr_scheduler", *(f"trainer.{name}" for name in (
     "max_epochs", "max_steps", "max_time", "global_batch_size", "gradient_clip_val", "val_check_interval",
     "limit_train_batches", "resume",
 ))}  # fmt: skip
-_OF_CALLBACKS = ("lumen.callbacks", "lumen.integrations.ray", "lumen.tools.report")
+_CALLBACK_OPTIONS = ("lumen.callbacks", "lumen.integrations.ray", "lumen.tools.report")
 _INDENT = 34
 
 
@@ -64,10 +64,10 @@ def show_help(parser: OptionParser, settings: Settings, asked: list[tuple[str, s
         SystemExit: The help was printed.
     """
     if asked == [("help", "true")]:
-        print(*_short(parser, min(shutil.get_terminal_size().columns, 100)), sep="\n", file=stdout)
+        print(*_format_short_help(parser, min(shutil.get_terminal_size().columns, 100)), sep="\n", file=stdout)
         raise SystemExit(0)
     if asked == [("trainer.help", "true")]:
-        print(_of_trainer(parser), file=stdout)
+        print(_format_trainer_help(parser), file=stdout)
         raise SystemExit(0)
     words = []
     for key, text in asked:
@@ -75,7 +75,7 @@ def show_help(parser: OptionParser, settings: Settings, asked: list[tuple[str, s
             raise ConfigError(f"--help {text}: expected nothing or all. For the options of a class write --model.help.")
         if key.removesuffix(".help") in parser.fixed:
             key = "help"
-        name = settings.class_of(key.removesuffix(".help")) if text == "true" else text
+        name = settings.get_class_name(key.removesuffix(".help")) if text == "true" else text
         words += [f"--{key}", *([name] if name and key != "help" else [])]
     try:
         parser.parse_args(words)
@@ -83,33 +83,35 @@ def show_help(parser: OptionParser, settings: Settings, asked: list[tuple[str, s
         raise ConfigError(f"{error}. For the options of a class write --model.help module.Class.") from error
 
 
-def _short(parser: OptionParser, width: int) -> Iterator[str]:
+def _format_short_help(parser: OptionParser, width: int) -> Iterator[str]:
     known = {action.dest for action in parser._actions} | {"print_config"}
-    known -= _OF_FIT if "ckpt_path" in known else set()
+    known -= _FIT_OPTIONS if "ckpt_path" in known else set()
     yield f"usage: {parser.usage}"
     yield ""
     yield from textwrap.wrap(str(parser.description), width)
     yield ""
-    for option, text in OFTEN.items():
+    for option, text in COMMON_OPTIONS.items():
         name = option.split(" ")[0].split("+")[0].split("[")[0]
         if name in known and name not in parser.fixed:
-            yield from _line(option, text, width)
-    if own := [*_own(parser)]:
+            yield from _format_option(option, text, width)
+    if own := [*_iterate_script_options(parser)]:
         yield from ("", "of this script:")
         for action in own:
-            yield from _line(action.dest, _told(action), width)
+            yield from _format_option(action.dest, _describe_option(action), width)
     yield from ("", "by name:")
-    callbacks = [name for name, home in lumen._HOME.items() if home.startswith(_OF_CALLBACKS) and name[0].isupper()]
+    callbacks = [name for name, home in lumen._HOME.items() if home.startswith(_CALLBACK_OPTIONS) and name[0].isupper()]
     named = sorted(name for name in callbacks if name != "Callback" and not name.startswith("Base"))
-    yield from _line("trainer.callbacks", ", ".join(named), width)
+    yield from _format_option("trainer.callbacks", ", ".join(named), width)
     yield from ("", "all others:")
     classes = [f"--{name}.help" for name in ("model", "data", "optimizer", "lr_scheduler") if name in parser.bases]
-    yield from _line("trainer.help", "All that the trainer takes.", width)
-    yield from _line(" ".join(classes)[2:], "[CLASS]: arguments of a class; else of the one that is set.", width)
-    yield from _line("help all", "Everything.", width)
+    yield from _format_option("trainer.help", "All that the trainer takes.", width)
+    yield from _format_option(
+        " ".join(classes)[2:], "[CLASS]: arguments of a class; else of the one that is set.", width
+    )
+    yield from _format_option("help all", "Everything.", width)
 
 
-def _of_trainer(parser: OptionParser) -> str:
+def _format_trainer_help(parser: OptionParser) -> str:
     """Return the part of the full help that describes the trainer."""
     text = parser.format_help()
     begin = text.index("\n  --trainer ")
@@ -117,7 +119,7 @@ def _of_trainer(parser: OptionParser) -> str:
     return text[text.rindex("\n\n", 0, begin) + 2 : end if end >= 0 else None].rstrip()
 
 
-def _own(parser: OptionParser) -> Iterator[Action]:
+def _iterate_script_options(parser: OptionParser) -> Iterator[Action]:
     """Yield the options that a script adds, and the arguments of the classes that the script names."""
     lumens = {*parser.classes, *parser.bases, *OPTIONS, "config", "print_config", "help"} - {*parser.callbacks}
     for action in parser._actions:
@@ -127,7 +129,7 @@ def _own(parser: OptionParser) -> Iterator[Action]:
             yield action
 
 
-def _line(option: str, text: str, width: int) -> Iterator[str]:
+def _format_option(option: str, text: str, width: int) -> Iterator[str]:
     """Yield the lines of an option and its description, which is wrapped below itself."""
     head, lines = f"  --{option}", textwrap.wrap(text, width - _INDENT)
     if len(head) >= _INDENT:
@@ -137,7 +139,7 @@ def _line(option: str, text: str, width: int) -> Iterator[str]:
     yield from (" " * _INDENT + line for line in lines)
 
 
-def _told(action: Action) -> str:
+def _describe_option(action: Action) -> str:
     """Return the description of a script's option, with its default."""
     text = " ".join(str(action.help or "").replace("%(default)s", str(action.default)).split())
     default = "" if action.default in (None, SUPPRESS) or "default:" in text else f"(default: {action.default})"

@@ -16,20 +16,20 @@ import yaml
 from lumen.cli.config_layers import Settings, is_class, merge
 from lumen.cli.yaml_text import load_yaml
 from lumen.errors import ConfigError
-from lumen.errors.arguments import did_you_mean
-from lumen.internals.masking import Reference, is_masked, what_is_missing
+from lumen.errors.arguments import suggest_names
+from lumen.internals.masking import Reference, describe_missing_reference, is_masked
 
 _MISSING = "???"
-_SAID = {"Recursive interpolation detected": "it leads back to itself"}
+_ERROR_PATTERNS = {"Recursive interpolation detected": "it leads back to itself"}
 _ENVIRONMENT = "${oc.env:"
 _BRACE = re.compile(r"\$\{|[{}]")
 # Private-use characters, which no text of a config contains.
-_HELD, _HELD_AS = re.compile("\ue000([0-9]+)\ue001"), "\ue000{}\ue001"
+_HELD_PATTERN, _HELD_FORMAT = re.compile("\ue000([0-9]+)\ue001"), "\ue000{}\ue001"
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 
 
 @final
-class _Place(NamedTuple):
+class _Text(NamedTuple):
     """Text in the settings: its path, the container that holds it, and the text."""
 
     path: tuple[Any, ...]
@@ -37,7 +37,7 @@ class _Place(NamedTuple):
     text: str
 
 
-def resolve(settings: Settings) -> dict[tuple[Any, ...], Reference]:
+def resolve_references(settings: Settings) -> dict[tuple[Any, ...], Reference]:
     """Replace references between settings by their values.
 
     Returns:
@@ -48,20 +48,24 @@ def resolve(settings: Settings) -> dict[tuple[Any, ...], Reference]:
         ConfigError: A required setting is missing, or a reference leads to nothing or to itself; the message lists all
             errors.
     """
-    texts = list(_texts(settings.tree))
+    texts = list(_iterate_texts(settings.tree))
     missing = [(place, "it must be given. Set it.") for place in texts if place.text == _MISSING]
-    missing += [(place, _how_to_give(settings.where(place.path))) for place in texts if is_masked(place.text)]
+    missing += [
+        (place, _format_how_to_set(settings.describe_source(place.path))) for place in texts if is_masked(place.text)
+    ]
     references = [place for place in texts if "${" in place.text]
-    unreadable = [(place, wrong) for place in references if (wrong := _wrong_alone(place.text))]
+    unreadable = [(place, wrong) for place in references if (wrong := _find_syntax_error(place.text))]
     problems, kept = [*missing, *unreadable], dict[tuple[Any, ...], Reference]()
     if references and not problems:
         held: list[str] = []
-        before = _as_written(settings.tree, held) if any(_ENVIRONMENT in place.text for place in references) else {}
-        problems = list(_put(settings.tree, references))
+        before = (
+            _by_command_line_key(settings.tree, held) if any(_ENVIRONMENT in place.text for place in references) else {}
+        )
+        problems = list(_put_values(settings.tree, references))
         if held and not problems:
-            kept = _recorded(settings.tree, before, references, held)
+            kept = _list_recorded_references(settings.tree, before, references, held)
     if problems:
-        lines = [f"{settings.where(place.path)}: {place.text}: {wrong}" for place, wrong in problems]
+        lines = [f"{settings.describe_source(place.path)}: {place.text}: {wrong}" for place, wrong in problems]
         raise ConfigError("\n".join(lines))
     return kept
 
@@ -72,7 +76,7 @@ def put_references(record: dict[str, Any], references: Mapping[tuple[Any, ...], 
     for path, reference in references.items():
         owner, key = record, path[-1]
         for name in path[:-1]:
-            owner = _inside(owner, name)
+            owner = _follow_name(owner, name)
         if isinstance(owner, list) and isinstance(key, str):
             owner = owner[0]
         is_there = isinstance(owner, list) or (isinstance(owner, dict) and key in owner)
@@ -80,36 +84,36 @@ def put_references(record: dict[str, Any], references: Mapping[tuple[Any, ...], 
             owner[key] = str(reference)
 
 
-def _inside(owner: Any, name: Any) -> Any:
+def _follow_name(owner: Any, name: Any) -> Any:
     """Return the value of a name; arguments of a fixed class, or of a single callback, are one level higher."""
     if isinstance(owner, list):
-        return _inside(owner[0], name) if isinstance(name, str) else owner[name]
+        return _follow_name(owner[0], name) if isinstance(name, str) else owner[name]
     return (owner.get(name, owner if name == "init_args" else None)) if isinstance(owner, dict) else None
 
 
-def _how_to_give(where: str) -> str:
+def _format_how_to_set(where: str) -> str:
     option = where.partition(" ")[0]
     return f"it was masked when it was recorded. Write --{option} '${{oc.env:NAME}}', and set NAME in the environment."
 
 
-def escaped(value: Any) -> Any:
+def escape_references(value: Any) -> Any:
     """Return plain data whose texts are escaped, so that reading them as settings resolves no reference."""
     if isinstance(value, dict):
-        return {key: escaped(item) for key, item in value.items()}
+        return {key: escape_references(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [escaped(item) for item in value]
+        return [escape_references(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _texts(node: Any, path: tuple[Any, ...] = ()) -> Iterator[_Place]:
+def _iterate_texts(node: Any, path: tuple[Any, ...] = ()) -> Iterator[_Text]:
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, str):
-            yield _Place((*path, key), node, value)
+            yield _Text((*path, key), node, value)
         elif isinstance(value, dict | list):
-            yield from _texts(value, (*path, key))
+            yield from _iterate_texts(value, (*path, key))
 
 
-def _wrong_alone(text: str) -> str | None:
+def _find_syntax_error(text: str) -> str | None:
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError
 
@@ -120,27 +124,27 @@ def _wrong_alone(text: str) -> str | None:
     return None
 
 
-def _put(tree: dict[str, Any], places: list[_Place]) -> Iterator[tuple[_Place, str]]:
+def _put_values(tree: dict[str, Any], places: list[_Text]) -> Iterator[tuple[_Text, str]]:
     """Insert the values of references; yield each reference without a value, and the reason."""
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-    written = OmegaConf.create(_as_written(tree))
+    written = OmegaConf.create(_by_command_line_key(tree))
     for place in places:
         try:
-            found = _value(written, place.path)
+            found = _get_plain_value(written, place.path)
             if place.path[-1] == "class_path" and is_class(found):  # a class may be written as a name alone
                 place.owner.update(found)
             else:
                 place.owner[place.path[-1]] = found
         except InterpolationKeyError as error:
-            yield place, _nothing_there(str(error).partition("'")[2].partition("'")[0], tree)
+            yield place, _describe_missing_key(str(error).partition("'")[2].partition("'")[0], tree)
         except OmegaConfBaseException as error:
-            said = what_is_missing(error)
-            yield place, f"{_SAID.get(said, said)}."
+            said = describe_missing_reference(error)
+            yield place, f"{_ERROR_PATTERNS.get(said, said)}."
 
 
-def _value(written: Any, path: tuple[Any, ...]) -> Any:
+def _get_plain_value(written: Any, path: tuple[Any, ...]) -> Any:
     """Return the value at a path, as plain settings."""
     from omegaconf import OmegaConf
 
@@ -151,8 +155,8 @@ def _value(written: Any, path: tuple[Any, ...]) -> Any:
     return merge(None, plain, tuple(map(str, path)))
 
 
-def _recorded(
-    tree: dict[str, Any], before: dict[str, Any], places: list[_Place], held: list[str]
+def _list_recorded_references(
+    tree: dict[str, Any], before: dict[str, Any], places: list[_Text], held: list[str]
 ) -> dict[tuple[Any, ...], Reference]:
     """Return the texts to record instead of values from the environment.
 
@@ -166,30 +170,32 @@ def _recorded(
 
     written, kept = OmegaConf.create(before), dict[tuple[Any, ...], Reference]()
     for place in places:
-        found, path = _value(written, place.path), place.path
+        found, path = _get_plain_value(written, place.path), place.path
         if path[-1] == "class_path" and is_class(found):
             path = path[:-1]
-        for inner in _texts({path[-1]: found}, path[:-1]):
-            if _HELD.search(inner.text):
-                text = _HELD.sub(lambda each: held[int(each[1])], escaped(inner.text))
+        for inner in _iterate_texts({path[-1]: found}, path[:-1]):
+            if _HELD_PATTERN.search(inner.text):
+                text = _HELD_PATTERN.sub(lambda each: held[int(each[1])], escape_references(inner.text))
                 value = reduce(lambda node, key: node[key], inner.path, tree)
-                kept |= _references(text, value, inner.path)
+                kept |= _find_references(text, value, inner.path)
     return kept
 
 
-def _references(text: Any, value: Any, path: tuple[Any, ...]) -> dict[tuple[Any, ...], Reference]:
+def _find_references(text: Any, value: Any, path: tuple[Any, ...]) -> dict[tuple[Any, ...], Reference]:
     """Return a reference, and the references inside it if the text may be parsed as a list or a mapping."""
     if not isinstance(text, str):
-        both = zip(_texts({path[-1]: text}, path[:-1]), _texts({path[-1]: value}, path[:-1]), strict=False)
+        both = zip(
+            _iterate_texts({path[-1]: text}, path[:-1]), _iterate_texts({path[-1]: value}, path[:-1]), strict=False
+        )
         return {old.path: Reference(old.text, new.text) for old, new in both if _ENVIRONMENT in old.text}
     found = {path: Reference(text, value if isinstance(value, str) else None)}
     if text[:1] in "[{" and isinstance(value, str):
         with suppress(yaml.YAMLError):
-            found |= _references(load_yaml(text), load_yaml(value), path)
+            found |= _find_references(load_yaml(text), load_yaml(value), path)
     return found
 
 
-def _set_apart(text: str, held: list[str]) -> str:
+def _mask_environment(text: str, held: list[str]) -> str:
     """Replace references to the environment in a text by numbered placeholders, which OmegaConf ignores."""
     begin = 0
     while (begin := text.find("${", begin)) >= 0:
@@ -204,11 +210,11 @@ def _set_apart(text: str, held: list[str]) -> str:
             begin += 2
             continue
         held.append(text[begin:end])
-        text = f"{text[:begin]}{_HELD_AS.format(len(held) - 1)}{text[end:]}"
+        text = f"{text[:begin]}{_HELD_FORMAT.format(len(held) - 1)}{text[end:]}"
     return text
 
 
-def _as_written(node: Any, held: list[str] | None = None) -> Any:
+def _by_command_line_key(node: Any, held: list[str] | None = None) -> Any:
     """Return settings by the keys of the command line: the arguments of a class are at the level of its name.
 
     Args:
@@ -217,25 +223,28 @@ def _as_written(node: Any, held: list[str] | None = None) -> Any:
             references.
     """
     if isinstance(node, list):
-        return [_as_written(item, held) for item in node]
+        return [_by_command_line_key(item, held) for item in node]
     if isinstance(node, str):
-        node = node if held is None else _set_apart(node, held)
+        node = node if held is None else _mask_environment(node, held)
         return _REFERENCE.sub(lambda found: found[0].replace(".init_args.", "."), node)
     if not isinstance(node, dict):
         return node
     if is_class(node):
         node = {**(node.get("init_args") or {}), **{key: node[key] for key in node if key != "init_args"}}
-    return {str(key): _as_written(value, held) for key, value in node.items()}
+    return {str(key): _by_command_line_key(value, held) for key, value in node.items()}
 
 
-def _nothing_there(key: str, tree: dict[str, Any]) -> str:
+def _describe_missing_key(key: str, tree: dict[str, Any]) -> str:
     """Return an error text for a reference to a missing key, with similar keys."""
-    hint = did_you_mean(key, _keys(_as_written(tree))) or " Set it: what a class has by default is not seen here."
+    hint = (
+        suggest_names(key, _list_keys(_by_command_line_key(tree)))
+        or " Set it: what a class has by default is not seen here."
+    )
     return f"{key} is not set.{hint}"
 
 
-def _keys(node: Any, above: str = "") -> list[str]:
+def _list_keys(node: Any, above: str = "") -> list[str]:
     """Return the full keys of all values in a tree."""
     if not isinstance(node, dict):
         return [above]
-    return [each for key, value in node.items() for each in _keys(value, f"{above}.{key}" if above else key)]
+    return [each for key, value in node.items() for each in _list_keys(value, f"{above}.{key}" if above else key)]

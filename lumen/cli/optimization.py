@@ -12,7 +12,7 @@ from lumen.cli.classes import find_class
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.optim import Lookahead, decay_groups, layer_decay_groups
-from lumen.task.hooks import overrides
+from lumen.task.hooks import is_overridden
 from lumen.task.task_module import TaskModule
 
 
@@ -87,15 +87,17 @@ def configure_optimizers(config: Namespace, task: TaskModule) -> Any:
     Raises:
         ConfigError: Two settings contradict each other, or a class does not accept an argument.
     """
-    if overrides(task, "configure_optimizers"):
+    if is_overridden(task, "configure_optimizers"):
         _log.info("optimizer: %s, instead of the task's configure_optimizers", config.optimizer.class_path)
-    optimizer = _built(config.optimizer, _parameter_groups(config, task))
+    optimizer = _build_node(config.optimizer, _make_parameter_groups(config, task))
     if config.lookahead.k is not None:
         optimizer = Lookahead(optimizer, config.lookahead.k, config.lookahead.alpha)
-    return [optimizer], [{**entry, "scheduler": _built(entry["scheduler"], optimizer)} for entry in _schedules(config)]
+    return [optimizer], [
+        {**entry, "scheduler": _build_node(entry["scheduler"], optimizer)} for entry in _list_schedules(config)
+    ]
 
 
-def _schedules(config: Namespace) -> list[dict[str, Any]]:
+def _list_schedules(config: Namespace) -> list[dict[str, Any]]:
     """Return each scheduler's class, with its interval."""
     given, when = config.get("lr_scheduler"), config.lr_schedule.as_dict()
     if given and "class_path" in given:
@@ -110,13 +112,13 @@ def _schedules(config: Namespace) -> list[dict[str, Any]]:
     return [vars(entry) for entry in vars(given).values()] if given else []
 
 
-def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
+def _make_parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
     """Return the first argument of the optimizer: trainable parameters, in groups if the settings ask for groups."""
     wanted, given = config.parameter_groups, config.optimizer.get("init_args", {})
     lr, weight_decay = given.get("lr"), given.get("weight_decay")
     if (wanted.layer_decay is None) != (wanted.blocks is None):
         raise ConfigError("parameter_groups: layer_decay and blocks need each other. Set both or neither.")
-    by = _undecayed(wanted.no_decay, wanted.decay)
+    by = _choose_undecayed(wanted.no_decay, wanted.decay)
     for name, needed, value in ("no_decay", "weight_decay", weight_decay), ("layer_decay", "lr", lr):
         if wanted[name] is not None and value is None:
             raise ConfigError(f"parameter_groups.{name}: {config.optimizer.class_path} has no {needed}. Set it there.")
@@ -130,7 +132,7 @@ def _parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
     return [parameter for parameter in task.parameters() if parameter.requires_grad]
 
 
-def _undecayed(no_decay: str | list[str] | None, decay: list[str] | None) -> Any:
+def _choose_undecayed(no_decay: str | list[str] | None, decay: list[str] | None) -> Any:
     """Return the parameters without weight decay, in the form of `decay_groups`."""
     if decay is None:
         return no_decay or []
@@ -139,7 +141,7 @@ def _undecayed(no_decay: str | list[str] | None, decay: list[str] | None) -> Any
     return {"decay": decay, "no_decay": no_decay}
 
 
-def _built(node: Namespace, subject: Any) -> Any:
+def _build_node(node: Namespace, subject: Any) -> Any:
     try:
         return find_class(node.class_path)(subject, **node.get("init_args", {}))
     except (TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lumen.callbacks import Callback
 from lumen.checkpoint import Weights
 from lumen.cli.classes import defaults_of, find_class
-from lumen.cli.config_layers import NODE, Tree, is_class, merge, nested
+from lumen.cli.config_layers import NODE, Tree, is_class, merge, nest_value
 from lumen.cli.optimization import LookaheadOptions, ParameterGroups, Schedule
 from lumen.errors import ConfigError
 from lumen.task.data_module import DataModule
@@ -94,11 +94,11 @@ class OptionParser(ArgumentParser):
         self.callbacks: list[str] = []
         self.script: Tree = {}
 
-    def heads(self) -> set[str]:
+    def list_sections(self) -> set[str]:
         """Return the first names of all options."""
         return {key.partition(".")[0] for key in self.get_defaults().as_flat().__dict__} - {"config"} | {*self.fixed}
 
-    def types_of_single(self) -> dict[str, Any]:
+    def get_plain_option_types(self) -> dict[str, Any]:
         """Return the types of options that are not arguments of a class; an option without a type takes any text."""
         known = {*self.classes, *self.fixed, *self.bases, *OPTIONS}
         single = [each for each in self._actions if each.dest.partition(".")[0] not in known]
@@ -135,7 +135,7 @@ class OptionParser(ArgumentParser):
         Raises:
             ConfigError: The nested key is not `optimizer`, or `link_to` is set: the settings have one optimizer.
         """
-        self._choose(optimizer_class, "optimizer", nested_key, link_to)
+        self._add_choice(optimizer_class, "optimizer", nested_key, link_to)
 
     def add_lr_scheduler_args(
         self, lr_scheduler_class: type | tuple[type, ...] = LRScheduler, nested_key: str = "lr_scheduler",
@@ -146,9 +146,9 @@ class OptionParser(ArgumentParser):
         Raises:
             ConfigError: The nested key is not `lr_scheduler`, or `link_to` is set.
         """
-        self._choose(lr_scheduler_class, "lr_scheduler", nested_key, link_to)
+        self._add_choice(lr_scheduler_class, "lr_scheduler", nested_key, link_to)
 
-    def _choose(self, kind: Any, key: str, nested_key: str, link_to: str) -> None:
+    def _add_choice(self, kind: Any, key: str, nested_key: str, link_to: str) -> None:
         if nested_key != key or link_to not in ("", "AUTOMATIC"):
             raise ConfigError(f"add_{key}_args({nested_key!r}): Lumen configures one as {key}. {_SEVERAL}")
         if isinstance(kind, type) and kind not in (Optimizer, LRScheduler):
@@ -157,19 +157,19 @@ class OptionParser(ArgumentParser):
     def set_defaults(self, *trees: Mapping[str, Any], **settings: Any) -> None:
         """Set options by their full names, as `{"trainer.max_epochs": 5}`; files and the command line override them."""
         given = {key: value for each in (*trees, settings) for key, value in each.items()}
-        self.script = reduce(merge, (nested(key.split("."), value) for key, value in given.items()), self.script)
-        for key, value in self._shown(given):
+        self.script = reduce(merge, (nest_value(key.split("."), value) for key, value in given.items()), self.script)
+        for key, value in self._iterate_help_defaults(given):
             # The check of all settings reports wrong values.
             with suppress(KeyError, ValueError, TypeError, ArgumentError):
                 super().set_defaults({key: value})
 
-    def _shown(self, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def _iterate_help_defaults(self, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the script's defaults for the help: all except arguments of classes that are not known yet."""
-        for key, value in given.items():
+        for key, value in defaults.items():
             if key in {*self.classes, *self.fixed} and isinstance(value, Mapping):
-                yield from self._shown({f"{key}.{name}": item for name, item in value.items()})
+                yield from self._iterate_help_defaults({f"{key}.{name}": item for name, item in value.items()})
             elif key.partition(".")[0] not in self.bases:
-                yield short_key(key), value
+                yield shorten_key(key), value
 
     def link_arguments(
         self,
@@ -191,12 +191,12 @@ class OptionParser(ArgumentParser):
             ConfigError: An argument does not exist, or the arguments depend on each other.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
-        full = sources if apply_on == "instantiate" else tuple(map(self._full, sources))
+        full = sources if apply_on == "instantiate" else tuple(map(self._get_full_key, sources))
         try:
-            super().link_arguments(full, self._full(target), compute_fn, apply_on)
+            super().link_arguments(full, self._get_full_key(target), compute_fn, apply_on)
         except ValueError as error:
             raise ConfigError(f"link_arguments({source!r}, {target!r}): {error}") from error
-        self.linked[short_key(target)] = " and ".join(sources)
+        self.linked[shorten_key(target)] = " and ".join(sources)
 
     def without_defaults(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings as plain data, without values that equal the defaults of options and classes.
@@ -216,7 +216,7 @@ class OptionParser(ArgumentParser):
             left["lr_scheduler"] = [_differing(*each) for each in zip(several, usual, strict=True)]
         return {key: value for key, value in _differing(left, defaults).items() if value != {}}
 
-    def _full(self, key: str) -> str:
+    def _get_full_key(self, key: str) -> str:
         """Return an argument's name in jsonargparse's form: with init_args, if the settings name the class."""
         head, _, name = key.partition(".")
         inside = head in self.bases and name and name.partition(".")[0] not in NODE
@@ -236,14 +236,14 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
         yield from _nodes(item)
 
 
-def short_key(key: str) -> str:
+def shorten_key(key: str) -> str:
     """Return a key in the form of the command line, without names such as init_args."""
     return ".".join(name for name in key.split(".") if name not in NODE)
 
 
 @final
 @dataclass(frozen=True)
-class Offer:
+class CommandOptions:
     """Choices that a command line offers.
 
     Args:

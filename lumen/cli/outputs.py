@@ -16,19 +16,19 @@ from rich.table import Table
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.format.safetensors_file import write_safetensors
-from lumen.cli.interpolation import escaped
+from lumen.cli.interpolation import escape_references
 from lumen.cli.yaml_text import dump_yaml, load_yaml
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError, DataError
-from lumen.internals.masking import masked
-from lumen.internals.whole_files import replaced, write_private
+from lumen.internals.atomic_files import replace_file, write_private
+from lumen.internals.masking import mask_secrets
 from lumen.run.loaders import Loaders
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 
-_MOST_LINES, _MOST_VALUES = 10, 16  # in the output of predictions
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = 80
+_MAX_LINES, _MAX_VALUES = 10, 16  # in the output of predictions
+_BRIEF_CHARACTERS = reprlib.Repr()
+_BRIEF_CHARACTERS.maxstring = 80
 _SUFFIXES = {"validate": (".json",), "test": (".json",), "predict": (".jsonl", ".safetensors")}
 
 
@@ -43,16 +43,16 @@ class SaveConfig(Callback):
         """Write the config after everything is loaded, so that a resume that fails keeps the old config."""
         if trainer.run_directory is None or not trainer.is_global_zero:
             return
-        of_run = {"name": escaped(trainer.run_directory.name), "resume": None, "resume_parts": None}
+        of_run = {"name": escape_references(trainer.run_directory.name), "resume": None, "resume_parts": None}
         self._record["trainer"] |= of_run
-        path, written = trainer.run_directory / "config.yaml", masked(self._record)
-        if path.exists() and not _means(before := path.read_text(encoding="utf-8"), written):
+        path, written = trainer.run_directory / "config.yaml", mask_secrets(self._record)
+        if path.exists() and not _holds_record(before := path.read_text(encoding="utf-8"), written):
             kept = (path.with_name(f"config-{number}.yaml") for number in count(1))
             write_private(next(other for other in kept if not other.exists()), before)
         write_private(path, dump_yaml(written))
 
 
-def _means(text: str, record: dict[str, Any]) -> bool:
+def _holds_record(text: str, record: dict[str, Any]) -> bool:
     """Return True if a file holds this config; False if the file cannot be read as YAML."""
     try:
         return bool(load_yaml(text) == record)
@@ -72,7 +72,7 @@ def show_metrics(metrics: list[dict[str, float]], loaders: Loaders, title: str) 
     """Print a table of values, one column per loader."""
     columns = [
         {name.removesuffix(suffix): value for name, value in column.items()}
-        for column, suffix in zip(metrics, loaders.suffixes(), strict=True)
+        for column, suffix in zip(metrics, loaders.list_suffixes(), strict=True)
     ]
     adapters = loaders.evaluation
     unnamed = ["value"] if len(adapters) == 1 else [f"loader {number}" for number in range(len(adapters))]
@@ -91,29 +91,29 @@ def show_predictions(batches: list[Any], output: str | None) -> None:
         batches: The values that `predict_step` returned.
         output: The file that holds all predictions, or None.
     """
-    found = list(_texts(batches))
+    found = list(_iterate_texts(batches))
     for text in found:
         print(text, file=stdout)
     if found or all(batch is None for batch in batches):
         return
-    samples = chain.from_iterable(map(_samples, batches))
-    for sample in islice(samples, _MOST_LINES):
-        print(_brief(sample), file=stdout)
-    which = f"the first {_MOST_LINES} predictions" if next(samples, None) is not None else "all predictions"
+    samples = chain.from_iterable(map(_split_samples, batches))
+    for sample in islice(samples, _MAX_LINES):
+        print(_format_brief(sample), file=stdout)
+    which = f"the first {_MAX_LINES} predictions" if next(samples, None) is not None else "all predictions"
     how_to_keep = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensors"
     print(f"these are {which}. {how_to_keep if output is None else f'All are in {output}'}", file=stderr)
 
 
-def _texts(predictions: Any) -> Iterator[str]:
+def _iterate_texts(predictions: Any) -> Iterator[str]:
     """Yield the strings in predictions, in order."""
     if isinstance(predictions, str):
         yield predictions
     elif isinstance(predictions, (list, tuple)):
         for item in predictions:
-            yield from _texts(item)
+            yield from _iterate_texts(item)
 
 
-def _samples(batch: Any) -> Iterable[Any]:
+def _split_samples(batch: Any) -> Iterable[Any]:
     """Return the predictions of each sample in a batch; the batch itself if it cannot be divided into samples."""
     if isinstance(batch, list) or (isinstance(batch, torch.Tensor) and batch.ndim):
         return batch
@@ -123,37 +123,39 @@ def _samples(batch: Any) -> Iterable[Any]:
     return [batch]
 
 
-def _brief(value: Any) -> str:
+def _format_brief(value: Any) -> str:
     """Return the values of a sample as one line, or the shape or number of many values."""
     if isinstance(value, torch.Tensor):
-        few = value.numel() <= _MOST_VALUES
-        return _brief(value.tolist()) if few else f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        few = value.numel() <= _MAX_VALUES
+        return (
+            _format_brief(value.tolist()) if few else f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        )
     if isinstance(value, float):
         return format(value, ".4g")
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_brief(item)}" for name, item in value.items())
+        return ", ".join(f"{name} {_format_brief(item)}" for name, item in value.items())
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_brief, value))}]" if len(value) <= _MOST_VALUES else f"{len(value)} values"
-    return _BRIEF.repr(value)
+        return f"[{', '.join(map(_format_brief, value))}]" if len(value) <= _MAX_VALUES else f"{len(value)} values"
+    return _BRIEF_CHARACTERS.repr(value)
 
 
 def write_results(results: list[Any], path: Path) -> None:
     """Write a JSON list, one JSON line per sample, or the joined tensors of all batches."""
-    with replaced(path) as beside:
+    with replace_file(path) as beside:
         if path.suffix == ".safetensors":
-            write_safetensors(beside, _joined(results))
+            write_safetensors(beside, _join_batches(results))
         else:
-            lines = chain.from_iterable(map(_samples, results)) if path.suffix == ".jsonl" else [results]
-            beside.write_text("".join(json.dumps(line, default=_plain) + "\n" for line in lines), encoding="utf-8")
+            lines = chain.from_iterable(map(_split_samples, results)) if path.suffix == ".jsonl" else [results]
+            beside.write_text("".join(json.dumps(line, default=_as_plain) + "\n" for line in lines), encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     raise DataError(f"a {type(value).__name__} cannot be written. Return plain data or tensors from predict_step.")
 
 
-def _joined(batches: list[Any]) -> dict[str, torch.Tensor]:
+def _join_batches(batches: list[Any]) -> dict[str, torch.Tensor]:
     named = [batch if isinstance(batch, dict) else {"predictions": batch} for batch in batches]
     try:
         return {name: torch.cat([batch[name].cpu() for batch in named]) for name in named[0]}

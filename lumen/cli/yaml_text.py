@@ -10,21 +10,21 @@ import yaml
 
 from lumen.errors import ConfigError
 
-MOST_LEVELS = 100  # nested lists and mappings
-MOST_REPEATED = 100_000  # values that all aliases of a text may expand to
+MAX_LEVELS = 100  # nested lists and mappings
+MAX_REPEATED_VALUES = 100_000  # values that all aliases of a text may expand to
 _YAML = "tag:yaml.org,2002:"
 _INT, _FLOAT, _TIMESTAMP = f"{_YAML}int", f"{_YAML}float", f"{_YAML}timestamp"
-_NO_NAMES = (f"{_YAML}merge", f"{_YAML}value")  # the keys `<<` and `=`
+_RESERVED_WORDS = (f"{_YAML}merge", f"{_YAML}value")  # the keys `<<` and `=`
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$")
 
 
 @final
-class Refused(yaml.MarkedYAMLError):
+class YamlRefused(yaml.MarkedYAMLError):
     """Error for valid YAML that would lose a value, or that is unreasonably large."""
 
 
 @final
-class _Extent(NamedTuple):
+class _NodeSize(NamedTuple):
     """Size of a node, including all values that its aliases repeat."""
 
     values: int
@@ -44,50 +44,52 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self._path: list[str] = []
         self._repeated = 0
-        self._extents: dict[yaml.Node, _Extent] = {}
+        self._extents: dict[yaml.Node, _NodeSize] = {}
         self._lines: dict[tuple[yaml.Node, Any], int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the node of the next part of the text."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self._path.append("" if index is None else str(getattr(index, "value", index)))
-        if len(self._path) > MOST_LEVELS:
-            raise Refused(None, None, f"it is nested more than {MOST_LEVELS} levels deep", event.start_mark)
-        if isinstance(index, yaml.ScalarNode) and index.tag not in _NO_NAMES:
-            self._note(parent, index)
+        if len(self._path) > MAX_LEVELS:
+            raise YamlRefused(None, None, f"it is nested more than {MAX_LEVELS} levels deep", event.start_mark)
+        if isinstance(index, yaml.ScalarNode) and index.tag not in _RESERVED_WORDS:
+            self._check_duplicate(parent, index)
         node: Any = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
-            self._repeat(node, event)
+            self._count_alias(node, event)
         else:
-            self._extents[node] = self._measure(node)
+            self._extents[node] = self._measure_node(node)
         self._path.pop()
         return node
 
-    def _note(self, mapping: Any, key: Any) -> None:
+    def _check_duplicate(self, mapping: Any, key: Any) -> None:
         """Refuse a key that its mapping already has."""
         at, line = (mapping, self.construct_object(key)), key.start_mark.line + 1
         if at in self._lines:
             both = f"lines {self._lines[at]} and {line}" if self._lines[at] != line else f"line {line}"
             path = ".".join(filter(None, self._path))
-            raise Refused(None, None, f"{path} is set twice, in {both}. Leave one of them out")
+            raise YamlRefused(None, None, f"{path} is set twice, in {both}. Leave one of them out")
         self._lines[at] = line
 
-    def _repeat(self, node: Any, alias: Any) -> None:
+    def _count_alias(self, node: Any, alias: Any) -> None:
         """Count the values of an alias, and refuse too many."""
         if node not in self._extents:
-            raise Refused(None, None, f"the alias *{alias.anchor} stands for what it is part of", alias.start_mark)
+            raise YamlRefused(None, None, f"the alias *{alias.anchor} stands for what it is part of", alias.start_mark)
         values, levels = self._extents[node]
         self._repeated += values
-        if self._repeated > MOST_REPEATED:
-            raise Refused(None, None, f"its aliases stand for more than {MOST_REPEATED:,} values", alias.start_mark)
-        if len(self._path) + levels > MOST_LEVELS:
-            what = f"its aliases are nested more than {MOST_LEVELS} levels deep"
-            raise Refused(None, None, what, alias.start_mark)
+        if self._repeated > MAX_REPEATED_VALUES:
+            raise YamlRefused(
+                None, None, f"its aliases stand for more than {MAX_REPEATED_VALUES:,} values", alias.start_mark
+            )
+        if len(self._path) + levels > MAX_LEVELS:
+            what = f"its aliases are nested more than {MAX_LEVELS} levels deep"
+            raise YamlRefused(None, None, what, alias.start_mark)
 
-    def _measure(self, node: Any) -> _Extent:
+    def _measure_node(self, node: Any) -> _NodeSize:
         inner = [] if isinstance(node, yaml.ScalarNode) else node.value
         parts = [self._extents[each] for item in inner for each in (item if isinstance(item, tuple) else (item,))]
-        return _Extent(1 + sum(part.values for part in parts), 1 + max((part.levels for part in parts), default=0))
+        return _NodeSize(1 + sum(part.values for part in parts), 1 + max((part.levels for part in parts), default=0))
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -122,7 +124,7 @@ def dump_yaml(value: Any) -> str:
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def as_written(value: Any) -> str:
+def format_inline(value: Any) -> str:
     """Return a value in the form of a config file or the command line, as one line for an error."""
     try:
         given = load_yaml(value) if isinstance(value, str) else value
@@ -162,10 +164,10 @@ def read_yaml(text: str, source: str) -> Any:
     try:
         return load_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"cannot read {source}: {what_is_wrong(error)}.") from error
+        raise ConfigError(f"cannot read {source}: {describe_yaml_error(error)}.") from error
 
 
-def what_is_wrong(error: yaml.YAMLError) -> str:
+def describe_yaml_error(error: yaml.YAMLError) -> str:
     """Return the error of a YAML text as one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())

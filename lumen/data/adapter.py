@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, final
 import torch
 
 from lumen.console import logger as _log
-from lumen.data.nested import tensors
+from lumen.data.nested import iterate_tensors
 from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
-_FETCHED = attrgetter("batch", "loader")
+_FETCH_NOTHING = attrgetter("batch", "loader")
 
 
 class Position(NamedTuple):
@@ -36,7 +36,7 @@ class Position(NamedTuple):
     cycle: int = 0
     first_step: int | None = None
 
-    def state_of(self, kind: str) -> dict[str, Any]:
+    def get_state(self, kind: str) -> dict[str, Any]:
         """Return the state if an adapter of this kind has saved it; else an empty dictionary.
 
         Raises:
@@ -74,22 +74,22 @@ class LoaderAdapter(ABC):
     length: int | None
     per_step: int
     name: str = ""
-    in_turn = False
+    is_sequential = False
 
     @abstractmethod
     def measure(self, position: Position = START) -> None:
         """Update `length` for the epoch of `position`: a data set may grow from epoch to epoch."""
 
     @abstractmethod
-    def identity(self) -> list[str | None]:
+    def get_fingerprints(self) -> list[str | None]:
         """Return a fingerprint of the data set of each loader; None for iterable data, which has no fingerprint."""
 
     @abstractmethod
-    def cut(self) -> dict[str, int | None]:
+    def get_batching(self) -> dict[str, int | None]:
         """Return the settings that divide the data into batches and steps, such as `batch_size`, by name."""
 
     @abstractmethod
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
+    def iterate_windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """Yield the optimizer steps of an epoch, from a position on. The call ends the previous pass.
 
         Args:
@@ -99,18 +99,18 @@ class LoaderAdapter(ABC):
         """
 
     @abstractmethod
-    def nothing(self) -> str:
+    def explain_empty(self) -> str:
         """Return why a pass had no batches, as text of an error: no samples, or fewer than a batch."""
 
-    def call(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         """Set the loader's name in messages and logged values."""
         self.name = name
 
-    def regroup(self, per_step: int) -> None:
+    def set_per_step(self, per_step: int) -> None:
         """Set the number of micro-batches per optimizer step, of all processes together, from the next pass on."""
         self.per_step = per_step
 
-    def steps(self, limit: int | None, per_step: int | None = None) -> int | None:
+    def count_steps(self, limit: int | None, per_step: int | None = None) -> int | None:
         """Return the number of optimizer steps of an epoch; None if the number of batches is unknown.
 
         Args:
@@ -140,12 +140,12 @@ class LoadedStep(NamedTuple):
     assigned: Assigned
     state: dict[str, Any]
 
-    def window(
+    def make_window(
         self, index: int, state: dict[str, Any], waited_s: float, rank_slice: RankSlice, *, last: bool
     ) -> AccumulationWindow:
         """Return the step as a window for the loop; dummy batches come last."""
         return AccumulationWindow(
-            map(_FETCHED, self.items).__next__, self.sizes, index, state, waited_s, rank_slice, self.assigned, last=last
+            map(_FETCH_NOTHING, self.items).__next__, self.sizes, index, state, waited_s, rank_slice, self.assigned, last=last
         )  # fmt: skip
 
 
@@ -171,11 +171,11 @@ def read_ahead(
         step, ahead = ahead, next(steps, None)
         waited_s = perf_counter() - start
         last = ahead is None
-        yield step.window(index, at_end(step.state) if last else step.state, waited_s, rank_slice, last=last)
+        yield step.make_window(index, at_end(step.state) if last else step.state, waited_s, rank_slice, last=last)
         index += len(step.sizes)
 
 
-def one_by_one(
+def read_one_by_one(
     steps: Iterator[LoadedStep],
     index: int,
     rank_slice: RankSlice,
@@ -199,7 +199,7 @@ def one_by_one(
         waited_s, first = perf_counter() - start, index
         index += len(step.sizes)
         last = length is not None and index >= length
-        yield step.window(first, at_end(step.state) if last else step.state, waited_s, rank_slice, last=last)
+        yield step.make_window(first, at_end(step.state) if last else step.state, waited_s, rank_slice, last=last)
         if last:
             return
         start = perf_counter()
@@ -222,7 +222,7 @@ class SampleCounter:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._known: set[type] = set()
+        self._warned_classes: set[type] = set()
 
     def __call__(self, batch: Any) -> int:
         """Return the size of dimension 0 of the batch's first tensor that has a dimension; 1 without such a tensor."""
@@ -230,9 +230,9 @@ class SampleCounter:
         if type(first) is torch.Tensor and first.dim():
             samples: int | None = first.shape[0]
         else:
-            samples = next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim() > 0), None)
-        if type(batch) not in self._known:
-            self._known.add(type(batch))
+            samples = next((tensor.shape[0] for tensor in iterate_tensors(batch) if tensor.dim() > 0), None)
+        if type(batch) not in self._warned_classes:
+            self._warned_classes.add(type(batch))
             counted = (
                 f"1 sample, because Lumen finds no tensor with a dimension in a {type(batch).__name__}"
                 if samples is None

@@ -10,8 +10,8 @@ from typing import Any, Literal, final
 from torch.utils.data import DataLoader
 
 from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, read_ahead
-from lumen.data.nested import convert
-from lumen.data.rank_checks import lend
+from lumen.data.nested import map_leaves
+from lumen.data.rank_checks import share_batch
 from lumen.data.windows import AccumulationWindow, LoadedBatch, RankSlice
 from lumen.errors import ConfigError, DataError
 from lumen.internals.loaders import end_persistent_workers
@@ -44,7 +44,7 @@ class CombinedLoader:
     def __init__(self, iterables: Mapping[str, Any] | Sequence[Any], mode: Mode = "min_size") -> None:
         if mode not in _MODES:
             raise ConfigError(f"CombinedLoader: no mode is named {mode!r}; there are {', '.join(_MODES)}.")
-        parts = list(_leaves(iterables))
+        parts = list(_iterate_leaves(iterables))
         if not parts:
             raise ConfigError("CombinedLoader: no loaders were given. Give at least one.")
         if len({id(part) for _, part in parts}) < len(parts):
@@ -55,7 +55,7 @@ class CombinedLoader:
     @property
     def flattened(self) -> list[Any]:
         """All loaders, in order."""
-        return [part for _, part in _leaves(self.iterables)]
+        return [part for _, part in _iterate_leaves(self.iterables)]
 
     @property
     def limits(self) -> list[int | None] | None:
@@ -78,9 +78,13 @@ class CombinedLoader:
         parts = list(zip(self.flattened, self._limits or repeat(None), strict=False))
         if self.mode == "sequential":
             for number, (part, limit) in enumerate(parts):
-                yield from ((batch, index, number) for index, batch in enumerate(_taken(part, limit)))
+                yield from ((batch, index, number) for index, batch in enumerate(_take_batches(part, limit)))
             return
-        skeleton, sources, ended = _skeleton(self.iterables, count()), [_taken(*part) for part in parts], set[int]()
+        skeleton, sources, ended = (
+            _number_leaves(self.iterables, count()),
+            [_take_batches(*part) for part in parts],
+            set[int](),
+        )
         for index in count():
             batches: list[Any] = []
             for number, part in enumerate(parts):
@@ -89,11 +93,11 @@ class CombinedLoader:
                 if ended and (self.mode == "min_size" or len(ended) == len(parts)):
                     return
                 if batch is _ENDED and self.mode == "max_size_cycle":
-                    sources[number] = _taken(*part)
+                    sources[number] = _take_batches(*part)
                     if (batch := next(sources[number], _ENDED)) is _ENDED:
                         raise DataError(f"CombinedLoader: {type(part[0]).__name__}, one of its loaders, gives nothing.")
                 batches.append(None if batch is _ENDED else batch)
-            yield convert(skeleton, batches.__getitem__), index, 0
+            yield map_leaves(skeleton, batches.__getitem__), index, 0
 
     def __len__(self) -> int:
         """Return the number of batches of a pass."""
@@ -116,14 +120,14 @@ class CombinedLoader:
 _ENDED = object()
 
 
-def _taken(part: Any, limit: int | None) -> Iterator[Any]:
+def _take_batches(part: Any, limit: int | None) -> Iterator[Any]:
     """Return the first batches of a loader, which may be a combination."""
     return islice((batch for batch, _, _ in part) if isinstance(part, CombinedLoader) else part, limit)
 
 
-def holds_loaders(given: Any) -> bool:
+def holds_loaders(loaders: Any) -> bool:
     """Return True for a collection of loaders; False for one loader, which may be a list of batches."""
-    return isinstance(given, Mapping) or (isinstance(given, (list, tuple)) and _has_loader(given))
+    return isinstance(loaders, Mapping) or (isinstance(loaders, (list, tuple)) and _has_loader(loaders))
 
 
 def _has_loader(given: Any) -> bool:
@@ -132,26 +136,28 @@ def _has_loader(given: Any) -> bool:
     return isinstance(given, (DataLoader, CombinedLoader, Iterator))
 
 
-def loaders_in(given: Any, name: str = "") -> list[tuple[str, Any]]:
+def list_loaders(given: Any, name: str = "") -> list[tuple[str, Any]]:
     """Return the loaders in nested lists, dictionaries and combinations, with their names; "" for a single loader."""
     given = given.iterables if isinstance(given, CombinedLoader) else given
     if holds_loaders(given):
         parts = given.items() if isinstance(given, Mapping) else enumerate(given)
-        return [each for key, part in parts for each in loaders_in(part, f"{name}/{key}".lstrip("/"))]
+        return [each for key, part in parts for each in list_loaders(part, f"{name}/{key}".lstrip("/"))]
     return [] if given is None else [(name, given)]
 
 
-def _leaves(given: Mapping[Any, Any] | Sequence[Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def _iterate_leaves(given: Mapping[Any, Any] | Sequence[Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
     for key, part in given.items() if isinstance(given, Mapping) else enumerate(given):
         place = (*above, key)
-        yield from _leaves(part, place) if holds_loaders(part) else [(place, part)]
+        yield from _iterate_leaves(part, place) if holds_loaders(part) else [(place, part)]
 
 
-def _skeleton(given: Any, numbers: Iterator[int]) -> Any:
+def _number_leaves(given: Any, numbers: Iterator[int]) -> Any:
     """Return the same lists and dictionaries, with each loader replaced by its index."""
     if isinstance(given, Mapping):
-        return {key: _skeleton(part, numbers) if holds_loaders(part) else next(numbers) for key, part in given.items()}
-    return [_skeleton(part, numbers) if holds_loaders(part) else next(numbers) for part in given]
+        return {
+            key: _number_leaves(part, numbers) if holds_loaders(part) else next(numbers) for key, part in given.items()
+        }
+    return [_number_leaves(part, numbers) if holds_loaders(part) else next(numbers) for part in given]
 
 
 @final
@@ -176,31 +182,36 @@ class CombinedAdapter(LoaderAdapter):
                 "CombinedLoader: limits are for a pass by hand. For a run use limit_train_batches of the trainer."
             )
         self._mode, self.per_step, self._rank_slice = loader.mode, accumulate, rank_slice
-        self.in_turn = loader.mode == "sequential"
-        self._places, self._skeleton = [*dict(_leaves(loader.iterables))], _skeleton(loader.iterables, count())
+        self.is_sequential = loader.mode == "sequential"
+        self._leaf_paths, self._skeleton = (
+            [*dict(_iterate_leaves(loader.iterables))],
+            _number_leaves(loader.iterables, count()),
+        )
         self._adapters = [adapt(part, number) for number, part in enumerate(loader.flattened)]
-        self.length = self._length()
+        self.length = self._compute_length()
 
     def measure(self, position: Position = START) -> None:
         """Update the lengths of all loaders, and `length`."""
-        saved = position.state_of("combination").get("parts") if position.batches else None
+        saved = position.get_state("combination").get("parts") if position.batches else None
         for adapter, part in zip(self._adapters, saved or [None] * len(self._adapters), strict=False):
             adapter.measure(Position() if part is None else Position(part["samples"], part["batches"], part["loader"]))
-        self.length = self._length()
+        self.length = self._compute_length()
 
-    def identity(self) -> list[str | None]:
+    def get_fingerprints(self) -> list[str | None]:
         """Return the fingerprints of all loaders' data sets."""
-        return [line for adapter in self._adapters for line in adapter.identity()]
+        return [line for adapter in self._adapters for line in adapter.get_fingerprints()]
 
-    def cut(self) -> dict[str, int | None]:
+    def get_batching(self) -> dict[str, int | None]:
         """Return the batches of a step, and the `batch_size` of each loader."""
-        sizes = {f"batch_size of {name}": adapter.cut().get("batch_size") for name, adapter in self._named()}
+        sizes = {
+            f"batch_size of {name}": adapter.get_batching().get("batch_size") for name, adapter in self._iterate_named()
+        }
         return {"batches of a step": self.per_step} | sizes
 
-    def _named(self) -> Iterator[tuple[str, LoaderAdapter]]:
-        return zip((".".join(map(str, place)) for place in self._places), self._adapters, strict=True)
+    def _iterate_named(self) -> Iterator[tuple[str, LoaderAdapter]]:
+        return zip((".".join(map(str, place)) for place in self._leaf_paths), self._adapters, strict=True)
 
-    def _length(self) -> int | None:
+    def _compute_length(self) -> int | None:
         lengths = [adapter.length for adapter in self._adapters]
         known = [length for length in lengths if length is not None]
         if self._mode == "min_size":
@@ -209,9 +220,9 @@ class CombinedAdapter(LoaderAdapter):
             return None
         return sum(known) if self._mode == "sequential" else max(known)
 
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
+    def iterate_windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """Yield the optimizer steps of an epoch, from a position on."""
-        saved, like_this = position.state_of("combination"), {"mode": self._mode, "loaders": self._described()}
+        saved, like_this = position.get_state("combination"), {"mode": self._mode, "loaders": self._describe_lengths()}
         if saved and like_this != {key: saved[key] for key in like_this}:
             if position.batches:
                 raise DataError(
@@ -222,58 +233,65 @@ class CombinedAdapter(LoaderAdapter):
         if position.batches and saved.get("ended"):
             return
         states = saved.get("parts") or [None] * len(self._adapters)
-        parts = [_Part(adapter, epoch, position, state) for adapter, state in zip(self._adapters, states, strict=True)]
+        parts = [
+            _LoaderInEpoch(adapter, epoch, position, state)
+            for adapter, state in zip(self._adapters, states, strict=True)
+        ]
         first = position.first_step or 0
-        items = self._in_turn(parts, first) if self._mode == "sequential" else self._together(parts, first)
+        items = self._read_in_turn(parts, first) if self._mode == "sequential" else self._read_together(parts, first)
         if limit is not None:
             items = islice(items, max(0, limit - position.batches))
-        steps = self._steps(items, parts, like_this, position.first_step)
+        steps = self._iterate_steps(items, parts, like_this, position.first_step)
         yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: state | {"ended": True})
 
-    def _described(self) -> str:
-        if self._places == [(number,) for number in range(len(self._adapters))]:
+    def _describe_lengths(self) -> str:
+        if self._leaf_paths == [(number,) for number in range(len(self._adapters))]:
             return str(len(self._adapters))
-        return ", ".join(name for name, _ in self._named())
+        return ", ".join(name for name, _ in self._iterate_named())
 
-    def _steps(
-        self, items: Iterator[LoadedBatch], parts: list[_Part], like_this: dict[str, Any], first_step: int | None
+    def _iterate_steps(
+        self,
+        items: Iterator[LoadedBatch],
+        parts: list[_LoaderInEpoch],
+        like_this: dict[str, Any],
+        first_step: int | None,
     ) -> Iterator[LoadedStep]:
-        rank_slice, assign, read = self._rank_slice, self._rank_slice.assigner(first_step), 0
+        rank_slice, assign, read = self._rank_slice, self._rank_slice.make_assigner(first_step), 0
         newest: LoadedBatch | None = None
         while step := list(islice(items, self.per_step)):
             assigned = assign(len(step))
             own = [step[number] for number in assigned if number is not None]
             newest = own[-1] if own else newest
             read += len(step)
-            if rank_slice.needs_dummies and len(step) % rank_slice.world:  # True only in the epoch's last step.
-                newest = lend(rank_slice, 0, newest) if read < rank_slice.world else newest
+            if rank_slice.needs_dummies and len(step) % rank_slice.world_size:  # True only in the epoch's last step.
+                newest = share_batch(rank_slice, 0, newest) if read < rank_slice.world_size else newest
                 assert newest is not None
                 own += [newest] * assigned.count(None)
-            state = {"kind": "combination", **like_this, "parts": [part.state() for part in parts]}
+            state = {"kind": "combination", **like_this, "parts": [part.get_state() for part in parts]}
             yield LoadedStep(own, [item.samples for item in step], assigned, state)
 
-    def _in_turn(self, parts: list[_Part], step: int) -> Iterator[LoadedBatch]:
+    def _read_in_turn(self, parts: list[_LoaderInEpoch], step: int) -> Iterator[LoadedBatch]:
         for number, part in enumerate(parts):
-            while (item := part.next(step)) is not None:
+            while (item := part.read_next(step)) is not None:
                 yield LoadedBatch(item.batch, item.samples, number)
                 step += 1
 
-    def _together(self, parts: list[_Part], first: int) -> Iterator[LoadedBatch]:
+    def _read_together(self, parts: list[_LoaderInEpoch], first: int) -> Iterator[LoadedBatch]:
         for step in count(first):
-            items = [part.next(step) for part in parts]
+            items = [part.read_next(step) for part in parts]
             if all(part.ended for part in parts) or (self._mode == "min_size" and None in items):
                 for part in parts:  # Unused batches of the other loaders belong to the next epoch.
                     part.step_back()
                 return
             if self._mode == "max_size_cycle":
-                items = [item or part.begin_again(step) for item, part in zip(items, parts, strict=True)]
+                items = [item or part.restart(step) for item, part in zip(items, parts, strict=True)]
             batches = [item and item.batch for item in items]
             samples = next(item.samples for item in items if item is not None)
-            yield LoadedBatch(convert(self._skeleton, batches.__getitem__), samples)
+            yield LoadedBatch(map_leaves(self._skeleton, batches.__getitem__), samples)
 
-    def nothing(self) -> str:
+    def explain_empty(self) -> str:
         """Return the reason for a pass without batches."""
-        found = [f"{name}: {adapter.nothing()}" for name, adapter in self._named() if not adapter.length]
+        found = [f"{name}: {adapter.explain_empty()}" for name, adapter in self._iterate_named() if not adapter.length]
         return "; ".join(found) or f"none of the {len(self._adapters)} loaders gave a batch"
 
     def close(self) -> None:
@@ -283,7 +301,7 @@ class CombinedAdapter(LoaderAdapter):
 
 
 @final
-class _Part:
+class _LoaderInEpoch:
     """One of several loaders, within an epoch of the combination."""
 
     def __init__(self, adapter: LoaderAdapter, epoch: int, position: Position, saved: Mapping[str, Any] | None) -> None:
@@ -295,11 +313,11 @@ class _Part:
         self._before = self._position
         self._windows: Iterator[AccumulationWindow] | None = None
 
-    def next(self, step: int) -> LoadedBatch | None:
+    def read_next(self, step: int) -> LoadedBatch | None:
         """Return the loader's next batch; without data if a different process takes the batch; None at the end."""
         if self._windows is None:
             self._position = self._position._replace(cycle=self._outer_cycle + self._cycle, first_step=step)
-            self._windows = self._adapter.windows(self._epoch, self._position, None)
+            self._windows = self._adapter.iterate_windows(self._epoch, self._position, None)
         self._before = self._position
         window = next(self._windows, None)
         if window is None:
@@ -313,18 +331,18 @@ class _Part:
         """Return the newest batch unused: the next epoch begins with it."""
         self._position = self._before
 
-    def begin_again(self, step: int) -> LoadedBatch:
+    def restart(self, step: int) -> LoadedBatch:
         self._cycle += 1
         self._position = Position(state=self._position.state)
         self._windows = None
-        item = self.next(step)
+        item = self.read_next(step)
         if item is None:
             raise DataError(
                 "one of several training loaders is empty, so it cannot begin again beside the longer ones: "
-                f"{self._adapter.nothing()}. Leave it out."
+                f"{self._adapter.explain_empty()}. Leave it out."
             )
         return item
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         samples, batches, loader, *_ = self._position
         return {"round": self._cycle, "ended": self.ended, "samples": samples, "batches": batches, "loader": loader}

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
 
-from lumen.data.seeded_dataset import early_end
-from lumen.internals.garbage import collect_in_worker, workers_are_begun
+from lumen.data.seeded_dataset import make_early_end_error
+from lumen.internals.garbage import collect_in_worker, pause_collection_for_fork
 from lumen.internals.process_groups import wait_for_gloo
-from lumen.internals.stop_signals import is_obeyed
+from lumen.internals.stop_signals import should_obey
 
 _GRACE_S = 30
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
@@ -35,7 +35,7 @@ def init_worker(dataset: Any, user_init: Callable[[int], None] | None, worker_id
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE_S))
     for number in (signal.SIGHUP, signal.SIGUSR1):
-        if is_obeyed(number, signal.getsignal(number)):  # True in a worker that was not forked
+        if should_obey(number, signal.getsignal(number)):  # True in a worker that was not forked
             signal.signal(number, signal.SIG_IGN)
     _limit_threads()
     collect_in_worker()
@@ -57,7 +57,7 @@ def _limit_threads() -> None:
 
 
 @contextmanager
-def begun(workers: int) -> Iterator[None]:
+def fork_workers(workers: int) -> Iterator[None]:
     """Return a context in which a loader forks its workers.
 
     In Python 3.11 a forked worker may inherit a lock that a thread of torch holds at that moment, and hang. Such a
@@ -68,12 +68,12 @@ def begun(workers: int) -> Iterator[None]:
     """
     if workers and _INHERITS_LOCKS and dist.is_available() and dist.is_initialized():
         wait_for_gloo()
-    with workers_are_begun():
+    with pause_collection_for_fork():
         yield
 
 
 @contextmanager
-def prepared(loader: Any) -> Iterator[None]:
+def prepare_pass(loader: Any) -> Iterator[None]:
     """Return a context in which a DataLoader that Lumen does not replace begins a pass.
 
     `init_worker` prepares its workers, and a StopIteration in its collate function becomes a clear error.
@@ -84,16 +84,16 @@ def prepared(loader: Any) -> Iterator[None]:
     before = loader.worker_init_fn, loader.collate_fn
     if loader.num_workers:
         loader.worker_init_fn = partial(init_worker, loader.dataset, loader.worker_init_fn)
-    loader.collate_fn = partial(_collate, loader.dataset, loader.collate_fn)
+    loader.collate_fn = partial(_call_collate, loader.dataset, loader.collate_fn)
     try:
-        with begun(loader.num_workers):
+        with fork_workers(loader.num_workers):
             yield
     finally:
         loader.worker_init_fn, loader.collate_fn = before
 
 
-def _collate(dataset: Any, collate: Callable[[Any], Any], samples: Any) -> Any:
+def _call_collate(dataset: Any, collate: Callable[[Any], Any], samples: Any) -> Any:
     try:
         return collate(samples)
     except StopIteration as error:
-        raise early_end(dataset, "in its collate function") from error
+        raise make_early_end_error(dataset, "in its collate function") from error

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from lumen.data.rank_checks import digest
+from lumen.data.rank_checks import digest_batch
 
-_SHOWN = 8
+_MAX_SHOWN = 8
 _WITH_INDICES = ", indices "
 
 
-def known_length(thing: Any) -> int | None:
+def get_length(thing: Any) -> int | None:
     """Return `len(thing)`, or None if its `__len__` is missing or raises an exception."""
     try:
         return len(thing)
@@ -22,7 +22,7 @@ def known_length(thing: Any) -> int | None:
         return None
 
 
-def reads_once(thing: Any, iterator: Any) -> bool:
+def is_single_pass(thing: Any, iterator: Any) -> bool:
     """Return True if an iterable can be read only once, judged by `iterator = iter(thing)`.
 
     The iterable can be read once if it is its own iterator, like a generator, and its `__iter__` only returns it.
@@ -33,33 +33,33 @@ def reads_once(thing: Any, iterator: Any) -> bool:
     return code is None or code.co_code == Iterator.__iter__.__code__.co_code
 
 
-def describe(dataset: Any) -> str:
+def make_fingerprint(dataset: Any) -> str:
     """Return one line that almost always differs for two data sets: classes, lengths, a digest of subsets' indices.
 
     Returns:
         For example `Subset(80, indices 1f3a77c2, TensorDataset(100))`. For a user's class, the line also includes its
         attribute `indices`, and the subsets among its attributes.
     """
-    return _describe(dataset, set())
+    return _describe_part(dataset, set())
 
 
-def _describe(dataset: Any, met: set[int]) -> str:
+def _describe_part(dataset: Any, met: set[int]) -> str:
     if id(dataset) in met:
         return "itself"
     met.add(id(dataset))
-    length = known_length(dataset)
+    length = get_length(dataset)
     said = "" if length is None else str(length)
     if (indices := getattr(dataset, "indices", None)) is not None and hasattr(indices, "__len__"):
-        said += f"{_WITH_INDICES}{_digest(indices):08x}"
-    parts = [_describe(part, met) for part in _parts(dataset)]
+        said += f"{_WITH_INDICES}{_digest_indices(indices):08x}"
+    parts = [_describe_part(part, met) for part in _iterate_datasets(dataset)]
     if not isinstance(dataset, (Subset, ConcatDataset, StackDataset)):  # Other attributes may be created by reading.
         parts = [part for part in parts if _WITH_INDICES in part]
-    if len(parts) > _SHOWN:
-        parts = [*parts[:_SHOWN], f"and {len(parts) - _SHOWN} more {digest(parts):08x}"]
+    if len(parts) > _MAX_SHOWN:
+        parts = [*parts[:_MAX_SHOWN], f"and {len(parts) - _MAX_SHOWN} more {digest_batch(parts):08x}"]
     return f"{type(dataset).__name__}({', '.join([said, *parts])})"
 
 
-def _parts(dataset: Any) -> Iterator[Any]:
+def _iterate_datasets(dataset: Any) -> Iterator[Any]:
     """Yield the data sets among an object's attributes, and in lists and dictionaries that begin with a data set."""
     for value in list(getattr(dataset, "__dict__", {}).values()):
         several = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -69,9 +69,9 @@ def _parts(dataset: Any) -> Iterator[Any]:
             yield from several
 
 
-def _digest(indices: Any) -> int:
+def _digest_indices(indices: Any) -> int:
     try:
         numbers = np.asarray(indices, np.int64)
     except (TypeError, ValueError, OverflowError):  # Indices of a data set may be of any type.
-        return digest(indices)
-    return digest([numbers])
+        return digest_batch(indices)
+    return digest_batch([numbers])

@@ -21,13 +21,13 @@ from lumen.console import logger as _log
 from lumen.random import (
     GENERATORS,
     Domain,
-    derived_key,
+    derive_key,
+    get_generator_state,
+    hash_name,
     make_key,
-    number_of,
     seed_generator,
     seed_generators,
-    set_state,
-    state_of,
+    set_generator_state,
 )
 
 #: Limits of the search: objects, functions, items of a collection, items of a collection that may be data.
@@ -52,7 +52,7 @@ _READERS = {
 
 
 @final
-class OwnGenerators:
+class KeptGenerators:
     """Random generators found in given objects; each gets its own keys, depending on its place.
 
     The search follows attributes, slots, collections, variables bound to functions, and global variables that functions
@@ -73,7 +73,7 @@ class OwnGenerators:
         self._found: list[tuple[int, Any]] = []
         self._before: list[tuple[Any, Any]] = []  # generators with their states when they were found
         self._seeded = self.may_restore = False
-        self.look()
+        self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without generators and states: a worker repeats the search."""
@@ -84,31 +84,31 @@ class OwnGenerators:
         """Generators found by the last search."""
         return [generator for _, generator in self._found]
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Search again. Return True if there are new generators, or if `may_restore` has changed."""
         known = {id(generator) for generator, _ in self._before}
         could_restore, met = self.may_restore, dict[int, Any]()
         self._found = []
-        for place, generator in walk(self._roots, lambda part: isinstance(part, GENERATORS), _LEAVES):
+        for place, generator in walk_objects(self._roots, lambda part: isinstance(part, GENERATORS), _LEAVES):
             if not isinstance(generator, GENERATORS):
                 if isinstance(generator, FunctionType) and place.startswith("dataset"):
                     self.may_restore = self.may_restore or _may_restore(generator, met)
                 continue
             new = place not in self._words
             if new:
-                seed = _seed_of(generator) if self._by_seed else 0
-                self._words[place] = make_key(seed, Domain.KEPT, number_of(place))
+                seed = _get_initial_seed(generator) if self._by_seed else 0
+                self._words[place] = make_key(seed, Domain.KEPT, hash_name(place))
             if id(generator) in known or self._can_be_keyed(place, generator, warn=new):
                 self._found.append((self._words[place], generator))
         others = [generator for _, generator in self._found if id(generator) not in known]
-        self._before += [(generator, state_of(generator)) for generator in others]
+        self._before += [(generator, get_generator_state(generator)) for generator in others]
         return bool(others) or self.may_restore != could_restore
 
     def _can_be_keyed(self, place: str, generator: Any, *, warn: bool) -> bool:
         try:
-            state = state_of(generator)
+            state = get_generator_state(generator)
             seed_generator(generator, 0)
-            set_state(generator, state)
+            set_generator_state(generator, state)
         except Exception as error:  # A subclass of the user may raise any error.
             if warn:
                 _log.warning(
@@ -119,29 +119,29 @@ class OwnGenerators:
             return False
         return True
 
-    def seed(self, key: int) -> None:
+    def seed_from_key(self, key: int) -> None:
         """Seed each generator with its own key, derived from this key."""
         self._seeded = True
         for word, generator in self._found:
-            seed_generator(generator, derived_key(key, word))
+            seed_generator(generator, derive_key(key, word))
 
     @property
-    def seed_all(self) -> Callable[[int], None]:
+    def seed_function(self) -> Callable[[int], None]:
         """Function that seeds these and the global generators; only `seed_generators` if no generator was found."""
-        return self._seed_all if self._found else seed_generators
+        return self._seed_all_from_key if self._found else seed_generators
 
-    def _seed_all(self, key: int) -> None:
+    def _seed_all_from_key(self, key: int) -> None:
         seed_generators(key)
-        self.seed(key)
+        self.seed_from_key(key)
 
-    def put_back(self) -> None:
+    def restore_states(self) -> None:
         """Restore the original states of generators that were seeded here."""
         for generator, state in self._before if self._seeded else ():
-            set_state(generator, state)
+            set_generator_state(generator, state)
         self._seeded = False
 
 
-def _seed_of(generator: Any) -> int:
+def _get_initial_seed(generator: Any) -> int:
     """Return the seed that a generator was created with; 0 if it is unknown or was not given."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
@@ -150,7 +150,9 @@ def _seed_of(generator: Any) -> int:
     return entropy if isinstance(entropy, int) and entropy < 1 << 64 else 0  # A seed chosen by numpy has 128 bits.
 
 
-def walk(roots: dict[str, Any], is_end: Callable[[Any], bool], leaves: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+def walk_objects(
+    roots: dict[str, Any], is_end: Callable[[Any], bool], leaves: tuple[type, ...]
+) -> Iterator[tuple[str, Any]]:
     """Yield each object that the roots hold and its place: those in the smallest collections first, nearest first.
 
     The walk follows attributes, slots, collections, the variables that functions are bound to, and the global variables
@@ -176,20 +178,24 @@ def walk(roots: dict[str, Any], is_end: Callable[[Any], bool], leaves: tuple[typ
                     _warn_of_end(", ".join(f"{root} ({type(each).__name__})" for root, each in roots.items()))
                 return
             met[id(part)] = part
-            if _is_of(type(part), _MACHINERY) or _is_at_work(part):
+            if _is_defined_in(type(part), _MACHINERY) or _is_worker_iterator(part):
                 continue
             yield f"{above}{name}", part
             if is_end(part):
                 continue
             if isinstance(part, FunctionType):
                 functions += 1
-                inner = _held_by_function(part) if functions <= _FUNCTIONS and not _is_of(part, _LIBRARIES) else ()
+                inner = (
+                    _iterate_function_references(part)
+                    if functions <= _FUNCTIONS and not _is_defined_in(part, _LIBRARIES)
+                    else ()
+                )
             else:
-                inner = _held_by(part)
+                inner = _iterate_held(part)
                 if id(kind := type(part)) not in met:
                     met[id(kind)] = kind
-                    inner = chain(inner, _held_by_class(kind))
-            heappush(waiting, (width * _length_of(part), next(order), f"{above}{name}.", inner))
+                    inner = chain(inner, _iterate_class_attributes(kind))
+            heappush(waiting, (width * _count_items(part), next(order), f"{above}{name}.", inner))
 
 
 @cache
@@ -206,55 +212,55 @@ def _is_leaf(part: Any) -> bool:
     return issubclass(type(part), _LEAVES)
 
 
-def _is_of(thing: Any, modules: Iterable[str]) -> bool:
+def _is_defined_in(thing: Any, modules: Iterable[str]) -> bool:
     return (getattr(thing, "__module__", None) or "").partition(".")[0] in modules
 
 
-def _is_at_work(part: Any) -> bool:
+def _is_worker_iterator(part: Any) -> bool:
     """Return True for an iterator of a `DataLoader`, with its workers and queues."""
     kind = type(part)
     return issubclass(kind, Iterator) and kind.__module__.startswith(("torch.utils.data.", "torchdata."))
 
 
-def _held_by(part: Any) -> Iterator[tuple[Any, Any]]:
+def _iterate_held(part: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the contents of an object: items of a collection, attributes, and slots."""
     for collection in (list, tuple, deque):
         if issubclass(type(part), collection):
-            yield from _items(collection.__iter__(part))
+            yield from _iterate_items(collection.__iter__(part))
     if issubclass(type(part), dict):
-        yield from _items(dict.values(part))
+        yield from _iterate_items(dict.values(part))
     with suppress(AttributeError):
         yield from list(object.__getattribute__(part, "__dict__").items())
-    for slot in _slots_of(type(part)):  # type: ignore[arg-type]
+    for slot in _get_slots(type(part)):  # type: ignore[arg-type]
         with suppress(AttributeError):  # The slot is empty.
             yield slot.__name__, slot.__get__(part)
 
 
-def _length_of(part: Any) -> int:
+def _count_items(part: Any) -> int:
     """Return the number of items of a collection; 1 for any other object."""
     kinds = (kind for kind in (list, tuple, deque, dict) if issubclass(type(part), kind))
     return max(1, next((kind.__len__(part) for kind in kinds), 1))
 
 
 @lru_cache(maxsize=256)
-def _slots_of(kind: type) -> list[MemberDescriptorType]:
+def _get_slots(kind: type) -> list[MemberDescriptorType]:
     return [each for above in kind.__mro__ for each in vars(above).values() if isinstance(each, MemberDescriptorType)]
 
 
-def _items(values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+def _iterate_items(values: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     """Yield the numbered items of a collection; no items of a long one whose first item looks like data."""
     items = list(islice(values, _ITEMS))
     if len(items) <= _FEW or not _is_leaf(items[0]):
         yield from enumerate(items)
 
 
-def _held_by_class(kind: type) -> Iterator[tuple[str, Any]]:
+def _iterate_class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
     for each in kind.__mro__:
-        if not _is_of(each, _LIBRARIES):
+        if not _is_defined_in(each, _LIBRARIES):
             yield from list(vars(each).items())
 
 
-def _held_by_function(function: FunctionType) -> Iterator[tuple[Any, Any]]:
+def _iterate_function_references(function: FunctionType) -> Iterator[tuple[Any, Any]]:
     """Yield the variables bound to a function, and the global variables that it reads."""
     yield from enumerate(function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
@@ -262,16 +268,16 @@ def _held_by_function(function: FunctionType) -> Iterator[tuple[Any, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # The cell is still empty.
             yield name, cell.cell_contents
-    for name in sorted(_globals_of(function.__code__, function.__globals__)):
+    for name in sorted(_find_global_names(function.__code__, function.__globals__)):
         yield name, function.__globals__[name]
 
 
-def _globals_of(code: CodeType, values: dict[str, Any]) -> set[str]:
+def _find_global_names(code: CodeType, values: dict[str, Any]) -> set[str]:
     names = {name for name in code.co_names if name in values and not _is_leaf(values[name])}
     if names:  # Some names are names of attributes.
         names &= {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return names.union(*(_globals_of(each, values) for each in inner))
+    return names.union(*(_find_global_names(each, values) for each in inner))
 
 
 def _may_restore(function: FunctionType, met: dict[int, Any]) -> bool:
@@ -293,9 +299,9 @@ def _may_restore(function: FunctionType, met: dict[int, Any]) -> bool:
             return True
         if isinstance(part, type) and is_users:
             waiting += vars(part).values()
-        if not isinstance(part, FunctionType) or _is_of(part, _LIBRARIES):
+        if not isinstance(part, FunctionType) or _is_defined_in(part, _LIBRARIES):
             continue
-        if (names := _names_of(part.__code__)) & _READERS:
+        if (names := _find_names(part.__code__)) & _READERS:
             return True
         if is_users:
             named = [part.__globals__.get(name, sys.modules.get(name)) for name in names]
@@ -304,8 +310,8 @@ def _may_restore(function: FunctionType, met: dict[int, Any]) -> bool:
     return False
 
 
-def _names_of(code: CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_names_of(each) for each in code.co_consts if isinstance(each, CodeType)))
+def _find_names(code: CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_find_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 @cache

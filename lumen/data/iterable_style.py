@@ -11,15 +11,15 @@ from typing import Any, Literal, final
 from torch.utils.data import DataLoader
 
 from lumen.console import logger as _log
-from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, one_by_one, read_ahead
-from lumen.data.fingerprint import known_length
-from lumen.data.rank_checks import check_same, digest, lend
+from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, read_ahead, read_one_by_one
+from lumen.data.fingerprint import get_length
+from lumen.data.rank_checks import check_same_data_on_ranks, digest_batch, share_batch
 from lumen.data.resumable_iterator import ResumableIterator
-from lumen.data.windows import ALONE, AccumulationWindow, LoadedBatch, RankSlice
+from lumen.data.windows import SINGLE_RANK, AccumulationWindow, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
 
-class _OfIterables(LoaderAdapter, ABC):
+class _IterableAdapterBase(LoaderAdapter, ABC):
     """Base class of the two adapters for iterables.
 
     Args:
@@ -35,25 +35,25 @@ class _OfIterables(LoaderAdapter, ABC):
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         self._name = type(getattr(loader, "dataset", loader)).__name__
         self._loader, self.per_step, self._rank_slice, self._rewinds = loader, accumulate, rank_slice, rewinds
-        own = rank_slice if self._reads_part else ALONE
+        own = rank_slice if self._reads_part else SINGLE_RANK
         self._iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=own)
         self.measure()
 
-    def identity(self) -> list[str | None]:
+    def get_fingerprints(self) -> list[str | None]:
         return [None]
 
-    def cut(self) -> dict[str, int | None]:
-        return {"batch_size": self._iterator.cut.get("batch_size"), "batches of a step": self.per_step}
+    def get_batching(self) -> dict[str, int | None]:
+        return {"batch_size": self._iterator.batching.get("batch_size"), "batches of a step": self.per_step}
 
-    def nothing(self) -> str:
-        return self._iterator.nothing()
+    def explain_empty(self) -> str:
+        return self._iterator.explain_empty()
 
     def close(self) -> None:
         self._iterator.close()
 
 
 @final
-class IterableAdapter(_OfIterables):
+class IterableAdapter(_IterableAdapterBase):
     """Adapter of an iterable that gives every process all batches; each process keeps its part.
 
     Args:
@@ -66,38 +66,40 @@ class IterableAdapter(_OfIterables):
 
     def measure(self, position: Position = START) -> None:
         """Update `length` from the loader's `__len__`."""
-        self.length = known_length(self._loader)
+        self.length = get_length(self._loader)
 
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
+    def iterate_windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """Yield the optimizer steps of an epoch, from a position on."""
         begins = self._rewinds and not position.batches
-        state = self._iterator.beginning if begins else position.state_of("stream")
+        state = self._iterator.beginning if begins else position.get_state("stream")
         if position.batches and state.get("ended"):
-            self._iterator.go_to(state)
+            self._iterator.restore_state(state)
             return
         left = None if limit is None else max(0, limit - position.batches)
         if left == 0:
             return
-        items: Iterator[LoadedBatch] = islice(self._iterator.items(epoch, position, state, position.batches), left)
+        items: Iterator[LoadedBatch] = islice(
+            self._iterator.iterate_batches(epoch, position, state, position.batches), left
+        )
         if self._rank_slice.processes > 1:
-            items = self._agreed(items)
-        steps = self._steps(items, position.first_step)
-        read = _reader(self._loader, self.length, limit, rewinds=self._rewinds)
-        yield from read(steps, position.batches, self._rank_slice, lambda state: self._iterator.last_state())
+            items = self._check_first_on_ranks(items)
+        steps = self._iterate_steps(items, position.first_step)
+        read = _choose_reader(self._loader, self.length, limit, rewinds=self._rewinds)
+        yield from read(steps, position.batches, self._rank_slice, lambda state: self._iterator.get_last_state())
 
-    def _agreed(self, items: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
+    def _check_first_on_ranks(self, items: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
         """Yield the same batches, after a check that all processes begin with the same batch. Collective."""
         first = list(islice(items, 1))
-        found = {"batches": self.length, "digest of the first": [digest(item.batch) for item in first]}
-        check_same(
+        found = {"batches": self.length, "digest of the first": [digest_batch(item.batch) for item in first]}
+        check_same_data_on_ranks(
             self._rank_slice, "stream", found,
             f"Every rank reads all batches of {self._name}, and Lumen keeps each one's share. If it gives every rank "
             "a part of its own, say so by shards_itself = True on it; else let it give the same on every rank.",
         )  # fmt: skip
         return chain(first, items)
 
-    def _steps(self, items: Iterator[LoadedBatch], first_step: int | None) -> Iterator[LoadedStep]:
-        assign = self._rank_slice.assigner(first_step)
+    def _iterate_steps(self, items: Iterator[LoadedBatch], first_step: int | None) -> Iterator[LoadedStep]:
+        assign = self._rank_slice.make_assigner(first_step)
         while True:
             assigned, own, sizes = assign(self.per_step), [], []
             for number, item in enumerate(islice(items, self.per_step)):
@@ -110,31 +112,32 @@ class IterableAdapter(_OfIterables):
                 assigned = assign(len(sizes))
             if self._rank_slice.needs_dummies:
                 own += [item] * assigned.count(None)
-            yield LoadedStep(own, sizes, assigned, self._iterator.state())
+            yield LoadedStep(own, sizes, assigned, self._iterator.get_state())
 
 
-def declares(loader: Any, capability: Literal["shards_itself", "follows_training"]) -> bool:
+def has_capability(loader: Any, capability: Literal["shards_itself", "follows_training"]) -> bool:
     """Return True if a loader, or the data set of a `DataLoader`, sets an attribute of this name to True.
 
     Loaders and data sets of the user do not inherit from Lumen, so only this function reads the attributes.
 
     Args:
         loader: The user's loader.
-        capability: The name of the attribute. `shards_itself`: each process gets a different part. `follows_training`:
+        capability: The name of the attribute. `is_sharded_by_itself`: each process gets a different part.
+            `depends_on_training`:
             batches depend on the parameters, so each step is read after the previous step is done.
     """
     parts = (loader, loader.dataset) if isinstance(loader, DataLoader) else (loader,)
     return any(getattr(part, capability, False) for part in parts)
 
 
-def shards_itself(loader: Any, world: int) -> bool:
+def is_sharded_by_itself(loader: Any, world: int) -> bool:
     """Return True if a loader or its data set says that it gives each of `world` processes a different part."""
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # set by Hugging Face's datasets
-    return split == world or declares(loader, "shards_itself")
+    return split == world or has_capability(loader, "shards_itself")
 
 
-def follows_training(loader: Any) -> bool:
+def depends_on_training(loader: Any) -> bool:
     """Return True if the batches of a loader depend on the trained parameters, as in reinforcement learning.
 
     An attribute of the loader or of its data set says so.
@@ -142,7 +145,7 @@ def follows_training(loader: Any) -> bool:
     Raises:
         DataError: Workers read the loader, and each worker has a copy of the model from its start.
     """
-    said = declares(loader, "follows_training")
+    said = has_capability(loader, "follows_training")
     if said and isinstance(loader, DataLoader) and loader.num_workers:
         raise DataError(
             f"{type(loader.dataset).__name__} says follows_training, but its DataLoader has num_workers="
@@ -151,16 +154,16 @@ def follows_training(loader: Any) -> bool:
     return said
 
 
-def _reader(loader: Any, length: int | None, limit: int | None, *, rewinds: bool) -> Callable[..., Any]:
+def _choose_reader(loader: Any, length: int | None, limit: int | None, *, rewinds: bool) -> Callable[..., Any]:
     """Return the function that reads the steps of a loader: one step ahead, or each after the previous one is done."""
     known = [number for number in (length, limit) if number is not None]
-    if not follows_training(loader) or (rewinds and not known):  # An evaluation does not change parameters.
+    if not depends_on_training(loader) or (rewinds and not known):  # An evaluation does not change parameters.
         return read_ahead
-    return partial(one_by_one, length=min(known, default=None))
+    return partial(read_one_by_one, length=min(known, default=None))
 
 
 @final
-class ShardedIterableAdapter(_OfIterables):
+class ShardedIterableAdapter(_IterableAdapterBase):
     """Adapter of an iterable that gives each process its own batches, possibly of different number.
 
     A step takes batches from the processes in turn. Once some processes have no batches left, it takes more from the
@@ -182,30 +185,32 @@ class ShardedIterableAdapter(_OfIterables):
         self._compared = False
         self._read: LoadedBatch | None = None  # the newest batch that this process has read
         self._have_read: set[int] = set()  # processes that have read a batch
-        lengths = rank_slice.gather(known_length(loader))
+        lengths = rank_slice.gather(get_length(loader))
         self.length = None if None in lengths else sum(lengths)
 
     def measure(self, position: Position = START) -> None:
         """Do nothing: all processes agreed on the length at the start, and one process cannot change it alone."""
 
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
+    def iterate_windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """Yield the optimizer steps of an epoch, from a position on."""
-        states, rank = self._states_at(position), self._rank_slice.rank
-        over = bool(position.batches) and position.state_of("stream in parts").get("ended", False)
+        states, rank = self._get_states_at(position), self._rank_slice.rank
+        over = bool(position.batches) and position.get_state("stream in parts").get("ended", False)
         alive = [each for each, state in enumerate(states) if not (position.batches and (over or state["exhausted"]))]
         items: Iterator[LoadedBatch] = iter(())
         if rank in alive:
-            items = self._iterator.items(epoch, position, states[rank], states[rank]["read"] if position.batches else 0)
+            items = self._iterator.iterate_batches(
+                epoch, position, states[rank], states[rank]["read"] if position.batches else 0
+            )
         else:
-            self._iterator.go_to(states[rank])
-        steps = self._steps(items, alive, None if limit is None else max(0, limit - position.batches))
-        read = _reader(self._loader, self.length, limit, rewinds=self._rewinds)
-        yield from read(steps, position.batches, self._rank_slice, lambda state: self._last_state())
+            self._iterator.restore_state(states[rank])
+        steps = self._iterate_steps(items, alive, None if limit is None else max(0, limit - position.batches))
+        read = _choose_reader(self._loader, self.length, limit, rewinds=self._rewinds)
+        yield from read(steps, position.batches, self._rank_slice, lambda state: self._get_last_state())
 
-    def _states_at(self, position: Position) -> list[dict[str, Any]]:
+    def _get_states_at(self, position: Position) -> list[dict[str, Any]]:
         """Return the saved state of every process's iterator, in rank order."""
-        world = self._rank_slice.world
-        state = position.state_of("stream in parts")
+        world = self._rank_slice.world_size
+        state = position.get_state("stream in parts")
         if (self._rewinds and not position.batches) or not state:
             return [self._iterator.beginning] * world
         states: list[dict[str, Any]] = state["ranks"]
@@ -219,18 +224,22 @@ class ShardedIterableAdapter(_OfIterables):
             )
         return [{"kind": "stream"}] * world
 
-    def _steps(self, items: Iterator[LoadedBatch], alive: list[int], left: int | None) -> Iterator[LoadedStep]:
+    def _iterate_steps(self, items: Iterator[LoadedBatch], alive: list[int], left: int | None) -> Iterator[LoadedStep]:
         rank = self._rank_slice.rank
         while True:
             missing = self.per_step if left is None else min(self.per_step, left)
-            own, sizes, numbers = list[LoadedBatch](), list[int](), [list[int]() for _ in range(self._rank_slice.world)]
+            own, sizes, numbers = (
+                list[LoadedBatch](),
+                list[int](),
+                [list[int]() for _ in range(self._rank_slice.world_size)],
+            )
             while missing and alive:
                 turns = list(islice(cycle(alive), missing))
                 read = list(islice(items, turns.count(rank)))
                 own += read
-                first = digest(read[0].batch) if read and not self._compared else None
-                told = self._rank_slice.gather(([item.samples for item in read], first, self._iterator.state()))
-                self._compare([code for _, code, _ in told])
+                first = digest_batch(read[0].batch) if read and not self._compared else None
+                told = self._rank_slice.gather(([item.samples for item in read], first, self._iterator.get_state()))
+                self._warn_of_equal_parts([code for _, code, _ in told])
                 self._states = [state for _, _, state in told]  # one per process
                 alive = [each for each in alive if len(told[each][0]) == turns.count(each)]
                 waiting = [iter(counts) for counts, _, _ in told]
@@ -245,11 +254,11 @@ class ShardedIterableAdapter(_OfIterables):
             rounds = max(map(len, numbers))
             without = rounds - len(own)
             if self._rank_slice.needs_dummies:
-                own += [self._dummy(own, numbers, rounds)] * without
+                own += [self._get_dummy(own, numbers, rounds)] * without
             state = {"kind": "stream in parts", "ranks": self._states}
             yield LoadedStep(own, sizes, [*numbers[rank], *[None] * without], state)
 
-    def _compare(self, first: list[int | None]) -> None:
+    def _warn_of_equal_parts(self, first: list[int | None]) -> None:
         """Warn once if several processes have read the same first batch, a sign that they read the same data."""
         suspicious = not self._compared and len(first) > 1 and first[0] is not None and len(set(first)) == 1
         self._compared = True
@@ -260,7 +269,7 @@ class ShardedIterableAdapter(_OfIterables):
                 self._name, len(first),
             )  # fmt: skip
 
-    def _dummy(self, own: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
+    def _get_dummy(self, own: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
         """Return a real batch to run as a dummy batch, in rounds without a batch for this process.
 
         Collective in the rounds in which a process without any batch needs one from a different process.
@@ -270,12 +279,12 @@ class ShardedIterableAdapter(_OfIterables):
         self._have_read |= {rank for rank, its in enumerate(numbers) if its}
         lacking = {rank for rank, its in enumerate(numbers) if len(its) < rounds}
         if not lacking <= self._have_read:
-            self._read = lend(self._rank_slice, min(self._have_read), self._read)
-            self._have_read = set(range(self._rank_slice.world))
+            self._read = share_batch(self._rank_slice, min(self._have_read), self._read)
+            self._have_read = set(range(self._rank_slice.world_size))
         assert self._read is not None
         return self._read
 
-    def _last_state(self) -> dict[str, Any]:
+    def _get_last_state(self) -> dict[str, Any]:
         states = list(self._states)
-        states[self._rank_slice.rank] = self._iterator.last_state()
+        states[self._rank_slice.rank] = self._iterator.get_last_state()
         return {"kind": "stream in parts", "ranks": states, "ended": True}

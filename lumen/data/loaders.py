@@ -11,13 +11,13 @@ from torch.utils.data.distributed import DistributedSampler
 from lumen.console import logger as _log
 from lumen.data.adapter import LoaderAdapter
 from lumen.data.combined import CombinedAdapter, CombinedLoader, holds_loaders
-from lumen.data.fingerprint import known_length
-from lumen.data.iterable_style import IterableAdapter, ShardedIterableAdapter, follows_training, shards_itself
+from lumen.data.fingerprint import get_length
+from lumen.data.iterable_style import IterableAdapter, ShardedIterableAdapter, depends_on_training, is_sharded_by_itself
 from lumen.data.map_style import MapStyleAdapter
 from lumen.data.orders import Order, PlainOrder, SampledOrder
-from lumen.data.windows import ALONE, RankSlice
+from lumen.data.windows import SINGLE_RANK, RankSlice
 from lumen.errors import ConfigError, DataError
-from lumen.internals.loaders import iterates_as_ever
+from lumen.internals.loaders import has_default_iter
 from lumen.random import Domain, make_key
 
 
@@ -28,7 +28,7 @@ def adapt_loader(
     global_batch_size: int | None = None,
     *,
     rewinds: bool = False,
-    rank_slice: RankSlice = ALONE,
+    rank_slice: RankSlice = SINGLE_RANK,
 ) -> LoaderAdapter:
     """Return the adapter of a loader. Lumen controls the order of a standard `DataLoader` over map-style data.
 
@@ -70,23 +70,23 @@ def adapt_loader(
         )
     if _is_standard(loader):
         return MapStyleAdapter(
-            loader, _order(loader, seed, accumulate, global_batch_size, rank_slice), seed, rank_slice
+            loader, _make_order(loader, seed, accumulate, global_batch_size, rank_slice), seed, rank_slice
         )
     if isinstance(loader, DataLoader) and loader.num_workers and not loader.in_order:
         _log.warning("setting in_order=True on the DataLoader: ranks and resumed runs need batches in one order.")
         loader.in_order = True
-    kind = ShardedIterableAdapter if shards_itself(loader, rank_slice.world) else IterableAdapter
-    accumulate = _batches_of_step(loader, accumulate, global_batch_size, rank_slice.world)
+    kind = ShardedIterableAdapter if is_sharded_by_itself(loader, rank_slice.world_size) else IterableAdapter
+    accumulate = _count_batches_per_step(loader, accumulate, global_batch_size, rank_slice.world_size)
     return kind(loader, seed, accumulate, rank_slice, rewinds=rewinds)
 
 
 def _refuse_parts(loader: Any, rank_slice: RankSlice) -> None:
-    if follows_training(loader):
+    if depends_on_training(loader):
         raise DataError(
             f"{type(getattr(loader, 'dataset', loader)).__name__} says follows_training, but is one of several "
             "training loaders, which are read a step ahead. Let one loader give what the others do too."
         )
-    if rank_slice.world > 1 and shards_itself(loader, rank_slice.world):
+    if rank_slice.world_size > 1 and is_sharded_by_itself(loader, rank_slice.world_size):
         raise DataError(
             f"{type(getattr(loader, 'dataset', loader)).__name__}, one of several training loaders, gives every "
             "process a part of its own, so their ends cannot be compared. Let it give all batches to every process "
@@ -98,25 +98,25 @@ def _is_standard(loader: Any) -> bool:
     """Return True if a loader only reads the samples that a sampler names from a map-style data set."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    return iterates_as_ever(type(loader)) or _is_torchdatas(type(loader))  # Lumen's position replaces its state.
+    return has_default_iter(type(loader)) or _is_torchdata_class(type(loader))  # Lumen's position replaces its state.
 
 
-def _is_torchdatas(kind: type) -> bool:
+def _is_torchdata_class(kind: type) -> bool:
     return kind.__module__.startswith("torchdata.stateful_dataloader.")
 
 
-def _order(
+def _make_order(
     loader: DataLoader[Any], seed: int, accumulate: int, global_batch_size: int | None, rank_slice: RankSlice
 ) -> Order:
     """Return the order of samples that the loader's sampler or batch sampler defines."""
     sampler: Any = loader.sampler
-    world = rank_slice.world
+    world = rank_slice.world_size
     batch_size, drop_last = loader.batch_size, loader.drop_last
     if batch_size is None and type(loader.batch_sampler) is BatchSampler:
         batches = loader.batch_sampler
         sampler, batch_size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
     if batch_size is None:
-        accumulate = _batches_of_step(loader, accumulate, global_batch_size, world)
+        accumulate = _count_batches_per_step(loader, accumulate, global_batch_size, world)
         single = loader.batch_sampler is None
         source = sampler if single else loader.batch_sampler
         return SampledOrder(source, seed, batch_size=None, step_size=accumulate, drop_last=False, single=single)
@@ -131,15 +131,15 @@ def _order(
     else:
         _warn_of_idle_ranks(global_batch_size, -(-step_size // batch_size), world)
     cut = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
-    samples = known_length(loader.dataset)
-    if _only_distributes(sampler):  # Lumen distributes the samples itself.
+    samples = get_length(loader.dataset)
+    if _is_plain_distributed_sampler(sampler):  # Lumen distributes the samples itself.
         return PlainOrder(sampler.dataset, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
     if samples is None and type(sampler) is SequentialSampler:
         raise DataError(
             f"{type(loader.dataset).__name__} has no length, and no sampler says which samples it has. "
             "Define a __len__ that returns an int, give a sampler, or derive it from IterableDataset."
         )
-    if not _takes_each_sample_once(sampler, samples):
+    if not _is_plain_sampler(sampler, samples):
         return SampledOrder(sampler, seed, **cut)  # type: ignore[arg-type]
     generator = loader.generator or (sampler.generator if type(sampler) is RandomSampler else None)
     own = seed if generator is None else generator.initial_seed()
@@ -147,23 +147,23 @@ def _order(
     return PlainOrder(sampler.data_source, own, shuffle=shuffle, **cut)  # type: ignore[arg-type]
 
 
-def _only_distributes(sampler: Any) -> bool:
+def _is_plain_distributed_sampler(sampler: Any) -> bool:
     """Return True for a `DistributedSampler`, but False for a user's subclass with its own order."""
     kind = type(sampler)
-    as_torch_does = kind.__iter__ is DistributedSampler.__iter__ or _is_torchdatas(kind)
+    as_torch_does = kind.__iter__ is DistributedSampler.__iter__ or _is_torchdata_class(kind)
     return isinstance(sampler, DistributedSampler) and as_torch_does
 
 
-def _takes_each_sample_once(sampler: Any, samples: int | None) -> bool:
+def _is_plain_sampler(sampler: Any, samples: int | None) -> bool:
     """Return True if a sampler gives the data set's own order or a plain shuffle of it."""
     kind = type(sampler)
-    shuffles = kind is RandomSampler or (_is_torchdatas(kind) and kind.__name__ == "RandomSampler")
+    shuffles = kind is RandomSampler or (_is_torchdata_class(kind) and kind.__name__ == "RandomSampler")
     if not (shuffles or kind is SequentialSampler) or getattr(sampler, "replacement", False):
         return False
-    return samples is not None and known_length(sampler) == known_length(sampler.data_source) == samples
+    return samples is not None and get_length(sampler) == get_length(sampler.data_source) == samples
 
 
-def _batches_of_step(loader: Any, accumulate: int, global_batch_size: int | None, world: int) -> int:
+def _count_batches_per_step(loader: Any, accumulate: int, global_batch_size: int | None, world: int) -> int:
     """Return the batches of an optimizer step, for loaders whose batches cannot be divided."""
     if global_batch_size is None:
         return accumulate

@@ -13,13 +13,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from lumen.data.adapter import START, LoadedStep, LoaderAdapter, Position, SampleCounter, read_ahead
-from lumen.data.dataloader_workers import begun, init_worker
-from lumen.data.fingerprint import describe, known_length
+from lumen.data.dataloader_workers import fork_workers, init_worker
+from lumen.data.fingerprint import get_length, make_fingerprint
 from lumen.data.orders import Order, StepRequests
-from lumen.data.rank_checks import check_same, digest
+from lumen.data.rank_checks import check_same_data_on_ranks, digest_batch
 from lumen.data.seeded_dataset import BatchRequest, SeededDataset
-from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice, in_blocks
-from lumen.internals.loaders import end_persistent_workers, end_workers, pinning
+from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice, iterate_in_blocks
+from lumen.internals.loaders import end_persistent_workers, end_workers, get_pin_function
 from lumen.random import Domain, make_key
 
 Load = Callable[[BatchRequest], Any]
@@ -36,7 +36,7 @@ class _RequestSampler:
 
     def __iter__(self) -> Iterator[BatchRequest]:
         for requests, assigned, _ in self.plan:
-            yield from self._rank_slice.take(requests, assigned)
+            yield from self._rank_slice.take_assigned(requests, assigned)
 
 
 @final
@@ -55,18 +55,18 @@ class MapStyleAdapter(LoaderAdapter):
         self._seed = seed
         self._order, self.per_step = order, order.per_step
         self._rank_slice = rank_slice
-        self._parts = rank_slice.world if rank_slice.splits and order.is_cut_here else 1
+        self._parts = rank_slice.world_size if rank_slice.splits and order.is_cut_by_lumen else 1
         self._count = SampleCounter(loader)
         self._makes_batches = loader.batch_size is not None or loader.batch_sampler is not None
         self._batches = SeededDataset(loader.dataset, loader.collate_fn, seed, single=not self._makes_batches)
         pins = loader.pin_memory and torch.accelerator.is_available() and not torch.backends.mps.is_available()
-        self._pin = pinning() if pins else None
+        self._pin = get_pin_function() if pins else None
         self._sampler = _RequestSampler(rank_slice)
         self._generator = torch.Generator()  # A DataLoader draws its workers' seed from it even without shuffling.
         self._iterator: Iterator[Any] | None = None
         self._agreed_samples: int | None = None
-        self._known_to_workers = ""
-        self._loader = self._with_workers(loader) if loader.num_workers else None
+        self._worker_fingerprint = ""
+        self._loader = self._make_worker_loader(loader) if loader.num_workers else None
         self.measure()
 
     def measure(self, position: Position = START) -> None:
@@ -74,21 +74,21 @@ class MapStyleAdapter(LoaderAdapter):
         self._order.measure(position)
         self.length = self._order.length
 
-    def regroup(self, per_step: int) -> None:
+    def set_per_step(self, per_step: int) -> None:
         """Set the number of micro-batches per optimizer step, from the next pass on."""
-        self._order.regroup(per_step)
+        self._order.set_per_step(per_step)
         self.per_step = per_step
 
-    def identity(self) -> list[str | None]:
+    def get_fingerprints(self) -> list[str | None]:
         """Return the fingerprint of the data set."""
-        return [describe(self._batches.dataset)]
+        return [make_fingerprint(self._batches.dataset)]
 
-    def cut(self) -> dict[str, int | None]:
+    def get_batching(self) -> dict[str, int | None]:
         """Return the batch size and the samples of a step."""
-        return self._order.cut()
+        return self._order.get_batching()
 
-    def _with_workers(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        self._batches.have_drawn = RawValue(c_bool, False)
+    def _make_worker_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        self._batches.has_drawn = RawValue(c_bool, False)
         sampling: dict[str, Any] = (
             {"batch_sampler": self._sampler} if self._makes_batches else {"sampler": self._sampler, "batch_size": None}
         )
@@ -96,7 +96,7 @@ class MapStyleAdapter(LoaderAdapter):
             self._batches,
             **sampling,
             num_workers=loader.num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=_return_batch,
             pin_memory=self._pin is not None,
             timeout=loader.timeout,
             worker_init_fn=partial(init_worker, loader.dataset, loader.worker_init_fn),
@@ -106,70 +106,70 @@ class MapStyleAdapter(LoaderAdapter):
             persistent_workers=loader.persistent_workers,
         )
 
-    def windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
+    def iterate_windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """Yield the optimizer steps of an epoch, from a position on, without loading any consumed sample."""
-        requests = self._order.steps(epoch, position, limit)
-        samples = known_length(self._batches.dataset)
-        if self._rank_slice.processes > 1 and not (self._order.is_known and self._agreed_samples == samples):
-            requests, self._agreed_samples = self._agreed(requests), samples
-        plan = _assigned(requests, self._rank_slice.assigner(position.first_step), self._parts)
-        self._batches.looks = self._batches.keys_collate
-        self._batches.is_seeded |= self._batches.have_drawn.value  # must be set before workers start
+        requests = self._order.iterate_steps(epoch, position, limit)
+        samples = get_length(self._batches.dataset)
+        if self._rank_slice.processes > 1 and not (self._order.has_known_samples and self._agreed_samples == samples):
+            requests, self._agreed_samples = self._check_first_on_ranks(requests), samples
+        plan = _assign_steps(requests, self._rank_slice.make_assigner(position.first_step), self._parts)
+        self._batches.should_watch = self._batches.keys_collate
+        self._batches.is_seeded |= self._batches.has_drawn.value  # must be set before workers start
         if self._loader is not None:
             # The DataLoader consumes one copy ahead of the steps. The other copy gives the sizes and the last step.
             self._sampler.plan, plan = tee(plan)
             own = 1 + (self._rank_slice.rank << 32)  # seeds workers' generators that Lumen does not find
             self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
             self._renew_workers(self._loader)
-            with begun(self._loader.num_workers):
+            with fork_workers(self._loader.num_workers):
                 self._iterator = iter(self._loader)
-        load = self._load()
+        load = self._make_load_function()
         if self._makes_batches:
-            windows = self._follow(plan, load, position.batches)
-            yield from in_blocks(windows) if self._order.is_known else windows
+            windows = self._read_known_steps(plan, load, position.batches)
+            yield from iterate_in_blocks(windows) if self._order.has_known_samples else windows
         else:
-            yield from read_ahead(self._read(plan, load), position.batches, self._rank_slice)
+            yield from read_ahead(self._read_unknown_steps(plan, load), position.batches, self._rank_slice)
         self._iterator = None  # ends workers that are not persistent
 
     def _renew_workers(self, loader: DataLoader[Any]) -> None:
         """End persistent workers that hold an old state of the data set."""
         if loader.persistent_workers:
-            known, self._known_to_workers = self._known_to_workers, describe(self._batches.dataset)
-            if known != self._known_to_workers:
+            known, self._worker_fingerprint = self._worker_fingerprint, make_fingerprint(self._batches.dataset)
+            if known != self._worker_fingerprint:
                 end_persistent_workers(loader)
 
-    def _agreed(self, steps: Iterator[StepRequests]) -> Iterator[StepRequests]:
+    def _check_first_on_ranks(self, steps: Iterator[StepRequests]) -> Iterator[StepRequests]:
         """Yield the same steps, after a check that all processes begin with the same step. Collective."""
         first = next(steps, None)
         requests, state = first or ([], {})
         indices = [request.indices for request in requests]
         found = {
-            "samples": known_length(self._batches.dataset),
+            "samples": get_length(self._batches.dataset),
             "batches": self.length,
             "first": str(indices[:1])[:60],
-            "digest": digest([indices, state]),
+            "digest": digest_batch([indices, state]),
         }
-        check_same(
+        check_same_data_on_ranks(
             self._rank_slice, "data set or order", found,
             "Lumen assigns the samples to the processes itself: give all of them the same data set, and a sampler that "
             "does not look at the rank.",
         )  # fmt: skip
         return steps if first is None else chain([first], steps)
 
-    def _load(self) -> Load:
+    def _make_load_function(self) -> Load:
         """Return a function that loads the batches of a pass, one after the other."""
         if (iterator := self._iterator) is not None:
             return lambda request: next(iterator)  # The workers have received the same requests.
         load, pin = self._batches.__getitems__, self._pin
         return load if pin is None else lambda request: pin(load(request))
 
-    def _follow(self, plan: AssignedSteps, load: Load, index: int) -> Iterator[AccumulationWindow]:
+    def _read_known_steps(self, plan: AssignedSteps, load: Load, index: int) -> Iterator[AccumulationWindow]:
         rank_slice, ahead = self._rank_slice, next(plan, None)
         while ahead:
             (requests, assigned, state), ahead = ahead, next(plan, None)
             sizes = [len(request.indices) for request in requests]
-            own = rank_slice.take(requests, assigned)
-            fetch = map(partial(_loaded, load), own).__next__  # `zip` would keep a reference to the batch.
+            own = rank_slice.take_assigned(requests, assigned)
+            fetch = map(partial(_load_batch, load), own).__next__  # `zip` would keep a reference to the batch.
             window = AccumulationWindow(
                 fetch, sizes, index, state, 0.0, rank_slice, assigned, last=ahead is None, whole=self._parts > 1
             )
@@ -177,39 +177,39 @@ class MapStyleAdapter(LoaderAdapter):
             yield window
             index += window.batches
 
-    def _read(self, plan: AssignedSteps, load: Load) -> Iterator[LoadedStep]:
+    def _read_unknown_steps(self, plan: AssignedSteps, load: Load) -> Iterator[LoadedStep]:
         """Yield the steps of a loader without a batch size, whose numbers of samples are only known after loading."""
         rank_slice = self._rank_slice
         for requests, assigned, state in plan:
-            batches = [load(request) for request in rank_slice.take(requests, assigned)]
+            batches = [load(request) for request in rank_slice.take_assigned(requests, assigned)]
             items = [LoadedBatch(batch, self._count(batch)) for batch in batches]
             own = {number: item.samples for number, item in zip(assigned, items, strict=False)}
             sizes = {number: size for told in rank_slice.gather(own) for number, size in told.items()}
             yield LoadedStep(items, [sizes[number] for number in range(len(requests))], assigned, state)
 
-    def nothing(self) -> str:
+    def explain_empty(self) -> str:
         """Return the reason for a pass without batches."""
-        return self._order.nothing()
+        return self._order.explain_empty()
 
     def close(self) -> None:
         """End the workers, and restore the user's random generators."""
-        self._batches.own.put_back()
+        self._batches.kept_generators.restore_states()
         end_workers(self._iterator)
         self._iterator = None
         if self._loader is not None:  # Its workers may be persistent.
             end_persistent_workers(self._loader)
 
 
-def _loaded(load: Load, request: BatchRequest) -> tuple[Any, int]:
+def _load_batch(load: Load, request: BatchRequest) -> tuple[Any, int]:
     return load(request), 0
 
 
-def _as_it_is(batch: Any) -> Any:
+def _return_batch(batch: Any) -> Any:
     """Return the batch unchanged: collate function of a loader whose workers return whole batches."""
     return batch
 
 
-def _assigned(steps: Iterator[StepRequests], assign: Callable[[int], Assigned], parts: int) -> AssignedSteps:
+def _assign_steps(steps: Iterator[StepRequests], assign: Callable[[int], Assigned], parts: int) -> AssignedSteps:
     for requests, state in steps:
         given = [part for request in requests for part in request.split(parts)] if parts > 1 else requests
         yield given, assign(len(given)), state

@@ -17,11 +17,11 @@ from lumen.errors import ConfigError
 from lumen.internals.tensors import copy_all
 
 _NUMBERS = (torch.Tensor, Real)
-_AHEAD = 2
+_BATCHES_AHEAD = 2
 _SMALL_BYTES = 1 << 16  # For copies this small, the host does not wait even without pinned memory.
 
 
-def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def move_batch(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Copy every tensor of a nested batch to a device, keeping the structure.
 
     The function traverses mappings, lists, tuples, named tuples and dataclasses. It calls `to` of other objects that
@@ -42,7 +42,7 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
             return part.to(device, non_blocking=beside)  # type: ignore[arg-type]
         return part.to(device) if callable(getattr(part, "to", None)) else part
 
-    return convert(batch, moved)
+    return map_leaves(batch, moved)
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
@@ -55,10 +55,10 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
     Raises:
         ConfigError: The device does not exist.
     """
-    return move(batch, device_of("move_data_to_device", device) or torch.device("cpu"))
+    return move_batch(batch, as_device("move_data_to_device", device) or torch.device("cpu"))
 
 
-def device_of(who: str, device: Any) -> torch.device | None:
+def as_device(who: str, device: Any) -> torch.device | None:
     """Return an argument as a `torch.device`; None stays None.
 
     Raises:
@@ -71,20 +71,20 @@ def device_of(who: str, device: Any) -> torch.device | None:
         raise ConfigError(f'{who}: {what}expected a device, such as "cpu" or "cuda:0", found {device!r}.') from error
 
 
-def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+def fill_tensor(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy `values` into a tensor of equal shape in place; elements repeated by `expand` get the value of the first."""
-    tensor, values = _apart(tensor, values)
+    tensor, values = _drop_expanded(tensor, values)
     tensor.copy_(values)
 
 
-def fill_all(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
-    """Call `fill` for several tensors on one device at once."""
-    pairs = [_apart(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
+def fill_tensors(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    """Call `fill_tensor` for several tensors on one device at once."""
+    pairs = [_drop_expanded(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
     if pairs:
         copy_all([tensor for tensor, _ in pairs], [value for _, value in pairs])
 
 
-def _apart(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _drop_expanded(tensor: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both tensors without the repeated elements of the first: index 0 of expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -98,8 +98,8 @@ class CopyStream:
 
     Only copies from pinned memory overlap with computation. Objects other than dense CPU tensors, and batches of less
     than `_SMALL_BYTES`, are copied on the current stream: changing streams costs the host more than a small copy. The
-    host runs ahead by at most `_AHEAD` batches, because the memory of a batch is free only after the device has used
-    it.
+    host runs ahead by at most `_BATCHES_AHEAD` batches, because the memory of a batch is free only after the device has
+    used it.
 
     Args:
         device: The CUDA device to copy to.
@@ -108,48 +108,50 @@ class CopyStream:
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
-        self._stream = _copy_stream(device)
+        self._stream = _get_copy_stream(device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._begun: deque[torch.cuda.Event] = deque()  # one per pending batch, set when the work before it is done
+        self._pending_copies: deque[torch.cuda.Event] = (
+            deque()
+        )  # one per pending batch, set when the work before it is done
 
-    def move(self, batch: Any) -> Any:
-        """Copy a batch like `move`; the current stream waits for the copies, the host for the batch `_AHEAD` before."""
-        if sum(part.nbytes for part in tensors(batch) if _is_copied_apart(part)) < _SMALL_BYTES:
-            return move(batch, self._device, self._dtype)
+    def move_batch(self, batch: Any) -> Any:
+        """Copy a batch like `move_batch`; the current stream waits for the copies, the host for the batch `_BATCHES_AHEAD` before."""
+        if sum(part.nbytes for part in iterate_tensors(batch) if _is_copied_alone(part)) < _SMALL_BYTES:
+            return move_batch(batch, self._device, self._dtype)
         current = torch.cuda.current_stream(self._device)
-        if len(self._begun) < _AHEAD:
+        if len(self._pending_copies) < _BATCHES_AHEAD:
             begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
         else:
-            begun = self._begun.popleft()
+            begun = self._pending_copies.popleft()
             begun.synchronize()
         begun.record(current)
-        self._begun.append(begun)
+        self._pending_copies.append(begun)
 
         def copied(part: Any) -> Any:
-            if not (isinstance(part, torch.Tensor) and _is_copied_apart(part)):
+            if not (isinstance(part, torch.Tensor) and _is_copied_alone(part)):
                 return part
             moved = part.to(self._device, non_blocking=True)
             moved.record_stream(current)  # Otherwise the next copy could reuse the memory while it is read.
             return moved
 
         with torch.cuda.stream(self._stream):
-            batch = convert(batch, copied)
+            batch = map_leaves(batch, copied)
             self._copied.record()
         current.wait_event(self._copied)
-        return move(batch, self._device, self._dtype)
+        return move_batch(batch, self._device, self._dtype)
 
 
-def _is_copied_apart(tensor: torch.Tensor) -> bool:
+def _is_copied_alone(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
 
 
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _get_copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the copy stream of a device, shared by all runs, because torch caches memory per stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map_leaves(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply a function to every leaf of nested data, keeping the structure.
 
     The function traverses mappings, lists, tuples, named tuples without a `to` method, and dataclasses, except those
@@ -158,7 +160,7 @@ def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], 
     if isinstance(data, torch.Tensor) or (is_leaf is not None and is_leaf(data)):
         return function(data)
     if isinstance(data, Mapping):
-        converted = {key: convert(value, function, is_leaf) for key, value in data.items()}
+        converted = {key: map_leaves(value, function, is_leaf) for key, value in data.items()}
         if type(data) is dict:
             return converted
         if isinstance(data, MutableMapping):
@@ -169,12 +171,12 @@ def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], 
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         if hasattr(data, "to"):
             return function(data)
-        return type(data)(*(convert(value, function, is_leaf) for value in data))
+        return type(data)(*(map_leaves(value, function, is_leaf) for value in data))
     if isinstance(data, (list, tuple)):
-        return type(data)([convert(value, function, is_leaf) for value in data])
+        return type(data)([map_leaves(value, function, is_leaf) for value in data])
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         names = [field.name for field in dataclasses.fields(data)]
-        fields = {name: convert(getattr(data, name), function, is_leaf) for name in names}
+        fields = {name: map_leaves(getattr(data, name), function, is_leaf) for name in names}
         made = object.__new__(type(data))  # `replace()` would fail for init=False and InitVar fields.
         for name, value in fields.items():
             object.__setattr__(made, name, value)
@@ -182,38 +184,38 @@ def convert(data: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], 
     return function(data)
 
 
-def detached(data: Any) -> Any:
+def detach_all(data: Any) -> Any:
     """Return the nested data with `detach` called on every tensor."""
-    return convert(data, lambda part: part.detach() if isinstance(part, torch.Tensor) else part)
+    return map_leaves(data, lambda part: part.detach() if isinstance(part, torch.Tensor) else part)
 
 
 def as_tensors(data: Any, device: torch.device) -> Any:
     """Return the nested data with numbers converted to tensors, and all tensors moved to a device."""
-    return convert(data, lambda part: torch.as_tensor(part, device=device) if isinstance(part, _NUMBERS) else part)
+    return map_leaves(data, lambda part: torch.as_tensor(part, device=device) if isinstance(part, _NUMBERS) else part)
 
 
-def tensors(batch: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a nested batch, depth first."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from tensors(value)
+            yield from iterate_tensors(value)
     elif isinstance(batch, (list, tuple)):
         for value in batch:
-            yield from tensors(value)
+            yield from iterate_tensors(value)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
-            yield from tensors(getattr(batch, field.name))
+            yield from iterate_tensors(getattr(batch, field.name))
 
 
-def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of plain data, each with its path: `trainer.max_steps`. A list without mappings is a leaf."""
     if isinstance(tree, Mapping) and tree:
         for name, value in tree.items():
-            yield from flat(value, f"{path}.{name}" if path else str(name))
+            yield from flatten_leaves(value, f"{path}.{name}" if path else str(name))
     elif isinstance(tree, list) and any(isinstance(each, Mapping) for each in tree):
         for number, value in enumerate(tree):
-            yield from flat(value, f"{path}[{number}]")
+            yield from flatten_leaves(value, f"{path}[{number}]")
     elif path:
         yield path, tree

@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import Sampler
 
 from lumen.data.adapter import START, Position
-from lumen.data.fingerprint import known_length, reads_once
-from lumen.data.generators import OwnGenerators
-from lumen.data.permutation import LARGE, cut_steps, epoch_order
+from lumen.data.fingerprint import get_length, is_single_pass
+from lumen.data.generators import KeptGenerators
+from lumen.data.permutation import MAX_MATERIALIZED, cut_steps, make_epoch_order
 from lumen.data.seeded_dataset import BatchRequest
 from lumen.errors import DataError
 from lumen.random import Domain, GeneratorStates, make_key, seed_generators
@@ -42,8 +42,8 @@ class Order(ABC):
 
     length: int | None
     per_step: int
-    is_known = False
-    is_cut_here = True
+    has_known_samples = False
+    is_cut_by_lumen = True
 
     def __init__(self, batch_size: int, step_size: int, *, drop_last: bool) -> None:
         self._batch_size, self._step_size, self._drop_last = batch_size, step_size, drop_last
@@ -54,7 +54,7 @@ class Order(ABC):
         """Update `length` for the epoch of `position`."""
 
     @abstractmethod
-    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
+    def iterate_steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """Yield the requests of each optimizer step from a position on, and the order's state after the step.
 
         Raises:
@@ -62,28 +62,28 @@ class Order(ABC):
         """
 
     @abstractmethod
-    def nothing(self) -> str:
+    def explain_empty(self) -> str:
         """Return why a pass had no batches, as text of an error."""
 
-    def cut(self) -> dict[str, int | None]:
+    def get_batching(self) -> dict[str, int | None]:
         """Return the batch size and the samples of a step."""
         return {"batch_size": self._batch_size, "global_batch_size": self._step_size}
 
-    def regroup(self, per_step: int) -> None:
+    def set_per_step(self, per_step: int) -> None:
         """Set the number of micro-batches per optimizer step."""
         self.per_step, self._step_size = per_step, per_step * self._batch_size
 
-    def _batches(self, samples: int) -> int:
+    def _count_batches(self, samples: int) -> int:
         """Return the number of micro-batches in an epoch of `samples`."""
         (steps, rest), size = divmod(samples, self._step_size), self._batch_size
         return steps * -(-self._step_size // size) + (rest // size if self._drop_last else -(-rest // size))
 
-    def _items(self, limit: int) -> int:
+    def _count_items(self, limit: int) -> int:
         """Return the number of items in the first `limit` micro-batches of an epoch."""
         steps, batches = divmod(limit, self.per_step)
         return steps * self._step_size + batches * self._batch_size
 
-    def _too_few(self, source: Any, samples: int | None) -> str:
+    def _explain_too_few(self, source: Any, samples: int | None) -> str:
         """Return the reason, for an error, why the samples of an epoch fill no batch."""
         name = type(source).__name__
         if not (samples or self._drop_last) or samples == 0:
@@ -110,7 +110,7 @@ class PlainOrder(Order):
         drop_last: Omit the epoch's last micro-batch if it is not full.
     """
 
-    is_known = True
+    has_known_samples = True
 
     def __init__(
         self, dataset: Sized, seed: int, *, shuffle: bool, batch_size: int, step_size: int, drop_last: bool
@@ -122,33 +122,33 @@ class PlainOrder(Order):
     def measure(self, position: Position = START) -> None:
         """Update `length` from the data set, or from the saved number of samples in the middle of an epoch."""
         here = len(self._dataset)
-        self._samples = position.state_of("data set").get("samples", here) if position.samples else here
+        self._samples = position.get_state("data set").get("samples", here) if position.samples else here
         if here < self._samples:
             raise DataError(
                 f"this run goes on in the middle of an epoch of {self._samples} samples, but the "
                 f"{type(self._dataset).__name__} now has {here}. Give it the data it had."
             )
-        self.length = self._batches(self._samples)
+        self.length = self._count_batches(self._samples)
 
-    def nothing(self) -> str:
+    def explain_empty(self) -> str:
         """Return the reason for a pass without batches."""
-        return self._too_few(self._dataset, self._samples)
+        return self._explain_too_few(self._dataset, self._samples)
 
-    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
+    def iterate_steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """Yield the requests of each optimizer step, and the order's state."""
         self.measure(position)
-        how = "in order" if not self._shuffle else "in pieces" if self._samples > LARGE else "at once"
+        how = "in order" if not self._shuffle else "in pieces" if self._samples > MAX_MATERIALIZED else "at once"
         state = {"kind": "data set", "samples": self._samples, "shuffled": how, "seed": self._seed}
-        if position.samples and position.state_of("data set") not in ({}, state):
+        if position.samples and position.get_state("data set") not in ({}, state):
             raise DataError(
                 "this run goes on in the middle of an epoch, whose order belongs to other data: "
                 f"then {position.state}, now {state}. Give it the data and the shuffling it had."
             )
         key, end = position.key(epoch), self._samples
-        order = epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
+        order = make_epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
         rows = order.numpy() if isinstance(order, torch.Tensor) else order  # Slicing numpy arrays is faster.
         if limit is not None:
-            end = min(end, self._items(limit))
+            end = min(end, self._count_items(limit))
         size = self._batch_size
         for first in range(position.samples, end, self._step_size):
             last = min(first + self._step_size, end)
@@ -178,48 +178,48 @@ class SampledOrder(Order):
     def __init__(
         self, sampler: Any, seed: int, *, batch_size: int | None, step_size: int, drop_last: bool, single: bool = False
     ) -> None:
-        self._sampler, self._seed, self._single, self._begun = sampler, seed, single, False
-        self.is_cut_here = batch_size is not None
+        self._sampler, self._seed, self._single, self._has_begun = sampler, seed, single, False
+        self.is_cut_by_lumen = batch_size is not None
         super().__init__(batch_size or 1, step_size, drop_last=drop_last)
-        self._own = OwnGenerators({"sampler": sampler}, by_seed=True)
+        self._kept_generators = KeptGenerators({"sampler": sampler}, by_seed=True)
         self.measure()
 
     def measure(self, position: Position = START) -> None:
         """Update `length` from the sampler's `__len__`."""
-        items = known_length(self._sampler)
-        self.length = None if items is None else self._batches(items)
+        items = get_length(self._sampler)
+        self.length = None if items is None else self._count_batches(items)
 
-    def nothing(self) -> str:
+    def explain_empty(self) -> str:
         """Return the reason for a pass without batches."""
-        if not self.is_cut_here:
+        if not self.is_cut_by_lumen:
             return f"the {type(self._sampler).__name__} of the loader gives nothing"
-        return self._too_few(self._sampler, known_length(self._sampler))
+        return self._explain_too_few(self._sampler, get_length(self._sampler))
 
-    def steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
+    def iterate_steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """Yield the requests of each optimizer step, and the order's state."""
-        again, self._begun = self._begun or epoch > 0, True
+        again, self._has_begun = self._has_begun or epoch > 0, True
         # Draw many items at once, because changing generators costs more than drawing.
-        taken, ahead = (position.samples, 1024) if self.is_cut_here else (position.batches, 64)
+        taken, ahead = (position.samples, 1024) if self.is_cut_by_lumen else (position.batches, 64)
         begin = self._seed, epoch, position
-        stream = _SeededIterator(self._sampler, self._own, begin, ahead, self._converted, again=again)
+        stream = _SeededIterator(self._sampler, self._kept_generators, begin, ahead, self._convert_indices, again=again)
         stream.skip(taken)
         start = taken if self._single else position.samples
-        left = None if limit is None else max(0, self._items(limit) - taken)
+        left = None if limit is None else max(0, self._count_items(limit) - taken)
         cut = cut_steps(stream.take, self._batch_size, self._step_size, drop_last=self._drop_last, limit=left)
         for step in cut:
             requests = []
             for items in step:
-                indices = items if self.is_cut_here else items[0]
+                indices = items if self.is_cut_by_lumen else items[0]
                 requests.append(BatchRequest(position.key(epoch), start, indices, by_place=True))
                 start += len(indices)
             yield requests, stream.state()
 
-    def cut(self) -> dict[str, int | None]:
+    def get_batching(self) -> dict[str, int | None]:
         """Return the sizes of batches and steps, or only the batches of a step for a batch sampler."""
-        return super().cut() if self.is_cut_here else {"batches of a step": self.per_step}
+        return super().get_batching() if self.is_cut_by_lumen else {"batches of a step": self.per_step}
 
-    def _converted(self, given: Any) -> Any:
-        if self.is_cut_here:
+    def _convert_indices(self, given: Any) -> Any:
+        if self.is_cut_by_lumen:
             return given
         if self._single:
             return [given]
@@ -228,7 +228,7 @@ class SampledOrder(Order):
         return batch
 
 
-def loader_objects(loader: Any) -> Iterator[Any]:
+def iterate_loader_objects(loader: Any) -> Iterator[Any]:
     """Yield all objects that may have `set_epoch`: the loader, its samplers and data set, and samplers inside these."""
     waiting, met = [loader], set[int]()
     while waiting:
@@ -238,10 +238,10 @@ def loader_objects(loader: Any) -> Iterator[Any]:
         met.add(id(part))
         yield part
         waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
-        waiting += [value for value in _held_by(part) if isinstance(value, Sampler)]
+        waiting += [value for value in _iterate_held(part) if isinstance(value, Sampler)]
 
 
-def _held_by(part: Any) -> Iterator[Any]:
+def _iterate_held(part: Any) -> Iterator[Any]:
     """Yield the values of an object's attributes, and of lists and dictionaries among them with at most 64 items."""
     for value in list(getattr(part, "__dict__", {}).values()):
         yield value
@@ -249,11 +249,11 @@ def _held_by(part: Any) -> Iterator[Any]:
             yield from value.values() if isinstance(value, dict) else value
 
 
-def begin_epoch(loader: Any, own: OwnGenerators, seed: int, epoch: int, position: Position) -> None:
+def begin_epoch(loader: Any, own: KeptGenerators, seed: int, epoch: int, position: Position) -> None:
     """Call `set_epoch` of the loader and its samplers, and seed every generator that they hold."""
-    own.look()
-    own.seed(make_key(seed, Domain.ORDER, position.key(epoch)))
-    for part in loader_objects(loader):
+    own.refresh()
+    own.seed_from_key(make_key(seed, Domain.ORDER, position.key(epoch)))
+    for part in iterate_loader_objects(loader):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
@@ -268,7 +268,7 @@ class _SeededIterator:
     def __init__(
         self,
         sampler: Any,
-        own: OwnGenerators,
+        own: KeptGenerators,
         begin: tuple[int, int, Position],
         ahead: int,
         convert: Any,
@@ -276,47 +276,47 @@ class _SeededIterator:
         again: bool,
     ) -> None:
         seed, epoch, position = begin
-        self._position, self._own, self._ahead, self._convert = position, own, ahead, convert
+        self._position, self._kept_generators, self._ahead, self._convert = position, own, ahead, convert
         self._generators: GeneratorStates | None = None
         self._drawn: list[Any] = []
         self._digest = 0
-        with self._as_if_alone():
+        with self._swap_generators():
             begin_epoch(sampler, own, seed, epoch, position)
             seed_generators(make_key(seed, Domain.ORDER, position.key(epoch)))
             self._iterator = iter(sampler)
-        if again and reads_once(sampler, self._iterator):
+        if again and is_single_pass(sampler, self._iterator):
             raise DataError(
                 f"the sampler is a {type(sampler).__name__}, which can be read only once. "
                 "Give an object whose __iter__ begins anew: a list, or a Sampler."
             )
         if self._iterator is sampler:
-            self._iterator = _rest_of(sampler)
+            self._iterator = _iterate_rest(sampler)
 
     @contextmanager
-    def _as_if_alone(self) -> Iterator[None]:
+    def _swap_generators(self) -> Iterator[None]:
         """Return a context with the generators in the sampler's state; on exit the outer state is restored."""
-        outside = GeneratorStates(self._own.generators)
+        outside = GeneratorStates(self._kept_generators.generators)
         if self._generators is not None:
             self._generators.restore()
         try:
             yield
         finally:
-            self._generators = GeneratorStates(self._own.generators)
+            self._generators = GeneratorStates(self._kept_generators.generators)
             outside.restore()
 
     def take(self, number: int) -> list[Any]:
         if len(self._drawn) < number:
-            with self._as_if_alone():
+            with self._swap_generators():
                 more = islice(self._iterator, max(number - len(self._drawn), self._ahead))
                 self._drawn += map(self._convert, more)
         taken, self._drawn = self._drawn[:number], self._drawn[number:]
-        self._digest = crc32(_word(taken).encode(), self._digest)
+        self._digest = crc32(_make_digest_text(taken).encode(), self._digest)
         return taken
 
     def skip(self, number: int) -> None:
         for first in range(0, number, 1 << 14):
             self.take(min(1 << 14, number - first))
-        if number and self._position.state_of("sampler") not in ({}, self.state()):
+        if number and self._position.get_state("sampler") not in ({}, self.state()):
             raise DataError(
                 "this run goes on in the middle of an epoch, and the sampler now gives another order than it gave "
                 "before. Give it the data and the arguments it had. A sampler that changes itself from epoch to epoch "
@@ -327,16 +327,16 @@ class _SeededIterator:
         return {"kind": "sampler", "order": self._digest}
 
 
-def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
+def _iterate_rest(iterator: Iterator[Any]) -> Iterator[Any]:
     """Yield the remaining items of an iterator whose own `__iter__` may restart it."""
     while (given := next(iterator, _END)) is not _END:
         yield given
 
 
-def _word(given: Any) -> str:
+def _make_digest_text(given: Any) -> str:
     """Return a text that is equal for equal indices, whether ints, tensors, arrays, or lists of them."""
     if isinstance(given, (list, tuple)):
-        words = map(str if set(map(type, given)) == {int} else _word, given)
+        words = map(str if set(map(type, given)) == {int} else _make_digest_text, given)
         return ",".join([*words, ""])
     if isinstance(given, (int, str)):
         return str(given)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from lumen.data.nested import convert, tensors
+from lumen.data.nested import iterate_tensors, map_leaves
 from lumen.errors import ConfigError, DataError
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
-def spans(begin: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
+def halve_spans(begin: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of a range of samples, none larger than `largest`, by repeated halving.
 
     Yields:
@@ -24,11 +24,11 @@ def spans(begin: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
         yield begin, end
         return
     middle = begin + (end - begin + 1) // 2
-    yield from spans(begin, middle, largest)
-    yield from spans(middle, end, largest)
+    yield from halve_spans(begin, middle, largest)
+    yield from halve_spans(middle, end, largest)
 
 
-def cut(batch: Any, samples: int, begin: int, end: int) -> Any:
+def cut_batch(batch: Any, samples: int, begin: int, end: int) -> Any:
     """Return a part of a batch; its tensors are views.
 
     Tensors are sliced along dimension 0. Lists and tuples without tensors are sliced if they have one item per sample.
@@ -45,20 +45,20 @@ def cut(batch: Any, samples: int, begin: int, end: int) -> Any:
     """
 
     def part(leaf: Any) -> Any:
-        return _part(leaf, samples, slice(begin, end))
+        return _cut_leaf(leaf, samples, slice(begin, end))
 
     def is_listed(data: Any) -> bool:
         return data is not batch and type(data) in (list, tuple) and len(data) == samples
 
-    return convert(batch, part, is_leaf=is_listed) if not _is_row(batch, samples) else batch[begin:end]
+    return map_leaves(batch, part, is_leaf=is_listed) if not _is_per_sample_list(batch, samples) else batch[begin:end]
 
 
-def _is_row(data: Any, size: int) -> bool:
+def _is_per_sample_list(data: Any, size: int) -> bool:
     """Return True if a list has one item per sample, and no tensors."""
-    return type(data) in (list, tuple) and len(data) == size and next(tensors(data), None) is None
+    return type(data) in (list, tuple) and len(data) == size and next(iterate_tensors(data), None) is None
 
 
-def _part(leaf: Any, samples: int, where: slice) -> Any:
+def _cut_leaf(leaf: Any, samples: int, where: slice) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
         if leaf.dim() == 0:
             return leaf
@@ -66,16 +66,16 @@ def _part(leaf: Any, samples: int, where: slice) -> Any:
             return leaf[where]
     elif isinstance(leaf, _PLAIN):
         return leaf
-    elif _is_row(leaf, samples):
+    elif _is_per_sample_list(leaf, samples):
         return leaf[where]
     raise DataError(
         f"a batch of {samples} samples does not fit into memory, and cannot be halved: where its samples are is not "
-        f"known of {_described(leaf)}; only tensors that have them along dimension 0 can be cut, and lists without "
+        f"known of {_describe_value(leaf)}; only tensors that have them along dimension 0 can be cut, and lists without "
         "tensors. Make batch_size of that loader smaller."
     )
 
 
-def joined(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool) -> Any:
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool) -> Any:
     """Concatenate step outputs for the parts of a batch to the output for the whole batch.
 
     Args:
@@ -89,27 +89,27 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int], *, averages: bool) -> A
     first, kind = outputs[0], type(outputs[0])
     parts = list(zip(outputs, sizes, strict=True))
     if any(type(output) is not kind for output in outputs):
-        raise _not_joined(parts)
+        raise _make_join_error(parts)
     if first is None:
         return None
     if kind is dict and all(output.keys() == first.keys() for output in outputs):
-        return {key: joined([output[key] for output in outputs], sizes, averages=averages) for key in first}
+        return {key: join_outputs([output[key] for output in outputs], sizes, averages=averages) for key in first}
     if kind in (list, tuple):
-        if all(_is_row(output, size) for output, size in parts):
+        if all(_is_per_sample_list(output, size) for output, size in parts):
             return sum(outputs[1:], start=first)
-        if all(len(output) == len(first) and next(tensors(output), None) is not None for output in outputs):
-            return kind([joined(items, sizes, averages=averages) for items in zip(*outputs, strict=True)])
+        if all(len(output) == len(first) and next(iterate_tensors(output), None) is not None for output in outputs):
+            return kind([join_outputs(items, sizes, averages=averages) for items in zip(*outputs, strict=True)])
     if isinstance(first, torch.Tensor):
         if all(output.shape == (size, *first.shape[1:]) for output, size in parts):
             return torch.cat(list(outputs))
         averages = averages and first.is_floating_point() and all(output.dim() == 0 for output in outputs)
     if averages and isinstance(first, (torch.Tensor, float)):
         return sum(output * (size / sum(sizes)) for output, size in parts)
-    raise _not_joined(parts)
+    raise _make_join_error(parts)
 
 
-def _not_joined(parts: Sequence[tuple[Any, int]]) -> ConfigError:
-    found = " and ".join(f"{_described(output)} for {size}" for output, size in parts)
+def _make_join_error(parts: Sequence[tuple[Any, int]]) -> ConfigError:
+    found = " and ".join(f"{_describe_value(output)} for {size}" for output, size in parts)
     return ConfigError(
         f"halve_on_oom: the step returned, for halves of a batch, {found} samples, which cannot be put together. "
         "Return tensors with the samples along dimension 0, or mappings, lists and tuples of them; or make batch_size "
@@ -117,5 +117,5 @@ def _not_joined(parts: Sequence[tuple[Any, int]]) -> ConfigError:
     )
 
 
-def _described(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else reprlib.repr(value)

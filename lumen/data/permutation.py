@@ -15,19 +15,20 @@ import torch
 from lumen.random import Domain, make_key
 
 #: Length above which a shuffled order is computed piece by piece: `randperm` needs 8 bytes per sample, and seconds.
-LARGE = 2**24
+MAX_MATERIALIZED = 2**24
 
 
-def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range | torch.Tensor | Permutation:
+def make_epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool) -> range | torch.Tensor | Permutation:
     """Return the sample indices of an epoch in order.
 
     Returns:
-        An int64 tensor of shape (length,); above `LARGE` samples a range or `Permutation`, which return slices.
+        An int64 tensor of shape (length,); above `MAX_MATERIALIZED` samples a range or `Permutation`, which return
+        slices.
     """
     if not shuffle:
-        return range(length) if length > LARGE else torch.arange(length, device="cpu")
+        return range(length) if length > MAX_MATERIALIZED else torch.arange(length, device="cpu")
     key = make_key(seed, Domain.ORDER, epoch)
-    if length > LARGE:
+    if length > MAX_MATERIALIZED:
         return Permutation(length, key)
     return torch.randperm(length, generator=torch.Generator().manual_seed(key), device="cpu")
 

@@ -16,7 +16,7 @@ from lumen.errors import DataError
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_same(rank_slice: RankSlice, what: str, found: Any, advice: str) -> None:
+def check_same_data_on_ranks(rank_slice: RankSlice, what: str, found: Any, advice: str) -> None:
     """Raise if data differs between processes. Collective: every rank must call this.
 
     Args:
@@ -34,14 +34,14 @@ def check_same(rank_slice: RankSlice, what: str, found: Any, advice: str) -> Non
             raise DataError(f"rank {rank} has another {what} than rank 0: {other}, not {told[0]}. {advice}")
 
 
-def lend(rank_slice: RankSlice, source: int, item: LoadedBatch | None) -> LoadedBatch:
+def share_batch(rank_slice: RankSlice, source: int, item: LoadedBatch | None) -> LoadedBatch:
     """Return this process's own batch, or that of rank `source` without one. Collective: every rank must call this."""
     given = rank_slice.gather(item if rank_slice.rank == source else None)[source]
     assert given is not None
     return given if item is None else item
 
 
-def digest(batch: Any, code: int = 0, most: int | None = None) -> int:
+def digest_batch(batch: Any, code: int = 0, most: int | None = None) -> int:
     """Return a checksum of a batch's values; objects other than plain data and tensors count by their class alone.
 
     Args:
@@ -49,16 +49,16 @@ def digest(batch: Any, code: int = 0, most: int | None = None) -> int:
         code: The checksum of the preceding data.
         most: Approximate number of values of each tensor and array to include. Default: all.
     """
-    for piece in pieces(batch, most):
+    for piece in iterate_bytes(batch, most):
         code = crc32(piece, code)
     return code
 
 
-def pieces(part: Any, most: int | None = None) -> Iterator[Any]:
+def iterate_bytes(part: Any, most: int | None = None) -> Iterator[Any]:
     """Yield the bytes of nested data in order; for objects other than plain data and tensors, the class name."""
     if most is not None and isinstance(part, torch.Tensor | np.ndarray):
         yield repr((part.dtype, *part.shape)).encode()
-        if (numbers := _on_host(part)) is not None:
+        if (numbers := _as_host_array(part)) is not None:
             yield numbers.flat[:: max(1, numbers.size // most)].tobytes()
         return
     if most is not None and isinstance(part, str | bytes):
@@ -73,13 +73,13 @@ def pieces(part: Any, most: int | None = None) -> Iterator[Any]:
     elif isinstance(part, Mapping):
         for key, value in part.items():
             yield str(key).encode()
-            yield from pieces(value, most)
+            yield from iterate_bytes(value, most)
     elif isinstance(part, (list, tuple)):
         yield str(len(part)).encode()
         for value in part:
-            yield from pieces(value, most)
+            yield from iterate_bytes(value, most)
     elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-        yield from pieces(vars(part), most)
+        yield from iterate_bytes(vars(part), most)
     elif isinstance(part, np.generic):
         yield repr(part.item()).encode()
     elif part is None or isinstance(part, (bool, int, float, complex, str, bytes)):
@@ -88,7 +88,7 @@ def pieces(part: Any, most: int | None = None) -> Iterator[Any]:
         yield type(part).__name__.encode()
 
 
-def _on_host(part: torch.Tensor | np.ndarray) -> np.ndarray[Any, Any] | None:
+def _as_host_array(part: torch.Tensor | np.ndarray) -> np.ndarray[Any, Any] | None:
     """Return the memory of an array or tensor; None for tensors that need a copy or a wait for a device."""
     if isinstance(part, np.ndarray):
         return None if part.dtype == object else part

@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lumen.console import logger as _log
 from lumen.data.adapter import Position, SampleCounter
-from lumen.data.dataloader_workers import prepared
-from lumen.data.fingerprint import reads_once
-from lumen.data.generators import OwnGenerators
+from lumen.data.dataloader_workers import prepare_pass
+from lumen.data.fingerprint import is_single_pass
+from lumen.data.generators import KeptGenerators
 from lumen.data.orders import begin_epoch
-from lumen.data.rank_checks import digest
-from lumen.data.seeded_dataset import early_end
-from lumen.data.windows import ALONE, LoadedBatch, RankSlice
+from lumen.data.rank_checks import digest_batch
+from lumen.data.seeded_dataset import make_early_end_error
+from lumen.data.windows import SINGLE_RANK, LoadedBatch, RankSlice
 from lumen.errors import DataError
 from lumen.internals.loaders import end_persistent_workers, end_workers
 from lumen.random import Domain, make_key, seed_generators
@@ -44,68 +44,74 @@ class ResumableIterator:
         cut: The loader's `batch_size`, `num_workers` and `drop_last`; empty for other classes than `DataLoader`.
     """
 
-    def __init__(self, loader: Any, seed: int, *, rewinds: bool, rank_slice: RankSlice = ALONE) -> None:
+    def __init__(self, loader: Any, seed: int, *, rewinds: bool, rank_slice: RankSlice = SINGLE_RANK) -> None:
         self._loader, self._source = loader, getattr(loader, "dataset", loader)
         self._seed = seed
         self._rewinds = rewinds
         self._rank_slice = rank_slice
-        self._stateful = _stateful_part(loader)
-        self._own = OwnGenerators({"loader": loader}, by_seed=True)
+        self._stateful = _find_stateful(loader)
+        self._kept_generators = KeptGenerators({"loader": loader}, by_seed=True)
         self._count = SampleCounter(loader)
         self._iterator: Iterator[Any] = iter(())
         self._opened = self._exhausted = self._was_read = False
         self._read = self._samples = self._digest = 0
-        self._firsts: set[int] = set()  # digests of the first batches of repeated passes
-        self.cut = {name: getattr(loader, name) for name in _CUTTING} if isinstance(loader, DataLoader) else {}
-        self._stands_at: dict[str, Any] | None = None  # the loader's present state, if known
+        self._first_digests: set[int] = set()  # digests of the first batches of repeated passes
+        self.batching = (
+            {name: getattr(loader, name) for name in _BATCHING_NAMES} if isinstance(loader, DataLoader) else {}
+        )
+        self._position: dict[str, Any] | None = None  # the loader's present state, if known
         part_of_loader = self._stateful is not None and self._stateful is not loader
-        self.beginning = self.state() if rewinds and part_of_loader else {"kind": "stream"}
+        self.beginning = self.get_state() if rewinds and part_of_loader else {"kind": "stream"}
 
-    def items(self, epoch: int, position: Position, state: dict[str, Any], number: int) -> Iterator[LoadedBatch]:
+    def iterate_batches(
+        self, epoch: int, position: Position, state: dict[str, Any], number: int
+    ) -> Iterator[LoadedBatch]:
         """Return the remaining batches of an epoch. The loader's state is restored at once, not at the first `next`.
 
         Args:
             epoch: Number of the epoch, from 0: with the seed it keys the random numbers.
             position: The consumed part of the epoch, by all processes together.
-            state: The result of `state` at that position.
+            state: The result of `get_state` at that position.
             number: Number of batches that this process had read of the epoch at that position.
         """
-        may_end_at_once = number or "loader" not in state or (state is self._stands_at and state["exhausted"])
+        may_end_at_once = number or "loader" not in state or (state is self._position and state["exhausted"])
         if not number:
-            self.go_to(state)
-        begin_epoch(self._loader, self._own, self._seed, epoch, position)
-        found = not number or self.go_to(state)  # after `begin_epoch`, which would reset the restored generators
-        self._begin(epoch, position)
+            self.restore_state(state)
+        begin_epoch(self._loader, self._kept_generators, self._seed, epoch, position)
+        found = not number or self.restore_state(
+            state
+        )  # after `begin_epoch`, which would reset the restored generators
+        self._begin_pass(epoch, position)
         self._read, self._samples, self._digest = number, state["samples"] if number else 0, 0
         if not found:
-            self._read_again(position.key(epoch), number, state)
-        return self._rest(epoch, position, may_end_at_once=bool(may_end_at_once))
+            self._skip_read_batches(position.key(epoch), number, state)
+        return self._iterate_rest(epoch, position, may_end_at_once=bool(may_end_at_once))
 
-    def _read_again(self, key: int, number: int, state: dict[str, Any]) -> None:
+    def _skip_read_batches(self, key: int, number: int, state: dict[str, Any]) -> None:
         """Read the first `number` batches of the epoch again, for a loader without a state.
 
         Raises:
             DataError: The batches have a different size now, or a different number of samples.
         """
-        name, remedy = self._stateless()
-        changed = [f"{what} was {old}, is {self.cut.get(what)}" for what, old in state["cut"].items()
-                   if old != self.cut.get(what)]  # fmt: skip
+        name, remedy = self._describe_missing_state()
+        changed = [f"{what} was {old}, is {self.batching.get(what)}" for what, old in state["cut"].iterate_batches()
+                   if old != self.batching.get(what)]  # fmt: skip
         if changed:
-            raise DataError(self._misread(number, f"but it is cut otherwise now: {', '.join(changed)}"))
+            raise DataError(self._describe_misread(number, f"but it is cut otherwise now: {', '.join(changed)}"))
         _log.warning(
             "%s has no state_dict to go on from: %d batches of this epoch are read once more. To avoid it, %s.",
             name, number, remedy,
         )  # fmt: skip
         samples = 0
         for again in range(number):
-            batch = self._next(key, again)
+            batch = self._read_next(key, again)
             if batch is _END:
-                raise DataError(self._misread(number, f"but now it has only {again}"))
+                raise DataError(self._describe_misread(number, f"but now it has only {again}"))
             samples += self._count(batch)
-            self._note(batch, again)
+            self._add_to_digest(batch, again)
         if samples != state["samples"]:
             held = f"which held {state['samples']} samples, but they now hold {samples}"
-            raise DataError(self._misread(number, held))
+            raise DataError(self._describe_misread(number, held))
         if state.get("sparse_digest", self._digest) != self._digest:
             _log.warning(
                 "%s gives other batches when it is read again: the first %d of this epoch are not those that were "
@@ -113,16 +119,16 @@ class ResumableIterator:
                 "Python's global generator, which Lumen seeds, or %s.", name, number, remedy,
             )  # fmt: skip
 
-    def _note(self, batch: Any, number: int) -> None:
+    def _add_to_digest(self, batch: Any, number: int) -> None:
         """Add a batch to the digest that shows if an epoch gives the same batches again.
 
         The digest covers the first 16 batches and every 16th later one, because a digest costs as much as a small step.
         """
         if self._stateful is None and not self._rewinds and (number < 16 or number % 16 == 0):
-            self._digest = digest(batch, self._digest, most=64)
+            self._digest = digest_batch(batch, self._digest, most=64)
 
-    def _misread(self, number: int, what: str) -> str:
-        name, remedy = self._stateless()
+    def _describe_misread(self, number: int, what: str) -> str:
+        name, remedy = self._describe_missing_state()
         return (
             f"this run goes on in the middle of an epoch of {name}, which has no state_dict to go on from: its first "
             f"{number} batches are to be read once more, {what}. Samples would be left out or come twice. Give it the "
@@ -131,131 +137,131 @@ class ResumableIterator:
             f"To resume anywhere, {remedy}."
         )
 
-    def _stateless(self) -> tuple[str, str]:
+    def _describe_missing_state(self) -> tuple[str, str]:
         """Return the class that lacks a state, and the remedy: torchdata's loader needs a stream with a state too."""
-        is_stream = bool(self.cut) and isinstance(self._source, IterableDataset)
+        is_stream = bool(self.batching) and isinstance(self._source, IterableDataset)
         owner = self._source if is_stream and not hasattr(self._source, "load_state_dict") else self._loader
         name, steps = type(owner).__name__, list[str]()
-        if _has_buffer(self._source):
+        if _has_shuffle_buffer(self._source):
             name = "the shuffle buffer of Hugging Face's datasets"
             return name, "shuffle shards alone, or a data set that is no stream"
         if owner is self._source or not is_stream:
             steps.append(f"give {name} state_dict and load_state_dict")
-        if is_stream and self.cut["num_workers"]:
+        if is_stream and self.batching["num_workers"]:
             steps.append(f"read {type(self._source).__name__} with torchdata's StatefulDataLoader")
         return name, " and ".join(steps)
 
-    def _rest(self, epoch: int, position: Position, *, may_end_at_once: bool) -> Iterator[LoadedBatch]:
+    def _iterate_rest(self, epoch: int, position: Position, *, may_end_at_once: bool) -> Iterator[LoadedBatch]:
         key = position.key(epoch)
-        batch = self._next(key, self._read)
+        batch = self._read_next(key, self._read)
         if batch is _END and not may_end_at_once:
-            self._begin(epoch, position)  # The saved position was at the end of the data, so restart.
-            batch = self._next(key, self._read)
+            self._begin_pass(epoch, position)  # The saved position was at the end of the data, so restart.
+            batch = self._read_next(key, self._read)
         if batch is _END and self._was_read and self._iterator is self._loader:
-            raise self._read_before()  # Its `__iter__` does not restart.
+            raise self._make_read_before_error()  # Its `__iter__` does not restart.
         if self._rewinds and not self._read and batch is not _END:
-            self._compare(batch)
+            self._warn_of_other_start(batch)
         while batch is not _END:
             samples = self._count(batch)
-            self._note(batch, self._read)
+            self._add_to_digest(batch, self._read)
             self._read += 1
             self._samples += samples
             yield LoadedBatch(batch, samples)
-            batch = self._next(key, self._read)
+            batch = self._read_next(key, self._read)
 
-    def _compare(self, batch: Any) -> None:
+    def _warn_of_other_start(self, batch: Any) -> None:
         """Warn once if a pass that should repeat the previous pass begins with a different batch."""
-        known = len(self._firsts)
-        self._firsts.add(digest(batch, most=64))
-        if known == 1 < len(self._firsts):
+        known = len(self._first_digests)
+        self._first_digests.add(digest_batch(batch, most=64))
+        if known == 1 < len(self._first_digests):
             _log.warning(
                 "%s gives different batches in each pass, though evaluations and overfit_batches repeat the batches of "
                 "the first pass. Let its __iter__ begin at the first batch.", type(self._loader).__name__,
             )  # fmt: skip
 
-    def _begin(self, epoch: int, position: Position) -> None:
+    def _begin_pass(self, epoch: int, position: Position) -> None:
         own: list[int] = []
-        if self.cut and self._loader.persistent_workers:
+        if self.batching and self._loader.persistent_workers:
             end_persistent_workers(self._loader)  # Workers are seeded once, so the epoch would depend on earlier ones.
-        if self.cut and self._loader.num_workers and self._rank_slice.rank:
+        if self.batching and self._loader.num_workers and self._rank_slice.rank:
             own = [self._rank_slice.rank, 3]  # Workers of different ranks get different seeds.
         seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
-        with prepared(self._loader):
+        with prepare_pass(self._loader):
             self._iterator = iter(self._loader)
         self._was_read = bool(self._exhausted or (self._opened and self._rewinds) or (epoch and not self._opened))
-        if self._was_read and reads_once(self._loader, self._iterator):
-            raise self._read_before()
+        if self._was_read and is_single_pass(self._loader, self._iterator):
+            raise self._make_read_before_error()
         self._opened, self._exhausted = True, False
 
-    def _read_before(self) -> DataError:
+    def _make_read_before_error(self) -> DataError:
         return DataError(
             f"the loader is a {type(self._loader).__name__}, which can be read only once, and it has been read. "
             "Give an object whose __iter__ begins anew: a DataLoader, a list, or a class of your own."
         )
 
-    def _next(self, key: int, number: int) -> Any:
-        of_all = number * self._rank_slice.world + self._rank_slice.rank if number else 0
+    def _read_next(self, key: int, number: int) -> Any:
+        of_all = number * self._rank_slice.world_size + self._rank_slice.rank if number else 0
         seed_generators(make_key(self._seed, Domain.SAMPLE, key, of_all))
         try:
             batch = next(self._iterator, _END)
         except RuntimeError as error:  # A generator converts a StopIteration inside it to this error.
             if "generator raised StopIteration" not in str(error):
                 raise
-            raise early_end(self._source, f"after {number} batches of the epoch") from error
+            raise make_early_end_error(self._source, f"after {number} batches of the epoch") from error
         self._exhausted = batch is _END
         return batch
 
-    def state(self) -> dict[str, Any]:
-        """Return the state that `items` needs to continue from here: plain data and tensors."""
+    def get_state(self) -> dict[str, Any]:
+        """Return the state that `iterate_batches` needs to continue from here: plain data and tensors."""
         state: dict[str, Any] = {"kind": "stream", "read": self._read, "exhausted": self._exhausted}
-        state |= {"samples": self._samples, "cut": self.cut}
+        state |= {"samples": self._samples, "cut": self.batching}
         if self._stateful is None:
             state["sparse_digest"] = self._digest
         else:  # A copy is needed because the next batch may change the state in place.
             state["loader"] = deepcopy(self._stateful.state_dict())
         return state
 
-    def last_state(self) -> dict[str, Any]:
+    def get_last_state(self) -> dict[str, Any]:
         """Return the state at the end of a pass, from which the next pass begins."""
-        state = self.state() | {"ended": True}
+        state = self.get_state() | {"ended": True}
         if self._exhausted or self._stateful is not self._loader:  # A loader resets its position when it restarts.
-            self._stands_at = state
+            self._position = state
         return state
 
-    def go_to(self, state: dict[str, Any]) -> bool:
+    def restore_state(self, state: dict[str, Any]) -> bool:
         """Restore a state of the loader. Return True if the loader has `load_state_dict` and its state was saved."""
         if "exhausted" in state:
             self._read, self._samples, self._exhausted = state["read"], state["samples"], state["exhausted"]
         if self._stateful is None or "loader" not in state:
             return False
-        if state is not self._stands_at:
+        if state is not self._position:
             self._stateful.load_state_dict(deepcopy(state["loader"]))
             if self._exhausted:  # At its end torchdata's loader draws a seed; let it draw before the epoch is seeded.
                 self._stateful.state_dict()
-        self._stands_at = None
+        self._position = None
         return True
 
-    def nothing(self) -> str:
+    def explain_empty(self) -> str:
         """Return why a pass had no batches, as text of an error."""
-        name, size = type(self._source).__name__, self.cut.get("batch_size")
-        if size and self.cut["drop_last"]:
+        name, size = type(self._source).__name__, self.batching.get("batch_size")
+        if size and self.batching["drop_last"]:
             return f"{name} gave no samples, or fewer than the batch_size {size}, which drop_last=True leaves out"
         return f"{name} gave nothing"
 
     def close(self) -> None:
         """End the workers, and restore the loader's own generators, so the user can iterate it again."""
-        self._own.put_back()
+        self._kept_generators.restore_states()
         end_workers(self._iterator)
         self._iterator = iter(())
-        if self.cut:
+        if self.batching:
             self._loader._iterator = None
 
 
 _END = object()
-_CUTTING = ("batch_size", "num_workers", "drop_last")
+_BATCHING_NAMES = ("batch_size", "num_workers", "drop_last")
 
 
-def _stateful_part(loader: Any) -> Any:
+def _find_stateful(loader: Any) -> Any:
     """Return the loader or its data set, if it has `load_state_dict`; else None.
 
     The state of torchdata's loader counts only if its stream has a state: otherwise it can be restored only once. The
@@ -263,13 +269,15 @@ def _stateful_part(loader: Any) -> Any:
     """
     stream = loader.dataset if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) else None
     is_torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
-    if stream is not None and (_has_buffer(stream) or (is_torchdatas and not hasattr(stream, "load_state_dict"))):
+    if stream is not None and (
+        _has_shuffle_buffer(stream) or (is_torchdatas and not hasattr(stream, "load_state_dict"))
+    ):
         return None
     candidates = [stream, loader] if stream is not None and loader.num_workers == 0 else [loader]
     return next((part for part in candidates if hasattr(part, "load_state_dict")), None)
 
 
-def _has_buffer(stream: Any) -> bool:
+def _has_shuffle_buffer(stream: Any) -> bool:
     """Return True for a Hugging Face stream that shuffles samples in a buffer."""
     part = getattr(stream, "_ex_iterable", None)
     while part is not None and "BufferShuffled" not in type(part).__name__:

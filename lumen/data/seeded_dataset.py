@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from lumen.data.fingerprint import known_length
-from lumen.data.generators import OwnGenerators
+from lumen.data.fingerprint import get_length
+from lumen.data.generators import KeptGenerators
 from lumen.errors import DataError
 from lumen.internals.generator_memory import MEMORIES
-from lumen.internals.loaders import collates_as_ever
-from lumen.random import Domain, make_key, unused_generators, watch_generators
+from lumen.internals.loaders import has_default_collate
+from lumen.random import Domain, make_key, seed_unless_unused, watch_generators
 
 watch_generators(MEMORIES)
 
@@ -46,24 +46,24 @@ class BatchRequest(NamedTuple):
         """Pickle the indices as bytes for a worker, which is three times as fast as numpy's pickling."""
         epoch, start, indices, by_place = self
         if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.ndim == 1:
-            return _arrived, (epoch, start, indices.tobytes(), by_place)
+            return _unpickle_request, (epoch, start, indices.tobytes(), by_place)
         return BatchRequest, (epoch, start, indices, by_place)
 
 
-def _arrived(epoch: int, start: int, indices: bytes, by_place: bool) -> BatchRequest:
+def _unpickle_request(epoch: int, start: int, indices: bytes, by_place: bool) -> BatchRequest:
     writable = np.frombuffer(indices, np.int64).copy()  # Torch needs writable memory.
     return BatchRequest(epoch, start, writable, by_place)
 
 
-def can_draw(dataset: Any) -> bool:
+def can_use_random_numbers(dataset: Any) -> bool:
     """Return False for a data set of tensors, which uses no random numbers."""
-    dataset = _under_subsets(dataset)
+    dataset = _unwrap_subsets(dataset)
     if type(dataset) is ConcatDataset:
-        return any(can_draw(part) for part in dataset.datasets)
+        return any(can_use_random_numbers(part) for part in dataset.datasets)
     return type(dataset) is not TensorDataset
 
 
-def _under_subsets(dataset: Any) -> Any:
+def _unwrap_subsets(dataset: Any) -> Any:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
@@ -96,19 +96,19 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, single: bool) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.draws = can_draw(dataset)
+        self.draws = can_use_random_numbers(dataset)
         self.collate, self.single = collate, single
         self.stacks = collate is default_collate and not single
         self.keys_collate = self.draws or not self.stacks
         roots = {"dataset": dataset} if self.draws else {}
-        self.own = OwnGenerators(roots | ({} if collate is default_collate else {"collate_fn": collate}))
+        self.kept_generators = KeptGenerators(roots | ({} if collate is default_collate else {"collate_fn": collate}))
         # Torch reads single items one by one. `__getitems__` of a `Subset` counts if its data set has this method.
-        takes_one = single or (self.draws and not hasattr(_under_subsets(dataset), "__getitems__"))
+        takes_one = single or (self.draws and not hasattr(_unwrap_subsets(dataset), "__getitems__"))
         self.fetch_many = None if takes_one else getattr(dataset, "__getitems__", None)
-        self.has_rows = self.stacks and type(_under_subsets(dataset)) is TensorDataset
+        self.has_rows = self.stacks and type(_unwrap_subsets(dataset)) is TensorDataset
         self.is_seeded = not self.draws or self.fetch_many is not None  # One seed per batch costs little.
-        self.have_drawn = c_bool(False)
-        self.looks, self._is_first = self.keys_collate, False
+        self.has_drawn = c_bool(False)
+        self.should_watch, self._is_first = self.keys_collate, False
 
     def __getitem__(self, request: BatchRequest) -> Any:
         """Return the requested single sample, if the loader has `batch_size=None`."""
@@ -122,33 +122,35 @@ class SeededDataset(Dataset[Any]):
                 StopIteration.
         """
         try:
-            if self.looks:
-                return self._first(request)
+            if self.should_watch:
+                return self._make_first_batch(request)
             if self.has_rows and (rows := take_rows(self.dataset, request.indices)) is not None:
                 return rows
-            return self._make(request)
+            return self._make_batch(request)
         except (IndexError, StopIteration) as error:
-            self._explain(request, error)
+            self._explain_error(request, error)
             raise
 
-    def _first(self, request: BatchRequest) -> Any:
+    def _make_first_batch(self, request: BatchRequest) -> Any:
         """Load the first batch of a pass; load it again with seeds if loading created generators."""
-        self.looks, self._is_first = False, True
-        self._look()
-        made = self._make(request)
+        self.should_watch, self._is_first = False, True
+        self._find_generators()
+        made = self._make_batch(request)
         self._is_first = False
-        return self._make(request) if self._look() else made
+        return self._make_batch(request) if self._find_generators() else made
 
-    def _look(self) -> bool:
+    def _find_generators(self) -> bool:
         """Search for generators, and for code that may draw unseen. Return True if there is more than before."""
-        has_more = self.own.look()
-        self.is_seeded |= bool(self.own.generators) or self.own.may_restore
+        has_more = self.kept_generators.refresh()
+        self.is_seeded |= bool(self.kept_generators.generators) or self.kept_generators.may_restore
         return has_more
 
-    def _explain(self, request: BatchRequest, error: IndexError | StopIteration) -> None:
+    def _explain_error(self, request: BatchRequest, error: IndexError | StopIteration) -> None:
         if isinstance(error, StopIteration):
-            raise early_end(self.dataset, f"at the samples {', '.join(map(str, request.indices[:8]))}") from error
-        length = known_length(self.dataset)
+            raise make_early_end_error(
+                self.dataset, f"at the samples {', '.join(map(str, request.indices[:8]))}"
+            ) from error
+        length = get_length(self.dataset)
         beyond = [index for index in request.indices if isinstance(index, (int, np.integer)) and index >= (length or 0)]
         if length is not None and beyond:
             raise DataError(
@@ -157,49 +159,49 @@ class SeededDataset(Dataset[Any]):
                 "that the data set has when it begins: change it in on_train_epoch_end or on_train_epoch_start."
             ) from error
 
-    def _make(self, request: BatchRequest) -> Any:
+    def _make_batch(self, request: BatchRequest) -> Any:
         indices = request.indices.tolist() if isinstance(request.indices, np.ndarray) else request.indices
         collate_words = self.seed, Domain.COLLATE, request.epoch, request.start
         if not self.is_seeded:
-            unused = unused_generators(*collate_words)
+            unused = seed_unless_unused(*collate_words)
             try:
-                samples = self._take(request, indices, seeded=False)
-                batch = self._collate(samples) if self.stacks else None
+                samples = self._take_samples(request, indices, seeded=False)
+                batch = self._collate_samples(samples) if self.stacks else None
             except Exception:
-                if unused.is_left():
+                if unused.is_unchanged():
                     raise
             else:
-                if unused.is_left():
+                if unused.is_unchanged():
                     if self.stacks:
                         return batch
-                    self.own.seed_all(make_key(*collate_words))
-                    return self._collate(samples)
-            self.is_seeded = self.have_drawn.value = True
+                    self.kept_generators.seed_function(make_key(*collate_words))
+                    return self._collate_samples(samples)
+            self.is_seeded = self.has_drawn.value = True
             if self._is_first:
-                self.own.look()
+                self.kept_generators.refresh()
         if self.fetch_many is not None:
             if self.draws:
-                self.own.seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, request.start))
+                self.kept_generators.seed_function(make_key(self.seed, Domain.SAMPLE, request.epoch, request.start))
             samples = self.fetch_many(indices)
         else:
-            samples = self._take(request, indices, seeded=self.draws)
+            samples = self._take_samples(request, indices, seeded=self.draws)
         if self.keys_collate:
-            self.own.seed_all(make_key(*collate_words))
-        return self._collate(samples)
+            self.kept_generators.seed_function(make_key(*collate_words))
+        return self._collate_samples(samples)
 
-    def _collate(self, samples: list[Any]) -> Any:
+    def _collate_samples(self, samples: list[Any]) -> Any:
         if self.single:
             return self.collate(samples[0])
-        return (self.stacks and stack(samples)) or self.collate(samples)
+        return (self.stacks and stack_samples(samples)) or self.collate(samples)
 
-    def _take(self, request: BatchRequest, indices: Sequence[Any], *, seeded: bool) -> list[Any]:
+    def _take_samples(self, request: BatchRequest, indices: Sequence[Any], *, seeded: bool) -> list[Any]:
         dataset, samples, rest = self.dataset, [], iter(indices)
         try:
             if not seeded:
                 return [dataset[index] for index in rest]
             for place, index in enumerate(rest, request.start):
                 key = place if request.by_place else index
-                self.own.seed_all(make_key(self.seed, Domain.SAMPLE, request.epoch, key))
+                self.kept_generators.seed_function(make_key(self.seed, Domain.SAMPLE, request.epoch, key))
                 samples.append(dataset[index])
             return samples
         except Exception as error:
@@ -208,7 +210,7 @@ class SeededDataset(Dataset[Any]):
             raise
 
 
-def early_end(data: Any, where: str) -> DataError:
+def make_early_end_error(data: Any, where: str) -> DataError:
     """Return the error for a StopIteration in user code, which Python would treat as the end of the data.
 
     Args:
@@ -222,19 +224,19 @@ def early_end(data: Any, where: str) -> DataError:
     )
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_plain_tensor(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def stack(samples: list[Any]) -> list[torch.Tensor] | None:
+def stack_samples(samples: list[Any]) -> list[torch.Tensor] | None:
     """Collate tuples of tensors and ints like `default_collate`, in two thirds of its time; None for other samples."""
     first = samples[0]
     if type(first) is not tuple or get_worker_info() is not None:  # Workers must stack into shared memory.
         return None
     for part in first:
-        if type(part) is not int and not _is_plain(part):
+        if type(part) is not int and not _is_plain_tensor(part):
             return None
-    if not collates_as_ever():
+    if not has_default_collate():
         return None
     try:
         columns = list(zip(*samples, strict=True))
@@ -261,9 +263,9 @@ def take_rows(dataset: Any, indices: Any) -> list[torch.Tensor] | None:
         return None
     tensors = dataset.tensors
     for each in tensors:
-        if not (_is_plain(each) and each.is_cpu and each.is_contiguous()):
+        if not (_is_plain_tensor(each) and each.is_cpu and each.is_contiguous()):
             return None
-    if not collates_as_ever():
+    if not has_default_collate():
         return None
     try:
         return [tensor.index_select(0, rows) if in_range else tensor[rows] for tensor in tensors]

@@ -28,7 +28,7 @@ class LoadedBatch(NamedTuple):
 
 
 class RankSlice(NamedTuple):
-    """Part of every optimizer step that one process takes: micro-batches whose number is `rank` modulo `world`.
+    """Part of every optimizer step that one process takes: micro-batches whose number is `rank` modulo `world_size`.
 
     Attributes:
         rank: Data rank of this process, from 0.
@@ -43,41 +43,41 @@ class RankSlice(NamedTuple):
     """
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     needs_dummies: bool = False
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     splits: bool = False
     processes: int = 1
     gather_all: Callable[[Any], list[Any]] = lambda value: [value]
 
-    def assign(self, size: int) -> Assigned:
+    def assign_step(self, size: int) -> Assigned:
         """Return the numbers of this process's micro-batches in a step of `size`; all ranks get equally long lists."""
-        rounds = range(self.rank, -(-size // self.world) * self.world, self.world)
+        rounds = range(self.rank, -(-size // self.world_size) * self.world_size, self.world_size)
         return [number if number < size else None for number in rounds]
 
-    def assigner(self, first_step: int | None) -> Callable[[int], Assigned]:
+    def make_assigner(self, first_step: int | None) -> Callable[[int], Assigned]:
         """Return a function that maps the size of each step, in turn, to this process's part of the step.
 
         Args:
             first_step: Number of the first step, if every step is a single micro-batch and the processes take steps in
-                turn; processes without the step get an empty list. None: `assign` divides every step.
+                turn; processes without the step get an empty list. None: `assign_step` divides every step.
         """
         if first_step is None:
-            return lru_cache(maxsize=8)(self.assign)  # All steps but an epoch's last have the same size.
+            return lru_cache(maxsize=8)(self.assign_step)  # All steps but an epoch's last have the same size.
         steps = count(first_step)
-        return lambda size: [0] if next(steps) % self.world == self.rank else []
+        return lambda size: [0] if next(steps) % self.world_size == self.rank else []
 
-    def take(self, step: Sequence[T], assigned: Assigned) -> list[T]:
+    def take_assigned(self, step: Sequence[T], assigned: Assigned) -> list[T]:
         """Return the elements of `step` that this process fetches; for a dummy batch, the last element of the step."""
         return [
             step[-1 if number is None else number] for number in assigned if number is not None or self.needs_dummies
         ]
 
 
-ALONE = RankSlice()
+SINGLE_RANK = RankSlice()
 
 
-def in_blocks(items: Iterator[T], size: int = 16) -> Iterator[T]:
+def iterate_in_blocks(items: Iterator[T], size: int = 16) -> Iterator[T]:
     """Yield the same items, but take `size` of them from the iterator at a time, which is several times as fast."""
     while block := list(islice(items, size)):
         yield from block
@@ -108,28 +108,28 @@ class MicroBatch:
         self.loader = 0
         self.first = self.last = self.is_dummy = False
 
-    def weigh(self, weight: float) -> None:
+    def set_weight(self, weight: float) -> None:
         """Set the weight of the loss in the step."""
         self.weight = weight
 
-    def leave_out(self) -> None:
+    def exclude(self) -> None:
         """Treat the batch as a dummy batch."""
         self.is_dummy = True
 
-    def part(self, samples: int, weight: float) -> MicroBatch:
+    def make_part(self, samples: int, weight: float) -> MicroBatch:
         """Return a part of the micro-batch, without the batch and not marked as last of the step."""
         part = MicroBatch(self.index, self.number, samples)
         part.first, part.weight, part.loader = self.first, weight, self.loader
         return part
 
-    def end(self) -> MicroBatch:
+    def make_ending_dummy(self) -> MicroBatch:
         """Return a dummy micro-batch that ends the step."""
         end = MicroBatch(self.index, self.number, 0)
         end.last = end.is_dummy = True
         return end
 
 
-def _dummy(index: int, number: int, samples: int) -> MicroBatch:
+def _make_dummy(index: int, number: int, samples: int) -> MicroBatch:
     dummy = MicroBatch(index, number, samples)
     dummy.weight, dummy.is_dummy = 0, True
     return dummy
@@ -176,7 +176,7 @@ class AccumulationWindow:
         first_index: int,
         state: dict[str, Any],
         waited_s: float = 0.0,
-        rank_slice: RankSlice = ALONE,
+        rank_slice: RankSlice = SINGLE_RANK,
         assigned: Assigned | None = None,
         *,
         last: bool,
@@ -188,13 +188,13 @@ class AccumulationWindow:
         self.sizes, self.samples, self.last = sizes, sum(sizes), last
         self.state, self.waited_s = state, waited_s
         self._needs_dummies = rank_slice.needs_dummies
-        numbers = rank_slice.assign(len(sizes)) if assigned is None else assigned
+        numbers = rank_slice.assign_step(len(sizes)) if assigned is None else assigned
         final = len(sizes) - 1
         lent = sizes[final] if self._needs_dummies else 0
         self._micro_batches = [
             MicroBatch(first_index + number, number, sizes[number])
             if number is not None
-            else _dummy(first_index + final, final, lent)
+            else _make_dummy(first_index + final, final, lent)
             for number in numbers
         ]
         if self._micro_batches:

@@ -18,12 +18,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from lumen.distributed.cluster_environment import LOOPBACK
-from lumen.distributed.process_groups import loopback_store
-from lumen.internals.process_groups import never_restart, watch_workers
+from lumen.distributed.process_groups import open_loopback_store
+from lumen.internals.process_groups import call_before_poll, disable_restarts
 
 _GRACE_S = 300.0  # time after a stop request, for the step in progress and a checkpoint
-_PEERS_NOTICE_S = 5.0  # time after a failure, in which the other workers lose the connection
-_LAST_WORDS_S = 5.0  # time after SIGTERM
+_PEER_ERROR_GRACE_S = 5.0  # time after a failure, in which the other workers lose the connection
+_FINAL_OUTPUT_S = 5.0  # time after SIGTERM
 
 
 def run_workers(
@@ -41,22 +41,24 @@ def run_workers(
     Returns:
         Each failed rank with its error; ranks that were ended because of another failure are omitted.
     """
-    store = loopback_store(LOOPBACK)  # Used by the handler and the workers. Each restart of a job opens a new store.
+    store = open_loopback_store(
+        LOOPBACK
+    )  # Used by the handler and the workers. Each restart of a job opens a new store.
     spec = WorkerSpec(
         role="lumen", local_world_size=workers, entrypoint=sys.executable, args=tuple(command),
         rdzv_handler=StaticTCPRendezvous(LOOPBACK, store.port, rank=0, world_size=1, run_id="lumen", timeout=60),
         max_restarts=restarts, monitor_interval=0.1, local_addr=LOOPBACK,
     )  # fmt: skip
     logs = DefaultLogsSpecs(str(folder), redirects=dict.fromkeys(range(1, workers), Std.ALL))
-    watch = _Watch(requests)
+    watch = _AgentWatch(requests)
     agent = LocalElasticAgent(spec, logs)
-    watch_workers(agent, watch.look)
-    never_restart(agent)
+    call_before_poll(agent, watch.monitor_workers)
+    disable_restarts(agent)
     return {rank: failure for rank, failure in agent.run().failures.items() if failure.pid not in watch.ended}
 
 
 @final
-class _Watch:
+class _AgentWatch:
     """Watch that passes signals on to the workers, but not to processes that the workers have started.
 
     Attributes:
@@ -65,42 +67,42 @@ class _Watch:
 
     def __init__(self, requests: list[int]) -> None:
         self._requests = requests
-        self._passed_on = 0
-        self._patient_until_s: float | None = None
+        self._forwarded_count = 0
+        self._wait_until_s: float | None = None
         self.ended: set[int] = set()
 
-    def look(self, worker_group: WorkerGroup) -> RunResult | None:
+    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult | None:
         """Pass on new signals; return the result that the agent reports, or None once no worker runs.
 
         The agent itself does not check running workers: it would end all workers as soon as one fails.
         """
-        running, failed = _look([worker.id for worker in worker_group.workers])
-        while self._passed_on < len(self._requests):
+        running, failed = _find_running_and_failed([worker.id for worker in worker_group.workers])
+        while self._forwarded_count < len(self._requests):
             # SIGINT: a second SIGTERM may come from a program that signals all processes
-            _send(running, (self._requests[0], signal.SIGINT, signal.SIGKILL)[min(self._passed_on, 2)])
-            self._passed_on += 1
-            self._patient_until_s = time.monotonic() + _GRACE_S
+            _send_signal(running, (self._requests[0], signal.SIGINT, signal.SIGKILL)[min(self._forwarded_count, 2)])
+            self._forwarded_count += 1
+            self._wait_until_s = time.monotonic() + _GRACE_S
         for pid in failed:
             with suppress(ProcessLookupError):  # data workers of a killed worker would keep its connections open
                 os.killpg(pid, signal.SIGKILL)
-        if failed and self._patient_until_s is None:
-            self._patient_until_s = time.monotonic() + _PEERS_NOTICE_S
-        if running and (self._patient_until_s is None or time.monotonic() < self._patient_until_s):
+        if failed and self._wait_until_s is None:
+            self._wait_until_s = time.monotonic() + _PEER_ERROR_GRACE_S
+        if running and (self._wait_until_s is None or time.monotonic() < self._wait_until_s):
             return RunResult(state=WorkerState.HEALTHY)
-        self._end(running)
+        self._end_workers(running)
         return None
 
-    def _end(self, pids: list[int]) -> None:
+    def _end_workers(self, pids: list[int]) -> None:
         self.ended.update(pids)
-        _send(pids, signal.SIGTERM)
-        deadline_s = time.monotonic() + _LAST_WORDS_S
-        while (running := _look(pids)[0]) and time.monotonic() < deadline_s:
+        _send_signal(pids, signal.SIGTERM)
+        deadline_s = time.monotonic() + _FINAL_OUTPUT_S
+        while (running := _find_running_and_failed(pids)[0]) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         for pid in running:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _look(pids: list[int]) -> tuple[list[int], list[int]]:
+def _find_running_and_failed(pids: list[int]) -> tuple[list[int], list[int]]:
     """Return the pids of running and of failed processes, without reaping them, because the agent does that."""
     running, failed = [], []
     for pid in pids:
@@ -115,7 +117,7 @@ def _look(pids: list[int]) -> tuple[list[int], list[int]]:
     return running, failed
 
 
-def _send(pids: list[int], number: int) -> None:
+def _send_signal(pids: list[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

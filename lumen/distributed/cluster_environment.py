@@ -12,7 +12,7 @@ from typing import final
 
 from lumen.distributed.worker import is_worker
 from lumen.errors import ConfigError
-from lumen.internals.proc import stat_of
+from lumen.internals.proc import read_stat
 
 _SPECIAL_STEPS = 2**32 - 16  # SLURM gives batch scripts and interactive shells the highest step numbers
 _PORTS = range(15_000, 30_000)  # below the ephemeral ports of systems
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 @final
 @dataclass(frozen=True)
-class Found:
+class ClusterProcess:
     """Rank of this process and sizes of the run, as found in the environment.
 
     Attributes:
@@ -48,18 +48,18 @@ class Found:
     launcher: str | None = None
 
 
-def find(environment: Mapping[str, str] = os.environ) -> Found:
+def find_cluster_process(environment: Mapping[str, str] = os.environ) -> ClusterProcess:
     """Return the rank and sizes from environment variables.
 
     Raises:
         ConfigError: A variable is missing or is not a number, or a rank is not below its size.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _checked(_torchrun(environment))
+        return _check_found(_read_torchrun(environment))
     step = environment.get("SLURM_STEP_ID", "")
-    if step.isdigit() and int(step) < _SPECIAL_STEPS and _slurm_tasks(environment) > 1:
-        return _checked(_slurm(environment))
-    return Found()
+    if step.isdigit() and int(step) < _SPECIAL_STEPS and _count_slurm_tasks(environment) > 1:
+        return _check_found(_read_slurm(environment))
+    return ClusterProcess()
 
 
 def is_loopback(host: str) -> bool:
@@ -70,14 +70,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def loopback_names() -> dict[str, str]:
+def get_loopback_variables() -> dict[str, str]:
     """Return the variables that keep the listeners of gloo and NCCL on this host; variables that are set are kept."""
     interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {} if interface is None else {name: os.environ.get(name, interface) for name in variables}
 
 
-def tasks_without_srun(environment: Mapping[str, str] = os.environ) -> int:
+def count_tasks_without_srun(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of tasks of a SLURM batch job whose several tasks were not started with srun; otherwise 0."""
     tasks = environment.get("SLURM_NTASKS", "")
     in_shell = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
@@ -86,55 +86,55 @@ def tasks_without_srun(environment: Mapping[str, str] = os.environ) -> int:
     return int(tasks) if tasks.isdigit() and int(tasks) > 1 and not (in_shell or in_step) else 0
 
 
-def _torchrun(environment: Mapping[str, str]) -> Found:
-    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    local_world = _number(environment, "LOCAL_WORLD_SIZE", default=world)
-    local = _number(environment, "LOCAL_RANK", default=rank % max(local_world, 1))
-    node = _number(environment, "GROUP_RANK", default=rank // max(local_world, 1))
-    nodes = _number(environment, "GROUP_WORLD_SIZE", default=-(-world // max(local_world, 1)))
+def _read_torchrun(environment: Mapping[str, str]) -> ClusterProcess:
+    rank, world = _read_int(environment, "RANK"), _read_int(environment, "WORLD_SIZE")
+    local_world = _read_int(environment, "LOCAL_WORLD_SIZE", default=world)
+    local = _read_int(environment, "LOCAL_RANK", default=rank % max(local_world, 1))
+    node = _read_int(environment, "GROUP_RANK", default=rank // max(local_world, 1))
+    nodes = _read_int(environment, "GROUP_WORLD_SIZE", default=-(-world // max(local_world, 1)))
     by = "the first Trainer or command of this program" if is_worker() else "torchrun"
-    launcher = _parent() if "TORCHELASTIC_RUN_ID" in environment else None
-    return Found(rank, world, local, local_world, node, nodes, by, launcher=launcher)
+    launcher = _get_parent_id() if "TORCHELASTIC_RUN_ID" in environment else None
+    return ClusterProcess(rank, world, local, local_world, node, nodes, by, launcher=launcher)
 
 
-def _parent() -> str:
+def _get_parent_id() -> str:
     """Return host, pid and start time of the parent process, because process ids are reused."""
     number = os.getppid()
-    return f"{socket.gethostname()} {number} {' '.join(stat_of(number)[19:20])}"
+    return f"{socket.gethostname()} {number} {' '.join(read_stat(number)[19:20])}"
 
 
-def _slurm_tasks(environment: Mapping[str, str]) -> int:
-    return _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
+def _count_slurm_tasks(environment: Mapping[str, str]) -> int:
+    return _read_int(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
 
 
-def _slurm(environment: Mapping[str, str]) -> Found:
-    world, node = _slurm_tasks(environment), _number(environment, "SLURM_NODEID", default=0)
-    nodes = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
-    per_node = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or str(world // nodes)
+def _read_slurm(environment: Mapping[str, str]) -> ClusterProcess:
+    world, node = _count_slurm_tasks(environment), _read_int(environment, "SLURM_NODEID", default=0)
+    nodes = _read_int(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
+    per_node = _get_first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or str(world // nodes)
     counts = [
         int(tasks) for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node) for _ in range(int(times or 1))
     ]  # 2(x3),1
     local_world = counts[node] if node < len(counts) else world // nodes
-    number = _number(environment, "SLURM_JOB_ID", default=0) * 31 + _number(environment, "SLURM_STEP_ID")
-    listed = _first(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") or LOOPBACK
-    host = LOOPBACK if nodes == 1 else environment.get("MASTER_ADDR") or _first_host(listed)
+    number = _read_int(environment, "SLURM_JOB_ID", default=0) * 31 + _read_int(environment, "SLURM_STEP_ID")
+    listed = _get_first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") or LOOPBACK
+    host = LOOPBACK if nodes == 1 else environment.get("MASTER_ADDR") or _get_first_host(listed)
     port = environment.get("MASTER_PORT") or _PORTS[number % len(_PORTS)]
     job = " ".join(environment.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
-    rank, local = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID")
-    return Found(rank, world, local, local_world, node, nodes, "SLURM", f"tcp://{host}:{port}", job)
+    rank, local = _read_int(environment, "SLURM_PROCID"), _read_int(environment, "SLURM_LOCALID")
+    return ClusterProcess(rank, world, local, local_world, node, nodes, "SLURM", f"tcp://{host}:{port}", job)
 
 
-def _first_host(names: str) -> str:
+def _get_first_host(names: str) -> str:
     """Return the first of a list of hosts in SLURM's notation: `gpu[03-05,7],big1` begins with gpu03."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:\[[^\]]*\]|[^,\[])*", names)[0])  # type: ignore[index]
 
 
-def _first(environment: Mapping[str, str], *names: str) -> str | None:
+def _get_first_set(environment: Mapping[str, str], *names: str) -> str | None:
     return next((environment[name] for name in names if environment.get(name)), None)
 
 
-def _number(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    text = _first(environment, *names)
+def _read_int(environment: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    text = _get_first_set(environment, *names)
     if text is None and default is not None:
         return default
     if text is None or not text.isdigit():
@@ -145,7 +145,7 @@ def _number(environment: Mapping[str, str], *names: str, default: int | None = N
     return int(text)
 
 
-def _checked(found: Found) -> Found:
+def _check_found(found: ClusterProcess) -> ClusterProcess:
     if found.rank < found.world_size and found.local_rank < found.local_world_size <= found.world_size:
         return found
     raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lumen.distributed.processes import Processes
-from lumen.internals.fully_shard import local_block_of, shards
+from lumen.internals.fully_shard import compute_local_block, is_sharding
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -19,16 +19,16 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements on this process: the local tensor of a DTensor, else the tensor itself."""
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
 
 
-def local_block(
+def get_local_block(
     tensor: torch.Tensor, whole: torch.Size | None = None, *, copied: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offset and shape of `local_tensor` in the unsharded tensor, without communication.
+    """Return offset and shape of `get_local_tensor` in the unsharded tensor, without communication.
 
     Args:
         tensor: A DTensor or an ordinary tensor.
@@ -39,14 +39,14 @@ def local_block(
     if not is_sharded(tensor):
         return (0,) * len(whole), tuple(whole)
     sharded: Any = tensor
-    return local_block_of(whole, sharded.device_mesh, _cuts(tensor, whole, copied=copied))
+    return compute_local_block(whole, sharded.device_mesh, _get_placements(tensor, whole, copied=copied))
 
 
-def from_local(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
+def make_dtensor(local: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
     """Return a DTensor with the mesh and placements of `like`, from this process's shard, without communication.
 
     Args:
-        own: The shard of this process, with the shape that `local_block` returns.
+        local: The shard of this process, with the shape that `get_local_block` returns.
         like: The DTensor whose mesh and placements are used.
         whole: Shape of the unsharded tensor.
         copied: The tensor is replicated on every process.
@@ -54,31 +54,38 @@ def from_local(own: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copi
     sharded: Any = like
     stride = torch.empty(whole, device="meta").stride()
     tensor: torch.Tensor = type(sharded).from_local(
-        own, sharded.device_mesh, _cuts(like, whole, copied=copied), run_check=False, shape=whole, stride=stride
+        local,
+        sharded.device_mesh,
+        _get_placements(like, whole, copied=copied),
+        run_check=False,
+        shape=whole,
+        stride=stride,
     )
     return tensor
 
 
-def _cuts(like: torch.Tensor, whole: torch.Size, *, copied: bool) -> list[Any]:
+def _get_placements(like: torch.Tensor, whole: torch.Size, *, copied: bool) -> list[Any]:
     """Return placements like those of `like` for a tensor of shape `whole`; missing dimensions are replicated."""
     from torch.distributed.tensor import Replicate
 
     sharded: Any = like
-    return [Replicate() if shards(each) and (copied or each.dim >= len(whole)) else each for each in sharded.placements]
+    return [
+        Replicate() if is_sharding(each) and (copied or each.dim >= len(whole)) else each for each in sharded.placements
+    ]
 
 
-def is_cut(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
+def is_split(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
     """Return True if a process holds only part of a tensor, or of a tensor of shape `whole` with the same placements.
 
     A tensor derived from a sharded tensor, such as an optimizer's state, is sharded only in dimensions of equal size.
     """
     sharded: Any = tensor
     whole = tensor.shape if whole is None else whole
-    cut = [placement.dim for placement in sharded.placements if shards(placement)] if is_sharded(tensor) else []
+    cut = [placement.dim for placement in sharded.placements if is_sharding(placement)] if is_sharded(tensor) else []
     return any(whole[dim : dim + 1] == tensor.shape[dim : dim + 1] for dim in cut)
 
 
-def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
+def get_replica(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
     """Return the index of the replica that this process holds of its shard, and the number of replicas.
 
     No communication is needed.
@@ -91,21 +98,21 @@ def copies(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
     sharded: Any = tensor
     mesh, index, count = sharded.device_mesh, 0, 1
     for place, size, placement in zip(mesh.get_coordinate(), mesh.shape, sharded.placements, strict=True):
-        if not shards(placement):
+        if not is_sharding(placement):
             index, count = index * size + place, count * size
     return index if mesh.size() == processes.world_size or 0 in mesh.mesh else -1, count
 
 
-def is_first(tensor: torch.Tensor) -> bool:
+def holds_first_shard(tensor: torch.Tensor) -> bool:
     """Return True if this process holds the shard at offset 0, or the unsharded tensor; without communication."""
     if not is_sharded(tensor):
         return True
     sharded: Any = tensor
     places = zip(sharded.device_mesh.get_coordinate(), sharded.placements, strict=True)
-    return all(place == 0 for place, placement in places if shards(placement))
+    return all(place == 0 for place, placement in places if is_sharding(placement))
 
 
-def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def distribute_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return an unsharded tensor as a DTensor with the sharding of `like` (same shape), without communication."""
     if not is_sharded(like):
         return value

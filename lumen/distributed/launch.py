@@ -18,19 +18,19 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from lumen.console import in_notebook, stderr, stdout
-from lumen.distributed.cluster_environment import loopback_names
-from lumen.distributed.restarts import NOTES, RESTART, Lives, ended, first_of
+from lumen.distributed.cluster_environment import get_loopback_variables
+from lumen.distributed.restarts import NOTES_VARIABLE, RESTART_VARIABLE, JobAttempts, describe_exit, find_first_failure
 from lumen.distributed.worker import LAUNCHER
 from lumen.errors import HUNG, ConfigError, ProcessLost, ProcessStuck
-from lumen.internals.garbage import only_young_collected
-from lumen.internals.interpreters import python_command
-from lumen.internals.stop_signals import LEFT, SIGNALS, exit_code, is_obeyed, is_same_request
+from lumen.internals.garbage import collect_young_only
+from lumen.internals.interpreters import make_python_command
+from lumen.internals.stop_signals import LEFT_EXIT_CODE, SIGNALS, get_exit_code, is_same_request, should_obey
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_TAIL = 20
-_FOLDER, _LIVES = "lumen-launch-", "launcher"
+_TAIL_LINES = 20
+_FOLDER, _RESTARTS_FOLDER = "lumen-launch-", "launcher"
 
 
 def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
@@ -45,7 +45,7 @@ def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
     Raises:
         ConfigError: The program cannot be started again, as in a notebook.
     """
-    if reason := _why_not():
+    if reason := _explain_no_launch():
         needs = f"{workers} devices need a process each, which runs" if workers > 1 else "max_restarts needs to run"
         instead = "devices: 1" if workers > 1 else "max_restarts: 0"
         raise ConfigError(
@@ -54,11 +54,11 @@ def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
         )
     stdout.flush()
     stderr.flush()
-    command = python_command(__name__, str(workers), str(max_restarts), *sys.orig_argv[1:])
+    command = make_python_command(__name__, str(workers), str(max_restarts), *sys.orig_argv[1:])
     os.execv(command[0], command)
 
 
-def _why_not() -> str | None:
+def _explain_no_launch() -> str | None:
     if in_notebook or "ipykernel" in sys.modules:
         return "this is a notebook"
     if hasattr(sys, "ps1") or sys.flags.interactive:
@@ -88,15 +88,15 @@ def launch(workers: int, command: Sequence[str], max_restarts: int = 0) -> int:
         The exit code: the code of the first failed worker, 70 for a hung job, or the code of the signal that stopped
         the job.
     """
-    with only_young_collected():
+    with collect_young_only():
         from lumen.distributed.agent import run_workers  # the import takes a second
 
-    with _own_folder() as folder, _environment(workers), _noted_signals() as requests:
-        lives, refusal = Lives(max_restarts, folder), None
-        while failures := run_workers(workers, command, lives.begin(), requests, lives.number):
-            if requests or (refusal := lives.refusal(failures)) is not None:
+    with _make_output_folder() as folder, _set_environment(workers), _collect_signals() as requests:
+        lives, refusal = JobAttempts(max_restarts, folder), None
+        while failures := run_workers(workers, command, lives.begin_attempt(), requests, lives.attempt):
+            if requests or (refusal := lives.find_restart_refusal(failures)) is not None:
                 break
-    code, text = _account(failures, requests, folder) if failures else (0, None)
+    code, text = _report_failures(failures, requests, folder) if failures else (0, None)
     if refusal:
         text = "\n".join([refusal, *([] if text is None else [text])])
     if text is None or str(folder) not in text:
@@ -107,35 +107,35 @@ def launch(workers: int, command: Sequence[str], max_restarts: int = 0) -> int:
 
 
 @contextmanager
-def _own_folder() -> Iterator[Path]:
+def _make_output_folder() -> Iterator[Path]:
     """Context with a folder for the output of the workers; folders of killed launchers are removed.
 
     A running launcher holds a lock in its folder. The kept folder of a failed job has no lock file.
     """
     for other in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError), (other / _LIVES).open("r+b") as file:
+        with suppress(OSError), (other / _RESTARTS_FOLDER).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
     with (folder / "draft").open("xb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        os.rename(folder / "draft", folder / _LIVES)
+        os.rename(folder / "draft", folder / _RESTARTS_FOLDER)
         yield folder
-        (folder / _LIVES).unlink()
+        (folder / _RESTARTS_FOLDER).unlink()
 
 
 @contextmanager
-def _environment(workers: int) -> Iterator[None]:
+def _set_environment(workers: int) -> Iterator[None]:
     """Context that sets the environment variables for the agent and the workers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     settings = {
         LAUNCHER: str(os.getpid()),
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # Sets of strings have the same order in all workers.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // workers))),
-        **loopback_names(),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # `_noted_signals` handles the other signals
+        **get_loopback_variables(),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",  # `_collect_signals` handles the other signals
     }
-    before = {name: os.environ.pop(name, None) for name in (*settings, NOTES, RESTART)}
+    before = {name: os.environ.pop(name, None) for name in (*settings, NOTES_VARIABLE, RESTART_VARIABLE)}
     os.environ.update(settings)
     agent_log = logging.getLogger("torch.distributed.elastic")
     level = agent_log.level
@@ -151,7 +151,7 @@ def _environment(workers: int) -> Iterator[None]:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[list[int]]:
+def _collect_signals() -> Iterator[list[int]]:
     """Context in which the numbers of stop signals are appended to the yielded list, without other effects."""
     numbers: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -169,7 +169,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
     for number in SIGNALS:
-        if before[number] is not signal.SIG_IGN and is_obeyed(number, before[number]):
+        if before[number] is not signal.SIG_IGN and should_obey(number, before[number]):
             signal.signal(number, note)
     try:
         yield numbers
@@ -178,9 +178,11 @@ def _noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder: Path) -> tuple[int, str | None]:
+def _report_failures(
+    failures: Mapping[int, ProcessFailure], requests: list[int], folder: Path
+) -> tuple[int, str | None]:
     """Return the exit code of a failed job, and the text to print."""
-    rank, report = first_of(failures)
+    rank, report = find_first_failure(failures)
     code = failures[rank].exitcode
     if report is not None:
         text = report["text"]
@@ -190,13 +192,13 @@ def _account(failures: Mapping[int, ProcessFailure], requests: list[int], folder
             text = f"rank {rank} failed; the output of the ranks above 0 is in {folder}\n{text}"
         return HUNG if report["kind"] == ProcessStuck.__name__ else max(code, 1), text  # others may have ended it
     if requests:
-        return exit_code(requests[0]), None
-    if code in LEFT or -code in SIGNALS:
-        return code if code > 0 else exit_code(-code), None
+        return get_exit_code(requests[0]), None
+    if code in LEFT_EXIT_CODE or -code in SIGNALS:
+        return code if code > 0 else get_exit_code(-code), None
     if rank == 0 and code > 0:
         return code, None
-    what = ended(code)
-    lines = [line for path in folder.rglob(f"{rank}/std*.log") for line in path.read_text().splitlines()[-_TAIL:]]
+    what = describe_exit(code)
+    lines = [line for path in folder.rglob(f"{rank}/std*.log") for line in path.read_text().splitlines()[-_TAIL_LINES:]]
     said = "\n".join([f"rank {rank} {what}; the output of the ranks above 0 is in {folder}", *lines])
     hint = " If nobody sent it, the system may have been short of memory." if code == -signal.SIGKILL else ""
     return code if code > 0 else 128 - code, f"{said}\nerror: rank {rank} {what}.{hint}"

@@ -19,8 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from lumen.distributed.cluster_environment import is_loopback, loopback_names
-from lumen.distributed.stack_dump import Stacks
+from lumen.distributed.cluster_environment import get_loopback_variables, is_loopback
+from lumen.distributed.stack_dump import StackDumper
 from lumen.internals.compiler import import_compiler
 from lumen.internals.process_groups import abort_groups, set_timeout, wait_for_gloo
 
@@ -31,73 +31,73 @@ if TYPE_CHECKING:
 CUDA_BACKENDS = "cpu:gloo,cuda:nccl"  # parameters that stay on the CPU need gloo
 # Backends time out later than Lumen's watch, which first prints the stacks of all processes and ends the processes.
 # NCCL would end the process without stacks.
-_LATER_S, _NCCL_LATER_S = 30.0, 120.0
-_LEAVE_S = 10.0
-_ENDLESS_S = 1e8
+_TIMEOUT_MARGIN_S, _NCCL_TIMEOUT_MARGIN_S = 30.0, 120.0
+_CLOSE_TIMEOUT_S = 10.0
+_MAX_TIMEOUT_S = 1e8
 
 
 @final
-class Groups:
+class ProcessGroups:
     """Process groups of this process: opened once, used by every run, closed when Python exits."""
 
     def __init__(self, processes: Processes, device: torch.device) -> None:
         self.is_ours = not dist.is_initialized()
         self.device = device
         self._failed = False
-        self._patience_s = _NCCL_LATER_S if device.type == "cuda" else _LATER_S
-        timeout = _span(processes.startup_timeout_s)
-        self._timeout_beside = _span(max(processes.startup_timeout_s, processes.timeout_s))
+        self._patience_s = _NCCL_TIMEOUT_MARGIN_S if device.type == "cuda" else _TIMEOUT_MARGIN_S
+        timeout = _as_timedelta(processes.startup_timeout_s)
+        self._thread_group_timeout = _as_timedelta(max(processes.startup_timeout_s, processes.timeout_s))
         if self.is_ours:
             import_compiler()
             store: Any = dist.HashStore()  # type: ignore[attr-defined]
             if processes.world_size == 1:
-                os.environ.update(loopback_names())  # Gloo and NCCL listen even with one process.
+                os.environ.update(get_loopback_variables())  # Gloo and NCCL listen even with one process.
             else:
-                store = meet(processes.address, processes.rank, processes.world_size, timeout)
+                store = open_store(processes.address, processes.rank, processes.world_size, timeout)
             backend = CUDA_BACKENDS if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, rank=processes.rank, world_size=processes.world_size,
-                timeout=_span(processes.startup_timeout_s + self._patience_s),
+                timeout=_as_timedelta(processes.startup_timeout_s + self._patience_s),
                 device_id=device if device.type == "cuda" else None, store=store,
             )  # fmt: skip
         self.default: Any = dist.group.WORLD
         self.control: Any = None
-        self.beside: Any = None
-        self._parts: list[Any] = []
-        self.stacks: Stacks | None = None
+        self.thread_group: Any = None
+        self._rank_subgroups: list[Any] = []
+        self.stacks: StackDumper | None = None
         if processes.world_size > 1:
             # Only the user's collectives use the default group: one that some ranks skip never matches one of Lumen's.
             self.control = _new_group(timeout)
-            self.stacks = Stacks(processes.rank, lambda value: gather(value, self.control))
+            self.stacks = StackDumper(processes.rank, lambda value: all_gather_values(value, self.control))
         atexit.register(self.close)
 
     def include(self, group: Any) -> None:
         """Give a process group of some of the ranks the same timeout as the other groups."""
-        if group is not self.default and all(group is not each for each in self._parts):
-            self._parts.append(group)
+        if group is not self.default and all(group is not each for each in self._rank_subgroups):
+            self._rank_subgroups.append(group)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of later collectives, in seconds; a default group that the user opened keeps its timeout."""
         if self.control is not None:
-            set_timeout(self.control, _span(timeout_s + _LATER_S))
-        for group in (*self._parts, *([self.default] if self.is_ours else [])):
-            set_timeout(group, _span(timeout_s + self._patience_s))
+            set_timeout(self.control, _as_timedelta(timeout_s + _TIMEOUT_MARGIN_S))
+        for group in (*self._rank_subgroups, *([self.default] if self.is_ours else [])):
+            set_timeout(group, _as_timedelta(timeout_s + self._patience_s))
 
-    def open_beside(self) -> None:
+    def open_thread_group(self) -> None:
         """Open the group for collectives of a thread, with a long timeout, unless it is open. Collective."""
-        if self.beside is None:
-            self.beside = _new_group(self._timeout_beside)
+        if self.thread_group is None:
+            self.thread_group = _new_group(self._thread_group_timeout)
 
-    def failed(self) -> None:
+    def note_failure(self) -> None:
         """Note that collectives failed, so that `close` does not wait for the other ranks."""
         self._failed = True
 
-    def _all_leave(self) -> bool:
+    def _do_all_ranks_close(self) -> bool:
         """Return True if all ranks arrive here shortly, so that the groups can be closed together."""
         if self.control is None:
             return True
         try:
-            set_timeout(self.control, timedelta(seconds=_LEAVE_S))
+            set_timeout(self.control, timedelta(seconds=_CLOSE_TIMEOUT_S))
             dist.all_reduce(torch.zeros(()), group=self.control)
         except RuntimeError:
             return False
@@ -111,19 +111,19 @@ class Groups:
         if dist.is_initialized() and dist.group.WORLD is self.default:
             if not self.is_ours:
                 _destroy(self.control)
-                _destroy(self.beside)
-            elif dist.get_backend() != "gloo" and (self._failed or not self._all_leave()):
+                _destroy(self.thread_group)
+            elif dist.get_backend() != "gloo" and (self._failed or not self._do_all_ranks_close()):
                 abort_groups()  # NCCL would wait for the others
             else:
                 dist.destroy_process_group()
-        self.default = self.control = self.beside = None
-        self._parts.clear()
+        self.default = self.control = self.thread_group = None
+        self._rank_subgroups.clear()
         gc.collect()  # gloo's threads end with the last reference to their group
         wait_for_gloo()  # a gloo thread that frees a tensor after Python's end causes SIGABRT
 
 
-def _span(seconds: float) -> timedelta:
-    return timedelta(seconds=min(seconds, _ENDLESS_S))
+def _as_timedelta(seconds: float) -> timedelta:
+    return timedelta(seconds=min(seconds, _MAX_TIMEOUT_S))
 
 
 def _new_group(timeout: timedelta) -> Any:
@@ -136,18 +136,18 @@ def _destroy(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def gather(value: Any, group: Any) -> list[Any]:
+def all_gather_values(value: Any, group: Any) -> list[Any]:
     """Return every rank's value of plain data, in rank order. Collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-_LOOK_EVERY_S = 0.01
+_POLL_INTERVAL_S = 0.01
 _ZERO_FIRST = timedelta(seconds=5)  # rank 0 times out first and names the missing ranks
 
 
-def loopback_store(host: str, port: int = 0) -> Any:
+def open_loopback_store(host: str, port: int = 0) -> Any:
     """Open a store that listens only on a loopback address.
 
     Torch's store listens on all addresses of the host, regardless of the given address (pytorch #173909). While this
@@ -167,7 +167,7 @@ def loopback_store(host: str, port: int = 0) -> Any:
     )  # fmt: skip
 
 
-def meet(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
+def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Return a store for opening process groups. Collective: every rank must call this.
 
     Torch's store counts arrivals and cannot name the missing ranks. Therefore rank 0 checks each rank by its number.
@@ -186,27 +186,27 @@ def meet(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
     Raises:
         RuntimeError: Some processes did not arrive in time.
     """
-    host, port = _host_and_port(address)
+    host, port = _split_address(address)
     held = None
     if is_loopback(host):
-        os.environ.update(loopback_names())
+        os.environ.update(get_loopback_variables())
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             with suppress(OSError):  # The port is in use: torch shares a listener of this process, or says so.
-                held = loopback_store(host, port)
+                held = open_loopback_store(host, port)
     store, *_ = next(rendezvous(address, rank=rank, world_size=1, timeout=timeout))
     del held  # `store` shares its listener.
     store.set_timeout(timeout + _ZERO_FIRST)
-    return c10d.PrefixStore(f"lumen/{_agree(store, rank, world_size, timeout.total_seconds())}", store)
+    return c10d.PrefixStore(f"lumen/{_exchange_token(store, rank, world_size, timeout.total_seconds())}", store)
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def _split_address(address: str) -> tuple[str, int]:
     if address == "env://":
         return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
     url = urlsplit(address)
     return url.hostname or "", url.port or 0
 
 
-def _agree(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
+def _exchange_token(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
     """Return a random token that rank 0 generates and sends to each rank; each rank asks with a fresh token."""
     mine = secrets.token_hex(8)
     if rank > 0:
@@ -221,5 +221,5 @@ def _agree(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
         for each in missing:
             if store.check([f"lumen/here/{each}"]):  # the key may be of an ended process, which never reads the answer
                 store.set(f"lumen/answer/{store.get(f'lumen/here/{each}').decode()}", mine)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
     return mine

@@ -17,27 +17,29 @@ import torch
 import torch.distributed as dist
 
 from lumen import errors
-from lumen.distributed.cluster_environment import find
-from lumen.distributed.process_groups import Groups, gather
-from lumen.distributed.stack_dump import Stacks
+from lumen.distributed.cluster_environment import find_cluster_process
+from lumen.distributed.process_groups import ProcessGroups, all_gather_values
+from lumen.distributed.stack_dump import StackDumper
 from lumen.distributed.worker import end_with_parent
 from lumen.errors import ConfigError, LumenError, ProcessLost, ProcessStuck
-from lumen.internals.process_groups import need_groups
+from lumen.internals.process_groups import check_group_names
 
 T = TypeVar("T")
 U = TypeVar("U")
 Failure = tuple[str, str]
 TIMEOUT_S, STARTUP_TIMEOUT_S = 600.0, 1800.0
 # Messages of gloo, NCCL and the store, which raise no specific exception classes.
-_WAITED = re.compile(r"timed? ?out waiting|wait timeout|timeout caused pair closure|collective operation timeout", re.I)
-_LOST = re.compile(
+_TIMED_OUT_PATTERN = re.compile(
+    r"timed? ?out waiting|wait timeout|timeout caused pair closure|collective operation timeout", re.I
+)
+_CONNECTION_LOST_PATTERN = re.compile(
     r"gloo.*(connection (closed|reset) by peer|connection refused|broken pipe|socket closed)|"
     r"remote process exited|(nccl communicator|process group) was aborted|failed to (send|recv)",
     re.I | re.S,
 )
 
 
-_groups: Groups | None = None
+_groups: ProcessGroups | None = None
 
 
 @final
@@ -61,8 +63,9 @@ class Processes:
     Attributes:
         timeout_s: Maximum time after the first step that a process waits for the others, or that a step makes no
             progress.
-        startup_timeout_s: Maximum time before the end of the first step; `trainer/watch.py` has the details.
-        waited_s: Seconds that this process has waited in `broadcast`, `gather`, `sum` and methods that use them.
+        startup_timeout_s: Maximum time before the end of the first step; `trainer/hang_watch.py` has the details.
+        waited_s: Seconds that this process has waited in `broadcast`, `all_gather_values`, `all_reduce_sum` and methods
+            that use them.
     """
 
     rank: int = 0
@@ -78,17 +81,17 @@ class Processes:
     startup_timeout_s: float = field(default=STARTUP_TIMEOUT_S, init=False)
     waited_s: float = field(default=0.0, init=False)
     _waits_s: float = field(default=0.0, init=False)
-    _groups: Groups | None = field(default=None, init=False)
-    _group: Literal["control", "beside", "default"] = field(default="control", init=False)
+    _groups: ProcessGroups | None = field(default=None, init=False)
+    _group: Literal["control", "thread_group", "default"] = field(default="control", init=False)
 
     @staticmethod
-    def found() -> Processes:
+    def find() -> Processes:
         """Return the processes that a process group or the environment describes; otherwise only this process.
 
         Raises:
             ConfigError: An environment variable is missing or is not a number, or a rank is not below its size.
         """
-        found = find()
+        found = find_cluster_process()
         opened_here = _groups is not None and _groups.is_ours and dist.is_initialized()
         there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not opened_here else None
         if there not in (None, (found.rank, found.world_size)):
@@ -102,7 +105,7 @@ class Processes:
         return self.rank == 0
 
     @property
-    def are_missing(self) -> bool:
+    def must_be_started(self) -> bool:
         """True if the other processes are not started yet."""
         return self.world_size > 1 and self.started_by is None
 
@@ -134,9 +137,9 @@ class Processes:
             torch.cuda.set_device(device)
         if _groups is None or not dist.is_initialized() or dist.group.WORLD is not _groups.default:
             began_s = monotonic()
-            need_groups()
+            check_group_names()
             try:
-                _groups = Groups(self, device)
+                _groups = ProcessGroups(self, device)
             except (RuntimeError, ValueError) as error:
                 raise ProcessStuck(
                     f"rank {self.rank}: the {self.world_size} processes did not come together, after "
@@ -149,8 +152,8 @@ class Processes:
     def include(self, groups: Sequence[Any]) -> None:
         """Give groups of some of the ranks the timeouts of the other groups; call this after `connect`."""
         for group in groups:
-            self._connected.include(group)
-        self._connected.set_timeout(self.startup_timeout_s)
+            self._open_groups.include(group)
+        self._open_groups.set_timeout(self.startup_timeout_s)
 
     def begin_training(self) -> None:
         """Note that the first step is done: the timeout is now `timeout_s`."""
@@ -158,7 +161,7 @@ class Processes:
             self._waits_s = self.timeout_s
             self._groups.set_timeout(self.timeout_s)
 
-    def wait_for(self, seconds: float) -> None:
+    def extend_timeout(self, seconds: float) -> None:
         """Raise the timeout of collectives to `seconds`, unless the current timeout is longer.
 
         Any thread may call this, but only after `begin_training`, which sets the timeout.
@@ -177,16 +180,16 @@ class Processes:
         return self._control if is_cpu and self.world_size > 1 else None
 
     @property
-    def stacks(self) -> Stacks | None:
+    def stacks(self) -> StackDumper | None:
         """The access to the stacks of this host's processes; None if the run has one process."""
         return None if self._groups is None else self._groups.stacks
 
-    def host_of(self, rank: int) -> str:
+    def get_host(self, rank: int) -> str:
         """Return the name of a rank's host."""
-        return gethostname() if self.stacks is None else self.stacks.host_of(rank)
+        return gethostname() if self.stacks is None else self.stacks.get_host(rank)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explain_lost_ranks(self) -> Iterator[None]:
         """Context of a run in which the error of a waiting rank includes the stacks of the other ranks of its host.
 
         Raises:
@@ -197,46 +200,46 @@ class Processes:
             yield
         except BaseException as error:
             if self._groups is not None and self.world_size > 1:
-                self._groups.failed()
+                self._groups.note_failure()
                 if isinstance(error, Exception) and not isinstance(error, LumenError):
-                    self._explain(error, self._groups)
+                    self._explain_error(error, self._groups)
             raise
 
-    def _explain(self, error: Exception, groups: Groups) -> None:
-        if isinstance(error, RuntimeError) and _WAITED.search(str(error)) and groups.stacks is not None:
+    def _explain_error(self, error: Exception, groups: ProcessGroups) -> None:
+        if isinstance(error, RuntimeError) and _TIMED_OUT_PATTERN.search(str(error)) and groups.stacks is not None:
             here = "".join(traceback.format_tb(error.__traceback__)).rstrip()
             raise ProcessStuck(
                 f"rank {self.rank} waited for the other processes longer than timeout_s allows "
                 f"({self.timeout_s:g} s, {self.startup_timeout_s:g} s until the first step is done).\n"
-                f"rank {self.rank} waits here, {error}:\n{here}\n{groups.stacks.collect()}\n"
+                f"rank {self.rank} waits here, {error}:\n{here}\n{groups.stacks.collect_stacks()}\n"
                 "Find the process that does something else. If that only takes long, set a longer timeout_s: "
                 "strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}."
             ) from None
-        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+        if isinstance(error, RuntimeError) and _CONNECTION_LOST_PATTERN.search(str(error)):
             raise ProcessLost(f"rank {self.rank} lost another process of the run: see why that one ended.") from error
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective: every rank must call this."""
         if self.world_size > 1:
-            self.sum([0.0])
+            self.all_reduce_sum([0.0])
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """Return rank `source`'s value of plain data. Collective: every rank must call this."""
         if self.world_size == 1:
             return value
         box = [value]
-        with self.waiting():
+        with self.count_wait():
             dist.broadcast_object_list(box, source, group=self._control)
         return box[0]
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return every rank's value of plain data, in rank order. Collective: every rank must call this."""
         if self.world_size == 1:
             return [value]
-        with self.waiting():
-            return gather(value, self._control)
+        with self.count_wait():
+            return all_gather_values(value, self._control)
 
-    def gather_on_zero(self, value: T) -> list[T]:
+    def gather_on_rank_zero(self, value: T) -> list[T]:
         """Return every rank's value of plain data, in rank order, on rank 0; an empty list elsewhere. Collective."""
         if self.world_size == 1:
             return [value]
@@ -244,18 +247,18 @@ class Processes:
         dist.gather_object(value, values or None, group=self._control, group_dst=0)
         return values
 
-    def sum(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
         """Return sums over ranks, in float64. Collective: every rank must call this."""
-        return self.begin_sum(numbers)()
+        return self.start_sum(numbers)()
 
-    def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin `sum`; the returned function waits for the result. Collective: every rank must call this."""
+    def start_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin `all_reduce_sum`; the returned function waits for the result. Collective: every rank must call this."""
         if self.world_size == 1:
             return lambda: list(numbers)
         totals = torch.tensor(numbers, dtype=torch.float64)
-        return self._finish(dist.all_reduce(totals, group=self._control, async_op=True), totals)
+        return self._make_finish(dist.all_reduce(totals, group=self._control, async_op=True), totals)
 
-    def begin_gather(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
+    def start_all_gather(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Begin to gather numbers, in float64; the returned function waits for all ranks' numbers, in rank order.
 
         Collective: every rank must call this with the same count of numbers.
@@ -264,18 +267,18 @@ class Processes:
             return lambda: [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
         ranks = own.new_empty(self.world_size, len(numbers))
-        return self._finish(dist.all_gather([*ranks], own, group=self._control, async_op=True), ranks)
+        return self._make_finish(dist.all_gather([*ranks], own, group=self._control, async_op=True), ranks)
 
-    def _finish(self, work: Any, numbers: torch.Tensor) -> Callable[[], Any]:
+    def _make_finish(self, work: Any, numbers: torch.Tensor) -> Callable[[], Any]:
         def finish() -> Any:
-            with self.waiting():
+            with self.count_wait():
                 work.wait()
             return numbers.tolist()
 
         return finish
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def count_wait(self) -> Iterator[None]:
         """Context of a wait for other processes, which `waited_s` counts."""
         began_s = monotonic()
         try:
@@ -283,16 +286,16 @@ class Processes:
         finally:
             self.waited_s += monotonic() - began_s
 
-    def on_rank_zero(self, function: Callable[[], T]) -> T:
+    def run_on_rank_zero(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0; return its result, or raise its error, on every rank. Collective."""
         if self.world_size == 1:
             return function()
-        answer, caught = attempt(function) if self.rank == 0 else (None, None)
-        answer, failed = self.broadcast((answer, failure_of(caught)))
-        raise_first([failed], caught)
+        answer, caught = call_and_catch(function) if self.rank == 0 else (None, None)
+        answer, failed = self.broadcast((answer, describe_failure(caught)))
+        raise_first_failure([failed], caught)
         return answer  # type: ignore[return-value]
 
-    def conclude(self, function: Callable[[], T], conclusion: Callable[[Callable[[], list[T]]], U]) -> U:
+    def run_and_conclude(self, function: Callable[[], T], conclusion: Callable[[Callable[[], list[T]]], U]) -> U:
         """Combine every rank's result on rank 0; an error of any rank is raised on all. Collective.
 
         Args:
@@ -302,36 +305,36 @@ class Processes:
         """
         if self.world_size == 1:
             return conclusion(lambda: [function()])
-        answer, caught = attempt(function)
-        mine: Any = answer, failure_of(caught)
-        heard = self.gather_on_zero(mine)
+        answer, caught = call_and_catch(function)
+        mine: Any = answer, describe_failure(caught)
+        heard = self.gather_on_rank_zero(mine)
 
         def answers() -> list[T]:
-            raise_first([failed for _, failed in heard], caught)
+            raise_first_failure([failed for _, failed in heard], caught)
             return [answer for answer, _ in heard]
 
         try:
-            return self.on_rank_zero(partial(conclusion, answers))
+            return self.run_on_rank_zero(partial(conclusion, answers))
         except Exception as error:
-            if caught is not None and str(error) == str(told(self.rank, mine[1])):
+            if caught is not None and str(error) == str(make_remote_error(self.rank, mine[1])):
                 raise caught from None  # `caught` has the traceback
             raise
 
-    def together(self, function: Callable[[], T]) -> T:
+    def run_on_all(self, function: Callable[[], T]) -> T:
         """Call a function on every rank and return its result; an error of any rank is raised on all. Collective."""
         if self.world_size == 1:
             return function()
-        answer, caught = attempt(function)
-        raise_first(self.gather(failure_of(caught)), caught)
+        answer, caught = call_and_catch(function)
+        raise_first_failure(self.all_gather(describe_failure(caught)), caught)
         return answer  # type: ignore[return-value]
 
-    def once_per_node(self, function: Callable[[], T]) -> T:
+    def run_once_per_node(self, function: Callable[[], T]) -> T:
         """Call a function on the first process of each node, and return its result on the node. Collective.
 
         An error of any process is raised on all.
         """
-        mine = self.together(lambda: function() if self.local_rank == 0 else None)
-        answers = self.gather((self.node, self.local_rank, mine))
+        mine = self.run_on_all(lambda: function() if self.local_rank == 0 else None)
+        answers = self.all_gather((self.node, self.local_rank, mine))
         return next(answer for node, rank, answer in answers if (node, rank) == (self.node, 0))  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -341,12 +344,12 @@ class Processes:
             _groups.close()
         self._groups = _groups = None
 
-    def beside(self) -> Processes:
+    def for_thread(self) -> Processes:
         """Return the same processes with separate process groups, for use in a thread. Collective."""
         others = copy(self)
-        others._group = "beside"
+        others._group = "thread_group"
         if self.world_size > 1:
-            others._connected.open_beside()
+            others._open_groups.open_thread_group()
         return others
 
     def for_user(self) -> Processes:
@@ -359,21 +362,21 @@ class Processes:
         return others
 
     @property
-    def _connected(self) -> Groups:
+    def _open_groups(self) -> ProcessGroups:
         if self._groups is None or self._groups.control is None:
             raise ConfigError("the processes are not connected: this can be called from `setup` on.")
         return self._groups
 
     @property
     def _control(self) -> Any:
-        return getattr(self._connected, self._group)
+        return getattr(self._open_groups, self._group)
 
 
-ALONE = Processes()
+SINGLE_PROCESS = Processes()
 """This process without others; it is never connected."""
 
 
-def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def call_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Return the result of a function and None, or None and the exception that the function raised."""
     try:
         return function(), None
@@ -381,31 +384,31 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def failure_of(caught: Exception | None) -> Failure | None:
+def describe_failure(caught: Exception | None) -> Failure | None:
     """Return class name and message of an exception for other ranks, because the exception may not be picklable."""
     return None if caught is None else (type(caught).__name__, str(caught))
 
 
-def raise_first(failures: Sequence[Failure | None], caught: Exception | None) -> None:
+def raise_first_failure(failures: Sequence[Failure | None], caught: Exception | None) -> None:
     """Raise the error of the first failed rank, if any; a Lumen error has the same class on every rank.
 
     Args:
-        failures: Results of `failure_of` on each rank, in rank order.
+        failures: Results of `describe_failure` on each rank, in rank order.
         caught: The exception of this rank, or None.
     """
     for rank, failed in enumerate(failures):
         if failed is not None:
-            mine = failure_of(caught)
-            if caught is not None and (failed == mine or not (_is_ours(failed) or _is_ours(mine))):
+            mine = describe_failure(caught)
+            if caught is not None and (failed == mine or not (_is_lumen_error(failed) or _is_lumen_error(mine))):
                 raise caught
-            raise told(rank, failed) from caught
+            raise make_remote_error(rank, failed) from caught
 
 
-def _is_ours(failure: Failure | None) -> bool:
+def _is_lumen_error(failure: Failure | None) -> bool:
     return failure is not None and hasattr(errors, failure[0])
 
 
-def told(rank: int, failed: Failure) -> Exception:
+def make_remote_error(rank: int, failed: Failure) -> Exception:
     """Return the error to raise for the failure of another rank, given by class name and message."""
     name, message = failed
     kind = getattr(errors, name, None)

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, final
 import torch.distributed as dist
 
 from lumen.console import logger, print_values
-from lumen.distributed.cluster_environment import find
+from lumen.distributed.cluster_environment import find_cluster_process
 from lumen.errors import ConfigError
 
 P = ParamSpec("P")
@@ -43,7 +43,7 @@ class RankZeroOnly:
     @property
     def rank(self) -> int:
         """Rank of this process, from the process group or else from the environment."""
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else find().rank
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else find_cluster_process().rank
 
     @rank.setter
     def rank(self, value: int) -> None:

@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING, Any, final
 from lumen import errors
 from lumen.distributed.worker import is_worker
 from lumen.errors import ConfigError, ProcessLost, ProcessStuck
-from lumen.internals.stop_signals import LEFT, SIGNALS
+from lumen.internals.stop_signals import LEFT_EXIT_CODE, SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from lumen.distributed.processes import Processes
 
-NOTES, RESTART = "LUMEN_NOTES", "LUMEN_RESTART"  # variables: folder for the workers' notes; a `Restart` as JSON
+NOTES_VARIABLE, RESTART_VARIABLE = (
+    "LUMEN_NOTES",
+    "LUMEN_RESTART",
+)  # variables: folder for the workers' notes; a `Restart` as JSON
 _STEP = Struct("q")
-_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
-_IN_VAIN = 2
+_CRASH_SIGNALS = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
+_MAX_FUTILE_ATTEMPTS = 2
 
 
 @final
@@ -72,7 +75,7 @@ class Restart:
 
 
 @final
-class Lives:
+class JobAttempts:
     """Attempts ("lives") of one job, counted by its launcher.
 
     Args:
@@ -82,52 +85,54 @@ class Lives:
 
     def __init__(self, most: int, folder: Path) -> None:
         self._most, self._root = most, folder
-        self._count = self._in_vain = 0
+        self._count = self._futile_attempts = 0
         self._last: Failure | None = None
         self._place: tuple[str | None, int] = (None, -1)
-        self._farthest = -1
+        self._farthest_step = -1
 
-    def begin(self) -> Path:
+    def begin_attempt(self) -> Path:
         """Begin an attempt and return its folder."""
         self.folder = self._root / f"life-{self._count}"
         self.folder.mkdir()
         self._began_s = time.time()
         if self._most:
-            os.environ[NOTES] = str(self.folder)
+            os.environ[NOTES_VARIABLE] = str(self.folder)
         return self.folder
 
-    def refusal(self, failures: Mapping[int, ProcessFailure]) -> str | None:
+    def find_restart_refusal(self, failures: Mapping[int, ProcessFailure]) -> str | None:
         """Count a failed attempt; return the reason against a restart ("" if no message is due), or None to restart."""
         if not self._most:
             return ""
-        failure = failure_of(failures, self.folder)
-        if failure.kind == ConfigError.__name__ or failure.code in LEFT or -failure.code in SIGNALS:
+        failure = make_failure(failures, self.folder)
+        if failure.kind == ConfigError.__name__ or failure.code in LEFT_EXIT_CODE or -failure.code in SIGNALS:
             return ""
         before, self._last = self._last, failure
-        place, reached = _noted(self.folder)
-        self._in_vain = self._in_vain + 1 if self._count and place == self._place and reached <= self._farthest else 0
-        self._farthest = max(reached, self._farthest if place[0] == self._place[0] else -1)
+        place, reached = _read_notes(self.folder)
+        self._futile_attempts = (
+            self._futile_attempts + 1 if self._count and place == self._place and reached <= self._farthest_step else 0
+        )
+        self._farthest_step = max(reached, self._farthest_step if place[0] == self._place[0] else -1)
         self._place = place
         where = "before its first step" if failure.step is None else f"at step {failure.step}"
-        if before is not None and _is_same(before, failure):
+        if before is not None and _is_same_failure(before, failure):
             return f"an error of the task, not of a machine: {failure.what} twice, each time {where}"
-        if self._in_vain >= _IN_VAIN:
-            return f"no further restart: {self._in_vain} in a row came no further than step {max(reached, 0)}"
+        if self._futile_attempts >= _MAX_FUTILE_ATTEMPTS:
+            return f"no further restart: {self._futile_attempts} in a row came no further than step {max(reached, 0)}"
         if self._count == self._most:
             return f"no further restart: there were {self._count}, and max_restarts is {self._most}"
         self._count += 1
         why = f"rank {failure.rank} {failure.what}"
         restart = Restart(self._count, self._most, why, place[0], max(reached, 0), self._began_s)
-        os.environ[RESTART] = json.dumps(asdict(restart))
+        os.environ[RESTART_VARIABLE] = json.dumps(asdict(restart))
         return None
 
     @property
-    def number(self) -> int:
+    def attempt(self) -> int:
         """Number of the attempt in progress, from 0."""
         return self._count
 
 
-def first_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, Mapping[str, Any] | None]:
+def find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, Mapping[str, Any] | None]:
     """Return the rank that failed first, and its report; None if the rank left no report."""
     reports = {rank: each.error_file_data for rank, each in failures.items() if "text" in each.error_file_data}
     causes = {rank: report for rank, report in reports.items() if report["kind"] != ProcessLost.__name__}
@@ -138,32 +143,32 @@ def first_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, Mapping[str, 
     return min(silent, key=lambda rank: failures[rank].exitcode), None
 
 
-def failure_of(failures: Mapping[int, ProcessFailure], notes: Path) -> Failure:
+def make_failure(failures: Mapping[int, ProcessFailure], notes: Path) -> Failure:
     """Return the failure of a job."""
-    rank, report = first_of(failures)
+    rank, report = find_first_failure(failures)
     code = failures[rank].exitcode
     if report is not None:
         return Failure(rank, f"failed: {report['message']['message'].partition(chr(10))[0]}", code, report["kind"],
                        report["step"])  # fmt: skip
-    place, reached = _noted(notes, rank)
-    return Failure(rank, ended(code), code, None, None if place[1] < 0 else reached)
+    place, reached = _read_notes(notes, rank)
+    return Failure(rank, describe_exit(code), code, None, None if place[1] < 0 else reached)
 
 
-def ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe the end of a process that left no report."""
     return f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
 
 
-def _is_same(before: Failure, now: Failure) -> bool:
+def _is_same_failure(before: Failure, now: Failure) -> bool:
     """Return True if the cause is not a machine: the same error at the same step; another rank may report it first."""
     if (before.kind, before.step) != (now.kind, now.step) or now.kind in (ProcessLost.__name__, ProcessStuck.__name__):
         return False
     if now.kind is None:
-        return now.code == before.code and (now.code > 0 or now.code in _CRASHES) and now.rank == before.rank
+        return now.code == before.code and (now.code > 0 or now.code in _CRASH_SIGNALS) and now.rank == before.rank
     return now.what == before.what or not hasattr(errors, now.kind)
 
 
-def _noted(folder: Path, rank: int = 0) -> tuple[tuple[str | None, int], int]:
+def _read_notes(folder: Path, rank: int = 0) -> tuple[tuple[str | None, int], int]:
     """Return the run and the step at which an attempt began, and the step that a rank reached; -1 for no step."""
     try:
         began = json.loads((folder / "began").read_text())
@@ -177,17 +182,17 @@ def _noted(folder: Path, rank: int = 0) -> tuple[tuple[str | None, int], int]:
 
 def needs_launcher(processes: Processes, max_restarts: int) -> bool:
     """Return True if a training needs a launcher that is not running."""
-    return processes.are_missing or (max_restarts > 0 and processes.started_by is None)
+    return processes.must_be_started or (max_restarts > 0 and processes.started_by is None)
 
 
-def has_lives() -> bool:
+def can_be_restarted() -> bool:
     """Return True if the launcher that started this process would restart it."""
-    return is_worker() and NOTES in os.environ
+    return is_worker() and NOTES_VARIABLE in os.environ
 
 
-def step_notes(rank: int, directory: Path, step: int) -> Callable[[int], None]:
+def make_step_recorder(rank: int, directory: Path, step: int) -> Callable[[int], None]:
     """Note that a run is in training; return a function that notes each completed step for the launcher."""
-    folder = Path(os.environ[NOTES])
+    folder = Path(os.environ[NOTES_VARIABLE])
     file = folder / f"step-{rank}"
     file.write_bytes(_STEP.pack(step))
     if rank == 0:
@@ -197,6 +202,8 @@ def step_notes(rank: int, directory: Path, step: int) -> Callable[[int], None]:
     return lambda step: _STEP.pack_into(noted, 0, step)
 
 
-def told_restart() -> Restart | None:
+def get_restart() -> Restart | None:
     """Return the information about the restart, if this process was restarted."""
-    return Restart(**json.loads(os.environ[RESTART])) if is_worker() and RESTART in os.environ else None
+    return (
+        Restart(**json.loads(os.environ[RESTART_VARIABLE])) if is_worker() and RESTART_VARIABLE in os.environ else None
+    )

@@ -18,19 +18,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from lumen.distributed.culprit import Place, Worker
-from lumen.internals.proc import has_handler, stat_of
-from lumen.internals.process_groups import group_members, recorded_collectives
+from lumen.distributed.process_location import DataWorker, ProcessLocation
+from lumen.internals.proc import has_handler, read_stat
+from lumen.internals.process_groups import get_group_members, read_recorded_collectives
 
 GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # an unused signal, which faulthandler answers in C
 OWN_SIGNAL = GROUP_SIGNAL - 1  # for a run of one process, possibly inside a process of a group
-_PATIENCE_S, _LOOK_EVERY_S, _SETTLED_LOOKS = 5.0, 0.1, 10
+_PATIENCE_S, _POLL_INTERVAL_S, _SETTLED_POLLS = 5.0, 0.1, 10
 _LAST_LINE = re.compile(rb"(in <module>|in _run_module_as_main|^ *\.\.\.)\n\Z", re.M)  # end of the main thread's stack
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 @final
-class Stacks:
+class StackDumper:
     """Access to the Python stacks of all processes of a host, regardless of the processes' activity.
 
     Collective: every rank must create one.
@@ -54,30 +54,30 @@ class Stacks:
         faulthandler.register(GROUP_SIGNAL, self._file, all_threads=True)
         gather(None)  # the signal would kill a process without a handler
 
-    def host_of(self, rank: int) -> str:
+    def get_host(self, rank: int) -> str:
         """Return the name of a rank's host."""
         return str(self._places[rank][0])
 
-    def look(self) -> list[Place]:
+    def locate_processes(self) -> list[ProcessLocation]:
         """Return the places of all ranks in rank order: with stacks for this host, and without for other hosts."""
         here = self._places[self._rank][0]
-        files = {rank: self._open(rank) for rank, (host, _) in enumerate(self._places) if host == here}
+        files = {rank: self._open_file(rank) for rank, (host, _) in enumerate(self._places) if host == here}
         with ExitStack() as closing:
             for file in files.values():
                 if file not in (None, self._file):
                     closing.enter_context(file)
             living = {rank: (self._places[rank][1], file.fileno()) for rank, file in files.items() if file is not None}
-            told = look_at(living, GROUP_SIGNAL)
+            told = locate_each(living, GROUP_SIGNAL)
         return [
-            told.get(rank) or Place(rank, pid, "ended" if host == here else f"elsewhere, on {host}")
+            told.get(rank) or ProcessLocation(rank, pid, "ended" if host == here else f"elsewhere, on {host}")
             for rank, (host, pid) in enumerate(self._places)
         ]
 
-    def collect(self) -> str:
+    def collect_stacks(self) -> str:
         """Return the stacks of the other processes on this host, and the ranks that ended or run on other hosts."""
-        return "\n".join(place.told() for place in self.look() if place.rank != self._rank)
+        return "\n".join(place.describe() for place in self.locate_processes() if place.rank != self._rank)
 
-    def exchange(self, own: Begun | None) -> dict[int, Begun]:
+    def exchange_collectives(self, own: CollectivesBegun | None) -> dict[int, CollectivesBegun]:
         """Write the collectives that this process has started, and read those of other processes on this host.
 
         Args:
@@ -96,10 +96,10 @@ class Stacks:
         found = {}
         for each in self._folder.glob("begun-*[0-9]"):
             with suppress(OSError):  # the process has continued and removed its file
-                found[int(each.name.removeprefix("begun-"))] = Begun(*json.loads(each.read_text()))
+                found[int(each.name.removeprefix("begun-"))] = CollectivesBegun(*json.loads(each.read_text()))
         return found
 
-    def claim(self) -> bool:
+    def claim_termination(self) -> bool:
         """Return True if this process becomes the one on its host that ends the job."""
         try:
             fcntl.lockf(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,17 +107,17 @@ class Stacks:
             return False
         return True
 
-    def give_up_claim(self) -> None:
-        """Release the claim of `claim`, so that another process may end the job."""
+    def release_claim(self) -> None:
+        """Release the claim of `claim_termination`, so that another process may end the job."""
         fcntl.lockf(self._claimed, fcntl.LOCK_UN)
 
-    def say_over(self, why: str) -> None:
+    def announce_end(self, why: str) -> None:
         """Announce to the other processes of this host that the job ends, with the reason."""
         (self._folder / "why").write_text(why)
         (self._folder / "why").rename(self._folder / "over")
 
     @property
-    def over(self) -> str | None:
+    def end_reason(self) -> str | None:
         """The reason why the job ends, if another process of this host has announced it; otherwise None."""
         try:
             return (self._folder / "over").read_text()
@@ -131,20 +131,22 @@ class Stacks:
         left = [rank for rank in mine if rank != self._rank]
         while left:
             late = time.monotonic() > deadline_s
-            for pid in [self._places[rank][1] for rank in left if late or state_of(self._places[rank][1]) == "stopped"]:
-                for each in (*children(pid), pid):
+            for pid in [
+                self._places[rank][1] for rank in left if late or get_process_state(self._places[rank][1]) == "stopped"
+            ]:
+                for each in (*list_children(pid), pid):
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(each, signal.SIGKILL)
-            time.sleep(_LOOK_EVERY_S)
-            left = [] if late else [rank for rank in left if self._lives(rank)]
+            time.sleep(_POLL_INTERVAL_S)
+            left = [] if late else [rank for rank in left if self._is_alive(rank)]
 
-    def _lives(self, rank: int) -> bool:
-        file = self._open(rank)
+    def _is_alive(self, rank: int) -> bool:
+        file = self._open_file(rank)
         if file is not None:
             file.close()
         return file is not None
 
-    def _open(self, rank: int) -> Any:
+    def _open_file(self, rank: int) -> Any:
         """Return the file of a process if the process is alive.
 
         The file of this process is not opened again: closing a second file object would release its lock.
@@ -174,7 +176,7 @@ class Stacks:
         self._file.close()
 
 
-def look_at(processes: dict[int, tuple[int, int]], number: int) -> dict[int, Place]:
+def locate_each(processes: dict[int, tuple[int, int]], number: int) -> dict[int, ProcessLocation]:
     """Query places of processes on this host, and the data workers of processes that wait for data.
 
     Args:
@@ -184,30 +186,34 @@ def look_at(processes: dict[int, tuple[int, int]], number: int) -> dict[int, Pla
     Returns:
         The place of each rank's process.
     """
-    before = {rank: _cpu_s(pid) for rank, (pid, _) in processes.items()}
+    before = {rank: _get_cpu_time_s(pid) for rank, (pid, _) in processes.items()}
     began_s = time.monotonic()
-    texts = _ask(processes, number)
+    texts = _request_stacks(processes, number)
     places = {}
     for rank, (pid, _) in processes.items():
-        spent = (_cpu_s(pid) - before[rank]) / max(time.monotonic() - began_s, _LOOK_EVERY_S)
-        places[rank] = Place(rank, pid, state_of(pid), texts[rank], is_busy=spent > 0.5)
+        spent = (_get_cpu_time_s(pid) - before[rank]) / max(time.monotonic() - began_s, _POLL_INTERVAL_S)
+        places[rank] = ProcessLocation(rank, pid, get_process_state(pid), texts[rank], is_busy=spent > 0.5)
     waiting = {
         # Only forked children. Other children, such as a logger's service or another run, have no handler, so that the
         # signal would end them, or write to their own file.
-        rank: [pid for pid in children(place.pid) if has_handler(number, pid) and _has_open(pid, processes[rank][1])]
+        rank: [
+            pid
+            for pid in list_children(place.pid)
+            if has_handler(number, pid) and _has_file_open(pid, processes[rank][1])
+        ]
         for rank, place in places.items()
         if place.waits_for_data
     }
     for turn in range(max(map(len, waiting.values()), default=0)):
         workers = {rank: (pids[turn], processes[rank][1]) for rank, pids in waiting.items() if turn < len(pids)}
-        texts = _ask(workers, number)
+        texts = _request_stacks(workers, number)
         for rank, (pid, _) in workers.items():
-            places[rank].workers.append(Worker(pid, state_of(pid), texts[rank]))
+            places[rank].workers.append(DataWorker(pid, get_process_state(pid), texts[rank]))
     return places
 
 
 @cache
-def own_stacks() -> int:
+def open_stack_file() -> int:
     """Return the descriptor of the file to which this process and its forks write stacks at `OWN_SIGNAL`."""
     file, path = tempfile.mkstemp(prefix="lumen-stacks-")
     os.unlink(path)
@@ -215,28 +221,28 @@ def own_stacks() -> int:
     return file
 
 
-def _ask(processes: dict[int, tuple[int, int]], number: int) -> dict[int, str]:
+def _request_stacks(processes: dict[int, tuple[int, int]], number: int) -> dict[int, str]:
     """Signal processes and return the stacks that they write; stopped processes are skipped."""
     begins: dict[int, int] = {}
     for rank, (pid, file) in processes.items():
-        if state_of(pid) != "stopped":
+        if get_process_state(pid) != "stopped":
             begins[rank] = os.fstat(file).st_size
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
     texts, same = dict.fromkeys(processes, b""), dict.fromkeys(begins, 0)
     left, deadline_s = set(begins), time.monotonic() + _PATIENCE_S
     while left and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
         for rank in [*left]:
             before, file = texts[rank], processes[rank][1]
             texts[rank] = os.pread(file, os.fstat(file).st_size - begins[rank], begins[rank])
             same[rank] = same[rank] + 1 if texts[rank] == before != b"" else 0
-            if same[rank] == _SETTLED_LOOKS or (same[rank] and _LAST_LINE.search(texts[rank])):
+            if same[rank] == _SETTLED_POLLS or (same[rank] and _LAST_LINE.search(texts[rank])):
                 left.remove(rank)
     return {rank: text.decode(errors="replace").strip() for rank, text in texts.items()}
 
 
-def state_of(pid: int) -> str:
+def get_process_state(pid: int) -> str:
     """Return `runs`, `stopped`, `traced` by a debugger, or `ended`; without /proc always `runs`."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -250,7 +256,7 @@ def state_of(pid: int) -> str:
     return {"T": "stopped", "Z": "ended", "X": "ended"}.get(found[1] if found else "", "runs")
 
 
-def children(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """Return the pids of living children of a process on this host; empty without /proc."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -259,13 +265,13 @@ def children(pid: int) -> list[int]:
     return sorted(found)
 
 
-def _cpu_s(pid: int) -> float:
+def _get_cpu_time_s(pid: int) -> float:
     """Return the CPU time of a process in seconds."""
-    fields = stat_of(pid)
+    fields = read_stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
 
 
-def _has_open(pid: int, file: int) -> bool:
+def _has_file_open(pid: int, file: int) -> bool:
     """Return True if a process has opened the file of this process's descriptor."""
     for path in Path(f"/proc/{pid}/fd").glob("*"):
         with suppress(OSError):
@@ -274,7 +280,7 @@ def _has_open(pid: int, file: int) -> bool:
     return False
 
 
-class Begun(NamedTuple):
+class CollectivesBegun(NamedTuple):
     """Collectives of a process whose main thread waits in a collective.
 
     Attributes:
@@ -286,35 +292,35 @@ class Begun(NamedTuple):
     unfinished: list[list[Any]]
 
 
-def collectives_begun(thread: int) -> Begun:
+def read_collectives_begun(thread: int) -> CollectivesBegun:
     """Read the collectives of this process from torch's flight recorder; empty if this torch does not record them.
 
     Args:
         thread: Identifier of the main thread.
     """
-    newest, unfinished, members = dict[str, int](), list[list[Any]](), group_members()
-    for entry in json.loads(recorded_collectives("torch")).get("entries", []):
+    newest, unfinished, members = dict[str, int](), list[list[Any]](), get_group_members()
+    for entry in json.loads(read_recorded_collectives("torch")).get("entries", []):
         group, number = str((entry.get("process_group") or [""])[0]), int(entry.get("collective_seq_id", 0))
         if not entry.get("is_p2p"):
             newest[group] = max(number, newest.get(group, 0))
             if entry.get("retired") is False and entry.get("thread_id") == str(thread):
                 unfinished.append([group, number, members.get(group, [])])
-    return Begun(newest, unfinished)
+    return CollectivesBegun(newest, unfinished)
 
 
-def find_unmatched(processes: Mapping[int, Begun]) -> tuple[int, int] | None:
+def find_unmatched_ranks(processes: Mapping[int, CollectivesBegun]) -> tuple[int, int] | None:
     """Return two ranks that wait for one another in different collectives; None if no such pair is certain.
 
     Args:
         processes: Collectives of each process whose main thread waits in a collective, by rank.
     """
     for rank, other in combinations(sorted(processes), 2):
-        if _is_missed_in_all(processes, rank, other) and _is_missed_in_all(processes, other, rank):
+        if _is_awaited_in_all(processes, rank, other) and _is_awaited_in_all(processes, other, rank):
             return rank, other
     return None
 
 
-def _is_missed_in_all(processes: Mapping[int, Begun], rank: int, other: int) -> bool:
+def _is_awaited_in_all(processes: Mapping[int, CollectivesBegun], rank: int, other: int) -> bool:
     """Return True if `rank` waits only for collectives that `other` must join and has not started."""
     unfinished, newest = processes[rank].unfinished, processes[other].newest
     return bool(unfinished) and all(

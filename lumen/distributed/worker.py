@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from lumen.internals.proc import stat_of
+from lumen.internals.proc import read_stat
 
 LAUNCHER = "LUMEN_LAUNCHER"  # variable with the launcher's process id
 _PR_SET_PDEATHSIG = 1
@@ -25,7 +25,7 @@ def is_worker() -> bool:
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
-def attach() -> None:
+def attach_to_launcher() -> None:
     """Report an uncaught exception to the launcher instead of printing it, and end when the launcher ends."""
     if not is_worker():
         _end_if_orphaned()
@@ -59,10 +59,10 @@ def _is_alive(process: int) -> bool:
         return False
     except OSError:  # a process of another user
         return True
-    return stat_of(process)[:1] != ["Z"]  # a zombie has ended
+    return read_stat(process)[:1] != ["Z"]  # a zombie has ended
 
 
-def report(error: BaseException, text: str) -> bool:
+def report_error(error: BaseException, text: str) -> bool:
     """Report to the launcher why this process ends; the launcher prints the first error of all processes.
 
     Args:
@@ -86,11 +86,11 @@ def report(error: BaseException, text: str) -> bool:
     return True
 
 
-def report_steps(of: Callable[[], int]) -> None:
+def report_steps_with(of: Callable[[], int]) -> None:
     """Include the number of completed steps in later reports."""
     _progress[:] = [of]
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, KeyboardInterrupt):
-        report(error, "".join(traceback.format_exception(kind, error, trace)))
+        report_error(error, "".join(traceback.format_exception(kind, error, trace)))

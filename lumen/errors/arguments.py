@@ -34,7 +34,7 @@ _NAMES = {NoneType: "None", int: "an int", float: "a number", str: "a string", b
 _NO_COLUMN = re.compile(r"^[=+@-]|[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+def check_arguments(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Make a constructor raise an error for arguments that are unknown, missing or of a wrong type.
 
     The class may have `INSTEAD`: advice for arguments that only Lightning's class of the same name has. It may have
@@ -52,36 +52,36 @@ def checked(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concaten
         kind, asks_for_none = type(self), getattr(type(self), "NONE_IS_DEFAULT", False)
         by_name = cast("dict[str, Any]", kwargs)
         for name, value in list(by_name.items()):
-            if says_nothing(kind, name, value) or (asks_for_none and _is_default(constructor, name, value)):
+            if is_neutral_argument(kind, name, value) or (asks_for_none and _is_default(constructor, name, value)):
                 del by_name[name]
             elif name not in signature.parameters and not (takes_more and name not in getattr(kind, "INSTEAD", {})):
-                raise ConfigError(_unknown(kind, name, list(signature.parameters)[1:]))
+                raise ConfigError(_describe_unknown(kind, name, list(signature.parameters)[1:]))
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
             hint = getattr(kind, "INSTEAD", {}).get("*") or f"See help(lumen.{kind.__name__})."
             raise ConfigError(f"{kind.__name__}: {error}. {hint}") from None
         given = bound.arguments
-        for name, hint in _hints(constructor).items():
-            if name in given and not _fits(given[name], hint):
-                if not _fits(plain := _builtin(given[name]), hint):
-                    raise ConfigError(f"{kind.__name__}: {name}: {_expected(hint, given[name])}")
+        for name, hint in _get_hints(constructor).items():
+            if name in given and not _matches_hint(given[name], hint):
+                if not _matches_hint(plain := _as_builtin(given[name]), hint):
+                    raise ConfigError(f"{kind.__name__}: {name}: {_describe_expected(hint, given[name])}")
                 given[name] = plain
         constructor(*bound.args, **bound.kwargs)
 
     return checking
 
 
-def _builtin(value: Any) -> Any:
+def _as_builtin(value: Any) -> Any:
     """Convert other mappings and sequences, such as OmegaConf's, to dictionaries and lists, and paths to `Path`."""
     if isinstance(value, os.PathLike):
         return Path(value)
     if isinstance(value, Mapping):
-        return {key: _builtin(item) for key, item in value.items()}
-    return [*map(_builtin, value)] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
+        return {key: _as_builtin(item) for key, item in value.items()}
+    return [*map(_as_builtin, value)] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
 
 
-def says_nothing(kind: type, name: str, value: Any) -> bool:
+def is_neutral_argument(kind: type, name: str, value: Any) -> bool:
     """Return True if only Lightning's class has the argument, and its value requests nothing."""
     neutral = getattr(kind, "NEUTRAL", {}).get(name, ())
     return any(type(each) is type(value) and each == value for each in neutral)
@@ -91,37 +91,37 @@ def _is_default(constructor: Callable[..., Any], name: str, value: Any) -> bool:
     """Return True if the value is None and means the default of an argument that does not allow None."""
     parameter = inspect.signature(constructor).parameters.get(name)
     has_default = parameter is not None and parameter.default is not parameter.empty
-    return value is None and has_default and not _fits(None, _hints(constructor).get(name, Any))
+    return value is None and has_default and not _matches_hint(None, _get_hints(constructor).get(name, Any))
 
 
-def _unknown(kind: type, name: str, parameters: Iterable[str]) -> str:
+def _describe_unknown(kind: type, name: str, parameters: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, parameters)
     hint = getattr(kind, "INSTEAD", {}).get(name) or (f"Did you mean {' or '.join(close)}?" if close else "")
     return f"{kind.__name__} has no argument {name}. {hint or f'See help(lumen.{kind.__name__}).'}"
 
 
-def first_names(names: Sequence[str]) -> str:
+def format_first_names(names: Sequence[str]) -> str:
     """Return the first eight names, for a message."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def refuse_unknown(who: str, given: Mapping[str, Any], instead: Mapping[str, str]) -> None:
+def refuse_unknown_arguments(who: str, unknown: Mapping[str, Any], instead: Mapping[str, str]) -> None:
     """Raise an error for an argument that a method lacks, with the replacement; None and False pass.
 
     Args:
         who: The name of the method.
-        given: The unknown arguments, by name.
+        unknown: The unknown arguments, by name.
         instead: Advice by name of argument.
 
     Raises:
         ConfigError: An argument is neither None nor False.
     """
-    for name, value in given.items():
+    for name, value in unknown.items():
         if value is not None and value is not False:
             raise ConfigError(f"{who} has no {name}: {instead.get(name, 'there is no such argument.')}")
 
 
-class LacksLightnings:
+class LightningAttributeErrors:
     """Mixin for a class that lacks attributes of Lightning's class; `ATTRIBUTES` has advice for each."""
 
     ATTRIBUTES: ClassVar[Mapping[str, str]] = {}
@@ -138,28 +138,28 @@ class LacksLightnings:
 
 
 @cache
-def _hints(constructor: Callable[..., Any]) -> Mapping[str, Any]:
+def _get_hints(constructor: Callable[..., Any]) -> Mapping[str, Any]:
     hints = get_type_hints(constructor)
     hints.pop("return", None)
     return hints
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _matches_hint(value: Any, hint: Any) -> bool:
     """Return True if a value has an annotated type, including values in lists and dictionaries.
 
     Types that this function does not know accept every value.
     """
     origin, within = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in within)
+        return any(_matches_hint(value, each) for each in within)
     if origin is Literal:
         return value in within and type(value) in {type(each) for each in within}
     if origin is list:
-        return isinstance(value, list | tuple) and all(_fits(each, within[0]) for each in value)
+        return isinstance(value, list | tuple) and all(_matches_hint(each, within[0]) for each in value)
     if origin is type:
         return inspect.isclass(value) and issubclass(value, within[0])
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(each, within[1]) for each in value.values())
+        return isinstance(value, dict) and all(_matches_hint(each, within[1]) for each in value.values())
     if hint is Any:
         return True
     if hint is Path:  # a URL is a PurePath, not a Path
@@ -169,7 +169,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) if inspect.isclass(hint) and origin is None else True
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, form: Callable[[str], str] = str) -> str:
+def suggest_names(name: str, known: Iterable[str], cutoff: float = 0.6, form: Callable[[str], str] = str) -> str:
     """Return a question with the most similar names, as `difflib` finds them; empty without similar names.
 
     Args:
@@ -183,48 +183,48 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, form: Cal
     return f" Did you mean {' or '.join(map(form, close))}?" if close else ""
 
 
-def in_words(thing: Any) -> str:
+def describe_type(thing: Any) -> str:
     """Describe an object: the name of its type, or the name of a class."""
     return f"the class {thing.__name__}" if inspect.isclass(thing) else type(thing).__name__
 
 
-def _expected(hint: Any, found: Any) -> str:
-    *names, last = dict.fromkeys(_names(hint))
+def _describe_expected(hint: Any, found: Any) -> str:
+    *names, last = dict.fromkeys(_iterate_type_names(hint))
     expected = f"{', '.join(names)} or {last}" if names else last
     if inspect.isclass(found):
         return f"expected {expected}, found the class {found.__name__}. Make one: {found.__name__}(...)."
     if isinstance(found, list) and (classes := [each.__name__ for each in found if inspect.isclass(each)]):
         return f"expected {expected}, found the class {classes[0]} in a list. Make one: {classes[0]}(...)."
-    known, texts = _choices(hint), found if isinstance(found, list | tuple) else [found]
+    known, texts = _list_choices(hint), found if isinstance(found, list | tuple) else [found]
     unknown = (each for each in texts if isinstance(each, str) and each not in known)
     close = [near for each in unknown for near in difflib.get_close_matches(each.lower(), known, n=1)]
     return f"expected {expected}, found {found!r}.{f' Did you mean {close[0]}?' if close else ''}"
 
 
-def _choices(hint: Any) -> list[str]:
+def _list_choices(hint: Any) -> list[str]:
     """Return the strings that a type allows."""
     within = get_args(hint)
     if get_origin(hint) is Literal:
         return [each for each in within if isinstance(each, str)]
-    return [text for each in within for text in _choices(each)]
+    return [text for each in within for text in _list_choices(each)]
 
 
-def _names(hint: Any) -> Iterator[str]:
+def _iterate_type_names(hint: Any) -> Iterator[str]:
     origin, within = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         for each in within:
-            yield from _names(each)
+            yield from _iterate_type_names(each)
     elif origin is Literal:
         yield from map(repr, within)
     elif origin is type:
         yield f"a class derived from {within[0].__name__}"
     elif origin in (list, dict):
-        yield f"a {origin.__name__} of " + " or ".join(_names(within[-1]))
+        yield f"a {origin.__name__} of " + " or ".join(_iterate_type_names(within[-1]))
     else:
         yield _NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 
 
-def local_path(path: str | Path) -> Path:
+def expand_path(path: str | Path) -> Path:
     """Return a user's path on this machine, with `~` as the home directory.
 
     Raises:
@@ -255,7 +255,7 @@ def check_column(name: str, call: str) -> None:
         )
 
 
-def at_least(least: float, who: str = "", /, **numbers: float | None) -> None:
+def check_at_least(least: float, who: str = "", /, **numbers: float | None) -> None:
     """Raise an error for arguments that are less than `least`; None passes.
 
     Args:
@@ -271,7 +271,7 @@ def at_least(least: float, who: str = "", /, **numbers: float | None) -> None:
             raise ConfigError(f"{f'{who}: {name}' if who else f'{name}:'} must be at least {least}, found {number}.")
 
 
-def more_than_zero(**numbers: float | None) -> None:
+def check_positive(**numbers: float | None) -> None:
     """Raise an error for arguments that are not more than 0; None passes.
 
     Raises:
@@ -282,7 +282,7 @@ def more_than_zero(**numbers: float | None) -> None:
             raise ConfigError(f"{name}: must be more than 0 (None: none), found {number}.")
 
 
-def optional(package: str, who: str, extra: str) -> Any:
+def import_optional(package: str, who: str, extra: str) -> Any:
     """Import an optional package.
 
     Args:

@@ -139,7 +139,7 @@ NOT_IN_CLI = {
 }
 
 #: Packages of the classes in configs for Lightning.
-LIGHTNINGS = ("lightning", "lightning_fabric", "pytorch_lightning")
+LIGHTNING_PACKAGES = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 #: Lightning's classes whose counterpart in Lumen has a different name. Other counterparts have the same name.
 RENAMED = {

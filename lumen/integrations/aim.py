@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from lumen.errors.arguments import checked, local_path, optional
+from lumen.errors.arguments import check_arguments, expand_path, import_optional
 from lumen.integrations.service import Service
-from lumen.loggers.base import Array, as_array, as_bytes, told
+from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls
 
 
 @final
@@ -50,7 +50,7 @@ class AimLogger(Service):
         "capture_terminal_logs": "Leave it out: run.log in the run directory has them.",
     }
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         repo: str | Path | None = None,
@@ -63,14 +63,14 @@ class AimLogger(Service):
         super().__init__(prefix)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # SQLAlchemy warns about Aim's code.
-            self._aim = optional("aim", "AimLogger", "aim")
+            self._aim = import_optional("aim", "AimLogger", "aim")
         self._repo, self._tags = repo, tags
         self._experiment, self._run_name, self._run_hash = experiment, run_name, run_hash
 
     def connect(self, directory: Path, kept: str | None) -> str:
         """Begin or resume an Aim run."""
         run_hash = self._run_hash or kept
-        self._writer = self._open(directory, run_hash)
+        self._writer = self._open_run(directory, run_hash)
         if run_hash is None:
             self._writer.name = self._run_name or directory.name
             for tag in self._tags:
@@ -81,7 +81,7 @@ class AimLogger(Service):
     def abandon(self, kept: str) -> None:
         """Archive the previous Aim run as interrupted."""
         assert self.run_directory is not None
-        run = self._open(self.run_directory, kept)
+        run = self._open_run(self.run_directory, kept)
         run["status"], run.archived = "interrupted", True
         run.close()
 
@@ -99,24 +99,24 @@ class AimLogger(Service):
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Set hyperparameters as parameters of the Aim run."""
         for name, value in params.items():
-            self._writer[name] = _plain(value)
+            self._writer[name] = _as_plain(value)
 
-    @told
+    @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
         """Track an image."""
-        self.record(self._track, self._aim.Image, as_bytes(name, image), name, step)
+        self.record(self._track_value, self._aim.Image, as_uint8_image(name, image), name, step)
 
-    @told
+    @explain_wrong_calls
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """Track a distribution."""
-        self.record(self._track, self._aim.Distribution, as_array(values).ravel(), name, step)
+        self.record(self._track_value, self._aim.Distribution, as_array(values).ravel(), name, step)
 
-    @told
+    @explain_wrong_calls
     def log_text(self, name: str, text: str, step: int) -> None:
         """Track a text."""
-        self.record(self._track, self._aim.Text, text, name, step)
+        self.record(self._track_value, self._aim.Text, text, name, step)
 
-    def _track(self, kind: Any, value: Any, name: str, step: int) -> None:
+    def _track_value(self, kind: Any, value: Any, name: str, step: int) -> None:
         self._writer.track(kind(value), name=name, step=step)
 
     @property
@@ -129,10 +129,10 @@ class AimLogger(Service):
         self._writer["status"] = status
         self._writer.close()
 
-    def _open(self, directory: Path, run_hash: str | None) -> Any:
+    def _open_run(self, directory: Path, run_hash: str | None) -> Any:
         place = directory.parent.absolute() if self._repo is None else self._repo
         if not str(place).startswith("aim://"):
-            place = local_path(place)
+            place = expand_path(place)
             place.mkdir(parents=True, exist_ok=True)
         return self._aim.Run(
             run_hash, repo=str(place), experiment=self._experiment, system_tracking_interval=None,
@@ -140,10 +140,10 @@ class AimLogger(Service):
         )  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     """Convert a value to numbers, texts, lists and dictionaries, which Aim can store; other objects become text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _as_plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_as_plain(each) for each in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from lumen.errors.arguments import checked, local_path, optional
+from lumen.errors.arguments import check_arguments, expand_path, import_optional
 from lumen.integrations.service import UPLOADING, Service
-from lumen.loggers.base import Array, as_bytes, entries, told
+from lumen.loggers.base import Array, as_uint8_image, explain_wrong_calls, flatten_entries
 
-_NOT_IN_A_NAME = re.compile(r"[^\w/. -]")
-_LONGEST_NAME, _LONGEST_VALUE, _MOST_AT_ONCE = 250, 6000, 100  # MLflow's limits for parameters
-_STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_FORBIDDEN_CHARACTERS = re.compile(r"[^\w/. -]")
+_MAX_NAME_LENGTH, _MAX_VALUE_LENGTH, _MAX_BATCH_SIZE = 250, 6000, 100  # MLflow's limits for parameters
+_STATUS_NAMES = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
 @final
@@ -57,7 +57,7 @@ class MLFlowLogger(Service):
     file = "mlflow.json"
     INSTEAD: ClassVar[Mapping[str, str]] = {"log_model": UPLOADING}
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         experiment_name: str = "lumen",
@@ -71,11 +71,11 @@ class MLFlowLogger(Service):
         synchronous: bool = True,
     ) -> None:
         super().__init__(prefix)
-        self._make_client = optional("mlflow.tracking", "MLFlowLogger", "mlflow").MlflowClient
+        self._make_client = import_optional("mlflow.tracking", "MLFlowLogger", "mlflow").MlflowClient
         self._experiment_name, self._run_name, self._run_id = experiment_name, run_name, run_id
         self._tracking_uri, self._artifact_location = tracking_uri, artifact_location
         self._tags, self._is_synchronous = tags or {}, synchronous
-        self._place = None if save_dir is None else local_path(save_dir)
+        self._place = None if save_dir is None else expand_path(save_dir)
         self._experiment_id: str | None = None
         self._sending: list[Any] = []
 
@@ -106,7 +106,7 @@ class MLFlowLogger(Service):
 
     def clean(self, name: str) -> str:
         """Return the name with `_` in place of characters that MLflow does not allow."""
-        return _name(name)
+        return _clean_name(name)
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
         """Yield name, step and value of all metrics of the MLflow run."""
@@ -120,8 +120,8 @@ class MLFlowLogger(Service):
 
         now_ms = int(time.time() * 1000)
         metrics = [Metric(name, value, now_ms, step) for name, value in values.items()]
-        for first in range(0, len(metrics), _MOST_AT_ONCE):
-            some = metrics[first : first + _MOST_AT_ONCE]
+        for first in range(0, len(metrics), _MAX_BATCH_SIZE):
+            some = metrics[first : first + _MAX_BATCH_SIZE]
             sending = self._writer.log_batch(self.version, metrics=some, synchronous=self._is_synchronous)
             if sending is not None:
                 self._sending.append(sending)
@@ -137,27 +137,30 @@ class MLFlowLogger(Service):
         """Log new hyperparameters as parameters, and changed ones as tags."""
         from mlflow.entities import Param
 
-        given = {_name(name)[:_LONGEST_NAME]: str(value)[:_LONGEST_VALUE] for name, value in entries(params, "/")}
+        given = {
+            _clean_name(name)[:_MAX_NAME_LENGTH]: str(value)[:_MAX_VALUE_LENGTH]
+            for name, value in flatten_entries(params, "/")
+        }
         known = self._writer.get_run(self.version).data.params
         new = [Param(name, value) for name, value in given.items() if name not in known]
-        for first in range(0, len(new), _MOST_AT_ONCE):
-            self._writer.log_batch(self.version, params=new[first : first + _MOST_AT_ONCE])
+        for first in range(0, len(new), _MAX_BATCH_SIZE):
+            self._writer.log_batch(self.version, params=new[first : first + _MAX_BATCH_SIZE])
         for name, value in given.items():
             if known.get(name, value) != value:
                 self._writer.set_tag(self.version, f"changed/{name}", f"{known[name]} → {value}")
 
-    @told
+    @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
         """Log an image as an artifact."""
-        self.record(self._log_artifact, "log_image", as_bytes(name, image), f"{name}/{step:08d}.png")
+        self.record(self._log_artifact, "log_image", as_uint8_image(name, image), f"{name}/{step:08d}.png")
 
-    @told
+    @explain_wrong_calls
     def log_text(self, name: str, text: str, step: int) -> None:
         """Log a text as an artifact."""
         self.record(self._log_artifact, "log_text", text, f"{name}/{step:08d}.md")
 
     def _log_artifact(self, method: str, content: Any, path: str) -> None:
-        getattr(self._writer, method)(self.version, content, _name(path))
+        getattr(self._writer, method)(self.version, content, _clean_name(path))
 
     @property
     def name(self) -> str | None:
@@ -166,8 +169,8 @@ class MLFlowLogger(Service):
 
     def disconnect(self, status: str) -> None:
         """Set the final status of the MLflow run."""
-        self._writer.set_terminated(self.version, _STATUS.get(status, "FINISHED"))
+        self._writer.set_terminated(self.version, _STATUS_NAMES.get(status, "FINISHED"))
 
 
-def _name(name: str) -> str:
-    return posixpath.normpath(_NOT_IN_A_NAME.sub("_", name)).lstrip("./") or "_"
+def _clean_name(name: str) -> str:
+    return posixpath.normpath(_FORBIDDEN_CHARACTERS.sub("_", name)).lstrip("./") or "_"

@@ -9,7 +9,7 @@ from typing import Any, final
 from lumen.callbacks.base import Callback
 from lumen.callbacks.model_checkpoint import ModelCheckpoint
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least, checked, optional
+from lumen.errors.arguments import check_arguments, check_at_least, import_optional
 from lumen.task.task_module import TaskModule
 from lumen.trainer.trainer import Trainer
 
@@ -34,19 +34,19 @@ class RayTrainReportCallback(Callback):
         ConfigError: Ray cannot be imported, or this process is not a worker of Ray Train.
     """
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
-    @checked
+    @check_arguments
     def __init__(self, every_n_train_steps: int = 0, preemption_every_n_steps: int = 100) -> None:
-        at_least(0, "RayTrainReportCallback", every_n_train_steps=every_n_train_steps)
-        at_least(0, "RayTrainReportCallback", preemption_every_n_steps=preemption_every_n_steps)
+        check_at_least(0, "RayTrainReportCallback", every_n_train_steps=every_n_train_steps)
+        check_at_least(0, "RayTrainReportCallback", preemption_every_n_steps=preemption_every_n_steps)
         self.every_n_train_steps, self.preemption_every_n_steps = every_n_train_steps, preemption_every_n_steps
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Check that this process is a worker of Ray Train."""
         if stage != "fit":
             return
-        self._train = optional("ray.train", "RayTrainReportCallback", "ray")
+        self._train = import_optional("ray.train", "RayTrainReportCallback", "ray")
         try:
             workers = self._train.get_context().get_world_size()
         except RuntimeError as error:
@@ -63,53 +63,55 @@ class RayTrainReportCallback(Callback):
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Reset the counters of the last report; the resumed checkpoint counts as reported."""
         resumed = trainer.run.checkpoint
-        self._told = (trainer.current_epoch, trainer.global_step)  # epoch and step of the last report
+        self._reported_step = (trainer.current_epoch, trainer.global_step)  # epoch and step of the last report
         self._checkpoint = "" if resumed is None else str(resumed.path)  # on rank 0: the last reported checkpoint
-        self._leaving: Any = None  # the last preemption that Ray has announced
+        self._is_leaving: Any = None  # the last preemption that Ray has announced
         self._saves = False
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Report the end of the previous step, whose checkpoint is saved by now."""
-        epoch, step = self._told
+        epoch, step = self._reported_step
         every, now = self.every_n_train_steps, trainer.global_step
         if trainer.current_epoch != epoch or (every and now != step and now % every == 0):
-            self._report(trainer)
+            self._report_to_ray(trainer)
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Check if Ray has announced the preemption of a node."""
         every = self.preemption_every_n_steps
         if every and trainer.global_step % every == 0:
             leaving = self._train.get_preemption_info()
-            self._saves = self._saves or (leaving is not None and leaving != self._leaving)
-            self._leaving = leaving
+            self._saves = self._saves or (leaving is not None and leaving != self._is_leaving)
+            self._is_leaving = leaving
         if self._saves:
-            trainer.request_agreement()
+            trainer.request_stop_vote()
 
     def on_step_checkpoint(self, trainer: Trainer, task: TaskModule) -> None:
         """Save before an announced preemption."""
         if self._saves and not trainer.run.values.updated:  # With new values, `ModelCheckpoint` notes scores first.
             self._saves = False
-            for saver in _savers(trainer):
+            for saver in _get_checkpoint_callbacks(trainer):
                 saver.save(trainer, at_once=True)
 
     def on_fit_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Report the end."""
-        if self._told != (trainer.current_epoch, trainer.global_step):
-            self._report(trainer)
+        if self._reported_step != (trainer.current_epoch, trainer.global_step):
+            self._report_to_ray(trainer)
 
-    def _report(self, trainer: Trainer) -> None:
+    def _report_to_ray(self, trainer: Trainer) -> None:
         """Report metrics and the newest checkpoint. Collective: every rank must call this."""
-        trainer.run.saves.settle()
-        self._told = trainer.current_epoch, trainer.global_step
+        trainer.run.saves.finish_save()
+        self._reported_step = trainer.current_epoch, trainer.global_step
         newest, checkpoint = "", None
         if trainer.is_global_zero:
-            paths = [saver.last_model_path for saver in _savers(trainer) if isinstance(saver.dirpath, Path)]
+            paths = [
+                saver.last_model_path for saver in _get_checkpoint_callbacks(trainer) if isinstance(saver.dirpath, Path)
+            ]
             newest = max(paths, key=lambda path: Path(path).name, default="")
         if newest and newest != self._checkpoint:
             self._checkpoint, checkpoint = newest, self._train.Checkpoint.from_directory(os.path.abspath(newest))
-        values = {**trainer.newest_values, "epoch": self._told[0], "step": self._told[1]}
+        values = {**trainer.newest_values, "epoch": self._reported_step[0], "step": self._reported_step[1]}
         self._train.report(values, checkpoint=checkpoint)
 
 
-def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+def _get_checkpoint_callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each.dirpath is not None]

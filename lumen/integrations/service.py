@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import NEUTRAL_IN_LOGGERS
-from lumen.internals.masking import masked
-from lumen.internals.whole_files import replaced
-from lumen.loggers.base import Logger, Nothing, told
-from lumen.loggers.csv import rows_in
+from lumen.internals.atomic_files import replace_file
+from lumen.internals.masking import mask_secrets
+from lumen.loggers.base import Logger, NullWriter, explain_wrong_calls
+from lumen.loggers.csv import read_rows
 
 UPLOADING = (
     "Leave it out: checkpoints lie in the run directory, or where ModelCheckpoint(dirpath=...) says. To upload each, "
     "give the trainer a Logger of yours beside this one, whose after_save_checkpoint(self, saver) uploads "
     "saver.last_model_path."
 )
-_LARGEST = 1.7e308  # MLflow stores infinity as the largest float; a NaN never compares equal.
+_MAX_FLOAT = 1.7e308  # MLflow stores infinity as the largest float; a NaN never compares equal.
 
 
 class Service(Logger):
@@ -55,9 +55,11 @@ class Service(Logger):
         self._step = 0
         self._is_resumed = False
         self._names: dict[str, str] = {}  # Lumen's name for each name of the service
-        self._later: dict[tuple[str, int], set[float | None]] = {}  # values of the service that metrics.csv lacks
-        self._checkpoints_behind = 0
-        self.is_open = self._is_behind = self._is_marked = self._has_failed = self._has_warned = False
+        self._pending_calls: dict[
+            tuple[str, int], set[float | None]
+        ] = {}  # values of the service that metrics.csv lacks
+        self._missed_saves = 0
+        self.is_open = self._has_missing_values = self._is_marked = self._has_failed = self._has_warned = False
         self._before_fit: dict[str, Any] = {}
 
     @abstractmethod
@@ -116,13 +118,13 @@ class Service(Logger):
             ConfigError: The service cannot begin the record of a new run.
         """
         self._directory, self._is_resumed = directory, resumed
-        self._step, self._names, self._later, self._checkpoints_behind = 0, {}, {}, 0
-        self.is_open = self._is_behind = self._is_marked = self._has_failed = False
+        self._step, self._names, self._pending_calls, self._missed_saves = 0, {}, {}, 0
+        self.is_open = self._has_missing_values = self._is_marked = self._has_failed = False
         if resumed:
-            self._is_behind = not self.attempt(self._connect)
+            self._has_missing_values = not self.attempt(self._connect_once)
             return
         try:
-            self._connect()
+            self._connect_once()
         except Exception as error:
             self._directory = None
             raise ConfigError(f"{self.title} does not begin a run: {error}") from error
@@ -143,21 +145,21 @@ class Service(Logger):
                 "%s.experiment is used before fit, where there is no record: calls on it do nothing. What is given to "
                 "log_hyperparams before is recorded once fit begins.", type(self).__name__,
             )  # fmt: skip
-        return Nothing()
+        return NullWriter()
 
-    @told
+    @explain_wrong_calls
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Send values."""
-        self._log("", metrics, step)
+        self._log_values("", metrics, step)
 
     def log_system(self, values: Mapping[str, float], step: int) -> None:
         """Send timings and memory, with names that begin with `system/`."""
-        self._log("system/", values, step)
+        self._log_values("system/", values, step)
 
-    @told
+    @explain_wrong_calls
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send hyperparameters; values given before `fit` are sent once `fit` begins."""
-        given = masked(params if isinstance(params, Mapping) else vars(params))
+        given = mask_secrets(params if isinstance(params, Mapping) else vars(params))
         if self.is_open:
             self.attempt(self.send_hyperparams, given)
         else:
@@ -190,9 +192,9 @@ class Service(Logger):
         If the service cannot be connected, each attempt makes training wait for a time-out. After a failed connection,
         Lumen therefore retries only at the checkpoints 1, 2, 4, 8 and so on.
         """
-        self._checkpoints_behind += not self.is_open
-        if not self._checkpoints_behind & (self._checkpoints_behind - 1):
-            self._save()
+        self._missed_saves += not self.is_open
+        if not self._missed_saves & (self._missed_saves - 1):
+            self._save_pending()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last logged step."""
@@ -202,19 +204,19 @@ class Service(Logger):
         """Send rows of the CSV files that the service lacks; the files are cut back to the checkpoint already."""
         self._step = state["step"]
         if self.is_open:
-            self._is_behind = not self.attempt(self._catch_up)
+            self._has_missing_values = not self.attempt(self._send_missing)
 
     def finalize(self, status: str) -> None:
         """Send the remaining values and end the service's run."""
-        self._save()
+        self._save_pending()
         if self.is_open:
-            if status == "success" and any(step > self._step for _, step in self._later):
-                self._mark(self._step + 1)
+            if status == "success" and any(step > self._step for _, step in self._pending_calls):
+                self._mark_rollback(self._step + 1)
             self.attempt(self.disconnect, status)
             self._before_fit = {}
         self._directory, self.is_open = None, False
 
-    def _connect(self) -> None:
+    def _connect_once(self) -> None:
         assert self._directory is not None
         place = self._directory / self.file
         known = json.loads(place.read_text())["id"] if place.exists() else None
@@ -223,38 +225,38 @@ class Service(Logger):
         if known not in (None, self._id):
             self.abandon(known)
         if kept is None:
-            with replaced(place) as beside:
+            with replace_file(place) as beside:
                 beside.write_text(json.dumps({"id": self._id}) + "\n")
         self.is_open = True
         if self._before_fit:
             self.attempt(self.send_hyperparams, self._before_fit)
 
-    def _save(self) -> None:
-        if self._directory is None or not (self.is_open or self.attempt(self._connect)):
+    def _save_pending(self) -> None:
+        if self._directory is None or not (self.is_open or self.attempt(self._connect_once)):
             return
-        self._is_behind = not self.attempt(self.confirm) or self._is_behind
-        if self._is_behind and self.attempt(self._catch_up):
-            self._is_behind = not self.attempt(self.confirm)
+        self._has_missing_values = not self.attempt(self.confirm) or self._has_missing_values
+        if self._has_missing_values and self.attempt(self._send_missing):
+            self._has_missing_values = not self.attempt(self.confirm)
 
-    def _log(self, above: str, values: Mapping[str, float], step: int) -> None:
+    def _log_values(self, above: str, values: Mapping[str, float], step: int) -> None:
         self._step = step
-        row = self._row(above, values)
+        row = self._prefix_values(above, values)
         if self.is_open and not self.attempt(self._send_new, row, step, above):
-            self._is_behind = True
+            self._has_missing_values = True
 
-    def _row(self, above: str, values: Mapping[str, Any]) -> dict[str, float]:
+    def _prefix_values(self, above: str, values: Mapping[str, Any]) -> dict[str, float]:
         return {self.key(f"{above}{name}"): float(value) for name, value in values.items()}
 
     def _send_new(self, row: Mapping[str, float], step: int, above: str) -> None:
         """Send the values of a row that the service lacks; timings of a step are sent only once."""
-        there = {name for name in row if (name, step) in self._later}
-        again = {name for name in there if not above and _finite(row[name]) not in self._later[name, step]}
+        there = {name for name in row if (name, step) in self._pending_calls}
+        again = {name for name in there if not above and _as_finite(row[name]) not in self._pending_calls[name, step]}
         if again:
-            self._mark(step)
+            self._mark_rollback(step)
         if new := {name: value for name, value in row.items() if name not in there - again}:
             self.send(new, step)
 
-    def _mark(self, step: int) -> None:
+    def _mark_rollback(self, step: int) -> None:
         """Warn that the service's values from a step on belong to a discarded part of the run."""
         if not self._is_marked:
             self._is_marked = True
@@ -264,21 +266,21 @@ class Service(Logger):
             )  # fmt: skip
             self.send_hyperparams({"lumen": {"recorded_again_from_step": step}})
 
-    def _catch_up(self) -> None:
+    def _send_missing(self) -> None:
         """Send rows of the CSV files that the service lacks."""
         assert self._directory is not None
-        self._later = {}
+        self._pending_calls = {}
         for name, step, value in self.recorded(self._directory):
-            self._later.setdefault((name, step), set()).add(_finite(value))
+            self._pending_calls.setdefault((name, step), set()).add(_as_finite(value))
         own: set[tuple[str, int]] = set()
         tables = {"": self._directory / "metrics.csv", "system/": self._directory / "system.csv"}
-        rows = [(step, above, values) for above, path in tables.items() for step, values in rows_in(path)]
+        rows = [(step, above, values) for above, path in tables.items() for step, values in read_rows(path)]
         for step, above, values in sorted(rows, key=itemgetter(0)):
-            row = self._row(above, values)
+            row = self._prefix_values(above, values)
             self._send_new(row, step, above)
             own |= {(name, step) for name in row}
-        self._later = {pair: values for pair, values in self._later.items() if pair not in own}
+        self._pending_calls = {pair: values for pair, values in self._pending_calls.items() if pair not in own}
 
 
-def _finite(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and abs(value) < _LARGEST else None
+def _as_finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and abs(value) < _MAX_FLOAT else None

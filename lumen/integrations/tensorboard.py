@@ -10,12 +10,12 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from lumen.errors.arguments import checked, optional
+from lumen.errors.arguments import check_arguments, import_optional
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
-from lumen.internals.masking import masked
-from lumen.loggers.base import Array, Logger, Nothing, as_array, as_pixels, entries, told
+from lumen.internals.masking import mask_secrets
+from lumen.loggers.base import Array, Logger, NullWriter, as_array, as_image_array, explain_wrong_calls, flatten_entries
 
-_FIRST_BEYOND_BINS = 1e20  # The bins of TensorBoard's histograms end here.
+_MIN_UNBINNED = 1e20  # The bins of TensorBoard's histograms end here.
 
 
 @final
@@ -39,9 +39,9 @@ class TensorBoardLogger(Logger):
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
-    @checked
+    @check_arguments
     def __init__(self) -> None:
-        optional("tensorboard", "TensorBoardLogger", "tensorboard")
+        import_optional("tensorboard", "TensorBoardLogger", "tensorboard")
         self._make_writer = import_module("lumen.integrations.tensorboard_events").EventWriter
         self._directory: Path | None = None
         self._step = 0
@@ -54,23 +54,24 @@ class TensorBoardLogger(Logger):
         self._step, self._hyperparameters = 0, None
         # The number is above those of all existing files, including removed ones, so file names always increase.
         self._part = max(
-            (int(path.name.split(".")[3]) + 1 for path in self._files("events.out.tfevents.*.lumen")), default=0
+            (int(path.name.split(".")[3]) + 1 for path in self._list_event_files("events.out.tfevents.*.lumen")),
+            default=0,
         )
         if not resumed:
-            for path in self._files():
+            for path in self._list_event_files():
                 path.unlink()
 
     @property
     def experiment(self) -> Any:
         """`SummaryWriter`; outside of `fit`, and in all processes but the first, calls on it do nothing."""
         if self._directory is None:
-            return Nothing()
+            return NullWriter()
         if self._writer is None:
             self._writer = self._make_writer(self._directory / f"events.out.tfevents.{self._part:05d}.lumen")
             self._part += 1
         return self._writer
 
-    @told
+    @explain_wrong_calls
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write scalars."""
         self._step = step
@@ -82,15 +83,15 @@ class TensorBoardLogger(Logger):
         for name, value in values.items():
             self.experiment.add_scalar(f"system/{name}", value, step)
 
-    @told
+    @explain_wrong_calls
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write hyperparameters; `lr` of the task is `model.lr`. Values other than numbers are written as text.
 
         TensorBoard's dashboard shows one value per hyperparameter and run. If a resumed run has changed
         hyperparameters, they are written as a text named "hyperparameters".
         """
-        flat = entries(params, ".")
-        plain = {name: value if type(value) in (int, float) else str(masked(value, name)) for name, value in flat}
+        flat = flatten_entries(params, ".")
+        plain = {name: value if type(value) in (int, float) else str(mask_secrets(value, name)) for name, value in flat}
         before, self._hyperparameters = self._hyperparameters, plain
         if before is None:
             if plain:
@@ -101,20 +102,20 @@ class TensorBoardLogger(Logger):
         if changed:
             self.log_text("hyperparameters", "\n".join(["changed:", "", *changed]), self._step)
 
-    @told
+    @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
         """Write an image."""
-        self.experiment.add_image(name, as_pixels(name, image), step)
+        self.experiment.add_image(name, as_image_array(name, image), step)
 
-    @told
+    @explain_wrong_calls
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """Write a histogram."""
         numbers = as_array(values).astype(np.float64)
-        numbers = numbers[np.abs(numbers) < _FIRST_BEYOND_BINS]
+        numbers = numbers[np.abs(numbers) < _MIN_UNBINNED]
         if numbers.size:
             self.experiment.add_histogram(name, numbers, step)
 
-    @told
+    @explain_wrong_calls
     def log_text(self, name: str, text: str, step: int) -> None:
         """Write a text."""
         self.experiment.add_text(name, text, step)
@@ -126,15 +127,15 @@ class TensorBoardLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes of the event files in bytes, the last logged step, and the hyperparameters."""
-        files = {self._key(path): path.stat().st_size for path in self._files()}
+        files = {self._get_state_key(path): path.stat().st_size for path in self._list_event_files()}
         return {"files": files, "step": self._step, "hyperparameters": self._hyperparameters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Cut every file back to its saved size, remove newer files, and continue in a new file."""
         self._close_writer()
         self._step, self._hyperparameters = state["step"], state["hyperparameters"]
-        for path in self._files():
-            size = state["files"].get(self._key(path))
+        for path in self._list_event_files():
+            size = state["files"].get(self._get_state_key(path))
             if size is None:
                 path.unlink()
             elif path.stat().st_size > size:
@@ -150,10 +151,10 @@ class TensorBoardLogger(Logger):
             self._writer.close()
             self._writer = None
 
-    def _files(self, pattern: str = "*tfevents*") -> list[Path]:
+    def _list_event_files(self, pattern: str = "*tfevents*") -> list[Path]:
         """Return the event files, including those in subdirectories, which `add_scalars` and `add_hparams` create."""
         return [] if self._directory is None else sorted(self._directory.rglob(pattern))
 
-    def _key(self, path: Path) -> str:
+    def _get_state_key(self, path: Path) -> str:
         assert self._directory is not None
         return path.relative_to(self._directory).as_posix()

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked, local_path, optional
+from lumen.errors.arguments import check_arguments, expand_path, import_optional
 from lumen.errors.lightning_names import ATTRIBUTES_OF_WANDB
 from lumen.integrations.service import UPLOADING, Service
-from lumen.loggers.base import Array, as_array, as_bytes, entries, told
+from lumen.loggers.base import Array, as_array, as_uint8_image, explain_wrong_calls, flatten_entries
 
 _STEP = "trainer/global_step"
 
@@ -64,7 +64,7 @@ class WandbLogger(Service):
     }
     ATTRIBUTES: ClassVar[Mapping[str, str]] = {**Service.ATTRIBUTES, **ATTRIBUTES_OF_WANDB}
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         /,
@@ -83,11 +83,11 @@ class WandbLogger(Service):
         **kwargs: Any,
     ) -> None:
         super().__init__(prefix)
-        self._library = optional("wandb", "WandbLogger", "wandb")
+        self._library = import_optional("wandb", "WandbLogger", "wandb")
         if None not in (id, version) and id != version:
             raise ConfigError(f"WandbLogger: id={id!r} and version={version!r} name two runs. Give one of them.")
         self._name, self._project, self._given_run, self._given_id = name, project, experiment, id or version
-        self._place = None if save_dir is None else local_path(save_dir)
+        self._place = None if save_dir is None else expand_path(save_dir)
         self._mode = "offline" if offline else None
         about = {"entity": entity, "group": group, "tags": tags, "notes": notes}
         self._options = {name: value for name, value in about.items() if value is not None} | kwargs
@@ -99,15 +99,15 @@ class WandbLogger(Service):
         place.mkdir(parents=True, exist_ok=True)
         self._first_row: int | None = None
         running = self._given_run or self._library.run
-        self._is_ours = running is None
+        self._owns_run = running is None
         if running is None:
             project = self._project or os.environ.get("WANDB_PROJECT") or "lumen"
             about = {"name": self._name or directory.name, "project": project, "mode": self._mode, "dir": str(place)}
             about |= {"id": self._given_id or kept, "resume": "allow"}
             running = self._library.init(**about | self._options)
         self._writer = running
-        if kept is not None and self._is_ours and running.offline:
-            self._first_row = 1 + max((number for number, _ in self._earlier()), default=-1)
+        if kept is not None and self._owns_run and running.offline:
+            self._first_row = 1 + max((number for number, _ in self._read_earlier_rows()), default=-1)
         running.define_metric(_STEP)
         running.define_metric("*", step_metric=_STEP, step_sync=True)
         for module, options in self._watched:
@@ -116,18 +116,18 @@ class WandbLogger(Service):
 
     def recorded(self, directory: Path) -> Iterator[tuple[str, int, Any]]:
         """Yield name, step and value of everything that the run's files contain."""
-        for _, row in self._earlier():
+        for _, row in self._read_earlier_rows():
             if isinstance(step := row.pop(_STEP, None), int):
                 yield from ((name, step, value) for name, value in row.items() if not name.startswith("_"))
 
-    def _earlier(self) -> list[tuple[int, dict[str, Any]]]:
+    def _read_earlier_rows(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the rows in the run's files; for earlier parts of an online run only the uploaded rows."""
-        from lumen.integrations.wandb_files import history
+        from lumen.integrations.wandb_files import read_history
 
         own = Path(self._writer.settings.sync_file).absolute()
         arrived = math.inf if self._writer.offline else self._writer.starting_step
         files = sorted(path.absolute() for path in own.parents[1].glob(f"*run-*-{self._writer.id}/{own.name}"))
-        return [row for path in files for row in history(path) if path == own or row[0] < arrived]
+        return [row for path in files for row in read_history(path) if path == own or row[0] < arrived]
 
     def send(self, values: Mapping[str, Any], step: int) -> None:
         """Log values."""
@@ -136,15 +136,15 @@ class WandbLogger(Service):
 
     def send_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Update the config."""
-        self._writer.config.update(_plain(params), allow_val_change=True)
+        self._writer.config.update(_as_plain(params), allow_val_change=True)
 
-    @told
+    @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
         """Log an image."""
-        pixels = as_bytes(name, image)
+        pixels = as_uint8_image(name, image)
         self.record(self._send_new_object, name, step, lambda: self._library.Image(pixels))
 
-    @told
+    @explain_wrong_calls
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """Log a histogram of the finite values."""
         numbers = as_array(values).astype(np.float64)
@@ -152,13 +152,13 @@ class WandbLogger(Service):
         if numbers.size:
             self.record(self._send_new_object, name, step, lambda: self._library.Histogram(numbers))
 
-    @told
+    @explain_wrong_calls
     def log_text(self, name: str, text: str, step: int) -> None:
         """Log a text as a table of one cell, which is how W&B shows texts."""
         self.record(self._send_new_object, name, step, lambda: self._library.Table(["text"], [[text]]))
 
     def _send_new_object(self, name: str, step: int, make: Callable[[], Any]) -> None:
-        if ((key := self.key(name)), step) not in self._later or self._is_marked:
+        if ((key := self.key(name)), step) not in self._pending_calls or self._is_marked:
             self.send({key: make()}, step)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
@@ -184,7 +184,7 @@ class WandbLogger(Service):
         """End the W&B run, unless it belongs to the user."""
         for module, _ in self._watched:
             self._writer.unwatch(module)
-        if not self._is_ours:
+        if not self._owns_run:
             return
         if status == "interrupted":
             self._writer.mark_preempting()
@@ -195,10 +195,10 @@ class WandbLogger(Service):
             wait_for_end(Path(self._writer.settings.sync_file))  # A run that resumes at once must find all records.
 
 
-def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
+def _as_plain(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries in which values that JSON lacks are text."""
     plain: dict[str, Any] = {}
-    for path, value in entries(params, "\0"):
+    for path, value in flatten_entries(params, "\0"):
         *above, name = path.split("\0")
         place = plain
         for each in above:

@@ -18,7 +18,7 @@ _PATIENCE_S = 60.0  # The machine may be busy.
 _FIRST, _LAST = (1, 2), (1, 4)  # kinds of pieces: 1 is a whole record, 2 its beginning, 3 its middle, 4 its end
 
 
-def history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a file `run-ID.wandb`: the library's number of each row, and its values by name.
 
     Values other than numbers, such as images, are dictionaries.
@@ -26,7 +26,7 @@ def history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     The file is a LevelDB log of protobuf records. If its process was killed, the end of the file may be missing.
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
     """
-    for content in _records(path.read_bytes()):
+    for content in _iterate_records(path.read_bytes()):
         record = Record.FromString(content)
         if record.WhichOneof("record_type") == "history":
             values: dict[str, Any] = {}
@@ -49,11 +49,11 @@ def wait_for_end(path: Path) -> None:
 def _has_ended(path: Path) -> bool:
     with path.open("rb") as file:
         begin = file.seek(max(path.stat().st_size // _BLOCK - 1, 0) * _BLOCK)
-        last = deque(_records(file.read(), 0 if begin else _BEGINNING), maxlen=1)
+        last = deque(_iterate_records(file.read(), 0 if begin else _BEGINNING), maxlen=1)
     return bool(last) and Record.FromString(last[0]).WhichOneof("record_type") == "exit"
 
 
-def _records(content: bytes, place: int = _BEGINNING) -> Iterator[bytes]:
+def _iterate_records(content: bytes, place: int = _BEGINNING) -> Iterator[bytes]:
     """Yield the records in whole blocks of a file; the first block may begin in the middle of a record."""
     record: bytes | None = None
     while place + _HEADER.size <= len(content):

@@ -12,30 +12,32 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lumen.internals.torch_versions import need
+from lumen.internals.torch_versions import check_attributes
 
-WRAPPED = "_orig_mod"
+WRAPPED_NAME = "_orig_mod"
 """Name of the module inside the wrapper that `torch.compile(module)` returns."""
 
 
-def need_to_compile() -> None:
+def check_compile_names() -> None:
     """Check that torch has the private names that in-place compilation needs.
 
     Raises:
         ConfigError: The installed torch lacks a name.
     """
-    need("compile", nn.Module(), "_compiled_call_impl", "_call_impl")
-    need("compile", torch, "_dynamo")
-    need("compile", torch._dynamo.config, "patch", "recompile_limit", "fail_on_recompile_limit_hit")
-    need("compile", torch._dynamo.exc, "FailOnRecompileLimitHit", "TorchDynamoException", "TorchRuntimeError")
+    check_attributes("compile", nn.Module(), "_compiled_call_impl", "_call_impl")
+    check_attributes("compile", torch, "_dynamo")
+    check_attributes("compile", torch._dynamo.config, "patch", "recompile_limit", "fail_on_recompile_limit_hit")
+    check_attributes(
+        "compile", torch._dynamo.exc, "FailOnRecompileLimitHit", "TorchDynamoException", "TorchRuntimeError"
+    )
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return True if a module is compiled, in place or by a wrapper around it."""
-    return getattr(module, "_compiled_call_impl", None) is not None or WRAPPED in module._modules
+    return getattr(module, "_compiled_call_impl", None) is not None or WRAPPED_NAME in module._modules
 
 
-def compile_calls(module: nn.Module, options: Mapping[str, Any]) -> None:
+def compile_call(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile a module's calls, for a module that torch skips because its code is torch's own."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +53,7 @@ def uncompile(module: nn.Module) -> None:
     del module.__dict__["_compiled_call_impl"]
 
 
-def limited_versions(most: int) -> AbstractContextManager[Any]:
+def limit_versions(most: int) -> AbstractContextManager[Any]:
     """Return a context that limits the compiled versions of a function to `most`, and lets no version be outdated.
 
     One more version raises an error.
@@ -64,7 +66,7 @@ def limited_versions(most: int) -> AbstractContextManager[Any]:
     return limits
 
 
-def is_compilers(error: BaseException | None) -> Literal["versions", "other"] | None:
+def classify_compiler_error(error: BaseException | None) -> Literal["versions", "other"] | None:
     """Return the kind of an error of torch.compile: too many "versions", or "other"; None for the model's own error."""
     of_torch = torch._dynamo.exc
     if isinstance(error, of_torch.FailOnRecompileLimitHit):
@@ -83,7 +85,7 @@ def import_compiler() -> None:
         import_module("torch._dynamo")
 
 
-def compiled_for_s() -> float:
+def get_compile_time_s() -> float:
     """Return the seconds that this process has spent compiling."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0.0 if utils is None else float(utils.calculate_time_spent()["total_wall_time"])

@@ -15,20 +15,20 @@ CALLBACKS = "lumen.callbacks"
 
 
 @cache
-def registered(group: str) -> dict[str, list[EntryPoint]]:
+def list_entry_points(group: str) -> dict[str, list[EntryPoint]]:
     """Return the entry points of a group by name; a name has several if several distributions register it."""
     found: dict[str, list[EntryPoint]] = {}
-    for each in _installed().select(group=group):
+    for each in _list_installed().select(group=group):
         found.setdefault(each.name, []).append(each)
     return found
 
 
 @cache
-def _installed() -> Any:
+def _list_installed() -> Any:
     return entry_points()  # a few ms, once for all groups
 
 
-def load(group: str, name: str, what: str) -> Any:
+def load_entry_point(group: str, name: str, what: str) -> Any:
     """Import the object that is registered under a name.
 
     Args:
@@ -39,32 +39,32 @@ def load(group: str, name: str, what: str) -> Any:
     Raises:
         ConfigError: No distribution or two distributions register the name, or the import fails.
     """
-    found = registered(group).get(name, [])
+    found = list_entry_points(group).get(name, [])
     if not found:
-        raise ConfigError(f"{what} is not registered. {how_to_install()}")
+        raise ConfigError(f"{what} is not registered. {format_install_hint()}")
     if len(found) > 1:
-        owners = " and ".join(sorted(map(distribution, found)))
+        owners = " and ".join(sorted(map(get_distribution_name, found)))
         raise ConfigError(f"{what} is registered by {owners}. Uninstall one of them.")
     try:
         return found[0].load()
     except LumenError:
         raise
     except Exception as error:
-        raise broken(what, distribution(found[0]), error) from error
+        raise make_broken_error(what, get_distribution_name(found[0]), error) from error
 
 
-def broken(what: str, owner: str, error: Exception) -> ConfigError:
+def make_broken_error(what: str, owner: str, error: Exception) -> ConfigError:
     """Return the error of a registered module that cannot be imported."""
     found = f"{type(error).__name__}: {error}"
     return ConfigError(f"{what}, registered by {owner}, cannot be imported ({found}). Repair or uninstall {owner}.")
 
 
-def distribution(entry: EntryPoint) -> str:
+def get_distribution_name(entry: EntryPoint) -> str:
     """Return the name of the distribution that registers an entry point."""
     return entry.dist.name if entry.dist is not None else entry.module
 
 
-def how_to_install() -> str:
+def format_install_hint() -> str:
     """Return the sentence that says how to install Lumen's own entry points."""
     root = Path(__file__).parents[2]
     where = f"--editable {root}" if (root / "pyproject.toml").is_file() else "--force-reinstall lumen"

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from lumen.internals.torch_versions import need
+from lumen.internals.torch_versions import check_attributes
 
 
-def local_block_of(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def compute_local_block(
+    whole: torch.Size, mesh: Any, placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offset and shape of this process's shard of a DTensor in each dimension, without communication."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -20,7 +22,7 @@ def local_block_of(whole: torch.Size, mesh: Any, placements: Sequence[Any]) -> t
     return tuple(offsets), tuple(shape)
 
 
-def shards(placement: Any) -> bool:
+def is_sharding(placement: Any) -> bool:
     """Return True if a placement shards a dimension, also a second time, as FSDP2 does after tensor parallelism."""
     return placement.is_shard() or type(placement).__name__ == "_StridedShard"
 
@@ -38,7 +40,7 @@ def prepare_roots(roots: Sequence[Any], units: Sequence[Any]) -> None:
         ConfigError: The installed torch lacks private names that FSDP's strategy uses.
     """
     for root in roots:
-        _need_to_shard(root)
+        _check_fsdp_names(root)
 
     def begin(*call: Any) -> None:
         for handle in handles:
@@ -51,7 +53,7 @@ def prepare_roots(roots: Sequence[Any], units: Sequence[Any]) -> None:
     handles = [unit.register_forward_pre_hook(hook, prepend=True) for unit in inner]
 
 
-def _need_to_shard(root: Any) -> None:
+def _check_fsdp_names(root: Any) -> None:
     """Check that torch has the private names that sharding needs.
 
     Args:
@@ -60,34 +62,36 @@ def _need_to_shard(root: Any) -> None:
     Raises:
         ConfigError: The installed torch lacks a name.
     """
-    need("strategy: fsdp", import_module("torch.distributed.tensor._utils"), "compute_local_shape_and_global_offset")
-    need("strategy: fsdp", root, "_get_fsdp_state")
+    check_attributes(
+        "strategy: fsdp", import_module("torch.distributed.tensor._utils"), "compute_local_shape_and_global_offset"
+    )
+    check_attributes("strategy: fsdp", root, "_get_fsdp_state")
     state = root._get_fsdp_state()
-    need("strategy: fsdp", state, "_state_ctx", "_fsdp_param_group", "_lazy_init")
-    for group in _groups(state):
-        need("strategy: fsdp", group, "fsdp_params")
+    check_attributes("strategy: fsdp", state, "_state_ctx", "_fsdp_param_group", "_lazy_init")
+    for group in _get_param_groups(state):
+        check_attributes("strategy: fsdp", group, "fsdp_params")
         if not hasattr(root, "set_reduce_scatter_unused_params"):
-            need("strategy: fsdp", group, "post_backward", "reduce_grads")
+            check_attributes("strategy: fsdp", group, "post_backward", "reduce_grads")
         if not hasattr(root, "reset_iter_state"):
-            need("strategy: fsdp", group, "_training_state", "_partial_reduce_output")
-            need("strategy: fsdp", state, "_root_post_backward_final_callback")
+            check_attributes("strategy: fsdp", group, "_training_state", "_partial_reduce_output")
+            check_attributes("strategy: fsdp", state, "_root_post_backward_final_callback")
 
 
-def _groups(state: Any) -> list[Any]:
+def _get_param_groups(state: Any) -> list[Any]:
     """Return the parameter groups of one unit; empty if the unit has no parameters of its own."""
     return list(filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]))
 
 
-def sum_unused(unit: Any) -> None:
+def reduce_unused(unit: Any) -> None:
     """Reduce the gradients of all trainable parameters of a unit; a parameter without a gradient counts as zeros."""
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         return
-    for group in _groups(unit._get_fsdp_state()):
-        group.post_backward = _with_zeros(group, group.post_backward)
+    for group in _get_param_groups(unit._get_fsdp_state()):
+        group.post_backward = _add_zero_gradients(group, group.post_backward)
 
 
-def _with_zeros(group: Any, post_backward: Callable[[], None]) -> Callable[..., None]:
+def _add_zero_gradients(group: Any, post_backward: Callable[[], None]) -> Callable[..., None]:
     def with_zeros(*unused: Any) -> None:
         for each in group.fsdp_params if group.reduce_grads else ():
             whole = getattr(each, "_unsharded_param", None)
@@ -100,10 +104,10 @@ def _with_zeros(group: Any, post_backward: Callable[[], None]) -> Callable[..., 
     return with_zeros
 
 
-def forget_iteration(root: Any) -> None:
+def reset_iteration(root: Any) -> None:
     """Drop the state of forwards without a backward, and gradients that were not reduced."""
     state = root._get_fsdp_state()
-    groups = [group for each in state._state_ctx.all_states for group in _groups(each)]
+    groups = [group for each in state._state_ctx.all_states for group in _get_param_groups(each)]
     parameters = [each for group in groups for each in group.fsdp_params]
     for parameter in parameters:
         # Since torch 2.15, this value is `_unsharded_param.grad`, which the next lines clear.
@@ -112,7 +116,7 @@ def forget_iteration(root: Any) -> None:
         if hasattr(parameter, "_unsharded_param"):  # the parameter has been gathered before
             parameter._unsharded_param.grad = None
     if hasattr(root, "reset_iter_state"):  # since torch 2.13
-        with _kept_gradients([parameter.sharded_param for parameter in parameters]):
+        with _keep_gradients([parameter.sharded_param for parameter in parameters]):
             root.reset_iter_state()
         return
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -125,7 +129,7 @@ def forget_iteration(root: Any) -> None:
 
 
 @contextmanager
-def _kept_gradients(parameters: list[Any]) -> Iterator[None]:
+def _keep_gradients(parameters: list[Any]) -> Iterator[None]:
     """Keep accumulated gradients within the context: torch 2.15 drops them with the other state."""
     gradients = [parameter.grad for parameter in parameters]
     yield

@@ -13,12 +13,12 @@ _STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "p
 _off_for_runs: list[object] = []  # the runs of this process that have disabled collection
 _young_only: list[tuple[int, int, int]] = []  # the thresholds that each open context has found, in any thread
 _changing = Lock()
-_frozen_by_python = gc.get_freeze_count()  # Python 3.12 starts with some frozen objects
+_initially_frozen = gc.get_freeze_count()  # Python 3.12 starts with some frozen objects
 _collected_before_fork = True
 
 
 @contextmanager
-def only_young_collected() -> Iterator[None]:
+def collect_young_only() -> Iterator[None]:
     """Skip full collections within the context, for code that makes many objects but no garbage, such as imports.
 
     Full collections would take a third of an import and half of a save. Several threads may use the context at once.
@@ -35,7 +35,7 @@ def only_young_collected() -> Iterator[None]:
                 gc.set_threshold(*before)
 
 
-class HasSteps(Protocol):
+class StepCounting(Protocol):
     """Attributes of a run that garbage collection uses.
 
     Attributes:
@@ -50,7 +50,7 @@ class HasSteps(Protocol):
 
 
 @contextmanager
-def workers_are_begun() -> Iterator[None]:
+def pause_collection_for_fork() -> Iterator[None]:
     """Disable collection within the context, in which a loader forks workers, until they call `collect_in_worker`.
 
     A worker must not free garbage of this process: a CUDA event freed in a forked process aborts that process.
@@ -74,7 +74,7 @@ def collect_in_worker() -> None:
 
 
 @final
-class GarbageCollection:
+class GarbageCollector:
     """Garbage collection at every n-th step of a run, until it is closed, instead of Python's automatic collection.
 
     Args:
@@ -82,29 +82,29 @@ class GarbageCollection:
         run: The run, before its first hook; until then Python collects as usual.
     """
 
-    def __init__(self, steps: int, run: HasSteps) -> None:
+    def __init__(self, steps: int, run: StepCounting) -> None:
         self._every = steps
         self._run = run
         self._batches = 0
         self._was_on = self._froze = False
-        self._put(f"on_{_STAGES[run.stage]}_start", self._begin, first=True)
-        self._put("on_step_checkpoint", self._at_boundary)
+        self._add_hook(f"on_{_STAGES[run.stage]}_start", self._begin_run, first=True)
+        self._add_hook("on_step_checkpoint", self._on_boundary)
         for stage in ("validation", "test", "predict"):
-            self._put(f"on_{stage}_batch_end", self._at_batch)
-            self._put(f"on_{stage}_start", self._forget_batches)
+            self._add_hook(f"on_{stage}_batch_end", self._on_batch)
+            self._add_hook(f"on_{stage}_start", self._reset_batches)
 
-    def _put(self, name: str, call: Any, *, first: bool = False) -> None:
+    def _add_hook(self, name: str, call: Any, *, first: bool = False) -> None:
         calls = getattr(self._run.hooks, name)
         setattr(self._run.hooks, name, (call, *calls) if first else (*calls, call))
 
-    def _begin(self) -> None:
+    def _begin_run(self) -> None:
         """Freeze existing objects, mostly torch's: a collection that looks through them would take 0.2 s longer."""
         self._was_on = gc.isenabled()
         _off_for_runs.append(self)
         gc.disable()
         gc.collect()
         # Otherwise other code has frozen objects, and needs them frozen.
-        self._froze = gc.get_freeze_count() <= _frozen_by_python
+        self._froze = gc.get_freeze_count() <= _initially_frozen
         if self._froze:
             gc.freeze()
 
@@ -118,14 +118,14 @@ class GarbageCollection:
         if self._was_on:
             gc.enable()
 
-    def _at_boundary(self) -> None:
+    def _on_boundary(self) -> None:
         if self._run.progress.step % self._every == 0:
             gc.collect()
 
-    def _forget_batches(self) -> None:
+    def _reset_batches(self) -> None:
         self._batches = 0
 
-    def _at_batch(self, *_: Any) -> None:
+    def _on_batch(self, *_: Any) -> None:
         self._batches += 1
         if self._batches % self._every == 0:
             gc.collect()

@@ -24,7 +24,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
-def python_command(module: str, *arguments: str) -> list[str]:
+def make_python_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of Lumen in an interpreter that ignores the working directory.
 
     Args:
@@ -46,7 +46,7 @@ class SearchPath:
 
 
 @contextmanager
-def safe_path() -> Iterator[None]:
+def protect_search_path() -> Iterator[None]:
     """Hide the working directory within the context from interpreters that multiprocessing starts.
 
     These interpreters copy `sys.path`. The function that such a process calls is imported first. Its first argument is

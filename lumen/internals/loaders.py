@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lumen.internals.torch_versions import need
+from lumen.internals.torch_versions import check_attributes
 
 try:
     from torch.utils.data._utils.collate import collate_int_fn, collate_tensor_fn, default_collate_fn_map
@@ -18,7 +18,7 @@ except ImportError:
     _COLLATES = None
 
 
-def collates_as_ever() -> bool:
+def has_default_collate() -> bool:
     """Return True if `default_collate` handles tensors and ints by torch's own functions; False if that is unknown."""
     if _COLLATES is None:
         return False
@@ -26,7 +26,7 @@ def collates_as_ever() -> bool:
     return functions.get(torch.Tensor) is of_tensors and functions.get(int) is of_ints
 
 
-def pinning() -> Callable[[Any], Any]:
+def get_pin_function() -> Callable[[Any], Any]:
     """Return the function that copies a batch to pinned memory.
 
     Raises:
@@ -35,12 +35,12 @@ def pinning() -> Callable[[Any], Any]:
     try:
         from torch.utils.data._utils.pin_memory import pin_memory
     except ImportError:
-        need("pin_memory", torch.utils.data, "_utils.pin_memory.pin_memory")
+        check_attributes("pin_memory", torch.utils.data, "_utils.pin_memory.pin_memory")
         raise
     return pin_memory
 
 
-def iterates_as_ever(kind: type[DataLoader[Any]]) -> bool:
+def has_default_iter(kind: type[DataLoader[Any]]) -> bool:
     """Return True if a subclass of DataLoader has torch's own `__iter__`."""
     ways = [(each.__iter__, getattr(each, "_get_iterator", None)) for each in (kind, DataLoader)]
     return ways[0] == ways[1]

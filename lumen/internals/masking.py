@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, final
 
 MASK = "<masked>"
 _SECRETS = {"password", "passwd", "passphrase", "secret", "credential", "apikey"}
-_SOMETIMES = {"key", "token"}  # `sort_key` and `pad_token` are no secrets
+_AMBIGUOUS_SECRETS = {"key", "token"}  # `sort_key` and `pad_token` are no secrets
 _OWNERS = {
     "access", "account", "api", "app", "auth", "bearer", "bot", "client", "encryption", "github", "hf", "hub", "id",
     "license", "private", "refresh", "secret", "security", "service", "session", "signing", "ssh", "storage", "user",
@@ -52,13 +52,13 @@ def holds_secret(name: str, value: str) -> bool:
     last = words[-1] if words else ""
     if {last, last.removesuffix("s")} & _SECRETS:
         return True
-    if last.removesuffix("s") not in _SOMETIMES:
+    if last.removesuffix("s") not in _AMBIGUOUS_SECRETS:
         return False
-    is_known = words[-2] in _OWNERS if len(words) > 1 else last in _SOMETIMES
+    is_known = words[-2] in _OWNERS if len(words) > 1 else last in _AMBIGUOUS_SECRETS
     return is_known or _GENERATED.fullmatch(value) is not None
 
 
-def masked(
+def mask_secrets(
     value: Any,
     name: str = "",
     references: References | None = None,
@@ -78,11 +78,11 @@ def masked(
     if isinstance(value, Mapping):
         items = value.items()
         return {
-            key: masked(item, str(key), references, path=(*path, key), inside=inside or holds_secret(name, ""))
+            key: mask_secrets(item, str(key), references, path=(*path, key), inside=inside or holds_secret(name, ""))
             for key, item in items
         }
     if type(value) in (list, tuple):
-        copies = (masked(item, name, references, path=(*path, i), inside=inside) for i, item in enumerate(value))
+        copies = (mask_secrets(item, name, references, path=(*path, i), inside=inside) for i, item in enumerate(value))
         return type(value)(copies)
     if type(value) is not str or not value:
         return value
@@ -94,51 +94,51 @@ def masked(
     return _IN_URL.sub(rf"\1:{MASK}@", value)
 
 
-def masked_words(words: Sequence[str]) -> list[str]:
+def mask_words(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with secrets masked: `--model.api_key TEXT`, `--data={token: TEXT}`."""
     found, name = list[str](), ""
     for word in words:
         key, equals, text = word.partition("=")
         if word.startswith("--"):
             name = "" if equals else key
-            found.append(f"{key}={_masked_text(text, key)}" if equals else word)
+            found.append(f"{key}={_mask_named_values(text, key)}" if equals else word)
         else:
-            found.append(_masked_text(word, name))
+            found.append(_mask_named_values(word, name))
             name = ""
     return found
 
 
-def masked_text(text: str) -> str:
+def mask_text(text: str) -> str:
     """Return a text such as YAML, with the secret values of `name: value` and `name=value` masked."""
-    text = _ITEM.sub(lambda item: f"{item[1]}{item[2]}{masked(item[3], item[1])}", text)
+    text = _ITEM.sub(lambda item: f"{item[1]}{item[2]}{mask_secrets(item[3], item[1])}", text)
     return _IN_URL.sub(rf"\1:{MASK}@", text)
 
 
-def _masked_text(text: str, name: str) -> str:
-    whole = str(masked(text, name))
-    return whole if whole == MASK else masked_text(text)
+def _mask_named_values(text: str, name: str) -> str:
+    whole = str(mask_secrets(text, name))
+    return whole if whole == MASK else mask_text(text)
 
 
 def is_masked(value: Any) -> bool:
     """Return True if any text in plain data contains a mask."""
-    return any(MASK in text for text in _texts(value))
+    return any(MASK in text for text in _iterate_texts(value))
 
 
-def first_unknown(value: Any) -> str | None:
+def find_first_unknown(value: Any) -> str | None:
     """Return the first text in plain data that replaces a secret: a mask, or a reference to the environment."""
-    return next((text for text in _texts(value) if MASK in text or isinstance(text, Reference)), None)
+    return next((text for text in _iterate_texts(value) if MASK in text or isinstance(text, Reference)), None)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     """Yield every text in plain data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
+            yield from _iterate_texts(item)
 
 
-def what_is_missing(error: Exception) -> str:
+def describe_missing_reference(error: Exception) -> str:
     """Return OmegaConf's error in one line, with the command that sets a missing environment variable."""
     said = str(error).partition("\n")[0]
     name = _NOT_FOUND.search(said)

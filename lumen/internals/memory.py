@@ -16,7 +16,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
-def drop_failed_backward() -> None:
+def free_failed_backward() -> None:
     """Free the memory of this thread's failed backward, which autograd holds until the next backward."""
     torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils.hooks import RemovableHandle
 
-from lumen.internals.torch_versions import need
+from lumen.internals.torch_versions import check_attributes
 
 try:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -27,7 +27,7 @@ _ZERO_GRAD = Optimizer.zero_grad  # the function as it is now, because user code
 
 @final
 class StepGuard:
-    """Hook that calls a function before every `step` of an optimizer, except for calls of `bare_step`.
+    """Hook that calls a function before every `step` of an optimizer, except for calls of `get_unwrapped_step`.
 
     Args:
         optimizer: The optimizer to watch.
@@ -50,7 +50,7 @@ class StepGuard:
             self._handle.remove()
 
 
-def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+def get_unwrapped_step(optimizer: Optimizer) -> Callable[[], Any]:
     """Return `optimizer.step` without torch's wrapper, if no hook or profiler uses the wrapper.
 
     The wrapper calls hooks and opens a profiler range, which takes about 35 us: longer than the update of a small
@@ -84,7 +84,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def has_stepped(optimizer: Any) -> None:
+def mark_as_stepped(optimizer: Any) -> None:
     """Mark a resumed optimizer as stepped; otherwise torch would warn that the scheduler stepped first."""
     optimizer._opt_called = True
 
@@ -95,18 +95,18 @@ def has_state_dict_hooks(optimizer: Optimizer) -> bool:
     return any(getattr(optimizer, f"_optimizer_{kind}_hooks", None) for kind in kinds)
 
 
-def torchs_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+def get_torch_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state dict of torch's own method; empty for a class that omits `Optimizer.__init__`."""
     return Optimizer.state_dict(optimizer) if hasattr(optimizer, "_optimizer_state_dict_pre_hooks") else {}
 
 
 @cache
-def attributes_of_all_optimizers() -> frozenset[str]:
+def list_common_attributes() -> frozenset[str]:
     """Return the names of the attributes that every torch optimizer has, or that schedulers set."""
     return frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))) | {"step", "_opt_called"}
 
 
-need("Lumen", LRScheduler, "_update_lr")
+check_attributes("Lumen", LRScheduler, "_update_lr")
 
 
 def move_schedule(scheduler: LRScheduler, position: float) -> None:
@@ -114,12 +114,12 @@ def move_schedule(scheduler: LRScheduler, position: float) -> None:
     scheduler._update_lr(position)  # type: ignore[arg-type]
 
 
-def set_by_hand(state: dict[str, Any]) -> dict[str, Any]:
+def drop_derived_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return a scheduler's state without the entries that follow from other entries."""
     return {key: value for key, value in state.items() if key != "_schedule_phases"}
 
 
-def schedules_in(scheduler: Any) -> tuple[list[Any], list[int]]:
+def get_inner_schedules(scheduler: Any) -> tuple[list[Any], list[int]]:
     """Return the schedulers inside a `SequentialLR` or `ChainedScheduler`, and the milestones between them."""
     assert isinstance(scheduler, (SequentialLR, ChainedScheduler))
     return getattr(scheduler, "_schedulers", []), getattr(scheduler, "_milestones", [])  # unknown ones are not checked

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 
-def stat_of(pid: int | str) -> list[str]:
+def read_stat(pid: int | str) -> list[str]:
     """Return the fields of a process in proc(5) from the third, its state, on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lumen.internals.torch_versions import need
+from lumen.internals.torch_versions import check_attributes
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
@@ -23,29 +23,29 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def need_groups() -> None:
+def check_group_names() -> None:
     """Check that torch has the private names that process groups need.
 
     Raises:
         ConfigError: The installed torch lacks a name.
     """
     if not hasattr(dist, "set_timeout"):
-        need("a run of several processes", dist.distributed_c10d, "_set_pg_timeout")
+        check_attributes("a run of several processes", dist.distributed_c10d, "_set_pg_timeout")
 
 
-def leave_out_expanded_buffers(module: nn.Module) -> None:
+def exclude_expanded_buffers(module: nn.Module) -> None:
     """Exclude a module's expanded buffers, which cannot be written, from broadcasts of `DistributedDataParallel`."""
     names = [name for name, each in module.named_buffers() if 0 in each.stride() and not each.is_contiguous()]
     module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
 
-def need_reducer(ddp: Any) -> None:
+def check_reducer_names(ddp: Any) -> None:
     """Check that torch has the private names that `end_backward` needs.
 
     Raises:
         ConfigError: The installed torch lacks a name.
     """
-    need("strategy: ddp", ddp.reducer, "_rebuild_buckets")
+    check_attributes("strategy: ddp", ddp.reducer, "_rebuild_buckets")
 
 
 def end_backward(ddp: Any) -> None:
@@ -87,7 +87,7 @@ def wait_for_gloo(limit_s: float = 1.0) -> None:
 RECORDERS = {"nccl": "_dump_nccl_trace_json", "torch": "_dump_fr_trace_json"}
 
 
-def recorded_collectives(recorder: str) -> bytes:
+def read_recorded_collectives(recorder: str) -> bytes:
     """Return the last collectives of this process as JSON; `{}` if torch does not record them.
 
     If a device hangs, the call may never return and may hold Python's lock.
@@ -98,14 +98,14 @@ def recorded_collectives(recorder: str) -> bytes:
     return bytes(getattr(torch._C._distributed_c10d, RECORDERS[recorder], lambda: b"{}")())
 
 
-def group_members() -> dict[str, list[int]]:
+def get_group_members() -> dict[str, list[int]]:
     """Return the ranks of each process group that this process has opened, by name of the group."""
     world = getattr(dist.distributed_c10d, "_world", None)
     names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
     return {str(names[group]): sorted(members) for group, members in ranks.items() if group in names}
 
 
-def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:
+def call_before_poll(agent: Any, look: Callable[[Any], Any]) -> None:
     """Call a function each time before an elastic agent checks its workers.
 
     Args:
@@ -115,12 +115,12 @@ def watch_workers(agent: Any, look: Callable[[Any], Any]) -> None:
     Raises:
         ConfigError: The installed torch lacks the method.
     """
-    need("the launcher", agent, "_monitor_workers")
+    check_attributes("the launcher", agent, "_monitor_workers")
     own = agent._monitor_workers
     agent._monitor_workers = lambda group: look(group) or own(group)
 
 
-def never_restart(agent: Any) -> None:
+def disable_restarts(agent: Any) -> None:
     """Make an elastic agent end with its first failure.
 
     The agent's workers receive its `max_restarts` as the number of earlier restarts, `TORCHELASTIC_RESTART_COUNT`.
@@ -131,5 +131,5 @@ def never_restart(agent: Any) -> None:
     Raises:
         ConfigError: The installed torch lacks the attribute.
     """
-    need("the launcher", agent, "_remaining_restarts")
+    check_attributes("the launcher", agent, "_remaining_restarts")
     agent._remaining_restarts = 0

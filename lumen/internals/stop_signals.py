@@ -8,19 +8,19 @@ from typing import Any
 from lumen.internals.proc import has_handler
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: try again later
-_OTHERS_TOO = (signal.SIGHUP, signal.SIGUSR1)
+REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
+_SHARED_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
 _SAME_REQUEST_S = 5.0
 
 
-def exit_code(number: int) -> int:
+def get_exit_code(number: int) -> int:
     """Return the exit code of a job that a signal stops: 130 for Ctrl-C, 75 for SIGUSR1, else 143 as for SIGTERM."""
     if number == signal.SIGUSR1:
-        return REQUEUE
+        return REQUEUE_EXIT_CODE
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
-LEFT = frozenset(map(exit_code, SIGNALS))
+LEFT_EXIT_CODE = frozenset(map(get_exit_code, SIGNALS))
 
 
 def is_same_request(first: int, number: int, passed_s: float) -> bool:
@@ -37,7 +37,7 @@ def is_same_request(first: int, number: int, passed_s: float) -> bool:
     return signal.SIGINT not in (first, number) and passed_s < _SAME_REQUEST_S
 
 
-def is_obeyed(number: int, handler: Any) -> bool:
+def should_obey(number: int, handler: Any) -> bool:
     """Return True if a signal counts as a request to stop.
 
     SIGHUP and SIGUSR1 count only with their default handler, because user code may give them a different meaning.
@@ -46,7 +46,7 @@ def is_obeyed(number: int, handler: Any) -> bool:
         number: The number of the signal.
         handler: The handler that `signal.getsignal` returns for the signal.
     """
-    if number not in _OTHERS_TOO:
+    if number not in _SHARED_SIGNALS:
         return True
     # `faulthandler.register` installs a handler that Python does not report.
     return handler == signal.SIG_DFL and not has_handler(number)

@@ -9,35 +9,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from lumen.internals.torch_versions import need
+from lumen.internals.torch_versions import check_attributes
 
 with suppress(ImportError):
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-need("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+check_attributes("Lumen", nn.Module(), "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
      "_load_state_dict_pre_hooks", "_load_from_state_dict")  # fmt: skip
-need("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
-need("Lumen", torch.UntypedStorage, "_cdata")
-need("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm", "_foreach_copy_",
+check_attributes("Lumen", torch.Tensor, "_version", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks")
+check_attributes("Lumen", torch.UntypedStorage, "_cdata")
+check_attributes("Lumen", torch, "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_norm", "_foreach_copy_",
      "_foreach_lerp_")  # fmt: skip
-need("Lumen", torch.ops.aten.zero_.default, "_schema")
+check_attributes("Lumen", torch.ops.aten.zero_.default, "_schema")
 if "TorchDispatchMode" not in globals():
-    need("Lumen", torch.utils, "_python_dispatch.TorchDispatchMode")
+    check_attributes("Lumen", torch.utils, "_python_dispatch.TorchDispatchMode")
 EXTRA_STATE = "_extra_state"
 """The name that torch gives to what a module's `get_extra_state` returns."""
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def get_direct_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return a module's own parameters by name, without its submodules; the module's own dictionary, not a copy."""
     return module._parameters
 
 
-def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def get_direct_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return a module's own buffers by name, without its submodules; the module's own dictionary, not a copy."""
     return module._buffers
 
 
-def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def get_direct_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return a module's own buffers that its `state_dict` saves."""
     return {name: b for name, b in module._buffers.items() if is_saved(module, name)}
 
@@ -47,7 +47,7 @@ def is_saved(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
-def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
+def list_persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Return the plain persistent buffers of a module and its submodules, each once; fast enough for every step."""
     modules: list[nn.Module | None] = [module]
     found = {}  # a dictionary, to keep the order
@@ -62,7 +62,7 @@ def persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def writes_to(tensor: torch.Tensor) -> int:
+def get_version(tensor: torch.Tensor) -> int:
     """Return the number of in-place writes to a tensor: its version counter."""
     return tensor._version
 
@@ -72,61 +72,61 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def storage_id(tensor: torch.Tensor) -> int:
+def get_storage_id(tensor: torch.Tensor) -> int:
     """Return an id of a tensor's storage, equal for all tensors that share it, also on the meta device."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
-def schema_of(operation: Any) -> Any:
+def get_schema(operation: Any) -> Any:
     """Return the name and arguments of an operator with which torch calls a `TorchDispatchMode`."""
     return operation._schema
 
 
-def copies(operation: str) -> bool:
+def is_copy(operation: str) -> bool:
     """Return True if an operator with this schema name returns its input's values in new memory."""
     return operation in ("clone", "_to_copy")
 
 
-def copies_in_place(operation: str) -> bool:
+def is_copy_in_place(operation: str) -> bool:
     """Return True if an operator with this schema name copies its second tensor (or list of tensors) into its first."""
     return operation in ("copy_", "_foreach_copy_")
 
 
-def takes_shape_alone(operation: str) -> bool:
+def uses_shape_only(operation: str) -> bool:
     """Return True if an operator with this schema name uses only shape and dtype of its input, not the values."""
     return operation.endswith("_like") or operation.startswith("new_")
 
 
-def reset_name(module: nn.Module) -> str:
+def get_reset_name(module: nn.Module) -> str:
     """Return the name of the method that initialises a module's parameters, if the module has one."""
     return "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
 
 
-def own_reset(module: nn.Module) -> Callable[[], Any] | None:
+def get_reset_method(module: nn.Module) -> Callable[[], Any] | None:
     """Return the method that initialises a module's parameters, such as `reset_parameters`, or None."""
-    reset: Callable[[], Any] | None = getattr(module, reset_name(module), None)
+    reset: Callable[[], Any] | None = getattr(module, get_reset_name(module), None)
     return reset
 
 
 Hooks = tuple[Any, Any]
 
 
-def hooks_of(parameter: Any) -> Hooks:
+def get_gradient_hooks(parameter: Any) -> Hooks:
     """Return two hook dictionaries of a parameter, each or None: on its gradient, and after accumulation."""
     return parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
-def give_hooks(parameter: Any, hooks: Hooks) -> None:
+def set_gradient_hooks(parameter: Any, hooks: Hooks) -> None:
     """Give a parameter the hook dictionaries of a second parameter, so that both share later changes."""
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
-def multiply(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply one or more tensors in place by one factor, in a few kernels."""
     torch._foreach_mul_(tensors, factor)
 
 
-def clamp(tensors: list[torch.Tensor], most: float) -> None:
+def clamp_all(tensors: list[torch.Tensor], most: float) -> None:
     """Clamp one or more tensors to [-most, most] in place, in a few kernels."""
     torch._foreach_clamp_min_(tensors, -most)
     torch._foreach_clamp_max_(tensors, most)
@@ -137,17 +137,17 @@ def copy_all(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     torch._foreach_copy_(tensors, values)
 
 
-def norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def compute_norms(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the 2-norm of each of one or more tensors, in a few kernels."""
     return torch._foreach_norm(tensors)
 
 
-def lerp(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+def lerp_all(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
     """Interpolate each tensor in place towards its end, in a few kernels: 0 keeps the tensor, 1 sets the end."""
     torch._foreach_lerp_(tensors, ends, weight)
 
 
-def largest_elements(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def compute_max_abs(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the largest absolute value in each of one or more tensors; NaN if a tensor contains NaN."""
     return torch._foreach_norm(tensors, torch.inf)
 

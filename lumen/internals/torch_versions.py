@@ -9,10 +9,10 @@ import torch
 from lumen.errors import ConfigError
 
 #: Versions of torch with which Lumen is tested.
-TRIED = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+TESTED_VERSIONS = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 
-def need(user: str, owner: Any, *names: str) -> None:
+def check_attributes(user: str, owner: Any, *names: str) -> None:
     """Check that an object has some attributes, before they are used.
 
     Args:
@@ -26,5 +26,5 @@ def need(user: str, owner: Any, *names: str) -> None:
     if missing := [name for name in names if not hasattr(owner, name)]:
         raise ConfigError(
             f"torch {torch.__version__} has no {', '.join(missing)}, which {user} needs. Lumen was tried with torch "
-            f"{', '.join(TRIED)}: install one of these."
+            f"{', '.join(TESTED_VERSIONS)}: install one of these."
         )

@@ -4,7 +4,7 @@ from lumen.loggers.base import Logger as Logger
 from lumen.loggers.csv import CSVLogger as CSVLogger
 from lumen.loggers.factory import (
     LoggerName as LoggerName,
+    add_csv_logger as add_csv_logger,
     as_loggers as as_loggers,
     takes_epoch as takes_epoch,
-    with_own_record as with_own_record,
 )

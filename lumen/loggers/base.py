@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import LacksLightnings, in_words
+from lumen.errors.arguments import LightningAttributeErrors, describe_type
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -24,7 +24,7 @@ Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
 
 @final
-class Nothing:
+class NullWriter:
     """Object whose every attribute and call does nothing; replaces a writer where no record is written."""
 
     def __getattr__(self, name: str) -> Any:
@@ -32,12 +32,12 @@ class Nothing:
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+    def __call__(self, *args: Any, **kwargs: Any) -> NullWriter:
         """Do nothing."""
         return self
 
 
-def told(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+def explain_wrong_calls(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Decorate a logging method of users: a wrong call raises an error that shows the right call.
 
     Wrong calls typically use the signature of Lightning's method of the same name.
@@ -65,7 +65,7 @@ def told(method: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P
     return telling
 
 
-class Logger(LacksLightnings, ABC):
+class Logger(LightningAttributeErrors, ABC):
     """Base class of loggers. Only the first process of a run writes a record, and only in `fit`.
 
     A subclass must define `log_metrics`; all other methods are optional. Lumen calls `log_metrics` and `log_system`.
@@ -114,7 +114,7 @@ class Logger(LacksLightnings, ABC):
     def log_system(self, values: Mapping[str, float], step: int) -> None:
         """Record timings and memory, which differ between repeated runs."""
 
-    @told
+    @explain_wrong_calls
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record the hyperparameters; Lumen calls this whenever `fit` starts, also when it resumes.
 
@@ -122,7 +122,7 @@ class Logger(LacksLightnings, ABC):
             params: Hyperparameters of the task under the key `model`, those of the data module under `data`.
         """
 
-    @told
+    @explain_wrong_calls
     def log_image(self, name: str, image: Array, step: int) -> None:
         """Record an image.
 
@@ -136,7 +136,7 @@ class Logger(LacksLightnings, ABC):
             ConfigError: The image has a different shape or dtype.
         """
 
-    @told
+    @explain_wrong_calls
     def log_histogram(self, name: str, values: Array, step: int) -> None:
         """Record a histogram of values.
 
@@ -146,7 +146,7 @@ class Logger(LacksLightnings, ABC):
             step: Optimizer updates completed.
         """
 
-    @told
+    @explain_wrong_calls
     def log_text(self, name: str, text: str, step: int) -> None:
         """Record a text in Markdown.
 
@@ -215,11 +215,13 @@ class Logger(LacksLightnings, ABC):
         """
 
 
-def entries(values: Mapping[str, Any] | Namespace, separator: str, above: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_entries(
+    values: Mapping[str, Any] | Namespace, separator: str, above: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield the entries of nested dictionaries, with names joined by a separator."""
     for name, value in (vars(values) if isinstance(values, Namespace) else values).items():
         if isinstance(value, Mapping | Namespace):
-            yield from entries(value, separator, f"{above}{name}{separator}")
+            yield from flatten_entries(value, separator, f"{above}{name}{separator}")
         else:
             yield f"{above}{name}", value
 
@@ -232,7 +234,7 @@ def as_array(values: Array) -> np.ndarray[Any, Any]:
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
-def as_pixels(name: str, image: Array) -> np.ndarray[Any, Any]:
+def as_image_array(name: str, image: Array) -> np.ndarray[Any, Any]:
     """Return an argument of `Logger.log_image` as an array of shape (channels, height, width).
 
     Raises:
@@ -240,7 +242,7 @@ def as_pixels(name: str, image: Array) -> np.ndarray[Any, Any]:
     """
     if not isinstance(image, torch.Tensor | np.ndarray):
         raise ConfigError(
-            f"log_image({name!r}): expected an image, as a tensor or an array, found {in_words(image)}. Call it once "
+            f"log_image({name!r}): expected an image, as a tensor or an array, found {describe_type(image)}. Call it once "
             "for each image; np.array(image).transpose(2, 0, 1) makes an array of one of PIL, with channels first."
         )
     pixels = as_array(image)
@@ -257,7 +259,7 @@ def as_pixels(name: str, image: Array) -> np.ndarray[Any, Any]:
     return pixels
 
 
-def as_bytes(name: str, image: Array) -> np.ndarray[Any, Any]:
+def as_uint8_image(name: str, image: Array) -> np.ndarray[Any, Any]:
     """Return an argument of `Logger.log_image` as a uint8 array for image files.
 
     The shape is (height, width, channels), or (height, width) for grey images.
@@ -265,7 +267,7 @@ def as_bytes(name: str, image: Array) -> np.ndarray[Any, Any]:
     Raises:
         ConfigError: The image has a different shape or dtype.
     """
-    pixels = as_pixels(name, image)
+    pixels = as_image_array(name, image)
     if pixels.dtype != np.uint8:
         pixels = (np.clip(pixels.astype(np.float32), 0.0, 1.0) * 255).astype(np.uint8)
     return pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)

@@ -10,30 +10,30 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, final
 
-from lumen.errors.arguments import check_column, checked
+from lumen.errors.arguments import check_arguments, check_column
 from lumen.errors.lightning_names import INSTEAD_IN_LOGGERS, NEUTRAL_IN_LOGGERS
-from lumen.internals.whole_files import explained_writing, replaced
-from lumen.loggers.base import Logger, told
+from lumen.internals.atomic_files import explain_write_errors, replace_file
+from lumen.loggers.base import Logger, explain_wrong_calls
 
-_COPIES_PER_ROW = 8
+_MAX_COPIES_PER_ROW = 8
 _PLACES = ("step", "epoch")
 
 
-def _open(path: Path, mode: Literal["r", "a", "w"]) -> IO[str]:
+def _open_csv(path: Path, mode: Literal["r", "a", "w"]) -> IO[str]:
     """Open a CSV file; bytes that are not UTF-8 are preserved."""
     return path.open(mode, encoding="utf-8", errors="surrogateescape", newline="")
 
 
-def rows_in(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the step and the values of each row of a `metrics.csv` or `system.csv`; no rows without the file."""
     if path.exists():
-        with _open(path, "r") as file:
+        with _open_csv(path, "r") as file:
             for row in csv.DictReader(file):
                 yield int(row["step"]), {name: text for name, text in row.items() if text and name not in _PLACES}
 
 
 @final
-class _Table:
+class _CsvTable:
     """CSV file that gains columns as new names appear; its header is always complete."""
 
     def __init__(self, path: Path) -> None:
@@ -42,11 +42,11 @@ class _Table:
         path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)  # left by a killed process
         self.columns: dict[str, None] = {}  # an ordered set, for fast look-ups
         self._width = 0  # number of columns in the file
-        self._waiting: list[Mapping[str, Any]] = []
+        self._pending_rows: list[Mapping[str, Any]] = []
         self._copies = 0  # number of rows that may be copied
         self._file: IO[str] | None = None
         if path.exists():
-            with explained_writing(path), _open(path, "r") as file:
+            with explain_write_errors(path), _open_csv(path, "r") as file:
                 reader = csv.reader(file)
                 self.columns = dict.fromkeys(next(reader, []))
                 self._width = len(self.columns)
@@ -60,22 +60,22 @@ class _Table:
         for name in row.keys() - self.columns.keys():
             check_column(str(name), f"a logged value is named {name!r}")
         self.columns.update(dict.fromkeys(row))
-        self._waiting.append(row)
-        self._copies += _COPIES_PER_ROW
+        self._pending_rows.append(row)
+        self._copies += _MAX_COPIES_PER_ROW
         if len(self.columns) == self._width or self._copies >= self.rows:
-            self.write()
+            self.write_pending()
 
-    def write(self) -> None:
+    def write_pending(self) -> None:
         """Write the waiting rows."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._pending_rows = self._pending_rows, []
         if not waiting:
             return
-        with explained_writing(self.path):
+        with explain_write_errors(self.path):
             if len(self.columns) > self._width:
                 self._copies = 0
                 self.rewrite([*self.columns], self.rows)
             if self._file is None:
-                self._file = _open(self.path, "a")
+                self._file = _open_csv(self.path, "a")
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "removed")
             csv.writer(self._file).writerows([row.get(name, "") for name in self.columns] for row in waiting)
@@ -88,28 +88,28 @@ class _Table:
         Only one row is in memory at a time.
         """
         self.close()
-        with explained_writing(self.path), replaced(self.path) as beside, _open(beside, "w") as file:
+        with explain_write_errors(self.path), replace_file(self.path) as beside, _open_csv(beside, "w") as file:
             writer = csv.writer(file)
             writer.writerow(columns)
-            writer.writerows(self._read(columns, rows))
+            writer.writerows(self._read_rows(columns, rows))
             file.flush()
             os.fsync(file.fileno())
         self.columns, self.rows = dict.fromkeys(columns), min(rows, self.rows)
         self._width = len(columns)
 
-    def _read(self, columns: list[str], rows: int) -> Iterator[list[str]]:
+    def _read_rows(self, columns: list[str], rows: int) -> Iterator[list[str]]:
         """Yield the first `rows` rows with the given columns; missing cells are empty."""
         if not self._width:
             return
-        with _open(self.path, "r") as file:
+        with _open_csv(self.path, "r") as file:
             for row in islice(csv.DictReader(file, restval=""), rows):
                 yield [row.get(name, "") for name in columns]
 
     def flush(self) -> None:
         """Write buffered rows to the disk."""
-        self.write()
+        self.write_pending()
         if self._file is not None:
-            with explained_writing(self.path):
+            with explain_write_errors(self.path):
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
@@ -135,19 +135,19 @@ class CSVLogger(Logger):
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
-    @checked
+    @check_arguments
     def __init__(self) -> None:
-        self._tables: dict[str, _Table] = {}  # by file name; empty outside of `fit` and in other processes
+        self._tables: dict[str, _CsvTable] = {}  # by file name; empty outside of `fit` and in other processes
 
     def open(self, directory: Path, *, resumed: bool) -> None:
         """Open both files; remove old ones unless the run is resumed."""
         paths = [directory / name for name in ("metrics.csv", "system.csv")]
         for path in paths if not resumed else ():
-            with explained_writing(path):
+            with explain_write_errors(path):
                 path.unlink(missing_ok=True)
-        self._tables = {path.name: _Table(path) for path in paths}
+        self._tables = {path.name: _CsvTable(path) for path in paths}
 
-    @told
+    @explain_wrong_calls
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | str = "") -> None:
         """Write a row to `metrics.csv`; rows of user code may omit the epoch."""
         if self._tables:
@@ -166,7 +166,7 @@ class CSVLogger(Logger):
     def state_dict(self) -> dict[str, Any]:
         """Return the rows and columns of each file."""
         for table in self._tables.values():
-            table.write()
+            table.write_pending()
         return {name: {"rows": each.rows, "columns": [*each.columns]} for name, each in self._tables.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,6 +179,6 @@ class CSVLogger(Logger):
     def finalize(self, status: str) -> None:
         """Close both files."""
         for table in self._tables.values():
-            table.write()
+            table.write_pending()
             table.close()
         self._tables = {}

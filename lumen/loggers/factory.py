@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from lumen.errors import ConfigError
-from lumen.internals.entry_points import LOGGERS, load, registered
+from lumen.internals.entry_points import LOGGERS, list_entry_points, load_entry_point
 from lumen.loggers.base import Logger
 from lumen.loggers.csv import CSVLogger
 
-_OURS = ("csv", "tensorboard", "wandb", "mlflow", "aim")
+_BUILT_IN = ("csv", "tensorboard", "wandb", "mlflow", "aim")
 if TYPE_CHECKING:
     LoggerName: TypeAlias = str
 else:  # At run time the type lists all names, so that type checks of the config find a wrong name.
-    LoggerName = Literal[(*_OURS, *(name for name in registered(LOGGERS) if name not in _OURS))]
+    LoggerName = Literal[(*_BUILT_IN, *(name for name in list_entry_points(LOGGERS) if name not in _BUILT_IN))]
 
 
 def as_loggers(given: bool | LoggerName | Logger | Sequence[LoggerName | Logger]) -> list[Logger]:
@@ -27,7 +27,7 @@ def as_loggers(given: bool | LoggerName | Logger | Sequence[LoggerName | Logger]
     if isinstance(given, bool):
         return [CSVLogger()] if given else []
     several = [given] if isinstance(given, str | Logger) else given
-    loggers = [each if isinstance(each, Logger) else _named(each) for each in several]
+    loggers = [each if isinstance(each, Logger) else _make_named_logger(each) for each in several]
     for logger in loggers:
         takes_epoch(logger)
     return loggers
@@ -52,24 +52,24 @@ def takes_epoch(logger: Logger) -> bool:
     )
 
 
-def with_own_record(given: Sequence[Logger]) -> list[Logger]:
+def add_csv_logger(loggers: Sequence[Logger]) -> list[Logger]:
     """Return the user's loggers with a `CSVLogger` before them, unless they include one.
 
     The `CSVLogger` is first because its files are cut back on resume, and services then compare their records with
     them.
 
     Args:
-        given: The user's loggers; if there are none, no logger is added.
+        loggers: The user's loggers; if there are none, no logger is added.
     """
-    has_own = not given or any(isinstance(each, CSVLogger) for each in given)
-    return sorted([*given] if has_own else [CSVLogger(), *given], key=lambda each: not isinstance(each, CSVLogger))
+    has_own = not loggers or any(isinstance(each, CSVLogger) for each in loggers)
+    return sorted([*loggers] if has_own else [CSVLogger(), *loggers], key=lambda each: not isinstance(each, CSVLogger))
 
 
-def _named(name: LoggerName) -> Logger:
+def _make_named_logger(name: LoggerName) -> Logger:
     if name == "csv":
         return CSVLogger()
     what = f"the logger {name}"
-    made = load(LOGGERS, name, what)()
+    made = load_entry_point(LOGGERS, name, what)()
     if not isinstance(made, Logger):
         raise ConfigError(f"{what}: {type(made).__name__} is not derived from lumen.Logger. Derive it.")
     return made

@@ -12,22 +12,22 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from lumen.checkpoint.save.collect import logger_states
+from lumen.checkpoint.save.collect import get_logger_states
 from lumen.data.adapter import LoaderAdapter, Position
-from lumen.data.nested import move
+from lumen.data.nested import move_batch
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.distributed.dtensor import is_sharded
-from lumen.loop.micro_batch import unnoticed
-from lumen.loop.step_in_parts import Halves, explained
+from lumen.loop.micro_batch import undo_forward_effects
+from lumen.loop.step_in_parts import HalvingEvaluation, explain_memory_errors
 from lumen.metrics.collector import StageMetrics
-from lumen.metrics.step_values import for_loggers
-from lumen.metrics.torchmetrics_states import Gather, StatesApart
-from lumen.random import EVALUATIONS, make_key, preserved_generators, seed_generators
-from lumen.run.place import note_place
+from lumen.metrics.step_values import is_for_loggers
+from lumen.metrics.torchmetrics_states import Gather, SavedMetricStates
+from lumen.random import EVALUATIONS, make_key, preserve_generators, seed_generators
+from lumen.run.error_notes import note_place
 from lumen.run.run import Run
 from lumen.strategies import sync_buffers
-from lumen.task.hooks import overrides
-from lumen.task.modes import Modes, ordinary_afterwards
+from lumen.task.hooks import is_overridden
+from lumen.task.modes import SavedModes, avoid_inference_tensors
 
 T = TypeVar("T")
 Numbered = tuple[Any, T]
@@ -35,7 +35,7 @@ Numbered = tuple[Any, T]
 
 @final
 @dataclass
-class SetApart:
+class SavedTrainingState:
     """State of an evaluation, and the state of the interrupted training to restore after it.
 
     Attributes:
@@ -47,8 +47,8 @@ class SetApart:
     """
 
     metrics: StageMetrics
-    modes: Modes
-    states: StatesApart
+    modes: SavedModes
+    states: SavedMetricStates
     rows: list[Numbered[dict[str, float | torch.Tensor]]] = field(default_factory=list)
     complete: bool = False
 
@@ -67,11 +67,17 @@ def evaluate(run: Run, stage: str) -> bool:
         False if a signal asked the run to stop. Then no values are published.
     """
     name = "validation" if stage in ("validate", "sanity") else stage
-    if stage == "validate" and run.stage == "fit" and overrides(run.task, "on_validation_model_zero_grad"):
+    if stage == "validate" and run.stage == "fit" and is_overridden(run.task, "on_validation_model_zero_grad"):
         run.task.on_validation_model_zero_grad()
     around = run.hooks.around_validation if run.stage == "fit" else []
-    ordinary = partial(ordinary_afterwards, run.task, vars(run.optim).get("optimizer"))
-    with set_apart(run, stage) as apart, preserved_generators(), torch.no_grad(), entered(around), ordinary():
+    ordinary = partial(avoid_inference_tensors, run.task, vars(run.optim).get("optimizer"))
+    with (
+        save_training_state(run, stage) as apart,
+        preserve_generators(),
+        torch.no_grad(),
+        enter_all(around),
+        ordinary(),
+    ):
         getattr(run.task, f"on_{name}_model_eval")()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
@@ -79,30 +85,30 @@ def evaluate(run: Run, stage: str) -> bool:
         infers = run.plan.inference_mode and not any(map(is_sharded, run.task.parameters()))
         with ordinary(), run.strategy.evaluation(inference_mode=infers):
             run.log.call_hooks(f"on_{name}_epoch_start")
-            apart.states.put_aside()
-            named = zip(run.loaders.evaluation, run.loaders.suffixes(), strict=True)
+            apart.states.reset_for_evaluation()
+            named = zip(run.loaders.evaluation, run.loaders.list_suffixes(), strict=True)
             for number, (adapter, suffix) in enumerate(named):
                 run.log.begin_loader(suffix)
-                with explained(run):
+                with explain_memory_errors(run):
                     outputs = evaluate_loader(run, stage, name, adapter, number, apart)
                 run.log.end_loader()
                 if run.ending.vote.stop_signal is not None:
                     return False
                 if stage == "predict" and run.values.keeps_predictions:
-                    run.values.keep_predictions(in_order(run, outputs))
-            end_pass(run, stage, name, apart)
+                    run.values.keep_predictions(gather_in_order(run, outputs))
+            finish_pass(run, stage, name, apart)
         apart.metrics.close()
-        with apart.modes.choosing():
+        with apart.modes.keep_choices():
             for hook in getattr(run.hooks, f"on_{name}_end"):
                 hook()
-        if overrides(run.task, f"on_{name}_model_train"):
-            apart.modes.leave_to(getattr(run.task, f"on_{name}_model_train"))
+        if is_overridden(run.task, f"on_{name}_model_train"):
+            apart.modes.hand_over_to(getattr(run.task, f"on_{name}_model_train"))
     run.records.end_evaluation()
     return True
 
 
 @contextmanager
-def entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
+def enter_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
     """Make and enter several contexts, and exit them together."""
     with ExitStack() as stack:
         for make in contexts:
@@ -111,50 +117,50 @@ def entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> It
 
 
 @contextmanager
-def set_apart(run: Run, stage: str) -> Iterator[SetApart]:
+def save_training_state(run: Run, stage: str) -> Iterator[SavedTrainingState]:
     """Save the state of the training, and restore it at the end of the context, after errors too."""
-    run.records.write_row()
-    apart = SetApart(StageMetrics(), Modes(run.task), StatesApart(run.task))
-    run.records.begin_evaluation(logger_states(run))
+    run.records.write_pending_row()
+    apart = SavedTrainingState(StageMetrics(), SavedModes(run.task), SavedMetricStates(run.task))
+    run.records.begin_evaluation(get_logger_states(run))
     with run.in_stage(stage, apart.metrics):
         try:
             run.log.share_metrics(run.task)
             sync_buffers(run.strategy, run.task)
-            run.ending.vote.change_pace()
+            run.ending.vote.reset_interval()
             for adapter in run.loaders.evaluation:
                 adapter.measure()
             try:
                 yield apart
             finally:
-                run.ending.vote.change_pace()
+                run.ending.vote.reset_interval()
                 apart.metrics.reset_metrics()
-                apart.states.restore(everything=not apart.complete or stage == "sanity")
+                apart.states.restore_all(everything=not apart.complete or stage == "sanity")
                 apart.modes.restore()
         except Exception as error:
             note_place(run, error)
             raise
 
 
-def end_pass(run: Run, stage: str, name: str, apart: SetApart) -> None:
+def finish_pass(run: Run, stage: str, name: str, apart: SavedTrainingState) -> None:
     """End an evaluation pass: call the hooks that may still log, and publish the values. Collective."""
     run.log.end_loaders()
     seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
-    apart.states.settle(run.log.gather if run.log.has_metrics else None)
-    with apart.modes.choosing():
+    apart.states.restore_untouched(run.log.gather if run.log.has_metrics else None)
+    with apart.modes.keep_choices():
         run.log.call_hooks(f"on_{name}_epoch_end")
-    values = publish(run, apart.metrics, run.log.gather)
+    values = publish_values(run, apart.metrics, run.log.gather)
     if stage != "sanity" and run.records.is_logged:
-        for row in in_order(run, apart.rows):
-            run.records.write(row)
-        run.records.write({name: values[name] for name in apart.metrics.epoch_names(for_loggers)})
+        for row in gather_in_order(run, apart.rows):
+            run.records.write_values(row)
+        run.records.write_values({name: values[name] for name in apart.metrics.list_epoch_names(is_for_loggers)})
     apart.complete = True
 
 
-def in_order(run: Run, mine: list[Numbered[T]]) -> list[T]:
+def gather_in_order(run: Run, mine: list[Numbered[T]]) -> list[T]:
     """Return the values of all ranks, sorted by their numbers. Collective."""
     if run.log.gather is None:
         return [value for _, value in mine]
-    numbered = chain.from_iterable(run.log.gather(move(mine, torch.device("cpu"))))
+    numbered = chain.from_iterable(run.log.gather(move_batch(mine, torch.device("cpu"))))
     return [value for _, value in sorted(numbered, key=itemgetter(0))]
 
 
@@ -164,7 +170,7 @@ def evaluate_loader(
     name: str,
     adapter: LoaderAdapter,
     dataloader_idx: int,
-    apart: SetApart,
+    apart: SavedTrainingState,
 ) -> list[Numbered[Any]]:
     """Evaluate this rank's batches of one loader, and add a row of step values for each batch.
 
@@ -173,51 +179,51 @@ def evaluate_loader(
     """
     hooks = run.hooks
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
-    call, arguments = run.strategy.call, run.calls.arguments
+    call, arguments = run.strategy.call, run.calls.get_arguments
     step, domain, metrics = f"{name}_step", EVALUATIONS[stage], apart.metrics
     outputs: list[Numbered[Any]] = []
     keeps = stage == "predict" and run.values.keeps_predictions
     wanted = bool(ends) or keeps
-    halves = Halves(run, stage, keeps_outputs=wanted) if run.plan.halve_on_oom else None
+    halves = HalvingEvaluation(run, stage, keeps_outputs=wanted) if run.plan.halve_on_oom else None
     window: AccumulationWindow | None = None
-    limit = run.plan.limit(stage, adapter)
-    for window in adapter.windows(0, Position(), limit):
+    limit = run.plan.get_limit(stage, adapter)
+    for window in adapter.iterate_windows(0, Position(), limit):
         for micro in window:
             if micro.is_dummy and micro.batch is None:
                 continue
             run.log.begin_batch(micro.samples, micro.index)
             seed_generators(make_key(run.seed, domain, 2, dataloader_idx, micro.index))
-            batch = run.calls.receive(micro.batch, dataloader_idx)
+            batch = run.calls.move_to_device(micro.batch, dataloader_idx)
             if micro.is_dummy:  # The forward of the other ranks communicates and needs a forward of this rank.
-                with unnoticed(run):
-                    forward(run, step, micro, dataloader_idx, batch)
+                with undo_forward_effects(run):
+                    call_step(run, step, micro, dataloader_idx, batch)
                 continue
             if stage == "predict":
-                run.values.note_batch(sample_indices(window))
+                run.values.note_batch(get_sample_indices(window))
             for hook in starts:
                 hook(batch, micro.index, dataloader_idx)
             if halves is not None:
-                make = partial(forward, run, step, micro, dataloader_idx)
-                output = halves.evaluate(make, batch, micro)
-            else:  # This repeats `forward`, to have one stack frame less between `fit` and the step.
+                make = partial(call_step, run, step, micro, dataloader_idx)
+                output = halves.evaluate_batch(make, batch, micro)
+            else:  # This repeats `call_step`, to have one stack frame less between `fit` and the step.
                 with run.precision.forward():
                     output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
             if keeps:
-                outputs.append((micro.index, run.calls.to_host(output)))
-            if row := metrics.step_values(for_loggers):
+                outputs.append((micro.index, run.calls.move_to_host(output)))
+            if row := metrics.compute_step_values(is_for_loggers):
                 apart.rows.append(((dataloader_idx, micro.index), row))
         run.log.end_batch()
-        run.ending.vote.poll()
+        run.ending.vote.poll_when_due()
         if run.ending.vote.stop_signal is not None:
             break
     if window is None and limit != 0:
-        run.loaders.say_empty(stage, adapter)
+        run.loaders.warn_of_empty(stage, adapter)
     return outputs
 
 
-def sample_indices(window: AccumulationWindow) -> list[int] | None:
+def get_sample_indices(window: AccumulationWindow) -> list[int] | None:
     """Return the data set indices of the samples in this process's batch; None if they are unknown."""
     if not window.requests:
         return None
@@ -225,19 +231,19 @@ def sample_indices(window: AccumulationWindow) -> list[int] | None:
     return [int(index) for index in indices] if all(hasattr(each, "__index__") for each in indices) else None
 
 
-def forward(run: Run, step: str, micro: MicroBatch, dataloader_idx: int, batch: Any) -> Any:
+def call_step(run: Run, step: str, micro: MicroBatch, dataloader_idx: int, batch: Any) -> Any:
     """Call a step of the task with a batch or a part of a batch. Returns the output of the step."""
     with run.precision.forward():
-        arguments = run.calls.arguments(step, batch, micro.index, dataloader_idx or micro.loader)
+        arguments = run.calls.get_arguments(step, batch, micro.index, dataloader_idx or micro.loader)
         return run.strategy.call(step, *arguments)
 
 
-def publish(run: Run, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
+def publish_values(run: Run, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
     """Publish the values of an epoch or evaluation to monitors, schedulers and the progress bar. Collective."""
     before = {*run.values.newest.values()}
-    values = run.values.publish(run.stage, metrics, gather)
+    values = run.values.publish_values(run.stage, metrics, gather)
     epoch = run.progress.epoch  # The step is no known number: it may equal a process's count of batches.
-    run.log.doubts.look(metrics.of_hooks, {epoch, epoch + 1, *before})
+    run.log.doubts.warn_of_doubtful(metrics.hook_values, {epoch, epoch + 1, *before})
     for scheduler in run.optim.schedulers:
-        scheduler.take(values)
+        scheduler.store_monitor_value(values)
     return values

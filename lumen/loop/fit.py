@@ -11,17 +11,17 @@ from lumen.checkpoint.save.collect import check_additions, check_first_state
 from lumen.console import logger as _log
 from lumen.data.windows import AccumulationWindow
 from lumen.errors import DataError, TrainingError
-from lumen.loop.evaluate import evaluate, publish
-from lumen.loop.manual import manual_step
+from lumen.loop.evaluate import evaluate, publish_values
+from lumen.loop.manual import run_manual_step
 from lumen.loop.step import EpochSkipped, train_step
-from lumen.loop.step_in_parts import explain
-from lumen.metrics.step_values import for_loggers
-from lumen.metrics.torchmetrics_states import metrics_of
-from lumen.random import preserved_generators
-from lumen.run.configure_optimizers import check_held
+from lumen.loop.step_in_parts import explain_step_error
+from lumen.metrics.step_values import is_for_loggers
+from lumen.metrics.torchmetrics_states import find_metrics
+from lumen.random import preserve_generators
+from lumen.run.configure_optimizers import check_parameters_held
 from lumen.run.open_loaders import NO_TRAINING, open_loaders
 from lumen.run.run import Run
-from lumen.task.modes import Modes
+from lumen.task.modes import SavedModes
 
 
 class RolledBack(Exception):
@@ -40,14 +40,14 @@ class RolledBack(Exception):
     def __init__(self, run: Run, window: AccumulationWindow, before: int, after: int) -> None:
         super().__init__()
         end, size = run.progress.micro_batches, len(window.sizes)
-        self.left_out = [max(0, end - (before + 1) * size), end + after * size]
+        self.excluded = [max(0, end - (before + 1) * size), end + after * size]
 
 
 class StopRequested(Exception):
     """Stop of the run by a signal. A checkpoint of this step exists if checkpoints are on."""
 
 
-def train(run: Run) -> list[int] | None:
+def train_run(run: Run) -> list[int] | None:
     """Run epochs until a limit is reached, or a callback or a signal stops the run.
 
     Returns:
@@ -58,20 +58,20 @@ def train(run: Run) -> list[int] | None:
         StopRequested: A signal asked the run to stop.
     """
     run.log.share_metrics(run.task)
-    modes = Modes(run.task)
-    with modes.choosing():
+    modes = SavedModes(run.task)
+    with modes.keep_choices():
         for hook in run.hooks.on_train_start:
             hook()
     modes.warn_if_left_in_eval(run.optim.built["evaluating"])
-    if run.saves.are_on:
+    if run.saves.is_enabled:
         check_additions(run)
     asked = any(callback.reads_step_loss for callback in run.hooks.callbacks)
-    own_time = run.records.guard.own_time
-    run.step.start_weighing(run.task, run.log.gather, own_time.begin_sum, keeps_losses=asked)
-    (has_metrics,) = run.ending.agree(bool(metrics_of(run.task)))
+    own_time = run.records.guard.local_time
+    run.step.start_weighing(run.task, run.log.gather, own_time.start_sum, keeps_losses=asked)
+    (has_metrics,) = run.ending.vote_now(bool(find_metrics(run.task)))
     run.log.note_metrics(has_metrics=has_metrics)
     run.ending.start_clock()
-    run.records.goodput.train(run.progress.step)
+    run.records.goodput.begin_training(run.progress.step)
     ending = run.ending
     if ending.finished and run.progress.in_epoch:  # A kill came after the last checkpoint, before the epoch's end.
         end_epoch(run, complete=False)
@@ -79,10 +79,10 @@ def train(run: Run) -> list[int] | None:
         try:
             train_epoch(run)
         except RolledBack as asked:
-            return asked.left_out
-    run.records.goodput.enter("end")
+            return asked.excluded
+    run.records.goodput.enter_bucket("end")
     run.step.nonfinite.flush()
-    run.records.guard.settle()
+    run.records.guard.wait_for_comparison()
     run.processes.barrier()  # The files that one process has written exist for all processes from here on.
     for hook in run.hooks.on_train_end:
         hook()
@@ -95,29 +95,29 @@ def train_epoch(run: Run) -> None:
     fresh, weighted_before = not progress.in_epoch, run.step.weighted_windows
     if fresh:
         open_loaders(run)
-        run.loaders.measure()
+        run.loaders.measure_training()
         progress.begin_epoch()
         run.log.begin_epoch()
         run.step.seed_hooks(0)
         run.log.call_hooks("on_train_epoch_start")
-        check_held(run.task, run.optim.optimizer)  # Hooks may have replaced parameters.
+        check_parameters_held(run.task, run.optim.optimizer)  # Hooks may have replaced parameters.
     run.log.resume_epoch()
 
-    adapter = run.loaders.measure()  # Hooks may have changed the data.
-    limit = plan.limit("train", adapter)
-    windows = adapter.windows(0 if plan.same_batches else progress.epoch, progress.position, limit)
+    adapter = run.loaders.measure_training()  # Hooks may have changed the data.
+    limit = plan.get_limit("train", adapter)
+    windows = adapter.iterate_windows(0 if plan.same_batches else progress.epoch, progress.position, limit)
     window, skipped = next(windows, None), limit == 0
     if window is None and fresh and not (progress.step or skipped):
-        raise DataError(NO_TRAINING.format(adapter.nothing()))
-    make_step = train_step if run.optim.manual is None else manual_step
+        raise DataError(NO_TRAINING.format(adapter.explain_empty()))
+    make_step = train_step if run.optim.manual is None else run_manual_step
     over = False
     if progress.validation_due:  # The checkpoint was saved during a validation.
         run.ending.end_epoch(complete=window is None)
         over = finish_step(run, updated=True, last=window is None)
     while window is not None and not over:
         try:
-            if progress.left_out and is_left_out(run):
-                updated, fresh = leave_out(run, window), False  # An epoch without a step is no error here.
+            if progress.left_out and is_excluded_step(run):
+                updated, fresh = skip_excluded_window(run, window), False  # An epoch without a step is no error here.
             else:
                 updated = make_step(run, window)
         except EpochSkipped:
@@ -125,31 +125,31 @@ def train_epoch(run: Run) -> None:
             skipped = True
             break
         except Exception as error:
-            explain(run, error)
+            explain_step_error(run, error)
             raise
         if updated and run.saves.checks_update:
             check_first_state(run)
-        if run.ending.rolls_back is not None:
-            raise RolledBack(run, window, *run.ending.rolls_back)
+        if run.ending.rollback is not None:
+            raise RolledBack(run, window, *run.ending.rollback)
         if run.records.pending is not None:  # The values of an earlier step have arrived meanwhile.
-            run.records.write_row()
-        if guard.is_on:
-            guard.look()
+            run.records.write_pending_row()
+        if guard.is_enabled:
+            guard.finish_pending_comparison()
         if updated and progress.step % plan.log_every_n_steps == 0:
             run.records.log_step()
-            guard.begin()
+            guard.start_comparison()
         run.ending.decide_validation(window, run.loaders, updated=updated)
         over = finish_step(run, updated=updated, last=window.last)
-        if guard.is_on:
-            guard.own_time.start()
+        if guard.is_enabled:
+            guard.local_time.start()
         window = None if over else next(windows, None)
 
     if fresh and not over and run.step.weighted_windows == weighted_before:
-        say_empty_epoch(run, skipped=skipped)
+        report_empty_epoch(run, skipped=skipped)
     end_epoch(run, complete=not over)
 
 
-def say_empty_epoch(run: Run, *, skipped: bool) -> None:
+def report_empty_epoch(run: Run, *, skipped: bool) -> None:
     """Warn that an epoch has made no optimizer step.
 
     Args:
@@ -173,7 +173,7 @@ def say_empty_epoch(run: Run, *, skipped: bool) -> None:
             "end with `return loss`?"
         )
     else:
-        why = f"there was no batch: {run.loaders.measure().nothing()}."
+        why = f"there was no batch: {run.loaders.measure_training().explain_empty()}."
     if run.plan.max_epochs is None or not (skipped or progress.step):
         endless = ", so training would never end" if run.plan.max_epochs is None else ""
         raise TrainingError(f"epoch {progress.epoch} made no optimizer step{endless}: {why}")
@@ -184,18 +184,18 @@ def finish_step(run: Run, *, updated: bool, last: bool) -> bool:
     """Validate if due, then reach the boundary unless the epoch ends first. Returns True if the run is over."""
     validates = run.progress.validation_due
     if validates:
-        with run.records.goodput.within("evaluation"):
+        with run.records.goodput.measure_bucket("evaluation"):
             complete = evaluate(run, "validate")
         if complete:
-            run.ending.validation_done()
+            run.ending.note_validation()
             run.values.note_validation()
     if run.progress.validation_due:
         run.records.keep_row()
         return reach_boundary(run)
     for scheduler in run.optim.schedulers if updated else ():
         if scheduler.monitor is not None and scheduler.moves_at(run.progress.step):
-            run.values.show_step(scheduler, step_values(run))
-            run.values.move(scheduler)
+            run.values.show_step(scheduler, get_step_values(run))
+            run.values.step_scheduler(scheduler)
     return False if last else reach_boundary(run, after_hooks=validates)
 
 
@@ -210,21 +210,21 @@ def reach_boundary(run: Run, *, after_hooks: bool = False) -> bool:
         StopRequested: A signal asked the run to stop. Callbacks have saved their checkpoints.
     """
     if after_hooks:
-        run.ending.agree()
-    run.ending.tick()
+        run.ending.vote_now()
+    run.ending.read_clock()
     if run.ending.vote.now_s >= run.records.goodput.due_s:
-        run.records.goodput.write(run.progress.step)
+        run.records.goodput.write_line(run.progress.step)
     for hook in run.hooks.on_step_end if not run.progress.validation_due else ():  # A resumed run ends the step.
         hook()
-    if run.ending.is_asked or run.ending.asks_each_step:
-        run.ending.agree()
-    if run.ending.decide():
+    if run.ending.is_vote_requested or run.ending.votes_each_step:
+        run.ending.vote_now()
+    if run.ending.decide_end():
         run.records.log_last_step()
     for hook in run.hooks.on_step_checkpoint:
         hook()
-    run.end_boundary()
+    run.resume_epoch_logging()
     if run.ending.vote.stop_signal is not None:
-        run.records.write_row()
+        run.records.write_pending_row()
         raise StopRequested
     return run.ending.finished
 
@@ -236,57 +236,57 @@ def end_epoch(run: Run, *, complete: bool) -> None:
     """
     progress = run.progress
     run.ending.end_epoch(complete=complete)
-    run.records.write_row()
+    run.records.write_pending_row()
     run.step.seed_hooks(1)
-    run.log.weigh(1)
-    (has_values,) = run.ending.agree(run.log.train.has_values)
-    values = publish(run, run.log.train, run.log.gather if has_values else None)
+    run.log.set_weight(1)
+    (has_values,) = run.ending.vote_now(run.log.train.has_values)
+    values = publish_values(run, run.log.train, run.log.gather if has_values else None)
     if run.log.has_epoch_ends:
         run.log.call_hooks("on_train_epoch_end")
-        values = publish(run, run.log.train, run.log.gather)  # These include the values that the hooks logged.
-    run.records.write({name: values[name] for name in run.log.train.epoch_names(for_loggers)})
+        values = publish_values(run, run.log.train, run.log.gather)  # These include the values that the hooks logged.
+    run.records.write_values({name: values[name] for name in run.log.train.list_epoch_names(is_for_loggers)})
     run.log.train.reset_metrics()
     run.log.end_epoch()
     run.values.note_epoch()
     if complete:
         for scheduler in run.optim.schedulers:
             if scheduler.interval == "epoch" and (progress.epoch + 1) % scheduler.frequency == 0:
-                run.values.move(scheduler)
-        progress.next_epoch()
+                run.values.step_scheduler(scheduler)
+        progress.finish_epoch()
         reach_boundary(run, after_hooks=run.log.has_epoch_ends)
 
 
-def sanity_check(run: Run) -> None:
+def run_sanity_check(run: Run) -> None:
     """Run the first validation batches before training, and drop their values.
 
     Raises:
         StopRequested: A signal asked the run to stop.
     """
-    with preserved_generators():
+    with preserve_generators():
         for hook in run.hooks.on_sanity_check_start:
             hook()
-        with run.records.goodput.within("evaluation"):
+        with run.records.goodput.measure_bucket("evaluation"):
             complete = evaluate(run, "sanity")
         for hook in run.hooks.on_sanity_check_end:
             hook()
-    run.values.forget()
+    run.values.discard_newest()
     if not complete:
         raise StopRequested
 
 
-def step_values(run: Run) -> dict[str, float]:
+def get_step_values(run: Run) -> dict[str, float]:
     """Return the values that the step in progress has logged. Waits for the device. Collective."""
-    return {name: float(value) for name, value in run.log.train.step_values(gather=run.log.gather).items()}
+    return {name: float(value) for name, value in run.log.train.compute_step_values(gather=run.log.gather).items()}
 
 
-def is_left_out(run: Run) -> bool:
+def is_excluded_step(run: Run) -> bool:
     """Return True if the next step is left out of the training."""
     return any(begin <= run.progress.micro_batches < end for begin, end in run.progress.left_out)
 
 
-def leave_out(run: Run, window: AccumulationWindow) -> bool:
+def skip_excluded_window(run: Run, window: AccumulationWindow) -> bool:
     """Read the batches of a step without training on them. Returns False, because no update is made."""
     for _ in window:  # The workers deliver requested batches in order, so all must be read.
         pass
-    run.step.leave_out(window)
+    run.step.count_excluded(window)
     return False

@@ -1,6 +1,7 @@
 """`halve_on_oom`: compute a batch that does not fit into memory in parts.
 
-In training (`StepInParts`) the gradients of the parts sum to that of the whole micro-batch. In an evaluation (`Halves`)
+In training (`StepInParts`) the gradients of the parts sum to that of the whole micro-batch. In an evaluation
+(`HalvingEvaluation`)
 the values are those of a smaller batch size. At the end of the file are the hints for an error without this setting.
 """
 
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING, Any, final
 from torch import nn
 
 from lumen.console import logger as _log
-from lumen.data.nested import detached
-from lumen.data.parts import cut, joined, spans
+from lumen.data.nested import detach_all
+from lumen.data.parts import cut_batch, halve_spans, join_outputs
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.errors import ConfigError
-from lumen.internals.memory import drop_failed_backward, empty_device_cache, is_out_of_memory
-from lumen.loop.micro_batch import accumulate, mark, unnoticed
-from lumen.metrics.torchmetrics_states import load_metric_state, metric_state, metrics_of
+from lumen.internals.memory import empty_device_cache, free_failed_backward, is_out_of_memory
+from lumen.loop.micro_batch import accumulate_gradient, make_restore_point, undo_forward_effects
+from lumen.metrics.torchmetrics_states import copy_metric_state, find_metrics, load_metric_state
 from lumen.random import GeneratorStates
 from lumen.run.run import Run
 from lumen.task.steps import read_output
@@ -32,7 +33,7 @@ _HINT = (
     "Trainer(halve_on_oom=True) makes a micro-batch that does not fit in halves, with the gradient of the whole; a "
     "smaller batch_size with the same global_batch_size does so too."
 )
-_REFUSED = (
+_REFUSAL = (
     "halve_on_oom: the processes communicate in each forward (FSDP, SyncBatchNorm), so a process without memory "
     "cannot repeat one alone. Leave halve_on_oom out, or use strategy: ddp; a smaller batch_size of the loader with "
     "the same global_batch_size gives the same step."
@@ -56,9 +57,9 @@ class StepInParts:
     def __init__(self, run: Run, window: AccumulationWindow) -> None:
         self._run, self._window = run, window
         self._keeps_outputs = bool(run.hooks.on_train_batch_end)
-        self._done: list[tuple[MicroBatch, Any, GeneratorStates]] = []
+        self._finished_micro_batches: list[tuple[MicroBatch, Any, GeneratorStates]] = []
 
-    def accumulate(self, micro: MicroBatch, batch: Any) -> Any:
+    def accumulate_gradient(self, micro: MicroBatch, batch: Any) -> Any:
         """Add the gradient of a micro-batch; in the last one, sum gradients over the processes.
 
         Returns:
@@ -71,76 +72,80 @@ class StepInParts:
         """
         output = None
         if not micro.is_dummy:
-            self._done.append((micro, batch, GeneratorStates()))
-            output = self._compute(micro, batch)
-            self._run.log.weigh(micro.samples)
+            self._finished_micro_batches.append((micro, batch, GeneratorStates()))
+            output = self._compute_gradient(micro, batch)
+            self._run.log.set_weight(micro.samples)
         if micro.last:
             # No part may communicate, since an attempt may fail after it. So a dummy without a batch ends the step: its
             # backward of zero sums the gradients over the processes.
-            accumulate(self._run, micro.end(), None, self._run.step.weighting)
+            accumulate_gradient(self._run, micro.make_ending_dummy(), None, self._run.step.weighting)
         return output
 
-    def _compute(self, micro: MicroBatch, batch: Any) -> Any:
+    def _compute_gradient(self, micro: MicroBatch, batch: Any) -> Any:
         """Add the gradient of the newest micro-batch, in parts as large as fit."""
         run, largest = self._run, micro.samples
         logged, weighting, is_repeated = run.log.stage, run.step.weighting, False
         assert logged is not None
         while True:
-            before, counted, put_back = logged.mark(), weighting.mark(), mark(run)
+            before, counted, put_back = (
+                logged.make_restore_point(),
+                weighting.make_restore_point(),
+                make_restore_point(run),
+            )
             try:
                 if is_repeated:
-                    self._compute_again(self._done[:-1])
-                    self._done[-1][-1].restore()
-                return self._in_parts(micro, batch)
+                    self._recompute_gradients(self._finished_micro_batches[:-1])
+                    self._finished_micro_batches[-1][-1].restore()
+                return self._compute_in_parts(micro, batch)
             except RuntimeError as error:
                 largest = min(run.progress.fits or largest, largest)
-                run.step.shrink_parts(smaller(error, largest))  # This drops the loss and its graph too.
+                run.step.set_max_samples(halve_size(error, largest))  # This drops the loss and its graph too.
             # The error holds the tensors of the attempt, so their memory is free only after the except clause.
             is_repeated = True
-            logged.go_back(before)
+            logged.restore(before)
             put_back()
-            weighting.go_back(counted)
-            drop_failed_backward()
+            weighting.restore(counted)
+            free_failed_backward()
             empty_device_cache(run.strategy.device)
 
-    def _compute_again(self, done: Sequence[tuple[MicroBatch, Any, GeneratorStates]]) -> None:
+    def _recompute_gradients(self, done: Sequence[tuple[MicroBatch, Any, GeneratorStates]]) -> None:
         """Set the gradients to those of micro-batches that already count in the step."""
         run, weighting = self._run, self._run.step.weighting
         run.optim.zero_grad(run.progress.epoch, self._window.first_index)
         for micro, batch, states in done:
-            counted = weighting.mark()
+            counted = weighting.make_restore_point()
             states.restore()
-            with unnoticed(run):
-                self._in_parts(micro, batch, check=False)
-            weighting.go_back(counted)
+            with undo_forward_effects(run):
+                self._compute_in_parts(micro, batch, check=False)
+            weighting.restore(counted)
 
-    def _in_parts(self, micro: MicroBatch, batch: Any, *, check: bool = True) -> Any:
+    def _compute_in_parts(self, micro: MicroBatch, batch: Any, *, check: bool = True) -> Any:
         run, samples = self._run, micro.samples
-        parts = [*spans(0, samples, run.progress.fits or samples)]
+        parts = [*halve_spans(0, samples, run.progress.fits or samples)]
         outputs, sizes = [], []
         if len(parts) > 1:
-            run.step.weighting.plan_with_guess()
+            run.step.weighting.use_guess()
         for begin, end in parts:
             of_part, weight = batch, micro.weight
             if len(parts) > 1:
-                of_part, weight = cut(batch, samples, begin, end), weight_of_part(run, micro, begin, end)
-            run.log.weigh(end - begin)
-            part = micro.part(end - begin, weight)
-            output, _ = accumulate(run, part, of_part, run.step.weighting, check=check)
+                of_part, weight = cut_batch(batch, samples, begin, end), get_part_weight(run, micro, begin, end)
+            run.log.set_weight(end - begin)
+            part = micro.make_part(end - begin, weight)
+            output, _ = accumulate_gradient(run, part, of_part, run.step.weighting, check=check)
             if self._keeps_outputs and output is not None:
-                outputs.append(detached(output))
+                outputs.append(detach_all(output))
                 sizes.append(end - begin)
-        return joined_outputs(outputs, sizes) if outputs else None
+        return join_step_outputs(outputs, sizes) if outputs else None
 
 
-def weight_of_part(run: Run, micro: MicroBatch, begin: int, end: int) -> float:
+def get_part_weight(run: Run, micro: MicroBatch, begin: int, end: int) -> float:
     """Return the weight of some samples of a micro-batch, as known before their forward."""
-    if not run.step.weighting.by_task:
+    if not run.step.weighting.is_set_by_task:
         return end - begin
-    return float(run.task.batch_weight(cut(micro.batch, micro.samples, begin, end)))
+    return float(run.task.batch_weight(cut_batch(micro.batch, micro.samples, begin, end)))
 
 
-def smaller(error: RuntimeError, samples: int) -> int:
+def halve_size(error: RuntimeError, samples: int) -> int:
     """Return the number of samples to try after an error.
 
     Args:
@@ -157,7 +162,7 @@ def smaller(error: RuntimeError, samples: int) -> int:
     raise error
 
 
-def joined_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def join_step_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return what `training_step` would have returned for a whole micro-batch.
 
     Args:
@@ -166,23 +171,23 @@ def joined_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """
     losses, weights = zip(*map(read_output, outputs), strict=True)
     if len(outputs) == 1 or None in weights:
-        return outputs[0] if len(outputs) == 1 else joined(outputs, sizes, averages=True)
+        return outputs[0] if len(outputs) == 1 else join_outputs(outputs, sizes, averages=True)
     total = sum(weights)
     loss = sum(loss * (weight / total if total else 0.0) for loss, weight in zip(losses, weights, strict=True))
     if isinstance(outputs[0], tuple):
         return loss, total
     others = [{key: value for key, value in output.items() if key not in ("loss", "weight")} for output in outputs]
-    return joined(others, sizes, averages=True) | {"loss": loss, "weight": total}
+    return join_outputs(others, sizes, averages=True) | {"loss": loss, "weight": total}
 
 
-def agree_on_size(run: Run) -> set[int]:
+def reduce_max_samples(run: Run) -> set[int]:
     """Use the smallest size that fits on every process from here on. Collective: every rank must call this.
 
     Returns:
         The ranks on which a larger micro-batch did not fit.
     """
-    found = run.processes.gather((run.progress.fits, run.step.has_shrunk))
-    run.step.agree_on_parts(min(fits for fits, _ in found if fits))
+    found = run.processes.all_gather((run.progress.fits, run.step.has_shrunk))
+    run.step.apply_max_samples(min(fits for fits, _ in found if fits))
     return {rank for rank, (_, has_shrunk) in enumerate(found) if has_shrunk}
 
 
@@ -212,11 +217,11 @@ def check_halving(run: Run) -> None:
     """
     strategy, trains = run.strategy, run.stage == "fit" and run.processes.world_size > 1
     synced = trains and any(isinstance(module, nn.SyncBatchNorm) for module in run.task.modules())
-    if synced or strategy.communicates_in("forward") or strategy.communicates_in("evaluation"):
-        raise ConfigError(_REFUSED)
+    if synced or strategy.has_collectives_in("forward") or strategy.has_collectives_in("evaluation"):
+        raise ConfigError(_REFUSAL)
 
 
-def explain(run: Run, error: Exception) -> None:
+def explain_step_error(run: Run, error: Exception) -> None:
     """Add a hint to the error of a step that ran out of memory, or whose optimizer does not work here."""
     name = type(run.optim.optimizer).__name__
     if run.step.is_updating and run.strategy.shards:
@@ -251,7 +256,7 @@ _HINT_OF_EVALUATION = (
 
 
 @final
-class Halves:
+class HalvingEvaluation:
     """Evaluation steps, which are repeated with halves of the batch where memory does not suffice.
 
     Lumen restores what the attempt has logged, added to metrics and drawn: values are those of smaller batches, and
@@ -268,9 +273,9 @@ class Halves:
     def __init__(self, run: Run, stage: str, *, keeps_outputs: bool) -> None:
         self._run, self._keeps_outputs = run, keeps_outputs
         self._stage = "validate" if stage == "sanity" else stage
-        self._metrics = list(metrics_of(run.task).values())
+        self._metrics = list(find_metrics(run.task).values())
 
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch) -> Any:
+    def evaluate_batch(self, step: Callable[[Any], Any], batch: Any, micro: MicroBatch) -> Any:
         """Evaluate a batch, in halves if memory does not suffice.
 
         Args:
@@ -289,36 +294,36 @@ class Halves:
         try:
             return self._evaluate(step, batch, micro.samples, 0, micro.samples)
         finally:
-            self._run.log.weigh(micro.samples)
+            self._run.log.set_weight(micro.samples)
 
     def _evaluate(self, step: Callable[[Any], Any], batch: Any, samples: int, begin: int, end: int) -> Any:
         size = end - begin
-        self._run.log.weigh(size)
-        if size <= self._run.loaders.fits.get(self._stage, size):
-            put_back = mark_values(self._run, self._metrics)
+        self._run.log.set_weight(size)
+        if size <= self._run.loaders.max_samples_per_part.get(self._stage, size):
+            put_back = mark_logged_values(self._run, self._metrics)
             try:
-                return step(batch if size == samples else cut(batch, samples, begin, end))
+                return step(batch if size == samples else cut_batch(batch, samples, begin, end))
             except RuntimeError as error:
-                fits = smaller(error, size)
+                fits = halve_size(error, size)
             # The error holds the tensors of the attempt, so their memory is free only after the except clause.
             put_back()
             empty_device_cache(self._run.strategy.device)
-            remember_size(self._run, self._stage, fits)
+            set_max_samples(self._run, self._stage, fits)
         middle = begin + (size + 1) // 2
         halves = (begin, middle), (middle, end)
         outputs = [self._evaluate(step, batch, samples, *half) for half in halves]
         sizes = middle - begin, end - middle
-        return joined(outputs, sizes, averages=self._stage != "predict") if self._keeps_outputs else None
+        return join_outputs(outputs, sizes, averages=self._stage != "predict") if self._keeps_outputs else None
 
 
-def mark_values(run: Run, metrics: Sequence[Metric]) -> Callable[[], None]:
+def mark_logged_values(run: Run, metrics: Sequence[Metric]) -> Callable[[], None]:
     """Return a function that restores logged values, metrics and random states as they are now."""
     logged, drawn = run.log.stage, GeneratorStates()
     assert logged is not None
-    mark, states = logged.mark(), [(metric, metric_state(metric)) for metric in metrics]
+    mark, states = logged.make_restore_point(), [(metric, copy_metric_state(metric)) for metric in metrics]
 
     def put_back() -> None:
-        logged.go_back(mark)
+        logged.restore(mark)
         drawn.restore()
         for metric, state in states:
             load_metric_state(metric, state)
@@ -326,19 +331,19 @@ def mark_values(run: Run, metrics: Sequence[Metric]) -> Callable[[], None]:
     return put_back
 
 
-def remember_size(run: Run, stage: str, fits: int) -> None:
+def set_max_samples(run: Run, stage: str, max_samples: int) -> None:
     """Evaluate no larger part of a batch in this stage again."""
-    if not run.loaders.fits:
+    if not run.loaders.max_samples_per_part:
         _log.warning(
             "a batch of more than %d samples does not fit into memory: it is evaluated in halves, as later ones are. A "
             "smaller batch_size of the evaluation loader gives the same values",
-            fits,
+            max_samples,
         )
-    run.loaders.shrink_parts(stage, fits)
+    run.loaders.set_max_samples(stage, max_samples)
 
 
 @contextmanager
-def explained(run: Run) -> Iterator[None]:
+def explain_memory_errors(run: Run) -> Iterator[None]:
     """Add a hint to an out-of-memory error of an evaluation in this context."""
     try:
         yield

@@ -16,20 +16,29 @@ import torch
 from torch import nn
 
 from lumen.errors import ConfigError
-from lumen.metrics.log_call import Given, HookValue, LogOptions, as_metric, as_number, check_name, log_options
-from lumen.metrics.step_values import Accumulator, Latest, agreed, by_name, floats, means, number, of_ranks
-from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, metrics_of
+from lumen.metrics.log_call import Given, HookValue, LogOptions, as_metric, as_number, check_name, resolve_options
+from lumen.metrics.step_values import (
+    Accumulator,
+    Latest,
+    compute_means,
+    get_common_value,
+    group_by_name,
+    merge_ranks,
+    read_floats,
+    read_number,
+)
+from lumen.metrics.torchmetrics_states import Gather, compute_over_ranks, find_metrics
 
 if TYPE_CHECKING:  # The import takes longer than that of Lumen. A user who logs a metric has imported torchmetrics.
     from torchmetrics import Metric
 
 
-#: State of a collector, as `StageMetrics.mark` returns it.
-Mark = tuple[dict[str, "_Entry"], dict[str, str], dict[tuple[int, str], str], bool]
+#: State of a collector, as `StageMetrics.make_restore_point` returns it.
+Mark = tuple[dict[str, "_LoggedEntry"], dict[str, str], dict[tuple[int, str], str], bool]
 
 
 @final
-class _Entry:
+class _LoggedEntry:
     """All values logged under one name."""
 
     __slots__ = ("epoch", "how", "is_tensor", "latest", "loaders", "metric", "options", "window")
@@ -44,7 +53,7 @@ class _Entry:
         self.latest: list[tuple[float | torch.Tensor, float]] = []
         self.window = -1
 
-    def copied(self) -> _Entry:
+    def copy(self) -> _LoggedEntry:
         """Return a copy that later values do not change."""
         entry = copy(self)
         entry.latest, entry.epoch = list(self.latest), copy(self.epoch)
@@ -52,7 +61,7 @@ class _Entry:
         return entry
 
 
-class _Report(NamedTuple):
+class _RankReport(NamedTuple):
     """The values of one name on one rank, as sent to the other ranks."""
 
     options: LogOptions
@@ -76,27 +85,30 @@ class StageMetrics:
         window: Number of the optimizer step (or evaluation batch) in progress. Values logged in the same window are
             averaged into one step value.
         closed: True once the values of the epoch are published, so that a value logged now would be lost.
-        of_hooks: Values that each process has logged outside of steps, by name; set by `epoch_values` with a `gather`.
+        of_hooks: Values that each process has logged outside of steps, by name; set by `compute_epoch_values` with a
+            `gather`.
     """
 
     def __init__(self) -> None:
         self.window = 0
         self.closed = False
-        self.of_hooks: dict[str, HookValue] = {}
-        self._entries: dict[str, _Entry] = {}
+        self.hook_values: dict[str, HookValue] = {}
+        self._entries: dict[str, _LoggedEntry] = {}
         self._owners: dict[str, str] = {}  # logged name by published name
-        self._fed: dict[tuple[int, str], str] = {}  # logged name by metric object and name without loader suffix
+        self._updated_metrics: dict[
+            tuple[int, str], str
+        ] = {}  # logged name by metric object and name without loader suffix
         self._how: Given | None = None  # arguments of the call parsed last
         self._options: LogOptions
         self._has_steps = False  # True if values of single steps are logged
         self._computed: tuple[Any, list[Any]] | None = None  # update counts of all ranks, and the metrics' values
 
     @classmethod
-    def of_options(cls, options: Mapping[str, Mapping[str, Any]]) -> StageMetrics:
-        """Make a collector without values from the names and options that `options` returned."""
+    def from_options(cls, options: Mapping[str, Mapping[str, Any]]) -> StageMetrics:
+        """Make a collector without values from the names and options that `get_options` returned."""
         metrics = cls()
         for name, each in options.items():
-            metrics._add(name, _Entry(LogOptions(**each), None))
+            metrics._register_entry(name, _LoggedEntry(LogOptions(**each), None))
         return metrics
 
     def begin_window(self) -> None:
@@ -132,14 +144,14 @@ class StageMetrics:
         if options.on_epoch and entry.metric is None:
             entry.epoch.add(number, weight)
 
-    def _entry_for(self, name: str, value: Any, how: Given) -> _Entry:
+    def _entry_for(self, name: str, value: Any, how: Given) -> _LoggedEntry:
         entry = self._entries.get(name)
         if how != self._how:
-            self._options = log_options(name, how)
+            self._options = resolve_options(name, how)
             self._how = how
         options = self._options
         if entry is None:
-            entry = self._new_entry(name, value, options)
+            entry = self._make_entry(name, value, options)
         elif entry.options != options:
             raise ConfigError(
                 f"self.log({name!r}) was called with {options} after {entry.options}. "
@@ -150,33 +162,33 @@ class StageMetrics:
             entry.loaders += (loader,)
         return entry
 
-    def _new_entry(self, name: str, value: Any, options: LogOptions) -> _Entry:
+    def _make_entry(self, name: str, value: Any, options: LogOptions) -> _LoggedEntry:
         check_name(name)
         metric = as_metric(name, value)
-        other = self._fed.get((id(metric), name.removesuffix(options.suffix)))
+        other = self._updated_metrics.get((id(metric), name.removesuffix(options.suffix)))
         if other is not None:
             raise ConfigError(
                 f"self.log({name!r}): this {type(metric).__name__} is logged as {other!r} too. Fed by two loaders, "
                 "one metric gives the value of neither; make one metric for each loader."
             )
-        for published in options.published(name):
+        for published in options.list_published_names(name):
             if published in self._owners:
                 raise ConfigError(
                     f"self.log({name!r}): {self._owners[published]!r} is logged as {published!r} already, since it has "
                     "values of steps and of epochs. Use another name."
                 )
-        return self._add(name, _Entry(options, metric, is_tensor=isinstance(value, torch.Tensor)))
+        return self._register_entry(name, _LoggedEntry(options, metric, is_tensor=isinstance(value, torch.Tensor)))
 
-    def _add(self, name: str, entry: _Entry) -> _Entry:
+    def _register_entry(self, name: str, entry: _LoggedEntry) -> _LoggedEntry:
         """Register a name, and the names under which its values can be read."""
         self._entries[name] = entry
-        for published in entry.options.published(name):
+        for published in entry.options.list_published_names(name):
             self._owners[published] = name
         if entry.metric is not None:
-            self._fed[id(entry.metric), name.removesuffix(entry.options.suffix)] = name
+            self._updated_metrics[id(entry.metric), name.removesuffix(entry.options.suffix)] = name
         return entry
 
-    def step_values(
+    def compute_step_values(
         self, keep: Callable[[LogOptions], bool] = lambda _: True, gather: Gather | None = None
     ) -> dict[str, float | torch.Tensor]:
         """Return the weighted mean of each name over the window in progress, as `x_step` if `x_epoch` exists too.
@@ -191,12 +203,12 @@ class StageMetrics:
         """
         if not self._has_steps and gather is None:
             return {}
-        latest = self.latest()
+        latest = self.get_latest()
         if gather is not None:
-            latest = of_ranks(gather(floats(latest)))
-        return means(latest, keep)
+            latest = merge_ranks(gather(read_floats(latest)))
+        return compute_means(latest, keep)
 
-    def latest(self) -> Latest:
+    def get_latest(self) -> Latest:
         """Return the values of single steps that this process has logged in the window in progress."""
         return {
             name: (entry.options, entry.latest)
@@ -209,32 +221,36 @@ class StageMetrics:
         """True if this process has logged any value."""
         return bool(self._entries)
 
-    def epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
-        """Return the names of `epoch_values`, without computing a value."""
+    def list_epoch_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> list[str]:
+        """Return the names of `compute_epoch_values`, without computing a value."""
         return [
-            entry.options.variant(name, "epoch") if entry.options.on_step else name
+            entry.options.get_variant_name(name, "epoch") if entry.options.on_step else name
             for name, entry in self._entries.items()
             if entry.options.on_epoch and keep(entry.options)
         ]
 
     def loaders(self) -> dict[str, tuple[str, ...]]:
-        """Return the suffixes of the loaders for which each name of `epoch_values` was logged; "" for no loader."""
+        """Return the suffixes of the loaders for which each name of `compute_epoch_values` was logged; "" for no loader."""
         entries = [entry for entry in self._entries.values() if entry.options.on_epoch]
-        return {name: entry.loaders for name, entry in zip(self.epoch_names(), entries, strict=True)}
+        return {name: entry.loaders for name, entry in zip(self.list_epoch_names(), entries, strict=True)}
 
-    def of_steps(self) -> dict[str, str]:
+    def map_step_names(self) -> dict[str, str]:
         """Return the epoch name for each name with values of single steps: `x_epoch` for `x` and `x_step`."""
         return {
-            each: entry.options.variant(name, "epoch")
+            each: entry.options.get_variant_name(name, "epoch")
             for name, entry in self._entries.items()
-            for each in ((name, entry.options.variant(name, "step")) if entry.options.on_step else ())
+            for each in ((name, entry.options.get_variant_name(name, "step")) if entry.options.on_step else ())
         }
 
-    def published(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> dict[str, tuple[str, ...]]:
+    def map_published_names(self, keep: Callable[[LogOptions], bool] = lambda _: True) -> dict[str, tuple[str, ...]]:
         """Return the published names of each logged name, the name of step values first."""
-        return {name: entry.options.published(name) for name, entry in self._entries.items() if keep(entry.options)}
+        return {
+            name: entry.options.list_published_names(name)
+            for name, entry in self._entries.items()
+            if keep(entry.options)
+        }
 
-    def epoch_values(self, model: nn.Module, gather: Gather | None = None) -> dict[str, float]:
+    def compute_epoch_values(self, model: nn.Module, gather: Gather | None = None) -> dict[str, float]:
         """Return the value of each name over the epoch, as `x_epoch` if `x_step` exists too. Waits for the device.
 
         The collected values do not change, so the epoch can continue. Names that only other ranks have logged are
@@ -248,7 +264,7 @@ class StageMetrics:
         Raises:
             ConfigError: A metric does not compute one number, or ranks log one name in different ways.
         """
-        computed = self._compute() if gather is None else self._compute_over_ranks(model, gather)
+        computed = self._compute_locally() if gather is None else self._compute_over_ranks(model, gather)
         for name, value in computed.items():
             metric = self._entries[name].metric
             if metric is not None and not (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -256,9 +272,9 @@ class StageMetrics:
                     f"self.log({name!r}, metric): {type(metric).__name__}.compute() gives "
                     f"{type(value).__name__} instead of one number. Log its parts in on_..._epoch_end."
                 )
-        return dict(zip(self.epoch_names(), map(float, computed.values()), strict=True))
+        return dict(zip(self.list_epoch_names(), map(float, computed.values()), strict=True))
 
-    def _compute(self) -> dict[str, Any]:
+    def _compute_locally(self) -> dict[str, Any]:
         """Compute the values of the epoch from this process alone."""
         return {
             name: entry.epoch.compute() if entry.metric is None else entry.metric.compute()
@@ -268,23 +284,25 @@ class StageMetrics:
 
     def _compute_over_ranks(self, model: nn.Module, gather: Gather) -> dict[str, Any]:
         """Compute the values of the epoch over all ranks, and register all names on this rank."""
-        modules = metrics_of(model)
+        modules = find_metrics(model)
         counts = [module._update_count for module in modules.values()]
         places = {id(module): place for place, module in modules.items()}
-        answers = gather(({name: _report(entry, places) for name, entry in self._entries.items()}, counts))
-        reports = by_name([report for report, _ in answers])
+        answers = gather(({name: _make_report(entry, places) for name, entry in self._entries.items()}, counts))
+        reports = group_by_name([report for report, _ in answers])
         for name, ranks in reports.items():
-            _, kind, place = agreed(name, [report[:3] for report in ranks])
+            _, kind, place = get_common_value(name, [report[:3] for report in ranks])
             if kind is not None and place is None:
                 raise ConfigError(
                     f"self.log({name!r}): the {kind} is no part of the task, so the processes cannot find each "
                     "other's. Make it an attribute of the task (a list of them an nn.ModuleList)."
                 )
             if name not in self._entries:
-                self._add(name, _Entry(ranks[0].options, None if place is None else modules[place]))
+                self._register_entry(
+                    name, _LoggedEntry(ranks[0].get_options, None if place is None else modules[place])
+                )
             self._entries[name].loaders = tuple(dict.fromkeys(chain.from_iterable(each.loaders for each in ranks)))
         self._entries = {name: self._entries[name] for name in reports}  # the same order on all ranks
-        self.of_hooks = {
+        self.hook_values = {
             name: HookValue(entry.options.hook, [report.mean for report in reports[name]], entry.is_tensor)
             for name, entry in self._entries.items()
             if entry.options.hook
@@ -297,7 +315,7 @@ class StageMetrics:
         return {
             name: next(values)
             if entry.metric
-            else Accumulator.of_ranks(entry.options.reduce_fx, [report.sums for report in reports[name]]).compute()
+            else Accumulator.from_ranks(entry.options.reduce_fx, [report.sums for report in reports[name]]).compute()
             for name, entry in self._entries.items()
             if entry.options.on_epoch
         }
@@ -308,16 +326,16 @@ class StageMetrics:
             if entry.metric is not None:
                 entry.metric.reset()
 
-    def mark(self) -> Mark:
-        """Return a copy of the collected values for `go_back`, without the states of metric objects."""
-        entries = {name: entry.copied() for name, entry in self._entries.items()}
-        return entries, dict(self._owners), dict(self._fed), self._has_steps
+    def make_restore_point(self) -> Mark:
+        """Return a copy of the collected values for `restore`, without the states of metric objects."""
+        entries = {name: entry.copy() for name, entry in self._entries.items()}
+        return entries, dict(self._owners), dict(self._updated_metrics), self._has_steps
 
-    def go_back(self, mark: Mark) -> None:
-        """Restore the collected values that `mark` returned. Each mark can be restored once."""
-        self._entries, self._owners, self._fed, self._has_steps = mark
+    def restore(self, mark: Mark) -> None:
+        """Restore the collected values that `make_restore_point` returned. Each mark can be restored once."""
+        self._entries, self._owners, self._updated_metrics, self._has_steps = mark
 
-    def options(self) -> dict[str, dict[str, Any]]:
+    def get_options(self) -> dict[str, dict[str, Any]]:
         """Return as plain data the options of names with step values and of names that loggers do not get."""
         found = {name: entry.options for name, entry in self._entries.items()}
         return {name: each._asdict() for name, each in found.items() if each.on_step or not each.logger}
@@ -338,7 +356,7 @@ class StageMetrics:
                     f"self.log({name!r}): the {type(entry.metric).__name__} is no part of the task, so no checkpoint "
                     "can hold it. Make it an attribute of the task (a list of them an nn.ModuleList)."
                 )
-        newest = floats(self.latest())
+        newest = read_floats(self.get_latest())
         return {
             name: {
                 "options": dict(entry.options._asdict()),
@@ -355,13 +373,13 @@ class StageMetrics:
         """Restore a state that `state_dict` returned."""
         for name, saved in state.items():
             metric = None if saved["metric"] is None else metric_named(saved["metric"])
-            entry = self._add(name, _Entry(LogOptions(**saved["options"]), metric))
+            entry = self._register_entry(name, _LoggedEntry(LogOptions(**saved["options"]), metric))
             entry.epoch = Accumulator.from_state(saved["epoch"], device)
             if latest := saved.get("latest"):
-                entry.latest = [(number(each), number(weight)) for each, weight in latest]
+                entry.latest = [(read_number(each), read_number(weight)) for each, weight in latest]
                 entry.window, self._has_steps = self.window, True
 
 
-def _report(entry: _Entry, places: Mapping[int, str]) -> _Report:
+def _make_report(entry: _LoggedEntry, places: Mapping[int, str]) -> _RankReport:
     kind = None if entry.metric is None else type(entry.metric).__name__
-    return _Report(entry.options, kind, places.get(id(entry.metric)), entry.epoch.sums(), entry.loaders)
+    return _RankReport(entry.options, kind, places.get(id(entry.metric)), entry.epoch.get_sums(), entry.loaders)

@@ -31,7 +31,7 @@ class HookValue(NamedTuple):
 
 
 @final
-class Doubts:
+class PartialValueWarnings:
     """Warnings, once per name, of values that probably cover only a part of the samples.
 
     Outside of steps a number has no weight. So its mean over the processes is right only if the number is by nature
@@ -41,9 +41,9 @@ class Doubts:
     """
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._warned_names: set[str] = set()
 
-    def look(self, values: Mapping[str, HookValue], known: Container[float]) -> None:
+    def warn_of_doubtful(self, values: Mapping[str, HookValue], known: Container[float]) -> None:
         """Warn of doubtful values of an epoch.
 
         Args:
@@ -51,8 +51,8 @@ class Doubts:
             known: Numbers that are by nature equal on all processes, such as computed metrics.
         """
         for name, value in values.items():
-            if name not in self._told and _is_doubtful(value, known):
-                self._told.add(name)
+            if name not in self._warned_names and _is_doubtful(value, known):
+                self._warned_names.add(name)
                 _log.warning(
                     "%s logs %r as a number of each process (%s): the value is their mean, whatever samples they stand "
                     'for. Say what it is, by self.log(..., reduce_fx="sum"), "min" or "max"; "mean" if it is the same '
@@ -77,7 +77,7 @@ def _are_equal(one: float, other: float) -> bool:
 
 Reduction = Literal["mean", "sum", "min", "max"]
 #: Functions and other names for a reduction, as in Lightning.
-_MEANT: Mapping[Any, Reduction] = {
+_REDUCTION_NAMES: Mapping[Any, Reduction] = {
     torch.mean: "mean", "avg": "mean", torch.sum: "sum", sum: "sum", torch.min: "min", torch.amin: "min", min: "min",
     torch.max: "max", torch.amax: "max", max: "max",
 }  # fmt: skip
@@ -94,23 +94,23 @@ class LogOptions(NamedTuple):
     suffix: str = ""  # the suffix of the loader in the name, if several loaders log one name
     hook: str = ""  # name of the hook outside of steps, for a number of one process without weight and `reduce_fx`
 
-    def variant(self, name: str, of: str) -> str:
+    def get_variant_name(self, name: str, of: str) -> str:
         """Return `x_step` or `x_epoch` for the name `x`. The suffix stays at the end."""
         return f"{name.removesuffix(self.suffix)}_{of}{self.suffix}"
 
-    def published(self, name: str) -> tuple[str, ...]:
+    def list_published_names(self, name: str) -> tuple[str, ...]:
         """Return the names under which the values of a logged name can be read."""
         if self.on_step and self.on_epoch:
-            return self.variant(name, "step"), self.variant(name, "epoch")
+            return self.get_variant_name(name, "step"), self.get_variant_name(name, "epoch")
         return (name,) if self.on_step or self.on_epoch else ()
 
 
-#: Arguments of a call of `self.log`, with the place of the call; see `log_options`. A plain tuple is fast to build and
-#: to compare with that of the last call, which every call does.
+#: Arguments of a call of `self.log`, with the place of the call; see `resolve_options`. A plain tuple is fast to build
+#: and to compare with that of the last call, which every call does.
 Given = tuple[bool, bool | None, bool | None, bool, bool | None, Any, bool, str, str]
 
 
-def log_options(name: str, how: Given) -> LogOptions:
+def resolve_options(name: str, how: Given) -> LogOptions:
     """Return the options of a call of `self.log`. If `on_step` or `on_epoch` is None, the place of the call decides.
 
     Args:
@@ -130,7 +130,7 @@ def log_options(name: str, how: Given) -> LogOptions:
             raise ConfigError(f"self.log({name!r}, {option}={given!r}): expected True or False.")
     reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
     with suppress(TypeError):  # `reduce_fx` may have no hash.
-        reduction = _MEANT.get(reduction, reduction)
+        reduction = _REDUCTION_NAMES.get(reduction, reduction)
     if not (isinstance(reduction, str) and reduction in get_args(Reduction)):
         raise ConfigError(
             f"self.log({name!r}, reduce_fx={reduce_fx!r}): expected one of {', '.join(get_args(Reduction))}, or "
@@ -163,7 +163,7 @@ def check_name(name: Any) -> None:
     check_column(name, f"self.log({name!r})")
 
 
-def unknown_option(names: Iterable[str], known: Iterable[str]) -> ConfigError:
+def make_unknown_option_error(names: Iterable[str], known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown keyword argument of `self.log`, with the argument to use instead."""
     name = next(iter(names))
     close = difflib.get_close_matches(name, known)
@@ -171,7 +171,7 @@ def unknown_option(names: Iterable[str], known: Iterable[str]) -> ConfigError:
     return ConfigError(f"self.log has no argument {name}. {hint}")
 
 
-def items_of(values: Any) -> Iterable[tuple[Any, Any]]:
+def iterate_items(values: Any) -> Iterable[tuple[Any, Any]]:
     """Return the names and values in the argument of `self.log_dict`.
 
     Raises:
@@ -224,7 +224,7 @@ def as_metric(name: str, value: Any) -> Metric | None:
 
     if isinstance(value, Metric):
         return value
-    raise _refusal(name, value)
+    raise _make_value_error(name, value)
 
 
 def as_number(name: str, value: Any) -> float | torch.Tensor:
@@ -237,7 +237,7 @@ def as_number(name: str, value: Any) -> float | torch.Tensor:
         return value.item()
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Real):
-            raise _refusal(name, value)
+            raise _make_value_error(name, value)
         try:
             return float(value)
         except OverflowError:
@@ -258,7 +258,7 @@ def as_number(name: str, value: Any) -> float | torch.Tensor:
     return value.detach().reshape(()).to(torch.float64, copy=True)
 
 
-def _refusal(name: str, value: Any) -> ConfigError:
+def _make_value_error(name: str, value: Any) -> ConfigError:
     if isinstance(value, str):
         more = " A text goes to the loggers: logger.log_text."
     elif hasattr(value, "items"):

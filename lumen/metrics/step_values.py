@@ -40,31 +40,31 @@ class Accumulator:
         if isinstance(value, torch.Tensor):
             self.pending.append((value, weight))
             if len(self.pending) == _FOLD_AT:
-                self.total, self.pending = self._folded(), []
+                self.total, self.pending = self._compute_folded(), []
         else:
-            self.total = self._fold(self.total, value, weight)
+            self.total = self._fold_value(self.total, value, weight)
 
     def compute(self) -> float | torch.Tensor:
         """Return the reduced value: a float, or a float64 tensor on an accelerator; NaN for a mean over nothing."""
-        total = self._folded()
+        total = self._compute_folded()
         if self.reduction != "mean":
             return total
         return total / self.weight if self.weight else math.nan
 
-    def sums(self) -> tuple[float, float]:
-        """Return total and weight as plain numbers, for `of_ranks`. Waits for the device."""
-        return float(self._folded()), self.weight
+    def get_sums(self) -> tuple[float, float]:
+        """Return total and weight as plain numbers, for `merge_ranks`. Waits for the device."""
+        return float(self._compute_folded()), self.weight
 
     @classmethod
-    def of_ranks(cls, reduction: Reduction, sums: Iterable[tuple[float, float]]) -> Accumulator:
-        """Make an accumulator over the values of all ranks, from the `sums` of each rank."""
+    def from_ranks(cls, reduction: Reduction, sums: Iterable[tuple[float, float]]) -> Accumulator:
+        """Make an accumulator over the values of all ranks, from the `get_sums` of each rank."""
         accumulator = cls(reduction)
         for total, weight in sums:
-            accumulator.total = accumulator._fold(accumulator.total, total, 1.0)
+            accumulator.total = accumulator._fold_value(accumulator.total, total, 1.0)
             accumulator.weight += weight
         return accumulator
 
-    def _fold(self, total: Any, value: Any, weight: float) -> Any:
+    def _fold_value(self, total: Any, value: Any, weight: float) -> Any:
         if self.reduction == "mean":
             return total + value * weight
         if self.reduction == "sum":
@@ -76,12 +76,12 @@ class Accumulator:
         beats = value < total if self.reduction == "min" else value > total
         return value if beats or value != value else total  # NaN stays NaN, as in torch
 
-    def _folded(self) -> float | torch.Tensor:
+    def _compute_folded(self) -> float | torch.Tensor:
         if not self.pending:
             return self.total
         values = torch.stack([value for value, _ in self.pending])
         if self.reduction in ("min", "max"):
-            return self._fold(self.total, getattr(values, self.reduction)(), 1.0)  # type: ignore[no-any-return]
+            return self._fold_value(self.total, getattr(values, self.reduction)(), 1.0)  # type: ignore[no-any-return]
         if self.reduction == "mean":
             values = values * torch.tensor([weight for _, weight in self.pending], dtype=torch.float64).to(
                 values.device, non_blocking=True
@@ -97,15 +97,15 @@ class Accumulator:
     def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Accumulator:
         """Make an accumulator from a state that `state_dict` returned."""
         accumulator = cls(state["reduction"])
-        accumulator.total, accumulator.weight = number(state["total"]), number(state["weight"])
+        accumulator.total, accumulator.weight = read_number(state["total"]), read_number(state["weight"])
         accumulator.pending = [
-            (torch.tensor(value, dtype=torch.float64, device=device), number(weight))
+            (torch.tensor(value, dtype=torch.float64, device=device), read_number(weight))
             for value, weight in state["pending"]
         ]
         return accumulator
 
 
-def number(value: Any) -> float:
+def read_number(value: Any) -> float:
     """Check that a value from a checkpoint is a number, and return it.
 
     Raises:
@@ -130,24 +130,24 @@ class HostCopy(Generic[K]):
     def __init__(self, values: Mapping[K, float | torch.Tensor]) -> None:
         tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
         self._values: dict[K, float | torch.Tensor] = {**values, **tensors}
-        self._under_way = [
-            _copy({name: tensor for name, tensor in tensors.items() if tensor.device == device})
+        self._copies = [
+            _start_copy({name: tensor for name, tensor in tensors.items() if tensor.device == device})
             for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         ]
 
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         """Return True if all copies have arrived, so that `read` does not wait."""
-        return all(event.query() for *_, event in self._under_way)  # type: ignore[no-untyped-call]
+        return all(event.query() for *_, event in self._copies)  # type: ignore[no-untyped-call]
 
     def read(self) -> dict[K, float]:
         """Return the numbers by key. Waits for the copies."""
-        for names, host, event in self._under_way:
+        for names, host, event in self._copies:
             event.synchronize()
             self._values |= zip(names, host.tolist(), strict=True)
         return {name: float(value) for name, value in self._values.items()}
 
 
-def _copy(values: Mapping[K, torch.Tensor]) -> tuple[list[K], torch.Tensor, torch.cuda.Event]:
+def _start_copy(values: Mapping[K, torch.Tensor]) -> tuple[list[K], torch.Tensor, torch.cuda.Event]:
     """Begin to copy numbers of one device. Returns their keys, their pinned tensor and the event of their arrival."""
     stacked = torch.stack([tensor.reshape(()).double() for tensor in values.values()])
     host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
@@ -186,8 +186,8 @@ class PendingStepLog:
             values[_NORM] = grad_norm
         self._copy = HostCopy(values)
 
-    def values(self, gather: Gather | None) -> dict[str, float]:
-        """Return the values for loggers, as `StageMetrics.step_values` does.
+    def get_values(self, gather: Gather | None) -> dict[str, float]:
+        """Return the values for loggers, as `StageMetrics.compute_step_values` does.
 
         Waits for the device. Collective if `gather` is not None.
         """
@@ -198,32 +198,35 @@ class PendingStepLog:
                 name: (options, [(read.get((name, k), value), weight) for k, (value, weight) in enumerate(pairs)])
                 for name, (options, pairs) in latest.items()
             }
-        found = means(latest if gather is None else of_ranks(gather(latest)), for_loggers)
+        found = compute_means(latest if gather is None else merge_ranks(gather(latest)), is_for_loggers)
         values = {name: float(value) for name, value in found.items()}
         if _NORM in read:
             values.setdefault("grad_norm", read[_NORM])  # A value that the user logs by this name has priority.
         return values
 
 
-def for_loggers(options: LogOptions) -> bool:
+def is_for_loggers(options: LogOptions) -> bool:
     """Return True if loggers get a name."""
     return options.logger
 
 
-def for_the_bar(options: LogOptions) -> bool:
+def is_for_progress_bar(options: LogOptions) -> bool:
     """Return True if the progress bar shows a name."""
     return options.prog_bar
 
 
-def of_ranks(ranks: Sequence[Latest]) -> Latest:
+def merge_ranks(ranks: Sequence[Latest]) -> Latest:
     """Merge the values that all ranks have logged in a step, in the order of a single process."""
     return {
-        name: (agreed(name, [options for options, _ in each]), _in_turn([values for _, values in each]))
-        for name, each in by_name(ranks).items()
+        name: (
+            get_common_value(name, [options for options, _ in each]),
+            _interleave_ranks([values for _, values in each]),
+        )
+        for name, each in group_by_name(ranks).items()
     }
 
 
-def floats(latest: Latest) -> Latest:
+def read_floats(latest: Latest) -> Latest:
     """Convert every tensor to a float. Waits for the device."""
     return {
         name: (options, [(float(value), weight) for value, weight in pairs])
@@ -231,25 +234,25 @@ def floats(latest: Latest) -> Latest:
     }
 
 
-def means(latest: Latest, keep: Callable[[LogOptions], bool]) -> dict[str, float | torch.Tensor]:
+def compute_means(latest: Latest, keep: Callable[[LogOptions], bool]) -> dict[str, float | torch.Tensor]:
     """Return the weighted mean (or other reduction) of each name whose options `keep` accepts."""
     values: dict[str, float | torch.Tensor] = {}
     for name, (options, pairs) in latest.items():
         if keep(options):
-            values[options.variant(name, "step") if options.on_epoch else name] = (
-                pairs[0][0] if len(pairs) == 1 else _reduced(pairs, options.reduce_fx)
+            values[options.get_variant_name(name, "step") if options.on_epoch else name] = (
+                pairs[0][0] if len(pairs) == 1 else _reduce_pairs(pairs, options.reduce_fx)
             )
     return values
 
 
-def _reduced(pairs: Iterable[tuple[float | torch.Tensor, float]], reduction: Reduction) -> float | torch.Tensor:
+def _reduce_pairs(pairs: Iterable[tuple[float | torch.Tensor, float]], reduction: Reduction) -> float | torch.Tensor:
     window = Accumulator(reduction)
     for value, weight in pairs:
         window.add(value, weight)
     return window.compute()
 
 
-def by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
+def group_by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
     """Collect the values of all ranks by name, in rank order; a rank without the name is left out."""
     found: dict[str, list[T]] = {}
     for rank in ranks:
@@ -258,7 +261,7 @@ def by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
     return found
 
 
-def agreed(name: str, ranks: Sequence[T]) -> T:
+def get_common_value(name: str, ranks: Sequence[T]) -> T:
     """Check that the values of all ranks are equal, and return the value.
 
     Raises:
@@ -273,6 +276,6 @@ def agreed(name: str, ranks: Sequence[T]) -> T:
     return ranks[0]
 
 
-def _in_turn(ranks: Iterable[Iterable[T]]) -> list[T]:
+def _interleave_ranks(ranks: Iterable[Iterable[T]]) -> list[T]:
     """Interleave the ranks: the first value of each rank, the second of each, and so on, as in a single process."""
     return [value for place in zip_longest(*ranks) for value in place if value is not None]

@@ -16,7 +16,7 @@ Gather = Callable[[Any], list[Any]]
 MetricState = tuple[int, dict[str, Any]]
 
 
-def metrics_of(model: nn.Module) -> dict[str, Metric]:
+def find_metrics(model: nn.Module) -> dict[str, Metric]:
     """Return the torchmetrics objects in a model, by module name."""
     return {
         name: module
@@ -25,18 +25,18 @@ def metrics_of(model: nn.Module) -> dict[str, Metric]:
     }
 
 
-def metric_states(model: nn.Module) -> list[tuple[Metric, MetricState]]:
+def copy_metric_states(model: nn.Module) -> list[tuple[Metric, MetricState]]:
     """Copy the accumulated states of the torchmetrics objects in a model."""
-    return [(metric, metric_state(metric)) for metric in metrics_of(model).values()]
+    return [(metric, copy_metric_state(metric)) for metric in find_metrics(model).values()]
 
 
 def restore_metrics(saved: list[tuple[Metric, MetricState]]) -> None:
-    """Restore the states that `metric_states` copied."""
+    """Restore the states that `copy_metric_states` copied."""
     for metric, state in saved:
         load_metric_state(metric, state)
 
 
-def metric_state(metric: Metric) -> MetricState:
+def copy_metric_state(metric: Metric) -> MetricState:
     """Copy the accumulated state of a torchmetrics object: its number of updates and its states by name."""
     states = {name: getattr(metric, name) for name in metric._defaults}
     return metric._update_count, {
@@ -45,16 +45,16 @@ def metric_state(metric: Metric) -> MetricState:
 
 
 def load_metric_state(metric: Metric, state: MetricState) -> None:
-    """Restore a state that `metric_state` returned, on the metric's device."""
+    """Restore a state that `copy_metric_state` returned, on the metric's device."""
     metric._update_count, states = state
     metric._computed = metric._forward_cache = None  # The cached values are from other samples.
     for name, value in states.items():
-        setattr(metric, name, _moved(value, metric.device))
+        setattr(metric, name, _move_value(value, metric.device))
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _move_value(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, list):
-        return [_moved(item, device) for item in value]
+        return [_move_value(item, device) for item in value]
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
@@ -68,17 +68,20 @@ def compute_over_ranks(metrics: Sequence[Metric], gather: Gather) -> list[Any]:
         metrics: The metrics, the same on every rank and in the same order, updated or not.
         gather: Function that returns every rank's value of plain data and tensors, in rank order. Collective.
     """
-    ranks = gather([[_portable(part) for part in metrics_of(metric).values()] for metric in metrics])
-    return [_compute(metric, list(zip(*parts, strict=True))) for metric, *parts in zip(metrics, *ranks, strict=True)]
+    ranks = gather([[_get_portable_state(part) for part in find_metrics(metric).values()] for metric in metrics])
+    return [
+        _compute_from_states(metric, list(zip(*parts, strict=True)))
+        for metric, *parts in zip(metrics, *ranks, strict=True)
+    ]
 
 
-def _compute(metric: Metric, states: Sequence[Sequence[MetricState]]) -> Any:
+def _compute_from_states(metric: Metric, states: Sequence[Sequence[MetricState]]) -> Any:
     """Compute a metric from the states of all ranks. A wrapper or collection has several parts with states."""
-    parts = list(metrics_of(metric).values())
-    own = [(part, metric_state(part)) for part in parts]
+    parts = list(find_metrics(metric).values())
+    own = [(part, copy_metric_state(part)) for part in parts]
     try:
         for part, of_ranks in zip(parts, states, strict=True):
-            load_metric_state(part, merged_state(part, of_ranks))
+            load_metric_state(part, merge_states(part, of_ranks))
             part._to_sync = False
         return metric.compute()
     finally:
@@ -101,26 +104,26 @@ def share_metrics(model: nn.Module, gather: Gather, is_alone: Callable[[], bool]
 
     def sync(metric: Metric, *_: Any, **__: Any) -> None:
         if not is_alone():
-            for name, value in merged_state(metric, gather(_portable(metric)))[1].items():
-                setattr(metric, name, _moved(value, metric.device))
+            for name, value in merge_states(metric, gather(_get_portable_state(metric)))[1].items():
+                setattr(metric, name, _move_value(value, metric.device))
 
-    for metric in metrics_of(model).values():
+    for metric in find_metrics(model).values():
         if metric.process_group is None and metric.dist_sync_fn is None:
             metric._sync_dist = MethodType(sync, metric)  # type: ignore[method-assign]  # a copy's is bound to the copy
 
 
 def unshare_metrics(model: nn.Module) -> None:
     """Undo `share_metrics`."""
-    for metric in metrics_of(model).values():
+    for metric in find_metrics(model).values():
         vars(metric).pop("_sync_dist", None)
 
 
-def _portable(metric: Metric) -> MetricState:
-    count, states = metric_state(metric)
-    return count, {name: _moved(value, "cpu") for name, value in states.items()}
+def _get_portable_state(metric: Metric) -> MetricState:
+    count, states = copy_metric_state(metric)
+    return count, {name: _move_value(value, "cpu") for name, value in states.items()}
 
 
-def merged_state(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
+def merge_states(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
     """Merge the states of all ranks by the metric's reductions."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
@@ -144,7 +147,7 @@ def merged_state(metric: Metric, ranks: Sequence[MetricState]) -> MetricState:
 
 
 @final
-class StatesApart:
+class SavedMetricStates:
     """Reset of the metrics that training has updated during an evaluation, and their restoration after it.
 
     A metric that training has not updated since the last evaluation keeps its state. So a metric that the user never
@@ -157,23 +160,23 @@ class StatesApart:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._metrics = metrics_of(model)
-        self._seen = updates_seen(model)
-        self._families = _families(model)
-        self._states = self._copies(self._metrics)  # states before the evaluation
+        self._metrics = find_metrics(model)
+        self._seen = get_seen_updates(model)
+        self._families = _find_families(model)
+        self._states = self._copy_states(self._metrics)  # states before the evaluation
         self._counts: dict[str, int] = {}
-        self._apart: set[str] = set()  # families
+        self._is_reset: set[str] = set()  # families
 
-    def put_aside(self) -> None:
+    def reset_for_evaluation(self) -> None:
         """Reset the metrics that training has updated, before the batches of the evaluation."""
-        self._apart = {family for family, names in self._families.items() if any(map(self._is_fed, names))}
-        names = self._names(self._apart)
-        self._states |= self._copies(names)  # Hooks may have changed the metrics.
+        self._is_reset = {family for family, names in self._families.items() if any(map(self._was_updated, names))}
+        names = self._list_names(self._is_reset)
+        self._states |= self._copy_states(names)  # Hooks may have changed the metrics.
         for name in names:
-            _empty(self._metrics[name])
+            _reset_states(self._metrics[name])
         self._counts = {name: metric._update_count for name, metric in self._metrics.items()}
 
-    def settle(self, gather: Gather | None) -> None:
+    def restore_untouched(self, gather: Gather | None) -> None:
         """Restore the metrics that no batch of the evaluation has updated, after its batches.
 
         Collective if `gather` is not None.
@@ -182,46 +185,46 @@ class StatesApart:
             gather: Function that returns every rank's value of plain data; None for one process or without metrics.
         """
         fed = {name for name, metric in self._metrics.items() if metric._update_count != self._counts[name]}
-        mine = self._apart, {family for family, names in self._families.items() if fed & set(names)}
+        mine = self._is_reset, {family for family, names in self._families.items() if fed & set(names)}
         ranks = [mine] if gather is None else gather(mine)
         fed_by_any = set().union(*(families for _, families in ranks))
-        self._put_back(self._apart - fed_by_any)
-        self._apart = fed_by_any & set().union(*(families for families, _ in ranks))
+        self._restore_families(self._is_reset - fed_by_any)
+        self._is_reset = fed_by_any & set().union(*(families for families, _ in ranks))
 
-    def restore(self, *, everything: bool) -> None:
+    def restore_all(self, *, everything: bool) -> None:
         """Restore the states of the training at the end of the evaluation.
 
         Args:
             everything: True to restore all states, after an incomplete evaluation or the sanity check.
         """
-        self._put_back(self._families if everything else self._apart)
-        for name in () if everything else self._names(self._families.keys() - self._apart):
+        self._restore_families(self._families if everything else self._is_reset)
+        for name in () if everything else self._list_names(self._families.keys() - self._is_reset):
             self._seen[name] = self._metrics[name]._update_count
 
-    def _is_fed(self, name: str) -> bool:
+    def _was_updated(self, name: str) -> bool:
         return self._metrics[name]._update_count not in (0, self._seen.get(name, 0))
 
-    def _put_back(self, families: Iterable[str]) -> None:
-        for name in self._names(families):
+    def _restore_families(self, families: Iterable[str]) -> None:
+        for name in self._list_names(families):
             load_metric_state(self._metrics[name], self._states[name])
 
-    def _names(self, families: Iterable[str]) -> list[str]:
+    def _list_names(self, families: Iterable[str]) -> list[str]:
         return [name for family in families for name in self._families[family]]
 
-    def _copies(self, names: Iterable[str]) -> dict[str, MetricState]:
+    def _copy_states(self, names: Iterable[str]) -> dict[str, MetricState]:
         with torch.inference_mode(False):  # Training must be able to change these tensors.
-            return {name: metric_state(self._metrics[name]) for name in names}
+            return {name: copy_metric_state(self._metrics[name]) for name in names}
 
 
-def updates_seen(model: nn.Module) -> dict[str, int]:
+def get_seen_updates(model: nn.Module) -> dict[str, int]:
     """Return the number of updates of each metric of a model at the end of the last evaluation."""
     seen: dict[str, int] = vars(model).setdefault("metric_updates_seen", {})
     return seen
 
 
-def _families(model: nn.Module) -> dict[str, list[str]]:
+def _find_families(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of metrics that are updated together, by the name of their collection or wrapper."""
-    metrics, families = metrics_of(model), dict[str, list[str]]()
+    metrics, families = find_metrics(model), dict[str, list[str]]()
     collections = [name for name, module in model.named_modules() if type(module).__name__ == "MetricCollection"]
     roots = sorted([*metrics, *collections], key=len)
     for name in metrics:
@@ -230,7 +233,7 @@ def _families(model: nn.Module) -> dict[str, list[str]]:
     return families
 
 
-def _empty(metric: Metric) -> None:
+def _reset_states(metric: Metric) -> None:
     """Set a metric's states to their defaults, and keep its other attributes, which `reset` might change."""
     defaults = {name: value if isinstance(value, list) else value.clone() for name, value in metric._defaults.items()}
     load_metric_state(metric, (0, defaults))

@@ -37,19 +37,23 @@ def adamw(
     """
     entries = list(params)
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-    groups = [group | {"params": _trainable(group["params"])} for group in groups]
+    groups = [group | {"params": _list_trainable(group["params"])} for group in groups]
     groups = [group for group in groups if group["params"]]
-    parameters = [_bare(entry) for group in groups for entry in group["params"]]
+    parameters = [_strip_name(entry) for group in groups for entry in group["params"]]
     fused = all(each.device.type in _FUSED_ON and each.is_floating_point() for each in parameters)
     options = {"fused": True} if fused else {}  # Otherwise torch chooses between its other two implementations.
     return AdamW(groups, lr, betas, eps, weight_decay, amsgrad, **options)
 
 
-def _trainable(entries: Any) -> list[Any]:
-    return [each for each in ([entries] if isinstance(entries, torch.Tensor) else entries) if _bare(each).requires_grad]
+def _list_trainable(entries: Any) -> list[Any]:
+    return [
+        each
+        for each in ([entries] if isinstance(entries, torch.Tensor) else entries)
+        if _strip_name(each).requires_grad
+    ]
 
 
-def _bare(entry: Any) -> torch.Tensor:
+def _strip_name(entry: Any) -> torch.Tensor:
     """Return the parameter of an entry, without its name."""
     parameter: torch.Tensor = entry[1] if isinstance(entry, tuple) else entry
     return parameter

@@ -43,7 +43,7 @@ def decay_groups(module: nn.Module, weight_decay: float, *, by: By = "dimension"
         ConfigError: No parameter is trainable, a name matches no parameter, `by` is unknown, or with classes a
             parameter is in both groups or in neither.
     """
-    return _split(_trainable(module), _undecayed(module, by), weight_decay)
+    return _split_by_decay(_get_trainable(module), _find_undecayed(module, by), weight_decay)
 
 
 def layer_decay_groups(
@@ -83,16 +83,16 @@ def layer_decay_groups(
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"decay = {decay}: it must be in (0, 1]. 1 gives all layers the same learning rate.")
-    stack = _children(module, blocks) if isinstance(blocks, str) else blocks
+    stack = _list_children(module, blocks) if isinstance(blocks, str) else blocks
     if not stack:
         raise ConfigError(f"blocks: {blocks} holds no blocks. Name the module that holds them, or list the blocks.")
-    distances = _distances(module, stack, embeddings)
+    distances = _compute_distances(module, stack, embeddings)
     layers = ["head", *(f"block {block}" if block in _ENDS else block for block in reversed(stack)), "embeddings"]
-    trainable, undecayed = _trainable(module), _undecayed(module, by)
+    trainable, undecayed = _get_trainable(module), _find_undecayed(module, by)
     groups: list[Group] = []
     for distance in sorted(set(distances.values()), reverse=True):
         layer = {name: each for name, each in trainable.items() if distances[id(each)] == distance}
-        for group in _split(layer, undecayed, weight_decay):
+        for group in _split_by_decay(layer, undecayed, weight_decay):
             name = f"{layers[distance]} {group['name']}"
             groups += [group | {"lr": lr * decay**distance, "name": name}] if group["params"] else []
     return groups
@@ -110,7 +110,7 @@ def check_groups(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None
             parameters, and counts the others.
     """
     counts = Counter(id(parameter) for group in groups for parameter in group["params"])
-    trainable = _trainable(module)
+    trainable = _get_trainable(module)
     found = {
         "in no group": [name for name, parameter in trainable.items() if not counts[id(parameter)]],
         "in several groups": [name for name, parameter in trainable.items() if counts[id(parameter)] > 1],
@@ -122,7 +122,7 @@ def check_groups(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None
         raise ConfigError(f"parameters {'; '.join(problems)}. Put each trainable parameter into exactly one group.")
 
 
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+def _get_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not found:
         raise ConfigError(
@@ -131,7 +131,7 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _split(parameters: Mapping[str, nn.Parameter], undecayed: set[int], weight_decay: float) -> list[Group]:
+def _split_by_decay(parameters: Mapping[str, nn.Parameter], undecayed: set[int], weight_decay: float) -> list[Group]:
     return [
         {
             "params": [each for each in parameters.values() if (id(each) in undecayed) == spared],
@@ -142,7 +142,7 @@ def _split(parameters: Mapping[str, nn.Parameter], undecayed: set[int], weight_d
     ]
 
 
-def _undecayed(module: nn.Module, by: By) -> set[int]:
+def _find_undecayed(module: nn.Module, by: By) -> set[int]:
     if by == "dimension":
         return {id(parameter) for parameter in module.parameters() if parameter.ndim < 2}
     if by == "module type":
@@ -150,10 +150,10 @@ def _undecayed(module: nn.Module, by: By) -> set[int]:
             id(parameter)
             for part in module.modules()
             for name, parameter in part.named_parameters(recurse=False)
-            if "bias" in name or _is_norm_or_embedding(part) or _is_bare(part, name)
+            if "bias" in name or _is_norm_or_embedding(part) or _is_direct_parameter(part, name)
         }
     if isinstance(by, Mapping):
-        return _undecayed_by_class(module, by)
+        return _find_undecayed_by_class(module, by)
     if isinstance(by, str):
         raise ConfigError(f'by = {by!r}: there are "dimension", "module type" and a list of names of parameters.')
     named = list(module.named_parameters(remove_duplicate=False))
@@ -166,17 +166,17 @@ def _undecayed(module: nn.Module, by: By) -> set[int]:
     return {id(parameter) for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in by)}
 
 
-def _undecayed_by_class(module: nn.Module, classes: Mapping[str, Sequence[str]]) -> set[int]:
+def _find_undecayed_by_class(module: nn.Module, classes: Mapping[str, Sequence[str]]) -> set[int]:
     if classes.keys() - {"decay", "no_decay"} or any(isinstance(names, str) for names in classes.values()):
         raise ConfigError(f"by = {dict(classes)}: expected a list of class names for decay, and one for no_decay.")
     undecayed, problems = set[int](), []
-    for name, parameter in _trainable(module).items():
+    for name, parameter in _get_trainable(module).items():
         owner, _, own = name.rpartition(".")
         holder = module.get_submodule(owner)
         kind = type(holder)
         lines = {base.__name__ for base in kind.__mro__}
         found = [group for group in ("decay", "no_decay") if lines & {*classes.get(group, ())}]
-        if "bias" in own or found == ["no_decay"] or (not found and _is_bare(holder, own)):
+        if "bias" in own or found == ["no_decay"] or (not found and _is_direct_parameter(holder, own)):
             undecayed.add(id(parameter))
         elif found != ["decay"]:
             problems.append(f"{name} of {kind.__name__} is in {'both' if found else 'neither'}")
@@ -193,35 +193,35 @@ def _is_norm_or_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.EmbeddingBag) or any(ends.search(base.__name__) for base in type(module).__mro__)
 
 
-def _is_bare(module: nn.Module, name: str) -> bool:
+def _is_direct_parameter(module: nn.Module, name: str) -> bool:
     """Return True if a module with layers holds this parameter next to them, as a transformer holds its `pos_emb`."""
     if "weight" in name or isinstance(module, ParametrizationList):  # Its "original" is the weight of a layer.
         return False
     return any(True for child in module.children() for _ in child.parameters())
 
 
-def _distances(module: nn.Module, stack: Sequence[str], embeddings: Sequence[str] | None) -> dict[int, int]:
+def _compute_distances(module: nn.Module, stack: Sequence[str], embeddings: Sequence[str] | None) -> dict[int, int]:
     """Return the number of layers above each parameter, by the id of the parameter: 0 for the head."""
-    inside = [_below(module, block) for block in stack]
+    inside = [_list_ids_below(module, block) for block in stack]
     order = [id(parameter) for parameter in module.parameters()]
     if embeddings is None:
         lowest = list(takewhile(lambda each: not any(each in block for block in inside), order))
     else:
-        lowest = [each for name in embeddings for each in _below(module, name)]
+        lowest = [each for name in embeddings for each in _list_ids_below(module, name)]
     distances = dict.fromkeys(order, 0)
     for distance, layer in enumerate((*reversed(inside), lowest), 1):
         distances |= dict.fromkeys(layer, distance)
     return distances
 
 
-def _children(module: nn.Module, path: str) -> list[str]:
+def _list_children(module: nn.Module, path: str) -> list[str]:
     """Return the names of the direct children of a module that have parameters."""
-    _below(module, path)
+    _list_ids_below(module, path)
     children = module.get_submodule(path).named_children()
     return [f"{path}.{name}" for name, child in children if any(True for _ in child.parameters())]
 
 
-def _below(module: nn.Module, path: str) -> list[int]:
+def _list_ids_below(module: nn.Module, path: str) -> list[int]:
     """Return the ids of the parameters of a module, or the id of one parameter, by its name."""
     named = list(module.named_parameters(remove_duplicate=False))
     if found := [id(parameter) for name, parameter in named if f"{name}.".startswith(f"{path}.")]:

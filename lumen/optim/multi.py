@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lumen.errors import ConfigError
-from lumen.optim.whole import needs_closure
+from lumen.optim.wrappers import needs_closure
 
 
 @final
@@ -33,10 +33,10 @@ class MultiOptimizer(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer], *, by_hand: bool = False) -> None:
         self.optimizers = list(optimizers)
         if not by_hand:
-            _check(self.optimizers)
+            _check_optimizers(self.optimizers)
         common = set.intersection(*(set(each.defaults) for each in self.optimizers))
         defaults = {key: value for key, value in self.optimizers[0].defaults.items() if key in common}
-        super().__init__(_groups(self.optimizers), defaults)
+        super().__init__(_join_groups(self.optimizers), defaults)
         self.state = _States(self.optimizers)  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class MultiOptimizer(Optimizer):
         Raises:
             ConfigError: The optimizer for the new group is unknown.
         """
-        if not any(param_group is each for each in _groups(self.optimizers)):
+        if not any(param_group is each for each in _join_groups(self.optimizers)):
             raise ConfigError(
                 "MultiOptimizer: which optimizer is to have the new parameter group? Add it to that one, before "
                 "MultiOptimizer is built of them."
@@ -68,7 +68,7 @@ class MultiOptimizer(Optimizer):
         Raises:
             ConfigError: A group was added or removed after the optimizers were combined.
         """
-        if [*map(id, self.param_groups)] != [*map(id, _groups(self.optimizers))]:
+        if [*map(id, self.param_groups)] != [*map(id, _join_groups(self.optimizers))]:
             raise ConfigError(
                 "MultiOptimizer: parameter groups were added or replaced since it was built. Add them to the "
                 "optimizers before it is built of them, and load states with its own load_state_dict."
@@ -105,7 +105,7 @@ class MultiOptimizer(Optimizer):
 
     def share(self) -> None:
         """Take over the groups of the optimizers inside, after these have loaded or replaced their groups."""
-        self.param_groups[:] = _groups(self.optimizers)
+        self.param_groups[:] = _join_groups(self.optimizers)
 
 
 @final
@@ -146,11 +146,11 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         return super().get(parameter, default) if parameter in self else default
 
 
-def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+def _join_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def _check(optimizers: Sequence[Optimizer]) -> None:
+def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     if not optimizers:
         raise ConfigError("MultiOptimizer: there is no optimizer. Give it at least one.")
     for each in optimizers:

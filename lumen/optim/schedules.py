@@ -159,7 +159,7 @@ def constant(optimizer: Optimizer, *, warmup: int = 0, start: float = 0.0) -> LR
     Raises:
         ConfigError: A value is out of range.
     """
-    return _warmed(Schedule(optimizer, lambda step: 1.0), warmup, start)
+    return _add_warmup(Schedule(optimizer, lambda step: 1.0), warmup, start)
 
 
 def linear(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int = 0, start: float = 0.0) -> LRScheduler:
@@ -175,8 +175,10 @@ def linear(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int 
     Raises:
         ConfigError: A value is out of range.
     """
-    length = _length(steps, warmup, floor)
-    return _warmed(Schedule(optimizer, lambda step: 1 - (1 - floor) * min(1.0, step / length), length), warmup, start)
+    length = _count_decay_steps(steps, warmup, floor)
+    return _add_warmup(
+        Schedule(optimizer, lambda step: 1 - (1 - floor) * min(1.0, step / length), length), warmup, start
+    )
 
 
 def cosine(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int = 0, start: float = 0.0) -> LRScheduler:
@@ -184,12 +186,12 @@ def cosine(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int 
 
     Loshchilov & Hutter, SGDR, 2017, without restarts. The arguments and errors are those of `linear`.
     """
-    length = _length(steps, warmup, floor)
+    length = _count_decay_steps(steps, warmup, floor)
 
     def factor(step: float) -> float:
         return floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, step / length))) / 2
 
-    return _warmed(Schedule(optimizer, factor, length), warmup, start)
+    return _add_warmup(Schedule(optimizer, factor, length), warmup, start)
 
 
 def inverse_sqrt(optimizer: Optimizer, warmup: int, *, start: float = 0.0) -> LRScheduler:
@@ -238,23 +240,23 @@ def wsd(
     Raises:
         ConfigError: A value is out of range.
     """
-    length = _length(steps, warmup, floor)
+    length = _count_decay_steps(steps, warmup, floor)
     _check_count("decay", decay)
-    _check(f"shape = {shape!r}", '"sqrt" or "linear"', holds=shape in ("sqrt", "linear"))
+    _check_value(f"shape = {shape!r}", '"sqrt" or "linear"', holds=shape in ("sqrt", "linear"))
     falling = min(decay, length)
 
     def factor(step: float) -> float:
         x = min(1.0, max(0, step - (length - falling)) / falling)
         return 1 - (1 - floor) * (math.sqrt(x) if shape == "sqrt" else x)
 
-    return _warmed(Schedule(optimizer, factor, length), warmup, start)
+    return _add_warmup(Schedule(optimizer, factor, length), warmup, start)
 
 
-def _warmed(schedule: Schedule, warmup: int, start: float) -> LRScheduler:
+def _add_warmup(schedule: Schedule, warmup: int, start: float) -> LRScheduler:
     return Warmup(schedule, warmup, start) if warmup else schedule
 
 
-def _length(steps: int, warmup: int, floor: float) -> int:
+def _count_decay_steps(steps: int, warmup: int, floor: float) -> int:
     """Return the number of steps after the warm-up, at least 1, because a trial run may be shorter than its warm-up."""
     _check_count("steps", steps)
     _check_fraction("floor", floor)
@@ -262,14 +264,14 @@ def _length(steps: int, warmup: int, floor: float) -> int:
 
 
 def _check_count(name: str, value: int) -> None:
-    _check(f"{name} = {value}", "at least 1", holds=value >= 1)
+    _check_value(f"{name} = {value}", "at least 1", holds=value >= 1)
 
 
 def _check_fraction(name: str, value: float) -> None:
     expected = "a fraction of the highest learning rate, from 0 to 1"
-    _check(f"{name} = {value}", expected, holds=0 <= value <= 1)
+    _check_value(f"{name} = {value}", expected, holds=0 <= value <= 1)
 
 
-def _check(found: str, expected: str, *, holds: bool) -> None:
+def _check_value(found: str, expected: str, *, holds: bool) -> None:
     if not holds:
         raise ConfigError(f"{found}: it must be {expected}.")

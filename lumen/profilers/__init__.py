@@ -5,7 +5,7 @@ from __future__ import annotations
 from lumen.errors import ConfigError
 from lumen.profilers.advanced import AdvancedProfiler as AdvancedProfiler
 from lumen.profilers.base import PassThroughProfiler as PassThroughProfiler, Profiler as Profiler
-from lumen.profilers.instrument import profiled as profiled
+from lumen.profilers.instrument import profile_run as profile_run
 from lumen.profilers.simple import SimpleProfiler as SimpleProfiler
 from lumen.profilers.torch_profiler import TorchProfiler as TorchProfiler
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import checked
+from lumen.errors.arguments import check_arguments
 from lumen.profilers.base import Profiler, end_part
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class AdvancedProfiler(Profiler):
             to `dirpath`, by default to `profile` in the run directory.
     """
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         dirpath: str | Path | None = None,
@@ -67,7 +67,7 @@ class AdvancedProfiler(Profiler):
             self._stack[-1][1].disable()
         profile = self.profiled_actions.setdefault(action_name, cProfile.Profile())
         self._stack.append((action_name, profile))
-        _enable(profile)
+        _enable_profile(profile)
 
     def stop(self, action_name: str) -> None:
         """End the part that was started last, and continue the outer part.
@@ -77,12 +77,13 @@ class AdvancedProfiler(Profiler):
         """
         end_part(self, self._stack, action_name).disable()
         if self._stack:
-            _enable(self._stack[-1][1])
+            _enable_profile(self._stack[-1][1])
 
     def summary(self) -> str:
         """Return the functions of each part as a text."""
         parts = [
-            (name, *_functions(profile, self.line_count_restriction)) for name, profile in self._measured().items()
+            (name, *_format_functions(profile, self.line_count_restriction))
+            for name, profile in self._get_measured().items()
         ]
         return "\n".join(f"{name}\n{text}" for name, _, text in sorted(parts, key=lambda part: -part[1]))
 
@@ -93,10 +94,10 @@ class AdvancedProfiler(Profiler):
         if self.dump_stats and folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             rank = "" if self._run is None or self._run.processes.is_global_zero else f"-rank{self._run.processes.rank}"
-            for name, profile in self._measured().items():
+            for name, profile in self._get_measured().items():
                 profile.dump_stats(folder / f"{self._stage}-{re.sub(r'[^0-9A-Za-z_.]+', '_', name)}{rank}.prof")
 
-    def _measured(self) -> dict[str, cProfile.Profile]:
+    def _get_measured(self) -> dict[str, cProfile.Profile]:
         """Return the parts in which a function was called."""
         found = {}
         for name, profile in self.profiled_actions.items():
@@ -106,7 +107,7 @@ class AdvancedProfiler(Profiler):
         return found
 
 
-def _enable(profile: cProfile.Profile) -> None:
+def _enable_profile(profile: cProfile.Profile) -> None:
     try:
         profile.enable()
     except ValueError as error:  # since Python 3.12, only one profiler can be active
@@ -115,7 +116,7 @@ def _enable(profile: cProfile.Profile) -> None:
         ) from error
 
 
-def _functions(profile: cProfile.Profile, restriction: int | float) -> tuple[float, str]:
+def _format_functions(profile: cProfile.Profile, restriction: int | float) -> tuple[float, str]:
     """Return the seconds of a part, and its functions as a text."""
     file = StringIO()
     stats = pstats.Stats(profile, stream=file).sort_stats("cumulative")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from lumen import console as terminal
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
+from lumen.errors.arguments import expand_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +48,7 @@ class Profiler(ABC):
     _stage = ""
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
-        self.dirpath = None if dirpath is None else local_path(dirpath)
+        self.dirpath = None if dirpath is None else expand_path(dirpath)
         self.filename = filename
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Profiler(ABC):
             return
         folder = self._folder
         if self.filename is None or folder is None:
-            show_text(f"{text}\n", self._directory)
+            print_text(f"{text}\n", self._directory)
             return
         folder.mkdir(parents=True, exist_ok=True)
         name = "-".join(filter(None, (self._stage, self.filename)))
@@ -177,12 +177,12 @@ def end_part(profiler: Profiler, parts: list[tuple[str, T]], name: str) -> T:
     )
 
 
-def in_stage(name: str, stage: str) -> str:
+def format_with_stage(name: str, stage: str) -> str:
     """Return the name of a part, with the stage in brackets for an evaluation."""
     return f"{name} ({_STAGES[stage]})" if stage in _STAGES else name
 
 
-def hook_stage(stage: str) -> str:
+def get_hook_stage(stage: str) -> str:
     """Return the name of a stage in the names of its hooks: "validation" for "validate"."""
     return _STAGES[stage]
 
@@ -198,26 +198,26 @@ def make_table(name: str, *numbers: str) -> Table:
     return table
 
 
-def show(table: Table, directory: Path | None) -> None:
+def print_table(table: Table, directory: Path | None) -> None:
     """Print a table, and append it to `profile.txt` and `run.log` of a run directory."""
     from rich import box
 
-    text, console = terminal.as_text(table), terminal.console
+    text, console = terminal.render_table(table), terminal.console
     if console.is_terminal:
         table.box = box.SIMPLE_HEAD
         console.print(table, highlight=False)
     else:
         console.print(text, end="", markup=False, highlight=False)
-    _record(text, directory)
+    _append_to_files(text, directory)
 
 
-def show_text(text: str, directory: Path | None) -> None:
+def print_text(text: str, directory: Path | None) -> None:
     """Print a text, and append it to `profile.txt` and `run.log` of a run directory."""
     terminal.console.print(text, end="", markup=False, highlight=False)
-    _record(text, directory)
+    _append_to_files(text, directory)
 
 
-def _record(text: str, directory: Path | None) -> None:
+def _append_to_files(text: str, directory: Path | None) -> None:
     for name in ("profile.txt", "run.log") if directory is not None else ():
         with open(directory / name, "a", encoding="utf-8") as record:  # type: ignore[operator]
             record.write(text)

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
-from lumen.console import as_text
-from lumen.errors.arguments import checked
-from lumen.profilers.base import Profiler, end_part, in_stage, make_table, show
+from lumen.console import render_table
+from lumen.errors.arguments import check_arguments
+from lumen.profilers.base import Profiler, end_part, format_with_stage, make_table, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from lumen.run.run import Run
 
-_TINY = 0.001  # share of the total below which parts are shown as one
+_MIN_SHARE = 0.001  # share of the total below which parts are shown as one
 
 
 @final
 @dataclass
-class Row:
+class ProfileRow:
     """Time that one part of a run took.
 
     Attributes:
@@ -60,20 +60,20 @@ class SimpleProfiler(Profiler):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[bool, ...]]] = {"extended": (True, False)}  # the profiler has only one table
 
-    @checked
+    @check_arguments
     def __init__(
         self, dirpath: str | Path | None = None, filename: str | None = None, *, synchronize: bool = False
     ) -> None:
         super().__init__(dirpath, filename)
         self.synchronize = synchronize
-        self._rows: dict[str, Row] = {}
-        self._stack: list[tuple[str, Row]] = []
+        self._rows: dict[str, ProfileRow] = {}
+        self._stack: list[tuple[str, ProfileRow]] = []
         self._outer = 0  # parts in progress that began before the measurement
         self._steps, self._waits, self._measuring = 0, False, False
         self._switched_at_s = perf_counter()
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ProfileRow]:
         """Parts of the last run, longest first."""
         return sorted(self._rows.values(), key=lambda row: -row.total_s)
 
@@ -86,8 +86,8 @@ class SimpleProfiler(Profiler):
 
     def start(self, action_name: str) -> None:
         """Begin a part, and count a call."""
-        self._switch()
-        self._stack.append((action_name, row := self._row(action_name)))
+        self._add_elapsed()
+        self._stack.append((action_name, row := self._get_row(action_name)))
         row.calls += 1
 
     def stop(self, action_name: str) -> None:
@@ -96,7 +96,7 @@ class SimpleProfiler(Profiler):
         Raises:
             ConfigError: The part is not the one in progress.
         """
-        self._switch()
+        self._add_elapsed()
         end_part(self, self._stack, action_name)
         self._outer = min(self._outer, len(self._stack))
 
@@ -116,22 +116,22 @@ class SimpleProfiler(Profiler):
 
     def summary(self) -> str:
         """Return the table as a text."""
-        return as_text(self._table()) if self._rows else ""
+        return render_table(self._make_table()) if self._rows else ""
 
     def describe(self) -> None:
         """Print the table, or write it to the file if `filename` is set."""
         if self.filename is not None:
             super().describe()
         elif self._run is None or self._run.processes.is_global_zero:
-            show(self._table(), self._directory)
+            print_table(self._make_table(), self._directory)
 
     def end(self) -> None:
         """Stop the measurement and report it."""
-        self._switch()
+        self._add_elapsed()
         self._measuring = False
         super().end()
 
-    def _switch(self) -> None:
+    def _add_elapsed(self) -> None:
         """Add the seconds since the last call to the part in progress."""
         if self._waits:
             assert self._run is not None
@@ -140,23 +140,25 @@ class SimpleProfiler(Profiler):
         if len(self._stack) > self._outer:
             self._stack[-1][1].total_s += now - self._switched_at_s
         elif self._measuring and self._run is not None:
-            self._row(in_stage("loop", self._run.stage)).total_s += now - self._switched_at_s
+            self._get_row(format_with_stage("loop", self._run.stage)).total_s += now - self._switched_at_s
         self._switched_at_s = now
 
-    def _row(self, name: str) -> Row:
-        return self._rows.setdefault(name, Row(name))
+    def _get_row(self, name: str) -> ProfileRow:
+        return self._rows.setdefault(name, ProfileRow(name))
 
-    def _table(self) -> Table:
+    def _make_table(self) -> Table:
         unit, units = ("step", "steps") if self._stage == "fit" else ("batch", "batches")
         total_s = sum(row.total_s for row in self.rows)
-        shown = [row for row in self.rows if row.total_s >= _TINY * total_s]
+        shown = [row for row in self.rows if row.total_s >= _MIN_SHARE * total_s]
         if rest := self.rows[len(shown) :]:
-            shown.append(Row(f"{len(rest)} parts below {_TINY:.1%}", total_s=sum(row.total_s for row in rest)))
+            shown.append(
+                ProfileRow(f"{len(rest)} parts below {_MIN_SHARE:.1%}", total_s=sum(row.total_s for row in rest))
+            )
         table = make_table("part", "calls", "total s", "mean ms", f"ms/{unit}", "share %")
         is_host = self._waits or self._run is None or self._run.strategy.device.type == "cpu"
         host = "" if is_host else ", as the host saw it"
         table.title = f"{self._stage}: {self._steps} {units} in {total_s:.2f} s{host}"
-        for row in [*shown, Row("total", total_s=total_s)]:
+        for row in [*shown, ProfileRow("total", total_s=total_s)]:
             table.add_row(
                 row.name,
                 f"{row.calls}" if row.calls else "",

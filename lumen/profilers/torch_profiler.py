@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
-from lumen.console import as_text, logger as _log
-from lumen.errors.arguments import at_least, checked
-from lumen.profilers.base import Profiler, end_part, make_table, show
+from lumen.console import logger as _log, render_table
+from lumen.errors.arguments import check_arguments, check_at_least
+from lumen.profilers.base import Profiler, end_part, make_table, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,7 +61,7 @@ class TorchProfiler(Profiler):
         "record_module_names": (True, False), "sort_by_key": (None,), "table_kwargs": (None,),
     }  # fmt: skip
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         *,
@@ -75,8 +75,8 @@ class TorchProfiler(Profiler):
         row_limit: int = 20,
         dirpath: str | Path | None = None,
     ) -> None:
-        at_least(0, "TorchProfiler", wait=wait, repeat=repeat)
-        at_least(1, "TorchProfiler", warmup=warmup, active=active)
+        check_at_least(0, "TorchProfiler", wait=wait, repeat=repeat)
+        check_at_least(1, "TorchProfiler", warmup=warmup, active=active)
         self.wait = wait
         self.warmup = warmup
         self.active = active
@@ -120,7 +120,7 @@ class TorchProfiler(Profiler):
         self._profile = profile(
             activities=activities,
             schedule=schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat),
-            on_trace_ready=self._report,
+            on_trace_ready=self._report_cycle,
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
@@ -150,7 +150,7 @@ class TorchProfiler(Profiler):
                 self._stage, self._steps, self.wait + self.warmup,
             )  # fmt: skip
 
-    def _report(self, done: profile) -> None:
+    def _report_cycle(self, done: profile) -> None:
         """Write the trace of a cycle and print its operators."""
         run, directory = self._run, self.dirpath
         assert run is not None
@@ -162,18 +162,18 @@ class TorchProfiler(Profiler):
             tensorboard_trace_handler(str(directory), worker, use_gzip=True)(done)
             _log.info("the trace until %s %d is in %s", unit, number, directory)
         if run.processes.is_global_zero:
-            table = self._table(done)
+            table = self._make_table(done)
             table.title = f"{self._stage}: operators until {unit} {number}"
-            self._newest = as_text(table)
-            show(table, self._directory)
+            self._newest = render_table(table)
+            print_table(table, self._directory)
         self._traces += 1
 
-    def _table(self, done: profile) -> Table:
+    def _make_table(self, done: profile) -> Table:
         """Return a table of operators, sorted by their own time; on CUDA, by the time of the kernels they launched."""
         assert self._run is not None
         kind = "device" if self._run.strategy.device.type == "cuda" else "cpu"
         own_us = attrgetter(f"self_{kind}_time_total")
-        operators = sorted(self._operators(done), key=own_us, reverse=True)
+        operators = sorted(self._select_operators(done), key=own_us, reverse=True)
         total_us = sum(map(own_us, operators)) or 1
         columns: dict[str, Callable[[Any], str]] = {
             "calls": lambda each: str(each.count),
@@ -192,7 +192,7 @@ class TorchProfiler(Profiler):
             table.add_row(each.key, *(cell(each) for cell in columns.values()))
         return table
 
-    def _operators(self, done: profile) -> list[Any]:
+    def _select_operators(self, done: profile) -> list[Any]:
         """Return operators and parts, without device kernels and the Python functions of `with_stack`."""
         events: Iterable[Any] = done.events() if self.with_stack else ()  # type: ignore[no-untyped-call]
         # Torch 2.11 lacks the attribute.

@@ -20,10 +20,10 @@ from lumen.errors import NonFiniteLoss
 from lumen.internals.tensors import TorchDispatchMode
 from lumen.precision import Precision
 
-Place = tuple[int, int, int]  # step, epoch, and number of the micro-batch in the run
+StepPlace = tuple[int, int, int]  # step, epoch, and number of the micro-batch in the run
 
 
-def place_of(where: Place) -> str:
+def describe_place(where: StepPlace) -> str:
     """Return a place in words, for messages."""
     step, epoch, micro_batch = where
     return f"step {step} (epoch {epoch}, micro-batch {micro_batch} of the run)"
@@ -38,16 +38,16 @@ class NonFiniteCheck:
     checkpoint is saved, so that no checkpoint holds a NaN.
 
     Args:
-        told: Function that names the first operation of the newest forward that went wrong. With this function the
-            host waits for each value.
+        describe_forward: Function that names the first operation of the newest forward that went wrong. With this
+            function the host waits for each value.
     """
 
-    def __init__(self, told: Callable[[], str] | None = None) -> None:
-        self._told = told
-        self._under_way: deque[tuple[_HostScalar, float | None, Place]] = deque()
+    def __init__(self, describe_forward: Callable[[], str] | None = None) -> None:
+        self._describe_forward = describe_forward
+        self._under_way: deque[tuple[_HostScalar, float | None, StepPlace]] = deque()
         self._free: dict[torch.dtype, list[_HostScalar]] = defaultdict(list)  # for reuse
 
-    def check(self, loss: torch.Tensor, loss_factor: float | None, where: Callable[[], Place]) -> None:
+    def check(self, loss: torch.Tensor, loss_factor: float | None, where: Callable[[], StepPlace]) -> None:
         """Check one loss or gradient norm.
 
         Args:
@@ -59,13 +59,13 @@ class NonFiniteCheck:
         Raises:
             NonFiniteLoss: This value, or on CUDA an earlier value, is NaN or infinite.
         """
-        if not loss.is_cuda or self._told is not None:
+        if not loss.is_cuda or self._describe_forward is not None:
             if not math.isfinite(value := loss.item()):
-                raise _refusal(value, loss_factor, where(), self._told)
+                raise _make_non_finite_error(value, loss_factor, where(), self._describe_forward)
             return
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
         scalar = self._free[dtype].pop() if self._free[dtype] else _HostScalar(dtype)
-        scalar.send(loss)
+        scalar.copy_from_device(loss)
         self._under_way.append((scalar, loss_factor, where()))
         while self._under_way and self._under_way[0][0].event.query():  # type: ignore[no-untyped-call]
             self._read_oldest()
@@ -84,7 +84,7 @@ class NonFiniteCheck:
         scalar, loss_factor, where = self._under_way.popleft()
         self._free[scalar.value.dtype].append(scalar)
         if not math.isfinite(value := scalar.value.item()):
-            raise _refusal(value, loss_factor, where, None)
+            raise _make_non_finite_error(value, loss_factor, where, None)
 
 
 @final
@@ -103,20 +103,22 @@ class _HostScalar:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.value = torch.empty((), dtype=dtype, pin_memory=True)
 
-    def send(self, number: torch.Tensor) -> None:
+    def copy_from_device(self, number: torch.Tensor) -> None:
         """Queue the copy of a number after the current work of its device."""
         self.value.copy_(number.detach().reshape(()), non_blocking=True)
         self.event.record(torch.cuda.current_stream(number.device))
 
 
-def _refusal(value: float, loss_factor: float | None, where: Place, told: Callable[[], str] | None) -> NonFiniteLoss:
-    place, on_demand = place_of(where), "with detect_anomaly: true to find the operation."
+def _make_non_finite_error(
+    value: float, loss_factor: float | None, where: StepPlace, description: Callable[[], str] | None
+) -> NonFiniteLoss:
+    place, on_demand = describe_place(where), "with detect_anomaly: true to find the operation."
     if loss_factor is None:
         return NonFiniteLoss(
             f"the gradient norm of {place} is {value}, although its losses are finite: the derivative of sqrt at 0, "
-            f"for example, or 0/0 behind torch.where.{f' Run {on_demand}' if told is None else ''}"
+            f"for example, or 0/0 behind torch.where.{f' Run {on_demand}' if description is None else ''}"
         )
-    found = "" if told is None else f"\n{told()}"
+    found = "" if description is None else f"\n{description()}"
     if not loss_factor:
         return NonFiniteLoss(
             f"the loss of {place} is {value} although its weight is 0: a mean over nothing, and 0 x NaN is NaN. "
@@ -124,7 +126,7 @@ def _refusal(value: float, loss_factor: float | None, where: Place, told: Callab
         )
     return NonFiniteLoss(
         f"the loss of {place} is {value}. Lower the learning rate, clip gradients, look at this batch"
-        + (f", or run {on_demand}" if told is None else f".{found}")
+        + (f", or run {on_demand}" if description is None else f".{found}")
     )
 
 
@@ -145,14 +147,14 @@ class OperationFinder(TorchDispatchMode):
         where: Function that returns the place in the run.
     """
 
-    def __init__(self, precision: Precision, where: Callable[[], Place]) -> None:
+    def __init__(self, precision: Precision, where: Callable[[], StepPlace]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._forward, self._backward, self._where = precision.forward, precision.backward, where
         self._found: dict[str, str] = {}
         vars(precision).update(forward=self.forward, backward=self.backward)
 
     @classmethod
-    def lift(cls, precision: Precision) -> None:
+    def remove_from(cls, precision: Precision) -> None:
         """Remove the finder from a precision, if it has one, because a user's precision may serve another run."""
         for name in ("forward", "backward"):
             if isinstance(getattr(vars(precision).get(name), "__self__", None), cls):
@@ -170,15 +172,15 @@ class OperationFinder(TorchDispatchMode):
     ) -> Any:
         """Call an operation, and note the first whose result has a NaN or infinity that no argument has."""
         kwargs = kwargs or {}
-        given = {kind for kind in _KINDS if kind in self._found or _has((args, kwargs), kind)}
+        given = {kind for kind in _KINDS if kind in self._found or _has_kind((args, kwargs), kind)}
         result = operation(*args, **kwargs)
         for kind in _KINDS.keys() - given if "empty" not in str(operation) else ():  # `empty` may hold any number.
-            if _has(result, kind):
-                here = _of_user(traceback.format_stack())
+            if _has_kind(result, kind):
+                here = _format_user_frames(traceback.format_stack())
                 self._found[kind] = f"The first {kind} of its forward was made by {operation} here:\n{here}"
         return result
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return a description of what went wrong in the newest forward."""
         nothing = "No operation of its forward made that of finite numbers: look at this batch and at the parameters."
         return "\n".join(self._found.values()) or nothing
@@ -197,15 +199,15 @@ class OperationFinder(TorchDispatchMode):
                 if "nan values" not in str(error):
                     raise
                 tracebacks = (str(each.message) for each in said if "forward call" in str(each.message))
-                here = _of_user(re.split(r'^(?=  File ")', next(tracebacks, ""), flags=re.M)[1:])
+                here = _format_user_frames(re.split(r'^(?=  File ")', next(tracebacks, ""), flags=re.M)[1:])
                 raise NonFiniteLoss(
-                    f"the backward of {place_of(self._where())}: {error} Its forward was called here:\n{here}"
+                    f"the backward of {describe_place(self._where())}: {error} Its forward was called here:\n{here}"
                 ) from error
         for each in said:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
-def _has(values: Any, kind: str) -> bool:
+def _has_kind(values: Any, kind: str) -> bool:
     """Return True if a number in nested arguments is of a kind (NaN or infinite)."""
     of_tensor, of_float = _KINDS[kind]
     if isinstance(values, torch.Tensor):
@@ -215,10 +217,10 @@ def _has(values: Any, kind: str) -> bool:
     if isinstance(values, float):
         return of_float(values)
     parts = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
-    return any(_has(part, kind) for part in parts)
+    return any(_has_kind(part, kind) for part in parts)
 
 
-def _of_user(frames: Iterable[str]) -> str:
+def _format_user_frames(frames: Iterable[str]) -> str:
     """Return the frames of the user's code, from the step inwards, without those of torch and Lumen."""
     kept: list[str] = []
     for frame in frames:

@@ -13,16 +13,22 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import in_words
+from lumen.errors.arguments import describe_type
 from lumen.internals.optimizers import StepGuard
 from lumen.optim import MultiOptimizer, Schedule, Warmup, needs_closure
 from lumen.precision import Precision
-from lumen.run.gradients import parameters_of
+from lumen.run.gradients import list_parameters
 from lumen.run.scheduler_config import SchedulerConfig
-from lumen.task.materialize import refer_to_current
+from lumen.task.materialize import update_references
 from lumen.task.task_module import TaskModule
 
-_ABSOLUTE = (Schedule, torchs.LambdaLR, torchs.OneCycleLR, torchs.CyclicLR, torchs.CosineAnnealingWarmRestarts)
+_ABSOLUTE_SCHEDULERS = (
+    Schedule,
+    torchs.LambdaLR,
+    torchs.OneCycleLR,
+    torchs.CyclicLR,
+    torchs.CosineAnnealingWarmRestarts,
+)
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
 _WARMUP = ("warmup_steps", "warmup_epochs", "warmup_start", "warmup_factor")
 _ACCEPTED = {*_KEYS, *_WARMUP, "reduce_on_plateau"}
@@ -46,11 +52,11 @@ def build_optimizers(
             f"configure_optimizers of {type(task).__name__} built an optimizer without parameters. "
             "Give it self.parameters(); if layers are built in configure_model, build the optimizer from them."
         ) from error
-    optimizers, schedulers = _unpack(returned)
+    optimizers, schedulers = _unpack_returned(returned)
     for each in optimizers:
         if not isinstance(each, Optimizer) or not hasattr(each, "param_groups"):
             raise ConfigError(
-                f"configure_optimizers returned {in_words(each)}; expected a torch.optim.Optimizer, "
+                f"configure_optimizers returned {describe_type(each)}; expected a torch.optim.Optimizer, "
                 '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
             )
     for each in (inside for given in optimizers for inside in getattr(given, "optimizers", [given])):
@@ -70,16 +76,16 @@ def build_optimizers(
         )
     optimizer = optimizers[0] if len(optimizers) == 1 else MultiOptimizer(optimizers, by_hand=True)
     for each in filter(needs_closure, optimizers if precision.handles_overflow else ()):
-        raise evaluates_in_fp16(each)
-    check_held(task, optimizer)
-    held = {*map(id, parameters_of(optimizer))}
+        raise make_closure_in_fp16_error(each)
+    check_parameters_held(task, optimizer)
+    held = {*map(id, list_parameters(optimizer))}
     if left_out := [name for name, each in task.named_parameters() if each.requires_grad and id(each) not in held]:
         _log.warning(
             "the optimizer does not hold %d trainable parameters, which will not change: %s. Give them to it, or set "
             "requires_grad of them to False, which saves their gradients",
             len(left_out), ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else ""),
         )  # fmt: skip
-    configs = _moved_by_hand(schedulers) if by_hand else _paired(_configs(schedulers))
+    configs = _get_hand_moved(schedulers) if by_hand else _pair_with_warmup(_iterate_configs(schedulers))
     for config in configs:
         moved = getattr(config.scheduler, "optimizer", optimizer)
         if not {*map(id, moved.param_groups)} <= {*map(id, optimizer.param_groups)}:
@@ -92,7 +98,7 @@ def build_optimizers(
     return optimizer, configs
 
 
-def evaluates_in_fp16(optimizer: Optimizer) -> ConfigError:
+def make_closure_in_fp16_error(optimizer: Optimizer) -> ConfigError:
     """Return the error for an optimizer that evaluates the loss several times, under a gradient scaler."""
     return ConfigError(
         f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
@@ -100,13 +106,13 @@ def evaluates_in_fp16(optimizer: Optimizer) -> ConfigError:
     )
 
 
-def _moved_by_hand(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
+def _get_hand_moved(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
     """Return the schedulers that the task steps in manual optimization."""
     configs, left_out = [], set()
     for given in schedulers:
         options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
         left_out |= set(options) - {"scheduler", "name"}
-        configs.append(SchedulerConfig(_known_kind(options.get("scheduler")), "hand"))
+        configs.append(SchedulerConfig(_check_scheduler(options.get("scheduler")), "hand"))
     if left_out:
         _log.warning(
             "lr_scheduler: %s of configure_optimizers mean nothing in manual optimization, where training_step or a "
@@ -116,7 +122,7 @@ def _moved_by_hand(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
     return configs
 
 
-def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+def _unpack_returned(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     if isinstance(returned, Mapping):
         if "optimizer" not in returned or set(returned) - {"optimizer", "lr_scheduler", "monitor"}:
             raise ConfigError(
@@ -131,13 +137,13 @@ def _unpack(returned: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
             return returned[0], returned[1] if isinstance(returned[1], (list, tuple)) else [returned[1]]
         if returned and all(isinstance(each, Mapping) for each in returned):
-            unpacked = [_unpack(each) for each in returned]
+            unpacked = [_unpack_returned(each) for each in returned]
             return [each for some, _ in unpacked for each in some], [each for _, some in unpacked for each in some]
         return returned, []
     return [returned], []
 
 
-def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
+def _iterate_configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
     """Yield the schedulers of the user's entries; two for an entry whose warm-up has a separate interval.
 
     A key `warmup_steps` or `warmup_epochs` becomes a `Warmup` around the scheduler.
@@ -150,7 +156,7 @@ def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
             )
         if "scheduler" not in options:
             raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
-        _known_kind(options["scheduler"])
+        _check_scheduler(options["scheduler"])
         options.pop("name", None)
         reduces = options.pop("reduce_on_plateau", None)  # Lightning needs this key, Lumen does not.
         warmup = [options.pop(key, None) for key in _WARMUP]
@@ -160,7 +166,7 @@ def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
         _check_config(config, followed, reduces=bool(reduces))
         if not isinstance(followed, ReduceLROnPlateau):
             config.monitor = None
-        if (first := _warmup(config, *warmup)) is not None:
+        if (first := _make_warmup(config, *warmup)) is not None:
             yield from (first, config)
         elif around is not None and config.monitor:
             yield SchedulerConfig(around, config.interval)
@@ -169,7 +175,7 @@ def _configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
             yield config
 
 
-def _warmup(
+def _make_warmup(
     config: SchedulerConfig, steps: int | None, epochs: int | None, start: float | None, factor: Any
 ) -> SchedulerConfig | None:
     """Return the warm-up before a scheduler; None if no key sets one."""
@@ -202,7 +208,7 @@ def _check_config(config: SchedulerConfig, followed: Any, *, reduces: bool) -> N
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ConfigError(f"lr_scheduler: frequency must be an integer >= 1, found {config.frequency!r}.")
     if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
-        raise _no_monitor()
+        raise _make_no_monitor_error()
     if config.interval == "token" and not isinstance(followed, Schedule):
         raise ConfigError(
             f'lr_scheduler: {type(followed).__name__} counts its steps, so its interval cannot be "token". '
@@ -217,11 +223,11 @@ def _check_config(config: SchedulerConfig, followed: Any, *, reduces: bool) -> N
         )
 
 
-def _known_kind(scheduler: Any) -> Any:
+def _check_scheduler(scheduler: Any) -> Any:
     """Return a scheduler; raise an error for anything else."""
     if isclass(scheduler):
         raise ConfigError(
-            f"lr_scheduler: expected a scheduler, found {in_words(scheduler)}. Make one of the optimizer: "
+            f"lr_scheduler: expected a scheduler, found {describe_type(scheduler)}. Make one of the optimizer: "
             f"{scheduler.__name__}(optimizer, ...)."
         )
     if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):
@@ -229,14 +235,14 @@ def _known_kind(scheduler: Any) -> Any:
     return scheduler
 
 
-def _no_monitor() -> ConfigError:
+def _make_no_monitor_error() -> ConfigError:
     return ConfigError(
         "lr_scheduler: ReduceLROnPlateau needs the name of a logged value. "
         'Return {"scheduler": ..., "monitor": "val_loss"} for it.'
     )
 
 
-def _paired(given: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
+def _pair_with_warmup(given: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
     """Let a scheduler with its own entry wait for the warm-up around it, and then step as its entry says.
 
     The scheduler comes before its warm-up, so that the update that ends the warm-up does not step the scheduler yet. A
@@ -252,7 +258,7 @@ def _paired(given: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
         rest = by_scheduler.get(id(warmup.scheduler))
         if isinstance(warmup.scheduler, ReduceLROnPlateau):
             if rest is None:
-                raise _no_monitor()
+                raise _make_no_monitor_error()
         elif rest is not None:
             warmup.leave_steps()
             rest.warmup = warmup
@@ -264,7 +270,7 @@ def _paired(given: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
 def _refuse_overwriting(schedulers: Sequence[Any]) -> None:
     """Refuse a schedule that overwrites learning rates which a second scheduler changes too."""
     for one, other in permutations(schedulers, 2):
-        if not isinstance(one, _ABSOLUTE) or getattr(other, "scheduler", None) is one:
+        if not isinstance(one, _ABSOLUTE_SCHEDULERS) or getattr(other, "scheduler", None) is one:
             continue
         if {*map(id, one.optimizer.param_groups)} & {*map(id, getattr(other, "optimizer", one.optimizer).param_groups)}:
             raise ConfigError(
@@ -274,15 +280,15 @@ def _refuse_overwriting(schedulers: Sequence[Any]) -> None:
             )
 
 
-def check_held(task: nn.Module, optimizer: Optimizer) -> None:
+def check_parameters_held(task: nn.Module, optimizer: Optimizer) -> None:
     """Check that an optimizer holds only parameters of the task, after references to replaced ones are updated.
 
     Raises:
         ConfigError: The optimizer holds other parameters, which would be neither saved nor equal on all processes; or
             holds a parameter twice.
     """
-    refer_to_current(optimizer)
-    if strangers := len({*map(id, parameters_of(optimizer))} - {*map(id, task.parameters())}):
+    update_references(optimizer)
+    if strangers := len({*map(id, list_parameters(optimizer))} - {*map(id, task.parameters())}):
         raise ConfigError(
             f"the optimizer holds {strangers} parameters that are not the task's. Build it in configure_optimizers, "
             "from self.parameters(), so that it sees the parameters that are trained; what a hook adds to it has to be "
@@ -290,31 +296,33 @@ def check_held(task: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-_LEAVE = (
+_LEAVE_ADVICE = (
     "where Lumen calls it once: the parameters would move twice. Leave step, zero_grad and backward out of "
     "training_step and the hooks, and return the loss; or set automatic_optimization = False, to make the steps "
     "yourself. Change gradients in on_before_optimizer_step; for several micro-batches in one step set "
     "accumulate_grad_batches; an optimizer that steps otherwise is a subclass with such a step."
 )
-_TAKE = (
+_TAKE_ADVICE = (
     "past Lumen, which sums gradients over the processes, leaves out what overflows in fp16 and counts steps. Call "
     "step() of what self.optimizers() returns."
 )
 
 
-def guard(optimizer: Optimizer, is_allowed: Callable[[], bool], *, by_hand: bool) -> StepGuard:
+def guard_steps(optimizer: Optimizer, is_allowed: Callable[[], bool], *, by_hand: bool) -> StepGuard:
     """Raise an error when user code calls an optimizer's `step` where Lumen makes the step.
 
     Args:
         optimizer: The optimizer that trains the task.
-        is_allowed: Function that returns True if a call is allowed; called at each `step` that is not by `bare_step`.
+        is_allowed: Function that returns True if a call is allowed; called at each `step` that is not by
+            `get_unwrapped_step`.
         by_hand: True in manual optimization.
     """
 
     def refuse() -> None:
         if not is_allowed():
             raise TrainingError(
-                f"{type(optimizer).__name__}.step was called in a training step, " + (_TAKE if by_hand else _LEAVE)
+                f"{type(optimizer).__name__}.step was called in a training step, "
+                + (_TAKE_ADVICE if by_hand else _LEAVE_ADVICE)
             )
 
     return StepGuard(optimizer, refuse)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from lumen.internals.compiler import compiled_for_s
+from lumen.internals.compiler import get_compile_time_s
 
 FILE = "goodput.jsonl"
 BUCKETS = ("startup", "compile", "data", "step", "evaluation", "checkpoint", "end", "lost", "queue")
-_LONGEST_S = 30.0
+_MAX_INTERVAL_S = 30.0
 _SIGNS_OF_LIFE = "metrics.csv", "system.csv", "checkpoints"
 _of_process = {"is_told": False}
 
@@ -46,30 +46,30 @@ class Goodput:
         self._line_s = self._read_s
         if directory is None or self._file is None:
             return
-        age_s = 0.0 if _of_process["is_told"] else _age_of_process_s()
+        age_s = 0.0 if _of_process["is_told"] else _get_process_age_s()
         _of_process["is_told"] = True
-        lines, now = _lines(self._file), time.time()
+        lines, now = _read_lines(self._file), time.time()
         ended = max((line["to_s"] for line in lines), default=0.0)
-        alive = max((_changed_s(directory / name) for name in _SIGNS_OF_LIFE), default=0.0)
+        alive = max((_get_change_time_s(directory / name) for name in _SIGNS_OF_LIFE), default=0.0)
         began = min(max(now - age_s, ended), now)
-        self._life = 1 + max((line["life"] for line in lines), default=0)
+        self._attempt = 1 + max((line["life"] for line in lines), default=0)
         if lines and ended < min(alive, began):  # The run was killed: the time after its last line was lost.
-            self._append({"life": self._life - 1, "from_s": ended, "to_s": min(alive, began), "lost": True})
+            self._append_line({"life": self._attempt - 1, "from_s": ended, "to_s": min(alive, began), "lost": True})
         self._from_s = began
         self._line_s = self._read_s = self._read_s - (now - began)
-        self._before = 0.0, compiled_for_s()
+        self._before = 0.0, get_compile_time_s()
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if this process measures and writes."""
         return self._file is not None
 
-    def enter(self, bucket: str) -> str:
+    def enter_bucket(self, bucket: str) -> str:
         """Count the time from here on to a bucket. Returns the bucket before."""
         before, self._bucket = self._bucket, bucket
         if self._file is None:
             return before
-        now, waited, compiled = time.monotonic(), self._waited_s(), compiled_for_s()
+        now, waited, compiled = time.monotonic(), self._waited_s(), get_compile_time_s()
         left = now - self._read_s
         parts = {"compile": compiled - self._before[1], "data": waited - self._before[0] if before == "step" else 0.0}
         for name, seconds in parts.items():
@@ -80,39 +80,39 @@ class Goodput:
         return before
 
     @contextmanager
-    def within(self, bucket: str) -> Iterator[None]:
+    def measure_bucket(self, bucket: str) -> Iterator[None]:
         """Count the time within the context to a bucket."""
-        before = self.enter(bucket)
+        before = self.enter_bucket(bucket)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter_bucket(before)
             if bucket == "checkpoint" and self.due_s < math.inf:
                 self.due_s = 0.0  # The next line records the step of the checkpoint, where a restart begins.
 
-    def train(self, step: int) -> None:
+    def begin_training(self, step: int) -> None:
         """Note that training begins at a step. The time before was the startup."""
-        self.enter("step")
-        self.write(step)
+        self.enter_bucket("step")
+        self.write_line(step)
 
-    def write(self, step: int) -> None:
+    def write_line(self, step: int) -> None:
         """Write a line with the time spent since the line before, up to a step."""
         if self._file is None:
             return
-        self.enter(self._bucket)
+        self.enter_bucket(self._bucket)
         seconds, self._line_s = self._read_s - self._line_s, self._read_s
         spent = {name: round(value, 6) for name, value in self._spent.items() if value}
         self._spent = dict.fromkeys(BUCKETS, 0.0)
         begun, self._from_s = self._from_s, self._from_s + seconds
-        self._append({"life": self._life, "from_s": begun, "to_s": self._from_s, "step": step, "spent": spent})
-        self.due_s, self._pause_s = self._read_s + self._pause_s, min(2 * self._pause_s, _LONGEST_S)
+        self._append_line({"life": self._attempt, "from_s": begun, "to_s": self._from_s, "step": step, "spent": spent})
+        self.due_s, self._pause_s = self._read_s + self._pause_s, min(2 * self._pause_s, _MAX_INTERVAL_S)
 
     def close(self, step: int) -> None:
         """Write the last line at the end of the run."""
-        self.write(step)
+        self.write_line(step)
         self._file, self.due_s = None, math.inf
 
-    def _append(self, line: Mapping[str, Any]) -> None:
+    def _append_line(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
         text = json.dumps(line) + "\n"
         # An error here must not end the training. A full disk shows when a checkpoint is written.
@@ -165,11 +165,11 @@ def goodput(directory: str | Path) -> TimeSpent:
     file = Path(directory) / FILE
     if not os.access(file, os.R_OK):
         raise FileNotFoundError(f"there is no {FILE} in {directory}: is it the directory of a run?")
-    lines = _lines(file)
+    lines = _read_lines(file)
     spent = dict.fromkeys(BUCKETS, 0.0)
     if not lines:
         return TimeSpent(0.0, spent, 0)
-    begins = _starts(lines)
+    begins = _find_starts(lines)
     before, step, ended = 0, 0, lines[0]["from_s"]
     for line in lines:
         life = line["life"]
@@ -189,17 +189,17 @@ def goodput(directory: str | Path) -> TimeSpent:
     return TimeSpent(ended - lines[0]["from_s"], spent, max(line["life"] for line in lines))
 
 
-def starts(directory: str | Path) -> dict[int, int]:
+def read_starts(directory: str | Path) -> dict[int, int]:
     """Return the step at which training began in each start of a run, by the number of the start; empty if unknown."""
-    return _starts(_lines(Path(directory) / FILE))
+    return _find_starts(_read_lines(Path(directory) / FILE))
 
 
-def _starts(lines: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+def _find_starts(lines: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     found = {line["life"]: line["step"] for line in reversed(lines) if "step" in line}
     return dict(reversed(found.items()))
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def _read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a file."""
     lines = []
     with suppress(OSError):
@@ -222,13 +222,13 @@ def _is_whole(line: Any) -> bool:
     return are_numbers and spent.keys() <= {*BUCKETS}
 
 
-def _changed_s(path: Path) -> float:
+def _get_change_time_s(path: Path) -> float:
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
-def _age_of_process_s() -> float:
+def _get_process_age_s() -> float:
     """Return the seconds since this program was started; 0 in an interactive session or if unknown."""
     with suppress(OSError):
         if not hasattr(sys, "ps1") and "ipykernel" not in sys.modules:

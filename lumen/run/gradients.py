@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lumen.distributed.dtensor import is_sharded, local_tensor
+from lumen.distributed.dtensor import get_local_tensor, is_sharded
 from lumen.errors import ConfigError
-from lumen.internals.tensors import clamp, largest_elements, multiply
+from lumen.internals.tensors import clamp_all, compute_max_abs, multiply_all
 
 
-def parameters_of(optimizer: Any) -> list[nn.Parameter]:
+def list_parameters(optimizer: Any) -> list[nn.Parameter]:
     """Return the parameters that an optimizer moves now."""
     held: list[nn.Parameter] = []
     for group in optimizer.param_groups:
@@ -24,8 +24,8 @@ def parameters_of(optimizer: Any) -> list[nn.Parameter]:
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients by a factor, in a few kernels."""
-    if gradients := _local(parameters):
-        multiply(gradients, factor)  # In a sparse gradient torch multiplies the rows.
+    if gradients := _list_local_gradients(parameters):
+        multiply_all(gradients, factor)  # In a sparse gradient torch multiplies the rows.
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
@@ -38,32 +38,32 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if _are_cut(gradients):
-        norm = _norm_over_meshes(gradients)
-        multiply(list(map(local_tensor, gradients)), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if _are_sharded(gradients):
+        norm = _compute_norm_over_meshes(gradients)
+        multiply_all(list(map(get_local_tensor, gradients)), (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
     try:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     except NotImplementedError:  # Some gradients are sparse.
-        return nn.utils.clip_grad_norm_(_with_rows(parameters), max_norm)
+        return nn.utils.clip_grad_norm_(_replace_sparse(parameters), max_norm)
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def compute_total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the norm of the gradients over all parameters: a scalar tensor.
 
     Collective if gradients are sharded (`DTensor`): every rank must call this.
     """
-    return _norm_over_meshes([each.grad for each in _with_rows(parameters) if each.grad is not None])
+    return _compute_norm_over_meshes([each.grad for each in _replace_sparse(parameters) if each.grad is not None])
 
 
-def _norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def _compute_norm_over_meshes(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the norm of gradients that may be on several meshes; one call of torch works with one mesh."""
     by_mesh: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms: list[Any] = list(map(nn.utils.get_total_norm, by_mesh.values() or [[]]))
     norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(_on_one_device(norms))  # type: ignore[no-any-return]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(_move_to_one_device(norms))  # type: ignore[no-any-return]
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
@@ -89,56 +89,56 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     if not kind > 0:
         raise ConfigError(f"grad_norm: norm_type must be more than 0, or 'inf', found {norm_type!r}.")
     norms = {
-        f"grad_{kind}_norm{group_separator}{name}": _norm(each.grad.detach(), kind)
+        f"grad_{kind}_norm{group_separator}{name}": _compute_norm(each.grad.detach(), kind)
         for name, each in module.named_parameters()
         if each.grad is not None
     }
     if norms:
-        norms[f"grad_{kind}_norm_total"] = torch.linalg.vector_norm(_on_one_device(norms.values()), kind)
+        norms[f"grad_{kind}_norm_total"] = torch.linalg.vector_norm(_move_to_one_device(norms.values()), kind)
     return norms
 
 
-def _norm(gradient: Any, kind: float) -> torch.Tensor:
+def _compute_norm(gradient: Any, kind: float) -> torch.Tensor:
     if math.isinf(kind) and is_sharded(gradient):  # A shard may be empty, without a largest element.
         gradient = gradient.full_tensor()
     norm: Any = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, kind)
     return norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[no-any-return]
 
 
-def _on_one_device(norms: Iterable[torch.Tensor]) -> torch.Tensor:
+def _move_to_one_device(norms: Iterable[torch.Tensor]) -> torch.Tensor:
     first, *others = norms
     return torch.stack([first, *(norm.to(first) for norm in others)])
 
 
 def clip_grad_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
     """Clamp every gradient element to [-max_value, max_value]."""
-    if gradients := _local(_with_rows(parameters)):
-        clamp(gradients, max_value)
+    if gradients := _list_local_gradients(_replace_sparse(parameters)):
+        clamp_all(gradients, max_value)
 
 
-def largest(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
+def compute_max_abs_gradient(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
     """Return the largest absolute value in the gradients on this process; None if there is no gradient.
 
     Returns:
         A scalar tensor on the device of the gradients; NaN or infinite if a gradient is. Sharded gradients count with
         this process's shards.
     """
-    gradients = [each for each in _local(_with_rows(parameters)) if each.numel()]
-    return torch.stack(list(largest_elements(gradients))).max() if gradients else None
+    gradients = [each for each in _list_local_gradients(_replace_sparse(parameters)) if each.numel()]
+    return torch.stack(list(compute_max_abs(gradients))).max() if gradients else None
 
 
-def _local(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _list_local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients of parameters; of sharded ones this process's shards."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return list(map(local_tensor, gradients)) if _are_cut(gradients) else gradients
+    return list(map(get_local_tensor, gradients)) if _are_sharded(gradients) else gradients
 
 
-def _are_cut(gradients: list[torch.Tensor]) -> bool:
+def _are_sharded(gradients: list[torch.Tensor]) -> bool:
     """Return True if some gradients are sharded. The check of types is fast for most models."""
     return not {*map(type, gradients)} <= {torch.Tensor} and any(map(is_sharded, gradients))
 
 
-def _with_rows(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+def _replace_sparse(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return the parameters, each with a sparse gradient replaced by a tensor whose gradient is the coalesced rows."""
     found: list[torch.Tensor] = []
     for parameter in parameters:

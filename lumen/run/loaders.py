@@ -35,45 +35,45 @@ class Loaders:
     def __init__(
         self, datamodule: DataModule | None, given: tuple[Any, Any] | None, plan: Plan, progress: Progress, readers: int
     ) -> None:
-        self.datamodule, self.given = datamodule, given
+        self.datamodule, self.user_loaders = datamodule, given
         self._plan, self._progress, self._readers = plan, progress, readers
         self.train: LoaderAdapter | None = None
         self.evaluation: list[LoaderAdapter] = []
         self.sources: dict[str, Any] = {}
-        self.epoch, self.empty = 0, list[str]()
-        self.fits: dict[str, int] = {}
+        self.epoch, self.empty_stages = 0, list[str]()
+        self.max_samples_per_part: dict[str, int] = {}
 
-    def measure(self) -> LoaderAdapter:
+    def measure_training(self) -> LoaderAdapter:
         """Update length and steps of the training loader for the epoch in progress, and return the loader."""
         assert self.train is not None
         self.train.measure(self._progress.position)  # The data may grow or shrink between epochs.
         if len(self._plan.accumulate) > 1:
-            self.train.regroup(self._plan.accumulate_in(self._progress.epoch) * self._readers)
+            self.train.set_per_step(self._plan.get_accumulation(self._progress.epoch) * self._readers)
         return self.train
 
-    def epoch_lengths(self) -> EpochLengths | None:
+    def get_epoch_lengths(self) -> EpochLengths | None:
         """Return the optimizer steps of every epoch for the current length of the data; None if it is unknown."""
         assert self.train is not None
-        limit, sizes = self._plan.limit("train", self.train), self._plan.accumulate
+        limit, sizes = self._plan.get_limit("train", self.train), self._plan.accumulate
         own = len(sizes) == 1  # Then the loader's own steps count, which `global_batch_size` may set.
         each = {epoch: None if own else number * self._readers for epoch, number in sizes.items()}
-        lengths = {epoch: steps for epoch in each if (steps := self.train.steps(limit, each[epoch])) is not None}
+        lengths = {epoch: steps for epoch in each if (steps := self.train.count_steps(limit, each[epoch])) is not None}
         return EpochLengths(lengths) if lengths else None
 
-    def shrink_parts(self, stage: str, fits: int) -> None:
-        """Evaluate batches of a stage in parts of at most `fits` samples from here on."""
-        self.fits[stage] = fits
+    def set_max_samples(self, stage: str, fits: int) -> None:
+        """Evaluate batches of a stage in parts of at most `max_samples_per_part` samples from here on."""
+        self.max_samples_per_part[stage] = fits
 
-    def evaluation_batches(self, stage: str) -> int | None:
+    def count_evaluation_batches(self, stage: str) -> int | None:
         """Return the number of batches of an evaluation over all loaders and ranks; None if a loader has no length.
 
         Args:
             stage: "validate", "sanity", "test" or "predict".
         """
-        counts = [count for each in self.evaluation if (count := self._plan.batches(stage, each)) is not None]
+        counts = [count for each in self.evaluation if (count := self._plan.count_batches(stage, each)) is not None]
         return sum(counts) if len(counts) == len(self.evaluation) else None
 
-    def say_empty(self, stage: str, adapter: LoaderAdapter) -> None:
+    def warn_of_empty(self, stage: str, adapter: LoaderAdapter) -> None:
         """Warn once that an evaluation loader gave no batch, and keep the reason for later errors.
 
         Args:
@@ -81,12 +81,12 @@ class Loaders:
             adapter: Adapter of the loader without batches.
         """
         stage = "validate" if stage == "sanity" else stage
-        why = f"the loader{f' {adapter.name}' if adapter.name else ''} to {stage} is empty: {adapter.nothing()}"
-        if why not in self.empty:
-            self.empty.append(why)
+        why = f"the loader{f' {adapter.name}' if adapter.name else ''} to {stage} is empty: {adapter.explain_empty()}"
+        if why not in self.empty_stages:
+            self.empty_stages.append(why)
             _log.warning("%s. It gives no values", why)
 
-    def suffixes(self) -> list[str]:
+    def list_suffixes(self) -> list[str]:
         """Return the suffix of logged names for each evaluation loader: its name or number; "" for a single loader."""
         if len(self.evaluation) == 1:
             return [""]

@@ -8,9 +8,9 @@ from functools import partial
 from typing import final
 
 from lumen.metrics.collector import StageMetrics
-from lumen.metrics.log_call import Doubts
-from lumen.metrics.torchmetrics_states import Gather, metrics_of, share_metrics
-from lumen.strategies import Strategy, gather_values
+from lumen.metrics.log_call import PartialValueWarnings
+from lumen.metrics.torchmetrics_states import Gather, find_metrics, share_metrics
+from lumen.strategies import Strategy, gather_from_data_ranks
 from lumen.task.hooks import Hooks
 from lumen.task.task_module import TaskModule
 
@@ -40,19 +40,19 @@ class LogContext:
 
     def __init__(self, task: TaskModule, hooks: Hooks, strategy: Strategy) -> None:
         self._hooks, self._strategy = hooks, strategy
-        self.train, self.doubts = StageMetrics(), Doubts()
+        self.train, self.doubts = StageMetrics(), PartialValueWarnings()
         self.stage: StageMetrics | None = None
         self.batch_samples = 1
         self.batch_index: int | None = None
         self.loader_suffix = self.hook = ""
         self.in_train_step = self.in_evaluation_pass = False
         self.has_epoch_ends = bool(hooks.on_train_epoch_end)
-        self.has_metrics = bool(metrics_of(task))
+        self.has_metrics = bool(find_metrics(task))
 
     @property
     def gather(self) -> Gather | None:
         """Function that gathers values of all ranks; None for a single process."""
-        return partial(gather_values, self._strategy) if self._strategy.processes.world_size > 1 else None
+        return partial(gather_from_data_ranks, self._strategy) if self._strategy.processes.world_size > 1 else None
 
     def begin_epoch(self) -> None:
         """Collect the values of a new training epoch."""
@@ -72,7 +72,7 @@ class LogContext:
         if self.stage is not None:
             self.stage.begin_window()
 
-    def weigh(self, samples: int) -> None:
+    def set_weight(self, samples: int) -> None:
         """Weigh the values logged from here on by a number of samples."""
         self.batch_samples = samples
 
@@ -101,7 +101,7 @@ class LogContext:
         self.has_metrics = has_metrics
 
     @contextmanager
-    def collected_apart(self) -> Iterator[None]:
+    def discard_logged(self) -> Iterator[None]:
         """Drop all values that a forward in this context logs."""
         before, self.stage = self.stage, StageMetrics()
         try:

@@ -42,8 +42,8 @@ class LossWeighting:
             weight that `training_step` returns must equal that of `batch_weight`.
         planned: The sum of weights that the losses of the step are divided by.
         losses: Detached contributions of this process's micro-batches to the step's loss; None if no callback reads it.
-        unseeded: True if `seed` must make the guess from the first weight.
-        total: The sum of the weights of this process; after `agree` the sum over all data ranks.
+        unseeded: True if `seed_guess` must make the guess from the first weight.
+        total: The sum of the weights of this process; after `finish_sum` the sum over all data ranks.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class LossWeighting:
         keeps_losses: bool = False,
     ) -> None:
         self.losses: list[torch.Tensor] | None = [] if keeps_losses else None
-        self.by_task = by_task
+        self.is_set_by_task = by_task
         self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
         self._begin_sum, self._gather = begin_sum, gather
         self._world, self._copies = world, copies
-        self.begin(0.0, 0, 1.0)
+        self.begin_step(0.0, 0, 1.0)
 
-    def begin(self, planned: float, micro_batches: int, guess: float) -> None:
+    def begin_step(self, planned: float, micro_batches: int, guess: float) -> None:
         """Begin a step.
 
         Args:
@@ -76,15 +76,15 @@ class LossWeighting:
         """
         self.total, self.planned = 0.0, planned
         self.losses = None if self.losses is None else []
-        self._alone = micro_batches == self._world == 1
+        self._is_single_micro_batch = micro_batches == self._world == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
         # Only fp16 needs sums in its range. With several processes a guess costs a collective, so others skip it.
-        self.unseeded = not guess and not self.by_task and (self._world == 1 or self._in_gradients > 1)
+        self.unseeded = not guess and not self.is_set_by_task and (self._world == 1 or self._in_gradients > 1)
         self._returned: bool | None = None
         self._sums: Callable[[], list[float]] | None = None
         self._wishes: list[bool] = []
 
-    def seed(self, number: int | None, returned: float | None = None) -> None:
+    def seed_guess(self, number: int | None, returned: float | None = None) -> None:
         """Make the first guess from the step's first weight, equal on all processes. Collective.
 
         Args:
@@ -96,9 +96,9 @@ class LossWeighting:
         if given := [each for each in answers if each is not None]:
             self.unseeded = False
             total = (min(given, key=itemgetter(0))[1] or 0.0) * self._micro_batches
-            self._guess = _power_of_two(total) if 0.0 < total < math.inf else 1.0
+            self._guess = _round_up_to_power_of_two(total) if 0.0 < total < math.inf else 1.0
 
-    def loss_factor(self, known: float, returned: float | None) -> float:
+    def get_loss_factor(self, known: float, returned: float | None) -> float:
         """Return the factor of a micro-batch's mean loss before its backward.
 
         Args:
@@ -109,7 +109,7 @@ class LossWeighting:
             TrainingError: The weight is negative or not finite, or differs from that of `batch_weight`; or only some
                 micro-batches of the step have a returned weight.
         """
-        if self.by_task:
+        if self.is_set_by_task:
             if returned not in (None, known):
                 raise TrainingError(
                     f"training_step returned the weight {returned} for a micro-batch to which batch_weight gave "
@@ -117,20 +117,20 @@ class LossWeighting:
                 )
             returned = None  # The known weight is equal.
         if self._returned not in (None, returned is not None):
-            raise _mixed()
+            raise _make_mixed_weights_error()
         weight = known if returned is None else returned
         if not 0.0 <= weight < math.inf:
             raise TrainingError(f"a micro-batch has the weight {weight}; a weight is a finite number >= 0.")
         if self._returned is None:
             self._returned = returned is not None
             if self._returned:
-                self.planned = weight if self._alone else self._guess
+                self.planned = weight if self._is_single_micro_batch else self._guess
         self.total += weight
         return self._in_loss * weight / self.planned if self.planned else 0.0
 
-    def plan_with_guess(self) -> None:
+    def use_guess(self) -> None:
         """Divide by the guess, because a step's single micro-batch is computed in parts of unknown weights."""
-        self._alone = False
+        self._is_single_micro_batch = False
         if self._returned:
             self.planned = self._guess
 
@@ -143,17 +143,17 @@ class LossWeighting:
         """Keep no losses."""
         self.losses = None
 
-    def mark(self) -> tuple[float, int]:
-        """Return the present counts of this process, for `go_back`."""
+    def make_restore_point(self) -> tuple[float, int]:
+        """Return the present counts of this process, for `restore`."""
         return self.total, len(self.losses or ())
 
-    def go_back(self, mark: tuple[float, int]) -> None:
-        """Restore the counts in `mark`, a result of the method of this name."""
+    def restore(self, mark: tuple[float, int]) -> None:
+        """Restore the counts in `make_restore_point`, a result of the method of this name."""
         self.total, losses = mark
         if self.losses is not None:
             del self.losses[losses:]
 
-    def begin_agreement(self, *wishes: bool) -> None:
+    def start_sum(self, *wishes: bool) -> None:
         """Begin to sum the weights over the processes, when those of this process are known. Collective.
 
         Args:
@@ -164,7 +164,7 @@ class LossWeighting:
             told = self.total, self._returned is True, self._returned is False, *wishes
             self._sums = self._begin_sum(list(map(float, told)))
 
-    def agree(self) -> list[bool]:
+    def finish_sum(self) -> list[bool]:
         """Wait for the sums over the processes.
 
         Returns:
@@ -178,7 +178,7 @@ class LossWeighting:
         (total, returned, plain, *wishes), self._sums = self._sums(), None
         self.total = total / self._copies
         if returned and plain:
-            raise _mixed()
+            raise _make_mixed_weights_error()
         if returned or plain:
             self._returned = bool(returned)
         if self._returned:
@@ -186,9 +186,9 @@ class LossWeighting:
         return [wish > 0 for wish in wishes]
 
     @property
-    def counted(self) -> bool:
+    def counts_units(self) -> bool:
         """True if the weights come from the user (tokens, boxes), False for numbers of samples."""
-        return self.by_task or bool(self._returned)
+        return self.is_set_by_task or bool(self._returned)
 
     @property
     def correction(self) -> float:
@@ -196,8 +196,8 @@ class LossWeighting:
         late = 1.0 if self.total in (0.0, self.planned) else self.planned / self.total
         return late * self._in_gradients
 
-    def mean(self, part: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the mean loss of the step over all processes, after `agree`. Collective.
+    def compute_mean_loss(self, part: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return the mean loss of the step over all processes, after `finish_sum`. Collective.
 
         Args:
             part: The sum of this process's weighted losses, as passed to backward: a scalar tensor.
@@ -214,15 +214,19 @@ class LossWeighting:
         """
         if self.unseeded:
             return 0.0
-        return max(_power_of_two(self.total), self._guess / 2) if self._returned and self.total else self._guess
+        return (
+            max(_round_up_to_power_of_two(self.total), self._guess / 2)
+            if self._returned and self.total
+            else self._guess
+        )
 
 
-def _power_of_two(number: float) -> float:
+def _round_up_to_power_of_two(number: float) -> float:
     """Return the smallest power of two that is at least `number`."""
     return 2.0 ** math.ceil(math.log2(number))
 
 
-def _mixed() -> TrainingError:
+def _make_mixed_weights_error() -> TrainingError:
     return TrainingError(
         "training_step returned a weight for one micro-batch of a step and none for another. "
         "Return (loss, weight) always or never."

@@ -14,15 +14,15 @@ from torch.optim import SGD, Optimizer
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, TrainingError
-from lumen.internals.optimizers import bare_step, drop_gradients, has_stepped
+from lumen.internals.optimizers import drop_gradients, get_unwrapped_step, mark_as_stepped
 from lumen.optim import needs_closure
 from lumen.precision import Precision
-from lumen.run.configure_optimizers import evaluates_in_fp16
-from lumen.run.gradients import largest, parameters_of, scale_gradients
-from lumen.run.plan import Plan, by_epoch
+from lumen.run.configure_optimizers import make_closure_in_fp16_error
+from lumen.run.gradients import compute_max_abs_gradient, list_parameters, scale_gradients
+from lumen.run.plan import Plan, format_by_epoch
 from lumen.run.step_context import StepContext
 from lumen.strategies import Strategy
-from lumen.task.hooks import Hooks, overrides
+from lumen.task.hooks import Hooks, is_overridden
 from lumen.task.steps import without_gradient
 from lumen.task.task_module import TaskModule
 
@@ -34,9 +34,9 @@ def check_plan(task: TaskModule, plan: Plan) -> None:
         ConfigError: Such a setting is set. The message names the call to use instead.
     """
     name = f"{type(task).__name__} optimizes by hand (automatic_optimization = False)"
-    if plan.accumulates:
+    if plan.has_accumulation:
         raise ConfigError(
-            f"accumulate_grad_batches: {by_epoch(plan.accumulate)}, but {name}: let training_step call step() and "
+            f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)}, but {name}: let training_step call step() and "
             "zero_grad() of its optimizers in every so many batches, by batch_idx; or give a larger global_batch_size."
         )
     if plan.clip_norm is not None or plan.clip_value is not None:
@@ -67,8 +67,8 @@ class ManualOptimizer:
     def __init__(self, manual: ManualOptimization, optimizer: Optimizer) -> None:
         self._manual = manual
         self.optimizer, self.needs_closure = optimizer, needs_closure(optimizer)
-        self.is_known = self.was_called = self.has_warned = False
-        self.forget()
+        self.is_registered = self.was_called = self.has_warned = False
+        self.note_used()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.optimizer, name)
@@ -95,9 +95,9 @@ class ManualOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters."""
         drop_gradients(self.optimizer) if set_to_none else self.optimizer.zero_grad(set_to_none=False)
-        self.forget()
+        self.note_used()
 
-    def forget(self) -> None:
+    def note_used(self) -> None:
         """Note that the gradients are used or dropped."""
         self.is_open = self.has_weight = False
 
@@ -148,17 +148,17 @@ class ManualOptimization:
     ) -> None:
         self._task = task
         self._hooks, self._precision, self._strategy, self._step = hooks, precision, strategy, step
-        self._backward = task.backward if overrides(task, "backward") else torch.Tensor.backward
+        self._backward = task.backward if is_overridden(task, "backward") else torch.Tensor.backward
         self._kind = strategy.device.type
         self._sums = strategy.processes.world_size > 1 or strategy.shards
         self._factor, self._is_dummy, self._has_weight = 1.0, False, True
-        self.has_tried = self._has_moved = self._has_overflowed = False
+        self.was_attempted = self._has_moved = self._has_overflowed = False
         self._toggled: ManualOptimizer | None = None
         self._frozen: list[nn.Parameter] = []
         self._parts: list[Optimizer] = []  # gradients unscaled since the loss scale last changed
         self.handles = [ManualOptimizer(self, each) for each in optimizers]
 
-    def begin(self, factor: float, *, is_dummy: bool, has_weight: bool) -> None:
+    def begin_step(self, factor: float, *, is_dummy: bool, has_weight: bool) -> None:
         """Begin a step.
 
         Args:
@@ -167,13 +167,13 @@ class ManualOptimization:
             has_weight: True if the weights of the batch, over all processes, do not sum to 0.
         """
         self._factor, self._is_dummy, self._has_weight = factor, is_dummy, has_weight
-        self.has_tried = self._has_moved = self._has_overflowed = False
+        self.was_attempted = self._has_moved = self._has_overflowed = False
         self._step.grad_norm = None  # A step without clipping has no norm.
 
-    def end(self) -> bool:
+    def end_step(self) -> bool:
         """End a step. Returns True if an optimizer made an update."""
         self.untoggle()
-        if self.has_tried and self._precision.handles_overflow:
+        if self.was_attempted and self._precision.handles_overflow:
             number = nn.Parameter(torch.zeros(1, device=self._strategy.device))
             number.grad = torch.full_like(number, math.inf if self._has_overflowed else 0.0)
             self._precision.step(SGD([number], lr=0.0))  # The scaler adapts to everything unscaled in this step.
@@ -192,7 +192,7 @@ class ManualOptimization:
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise without_gradient(self._task)
         for each in self.handles if self._toggled is None else [self._toggled]:
-            each.is_known = each.is_open = True
+            each.is_registered = each.is_open = True
             each.has_weight |= self._has_weight
         if not self._is_dummy:
             if loss.numel() == 1:
@@ -204,7 +204,7 @@ class ManualOptimization:
         by = () if is_torchs else (lambda each: self._backward(each, *args, **options),)
         with self._without_autocast():  # torch recommends no autocast during a backward.
             if self._sums or self._precision.handles_overflow:
-                self._add_apart(part, by)
+                self._add_separately(part, by)
             else:
                 self._precision.backward(part, *by)
         for hook in self._hooks.on_after_backward if not self._is_dummy else ():
@@ -214,7 +214,7 @@ class ManualOptimization:
         casts = torch.is_autocast_enabled(self._kind)
         return torch.autocast(self._kind, enabled=False) if casts else nullcontext()
 
-    def _add_apart(self, loss: torch.Tensor, by: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
+    def _add_separately(self, loss: torch.Tensor, by: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
         """Compute the gradients of a loss, sum and unscale these alone, and add them to the earlier gradients."""
         parameters = list(self._task.parameters())
         before = [parameter.grad for parameter in parameters]
@@ -234,40 +234,44 @@ class ManualOptimization:
             elif gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
-    def kept_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+    def get_kept_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the gradients that a later update may use: those of optimizers without a step since a backward."""
-        held = [parameter for each in self.handles if each.is_open for parameter in parameters_of(each.optimizer)]
+        held = [parameter for each in self.handles if each.is_open for parameter in list_parameters(each.optimizer)]
         return {parameter: parameter.grad for parameter in held if parameter.grad is not None}
 
-    def keep(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Restore the gradients that `kept_gradients` returned."""
+    def restore_gradients(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Restore the gradients that `get_kept_gradients` returned."""
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         for each in self.handles:
-            each.is_known, each.is_open, each.has_weight = True, bool(gradients), bool(gradients)
+            each.is_registered, each.is_open, each.has_weight = True, bool(gradients), bool(gradients)
 
     # ------------------------------------------------------------------ updates
 
-    def step(self, of: ManualOptimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+    def step(self, wrapper: ManualOptimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """Step an optimizer. Returns what the closure returned.
 
         Raises:
             TrainingError: The gradients come from a plain `loss.backward()`, neither summed over the processes nor
                 scaled; or the optimizer needs a closure and got none.
         """
-        optimizer, loss = of.optimizer, None
-        if of.needs_closure:
+        optimizer, loss = wrapper.optimizer, None
+        if wrapper.needs_closure:
             if closure is None:
                 raise TrainingError(
                     f"{type(optimizer).__name__}.step evaluates the loss: give it a function that calls zero_grad() "
                     "and self.manual_backward(loss), and returns the loss."
                 )
-            return self._move(of, partial(optimizer.step, self._evaluation(of, closure), **options), evaluates=True)
+            return self._make_update(
+                wrapper, partial(optimizer.step, self._wrap_closure(wrapper, closure), **options), evaluates=True
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Hooks before the update may add hooks to the optimizer, which `bare_step` looks for.
-        self._move(of, partial(optimizer.step, **options) if options else lambda: bare_step(optimizer)())
+        # Hooks before the update may add hooks to the optimizer, which `get_unwrapped_step` looks for.
+        self._make_update(
+            wrapper, partial(optimizer.step, **options) if options else lambda: get_unwrapped_step(optimizer)()
+        )
         return loss
 
     def step_part(self, of: ManualOptimizer, part: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -277,18 +281,18 @@ class ManualOptimization:
             ConfigError: The precision is fp16, whose gradient scaler supports no partial steps.
         """
         if self._precision.handles_overflow:
-            raise evaluates_in_fp16(of.optimizer)
-        return self._move(of, partial(part, *args, **options))
+            raise make_closure_in_fp16_error(of.optimizer)
+        return self._make_update(of, partial(part, *args, **options))
 
-    def _move(self, of: ManualOptimizer, update: Callable[[], Any], *, evaluates: bool = False) -> Any:
+    def _make_update(self, of: ManualOptimizer, update: Callable[[], Any], *, evaluates: bool = False) -> Any:
         """Make an update unless it is skipped. Returns what `update` returned, or None."""
         self._refuse_plain_backward(of)
-        self.has_tried = of.was_called = True
+        self.was_attempted = of.was_called = True
         skips = not (self._has_weight if evaluates else of.has_weight or not of.is_open)
         if skips:
             _log.warning("a step of %s was skipped: the weights of its batches sum to 0", type(of.optimizer).__name__)
         elif not evaluates:
-            if not of.has_warned and all(parameter.grad is None for parameter in parameters_of(of.optimizer)):
+            if not of.has_warned and all(parameter.grad is None for parameter in list_parameters(of.optimizer)):
                 of.has_warned = True
                 _log.warning(
                     "%s.step was called where no parameter of it has a gradient: nothing moves. Call "
@@ -297,10 +301,10 @@ class ManualOptimization:
             for hook in self._hooks.on_before_optimizer_step:
                 hook(of.optimizer)
             skips, self._step.skips_update = self._step.skips_update, False
-            if self._precision.handles_overflow and self._overflows(of):
-                has_stepped(of.optimizer)
+            if self._precision.handles_overflow and self._has_overflowed_gradients(of):
+                mark_as_stepped(of.optimizer)
                 self._has_overflowed = skips = True
-        of.forget()
+        of.note_used()
         if skips:
             return None
         self._step.is_updating = True
@@ -308,10 +312,10 @@ class ManualOptimization:
             found = update()
         torch.clear_autocast_cache()  # The cache holds 16-bit copies of the old parameters.
         self._step.is_updating, self._has_moved = False, True
-        of.forget()  # A closure may have left gradients.
+        of.note_used()  # A closure may have left gradients.
         return found
 
-    def _evaluation(self, of: ManualOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _wrap_closure(self, of: ManualOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure for an optimizer that runs in the step's autocast and returns the mean over processes."""
         kind = self._kind
         casts, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -332,8 +336,8 @@ class ManualOptimization:
 
         return evaluate
 
-    def _overflows(self, of: ManualOptimizer) -> bool:
-        if (found := largest(parameters_of(of.optimizer))) is None:
+    def _has_overflowed_gradients(self, of: ManualOptimizer) -> bool:
+        if (found := compute_max_abs_gradient(list_parameters(of.optimizer))) is None:
             return False
         if self._strategy.shards:
             found = self._strategy.reduce(found.nan_to_num(math.inf), "max")
@@ -343,8 +347,8 @@ class ManualOptimization:
         adds_apart = self._sums or self._precision.handles_overflow
         if (
             adds_apart
-            and not of.is_known
-            and any(parameter.grad is not None for parameter in parameters_of(of.optimizer))
+            and not of.is_registered
+            and any(parameter.grad is not None for parameter in list_parameters(of.optimizer))
         ):
             raise TrainingError(
                 f"{type(of.optimizer).__name__}.step: no manual_backward was called for what it moves, so its "
@@ -352,7 +356,7 @@ class ManualOptimization:
                 "self.manual_backward(loss) instead of loss.backward()."
             )
 
-    def say_idle(self) -> None:
+    def warn_of_idle_optimizers(self) -> None:
         """Warn of optimizers whose `step` was never called."""
         for number, each in enumerate(self.handles):
             if not each.was_called and not each.optimizer.state:
@@ -365,8 +369,8 @@ class ManualOptimization:
         """Freeze the parameters of the other optimizers that this one does not hold."""
         self.untoggle()
         self._toggled = next((each for each in self.handles if each.param_groups is optimizer.param_groups), None)
-        kept = {*map(id, parameters_of(optimizer))}
-        for parameter in (parameter for each in self.handles for parameter in parameters_of(each.optimizer)):
+        kept = {*map(id, list_parameters(optimizer))}
+        for parameter in (parameter for each in self.handles for parameter in list_parameters(each.optimizer)):
             if id(parameter) not in kept and parameter.requires_grad:
                 self._frozen.append(parameter)
                 parameter.requires_grad_(False)

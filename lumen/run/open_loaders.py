@@ -11,16 +11,16 @@ from typing import Any
 from lumen.console import logger as _log
 from lumen.data.adapter import LoaderAdapter
 from lumen.data.combined import holds_loaders
-from lumen.data.contents import check_same_data
+from lumen.data.content_digests import check_same_data
 from lumen.data.loaders import adapt_loader
 from lumen.data.windows import RankSlice
 from lumen.errors import ConfigError, DataError
-from lumen.errors.arguments import in_words
+from lumen.errors.arguments import describe_type
 from lumen.random import EVALUATIONS, Domain, make_key
 from lumen.run.run import Run
-from lumen.strategies import gather_values
+from lumen.strategies import gather_from_data_ranks
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import check_loaders, overrides
+from lumen.task.hooks import check_loaders, is_overridden
 
 _NAMES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 _METHODS = {stage: f"{name}_dataloader" for stage, name in _NAMES.items()}
@@ -56,38 +56,42 @@ def open_loaders(run: Run) -> None:
 
 def _open_loaders(run: Run) -> None:
     plan = run.plan
-    if (loader := _loader(run, "fit")) is None:
+    if (loader := _get_loader(run, "fit")) is None:
         raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
     by_hand = not run.task.automatic_optimization
-    communicates = by_hand or run.strategy.communicates_in("forward")
-    rank_slice = _rank_slice(run, needs_dummies=communicates)._replace(splits=by_hand)
-    per_step = plan.accumulate_in(run.progress.epoch) * rank_slice.world
+    communicates = by_hand or run.strategy.has_collectives_in("forward")
+    rank_slice = _make_rank_slice(run, needs_dummies=communicates)._replace(splits=by_hand)
+    per_step = plan.get_accumulation(run.progress.epoch) * rank_slice.world_size
     run.loaders.train = train = adapt_loader(
         loader, run.seed, per_step, plan.global_batch_size, rewinds=plan.same_batches, rank_slice=rank_slice
     )
-    steps, length = train.steps(None), train.length or 0
-    accumulates = plan.accumulates or (steps is not None and length > steps * rank_slice.world)
+    steps, length = train.count_steps(None), train.length or 0
+    accumulates = plan.has_accumulation or (steps is not None and length > steps * rank_slice.world_size)
     run.calls.compilation.check_graphs(run.strategy.device, shards=run.strategy.shards, accumulates=accumulates)
-    plan.limit("train", train)
+    plan.get_limit("train", train)
     plan.check_validation(train)
-    if train.length == 0 and not _may_be_filled(run):
-        raise DataError(NO_TRAINING.format(train.nothing()))
-    if overrides(run.task, "validation_step") and plan.limits["validate"] != 0:
-        run.loaders.evaluation = open_evaluation_loaders(run, "validate", required=False, beside=loader)
-    elif run.loaders.given is not None and run.loaders.given[1] is not None and plan.limits["validate"] != 0:
+    if train.length == 0 and not _may_hook_provide_data(run):
+        raise DataError(NO_TRAINING.format(train.explain_empty()))
+    if is_overridden(run.task, "validation_step") and plan.limits["validate"] != 0:
+        run.loaders.evaluation = open_evaluation_loaders(run, "validate", required=False, training_loader=loader)
+    elif (
+        run.loaders.user_loaders is not None
+        and run.loaders.user_loaders[1] is not None
+        and plan.limits["validate"] != 0
+    ):
         _log.warning("%s has no validation_step: the validation data is not used", type(run.task).__name__)
-    run.calls.bind(run.loaders)
+    run.calls.choose_arguments(run.loaders)
     if rank_slice.processes > 1:
         check_same_data(rank_slice, {"training data": loader, "validation data": run.loaders.sources.get("validate")})
 
 
-def _may_be_filled(run: Run) -> bool:
+def _may_hook_provide_data(run: Run) -> bool:
     """Return True if the user has a hook before the first epoch, which may fill an empty data set."""
     owners = (each for each in (run.task, *run.hooks.callbacks) if not type(each).__module__.startswith("lumen."))
-    return any(overrides(owner, hook) for owner in owners for hook in _BEFORE_THE_FIRST_EPOCH)
+    return any(is_overridden(owner, hook) for owner in owners for hook in _BEFORE_THE_FIRST_EPOCH)
 
 
-def one_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = None) -> Any:
+def choose_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = None) -> Any:
     """Return the data source of a stage: loaders, or a data module, which may be passed in place of loaders.
 
     Raises:
@@ -98,7 +102,7 @@ def one_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = N
         raise ConfigError("loaders were given beside a datamodule, which brings its own. Leave one out.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
         advice = f"Make one: {datamodule.__name__}(...)." if isclass(datamodule) else "Give loaders without a name."
-        raise ConfigError(f"datamodule: expected a lumen.DataModule, found {in_words(datamodule)}. {advice}")
+        raise ConfigError(f"datamodule: expected a lumen.DataModule, found {describe_type(datamodule)}. {advice}")
     if not isinstance(source, DataModule):
         check_loaders("dataloaders", source)
         check_loaders("val_dataloaders", val_loaders)
@@ -110,23 +114,25 @@ def one_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any = N
 def open_for_evaluation(run: Run, stage: str) -> None:
     """Open the loaders of an evaluation outside of `fit`; see `open_evaluation_loaders`."""
     run.loaders.evaluation = open_evaluation_loaders(run, stage)
-    run.calls.bind(run.loaders)
+    run.calls.choose_arguments(run.loaders)
 
 
-def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, beside: Any = None) -> list[LoaderAdapter]:
+def open_evaluation_loaders(
+    run: Run, stage: str, *, required: bool = True, training_loader: Any = None
+) -> list[LoaderAdapter]:
     """Open the loaders of an evaluation. Loaders in a dictionary keep their names.
 
     Args:
         run: The run that evaluates.
         stage: "validate", "test" or "predict".
         required: True to raise an error if there is no loader.
-        beside: The loader of the training that the evaluation interrupts.
+        training_loader: The loader of the training that the evaluation interrupts.
 
     Raises:
         DataError: A required loader is missing, loaders are nested in several levels, or the loader would take batches
             from the training.
     """
-    if (given := _loader(run, stage)) is None:
+    if (given := _get_loader(run, stage)) is None:
         if required:
             raise DataError(f"there is no data to {stage}. Give a DataModule or a loader, or define {_METHODS[stage]}.")
         return []
@@ -138,42 +144,44 @@ def open_evaluation_loaders(run: Run, stage: str, *, required: bool = True, besi
             "after the other. Give them in one list or dictionary; or as a CombinedLoader, whose mode says how they "
             "are read together."
         )
-    is_shared = isinstance(beside, Iterator) and any(each is beside for each in loaders)
+    is_shared = isinstance(training_loader, Iterator) and any(each is training_loader for each in loaders)
     if is_shared and run.plan.val_every_epoch_fraction != 1.0:
         raise DataError(
-            f"training and validation within its epoch read one {type(beside).__name__}, which is its own iterator: "
+            f"training and validation within its epoch read one {type(training_loader).__name__}, which is its own iterator: "
             "each would move the other on. Give a loader to each."
         )
-    rank_slice = _rank_slice(run, needs_dummies=run.strategy.communicates_in("evaluation"))
+    rank_slice = _make_rank_slice(run, needs_dummies=run.strategy.has_collectives_in("evaluation"))
     adapters = []
     for number, loader in enumerate(loaders):
         seed = make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number)
-        adapters.append(adapt_loader(loader, seed, rank_slice.world, rewinds=True, rank_slice=rank_slice))
+        adapters.append(adapt_loader(loader, seed, rank_slice.world_size, rewinds=True, rank_slice=rank_slice))
     for adapter, name in zip(adapters, given if isinstance(given, Mapping) else [""] * len(adapters), strict=True):
-        adapter.call(str(name))
-        run.plan.limit(stage, adapter)
+        adapter.set_name(str(name))
+        run.plan.get_limit(stage, adapter)
     if required and rank_slice.processes > 1:  # Within fit they are compared together with the training data.
         check_same_data(rank_slice, {f"{stage} data": given})
     return adapters
 
 
-def _rank_slice(run: Run, *, needs_dummies: bool) -> RankSlice:
+def _make_rank_slice(run: Run, *, needs_dummies: bool) -> RankSlice:
     strategy = run.strategy
     return RankSlice(
-        strategy.data_rank, strategy.data_world_size, needs_dummies, partial(gather_values, strategy),
-        processes=run.processes.world_size, gather_all=run.processes.gather,
+        strategy.data_rank, strategy.data_world_size, needs_dummies, partial(gather_from_data_ranks, strategy),
+        processes=run.processes.world_size, gather_all=run.processes.all_gather,
     )  # fmt: skip
 
 
-def _loader(run: Run, stage: str) -> Any:
+def _get_loader(run: Run, stage: str) -> Any:
     """Return the loader or loaders of a stage, and note them as the source; None if there are none."""
-    found, method = (run.loaders.given or (None, None))[stage != "fit"], _METHODS[stage]
-    owners = [each for each in (run.loaders.datamodule, run.task) if each is not None and overrides(each, method)]
-    run.loaders.sources[stage] = found = _asked(owners[0], method) if found is None and owners else found
+    found, method = (run.loaders.user_loaders or (None, None))[stage != "fit"], _METHODS[stage]
+    owners = [each for each in (run.loaders.datamodule, run.task) if each is not None and is_overridden(each, method)]
+    run.loaders.sources[stage] = found = (
+        _call_dataloader_method(owners[0], method) if found is None and owners else found
+    )
     return found
 
 
-def _asked(owner: Any, method: str) -> Any:
+def _call_dataloader_method(owner: Any, method: str) -> Any:
     """Call a loader method of a data module or a task."""
     try:
         return getattr(owner, method)()

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from lumen.internals.optimizers import StepGuard, drop_gradients
 from lumen.optim import MultiOptimizer, needs_closure
-from lumen.run.configure_optimizers import check_held, guard
-from lumen.run.gradients import clip_grad_norm, clip_grad_value, parameters_of, scale_gradients
+from lumen.run.configure_optimizers import check_parameters_held, guard_steps
+from lumen.run.gradients import clip_grad_norm, clip_grad_value, list_parameters, scale_gradients
 from lumen.run.manual import ManualOptimization
 from lumen.run.scheduler_config import SchedulerConfig
-from lumen.task.hooks import OWN_STEPS, overrides
+from lumen.task.hooks import OWN_STEPS, is_overridden
 from lumen.task.task_module import TaskModule
 from lumen.task.teacher import Teacher
 
@@ -44,19 +44,19 @@ class Optimization:
 
     def __init__(self, task: TaskModule) -> None:
         self._task = task
-        self._held = 0  # number of the optimizer's parameters at the last check
+        self._held_count = 0  # number of the optimizer's parameters at the last check
         self._guards: list[StepGuard] = []
         self.schedulers: list[SchedulerConfig] = []
         self.manual: ManualOptimization | None = None
         self.needs_closure = False
         self.backward: Callable[[torch.Tensor], None] | None = None
-        self.own: frozenset[str] = frozenset()
+        self.overridden_hooks: frozenset[str] = frozenset()
         self.teachers: list[Teacher] = []
         self.built_groups: list[list[str]] = []
         self.configured: dict[str, Any] = {}
         self.built: dict[str, list[str]] = {}
 
-    def take(
+    def set_optimizer(
         self,
         optimizer: Optimizer,
         schedulers: list[SchedulerConfig],
@@ -74,18 +74,20 @@ class Optimization:
         """
         task = self._task
         self.optimizer, self.schedulers = optimizer, schedulers
-        self._guards = [guard(each, may_step, by_hand=not task.automatic_optimization) for each in self.optimizers]
+        self._guards = [
+            guard_steps(each, may_step, by_hand=not task.automatic_optimization) for each in self.optimizers
+        ]
         if not task.automatic_optimization:
             self.manual = by_hand(self.optimizers)
             return
         self.needs_closure = needs_closure(optimizer)
-        self.own = frozenset(name for name in OWN_STEPS if overrides(task, name))
-        self.backward = task.backward if "backward" in self.own else None
-        if "lr_scheduler_step" in self.own:
+        self.overridden_hooks = frozenset(name for name in OWN_STEPS if is_overridden(task, name))
+        self.backward = task.backward if "backward" in self.overridden_hooks else None
+        if "lr_scheduler_step" in self.overridden_hooks:
             for config in schedulers:
                 config.mover = task.lr_scheduler_step
 
-    def note_built(self, groups: list[list[str]], configured: dict[str, Any], modes: dict[str, list[str]]) -> None:
+    def record_built(self, groups: list[list[str]], configured: dict[str, Any], modes: dict[str, list[str]]) -> None:
         """Note the settings of the optimizer, the schedulers and the modules before a checkpoint is loaded.
 
         Args:
@@ -95,12 +97,12 @@ class Optimization:
         """
         self.built_groups, self.configured, self.built = groups, configured, modes
 
-    def keep_settings(self, saved: dict[str, Any]) -> None:
+    def record_saved_settings(self, saved: dict[str, Any]) -> None:
         """Note the settings from a checkpoint, which replace the configured ones."""
         self.configured |= saved
 
     @contextmanager
-    def moving(self, moves: Callable[[SchedulerConfig], bool]) -> Iterator[None]:
+    def select_schedulers(self, moves: Callable[[SchedulerConfig], bool]) -> Iterator[None]:
         """Step only some of the schedulers within the context."""
         every, self.schedulers = self.schedulers, [each for each in self.schedulers if moves(each)]
         try:
@@ -108,7 +110,7 @@ class Optimization:
         finally:
             self.schedulers = every
 
-    def keep_modes(self, saved: dict[str, list[str]]) -> None:
+    def record_saved_modes(self, saved: dict[str, list[str]]) -> None:
         """Note the modes from a checkpoint, which replace those of the built modules."""
         self.built = saved
 
@@ -116,7 +118,7 @@ class Optimization:
         """Step no scheduler in this run."""
         self.schedulers.clear()
 
-    def follow(self, teachers: list[Teacher]) -> None:
+    def set_teachers(self, teachers: list[Teacher]) -> None:
         """Let teachers follow the task in each update."""
         self.teachers = teachers
 
@@ -129,9 +131,9 @@ class Optimization:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Current parameters of the optimizer. Hooks may add parameters at any time."""
-        return parameters_of(self.optimizer)
+        return list_parameters(self.optimizer)
 
-    def gradients(self) -> list[torch.Tensor | None]:
+    def list_gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients of `parameters`."""
         return [parameter.grad for parameter in self.parameters]
 
@@ -145,10 +147,10 @@ class Optimization:
         held = 0
         for group in self.optimizer.param_groups:
             held += len(group["params"])
-        if held != self._held:
-            check_held(self._task, self.optimizer)
-            self._held = held
-        if "optimizer_zero_grad" in self.own:
+        if held != self._held_count:
+            check_parameters_held(self._task, self.optimizer)
+            self._held_count = held
+        if "optimizer_zero_grad" in self.overridden_hooks:
             self._task.optimizer_zero_grad(epoch, batch_idx, self.optimizer)
         else:
             drop_gradients(self.optimizer)
@@ -163,11 +165,11 @@ class Optimization:
         Returns:
             The norm before clipping: a scalar tensor.
         """
-        return clip_grad_norm(parameters_of(optimizer or self.optimizer), max_norm)
+        return clip_grad_norm(list_parameters(optimizer or self.optimizer), max_norm)
 
     def clip_grad_value(self, max_value: float, optimizer: Any = None) -> None:
         """Clamp the gradients, or those of one optimizer, to [-max_value, max_value]."""
-        clip_grad_value(parameters_of(optimizer or self.optimizer), max_value)
+        clip_grad_value(list_parameters(optimizer or self.optimizer), max_value)
 
     def release(self) -> None:
         """Let the user call the optimizer's `step` again."""

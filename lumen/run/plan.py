@@ -13,7 +13,7 @@ from typing import Any, final
 from lumen.data.adapter import LoaderAdapter, Position
 from lumen.data.windows import AccumulationWindow
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least
+from lumen.errors.arguments import check_at_least
 
 Duration = str | timedelta | dict[str, float]
 
@@ -68,12 +68,12 @@ class Plan:
     same_batches: bool = False
     reload_every_n_epochs: int = 0
 
-    def overfitting(self, batches: int | float) -> Plan:
+    def with_overfitting(self, batches: int | float) -> Plan:
         """Return the plan for a count or fraction of the batches, the same batches in every epoch."""
-        few = batch_limit("overfit_batches", batches)
+        few = parse_batch_limit("overfit_batches", batches)
         return replace(self, same_batches=True, limits=self.limits | {"train": few, "validate": few})
 
-    def trial(self, batches: int) -> Plan:
+    def as_fast_dev_run(self, batches: int) -> Plan:
         """Return the plan of `fast_dev_run`: one epoch with a few batches per stage."""
         return replace(
             self, max_steps=batches, max_epochs=1, max_time_s=None, sanity_batches=0,
@@ -82,22 +82,22 @@ class Plan:
         )  # fmt: skip
 
     @property
-    def accumulates(self) -> bool:
+    def has_accumulation(self) -> bool:
         """True if some epoch has steps of several micro-batches in each process."""
         return max(self.accumulate.values()) > 1
 
-    def accumulate_in(self, epoch: int) -> int:
+    def get_accumulation(self, epoch: int) -> int:
         """Return the micro-batches of a step in each process, in an epoch counted from 0."""
         return self.accumulate[max(begin for begin in self.accumulate if begin <= epoch)]
 
-    def limit(self, stage: str, adapter: LoaderAdapter) -> int | None:
+    def get_limit(self, stage: str, adapter: LoaderAdapter) -> int | None:
         """Return the limit of a loader's batches in a stage; None for no limit.
 
         Raises:
             ConfigError: The limit is a fraction, and the loader has no length or the fraction leaves no batch.
         """
         if stage == "sanity":
-            whole, tried = self.limit("validate", adapter), self.sanity_batches
+            whole, tried = self.get_limit("validate", adapter), self.sanity_batches
             return whole if tried < 0 else tried if whole is None else min(tried, whole)
         limit = self.limits.get(stage)
         if not isinstance(limit, float):
@@ -120,18 +120,18 @@ class Plan:
         Raises:
             ConfigError: The interval is a fraction of an epoch, and the loader has no length.
         """
-        if self.val_every_epoch_fraction not in (None, 1.0) and self.batches("train", adapter) is None:
+        if self.val_every_epoch_fraction not in (None, 1.0) and self.count_batches("train", adapter) is None:
             raise ConfigError(
                 f"val_check_interval: {self.val_every_epoch_fraction} is a fraction of an epoch, but the loader has no "
                 "length. Give a number of optimizer steps, or set limit_train_batches to a number."
             )
 
-    def batches(self, stage: str, adapter: LoaderAdapter) -> int | None:
+    def count_batches(self, stage: str, adapter: LoaderAdapter) -> int | None:
         """Return the number of a loader's batches that a stage uses; None if it is unknown."""
-        limit = self.limit(stage, adapter)
+        limit = self.get_limit(stage, adapter)
         return limit if adapter.length is None else adapter.length if limit is None else min(limit, adapter.length)
 
-    def total_steps(self, lengths: EpochLengths | None) -> int:
+    def count_total_steps(self, lengths: EpochLengths | None) -> int:
         """Return the optimizer steps of the whole run.
 
         Args:
@@ -140,7 +140,7 @@ class Plan:
         Raises:
             ConfigError: The run has neither `max_steps` nor `max_epochs` with known lengths.
         """
-        by_epochs = None if lengths is None or self.max_epochs is None else lengths.until(self.max_epochs)
+        by_epochs = None if lengths is None or self.max_epochs is None else lengths.count_steps_before(self.max_epochs)
         totals = [total for total in (self.max_steps, by_epochs) if total is not None]
         if not totals:
             raise ConfigError("the number of optimizer steps is unknown: set max_steps.")
@@ -158,21 +158,21 @@ class EpochLengths:
     def __init__(self, steps: Mapping[int, int]) -> None:
         self._steps = steps
 
-    def until(self, epoch: int) -> int:
+    def count_steps_before(self, epoch: int) -> int:
         """Return the number of steps in all epochs before an epoch."""
         spans = pairwise(min(begin, epoch) for begin in (*self._steps, epoch))
         return sum((end - begin) * steps for (begin, end), steps in zip(spans, self._steps.values(), strict=True))
 
-    def of(self, epoch: int) -> int:
+    def get_length(self, epoch: int) -> int:
         """Return the number of steps in one epoch."""
-        return self.until(epoch + 1) - self.until(epoch)
+        return self.count_steps_before(epoch + 1) - self.count_steps_before(epoch)
 
-    def whole_epochs(self, steps: int) -> int:
+    def count_whole_epochs(self, steps: int) -> int:
         """Return the number of epochs that are complete after some steps, if every epoch has steps."""
-        return bisect_right(range(1, steps + 1), steps, key=self.until)
+        return bisect_right(range(1, steps + 1), steps, key=self.count_steps_before)
 
 
-def accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
+def parse_accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
     """Parse `accumulate_grad_batches` into `Plan.accumulate`. Steps before the first named epoch have one micro-batch.
 
     Raises:
@@ -184,7 +184,7 @@ def accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
     for epoch, number in given.items():
         if type(epoch) is not int or epoch < 0:
             raise ConfigError(f"{name}: an epoch is an int of at least 0, found {epoch!r}.")
-        at_least(1, **{name: number})
+        check_at_least(1, **{name: number})
     found = {0: 1}
     for epoch in sorted(given):
         if given[epoch] != [*found.values()][-1]:
@@ -192,26 +192,26 @@ def accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
     return found
 
 
-def by_epoch(numbers: Mapping[int, int]) -> int | str:
+def format_by_epoch(numbers: Mapping[int, int]) -> int | str:
     """Format numbers by epoch, such as `Plan.accumulate`, as a user writes them: one number, or a dictionary."""
     return numbers[0] if len(numbers) == 1 else str(dict(numbers))
 
 
-def count_limit(name: str, value: int | None) -> int | None:
+def parse_count_limit(name: str, value: int | None) -> int | None:
     """Check a limit in steps or epochs, and return it; None for -1, which means no limit as in Lightning."""
     if value is not None and value < -1:
         raise ConfigError(f"{name}: must be at least 0 (or -1 for no limit), found {value}.")
     return None if value == -1 else value
 
 
-def batch_limit(name: str, value: int | float | None) -> int | float | None:
+def parse_batch_limit(name: str, value: int | float | None) -> int | float | None:
     """Check a limit of batches, a count or a fraction of at most 1.0, and return it."""
     if value is not None and (value < 0 or (isinstance(value, float) and value > 1.0)):
         raise ConfigError(f"{name}: expected a count >= 0 or a fraction of at most 1.0, found {value}.")
     return value
 
 
-def duration_s(name: str, value: Duration) -> float:
+def parse_duration_s(name: str, value: Duration) -> float:
     """Return a duration in seconds."""
     if isinstance(value, timedelta | dict):
         return (value if isinstance(value, timedelta) else timedelta(**value)).total_seconds()
@@ -221,10 +221,10 @@ def duration_s(name: str, value: Duration) -> float:
     return float(sum(int(part) * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)))
 
 
-def validation_interval(value: int | float | Duration) -> dict[str, Any]:
+def parse_validation_interval(value: int | float | Duration) -> dict[str, Any]:
     """Parse `val_check_interval` into fields of a `Plan`: an int counts steps, a float is a fraction of an epoch."""
     if isinstance(value, (str, timedelta, dict)):
-        return {"val_every_s": duration_s("val_check_interval", value), "val_every_epoch_fraction": None}
+        return {"val_every_s": parse_duration_s("val_check_interval", value), "val_every_epoch_fraction": None}
     if isinstance(value, float):
         if not 0.0 < value <= 1.0:
             raise ConfigError(f"val_check_interval: a fraction of an epoch is in (0, 1], found {value}.")
@@ -282,12 +282,12 @@ class Progress:
         if wrong or min(self.step, self.epoch, self.samples, self.batches, self.micro_batches, self.fits) < 0:
             raise ValueError(f"progress has values of another kind, or below 0: {', '.join(wrong)}")
 
-    def become(self, other: Progress) -> None:
+    def copy_from(self, other: Progress) -> None:
         """Copy all counters of `other` into this object, which the parts of the run share."""
         for item in fields(self):
             setattr(self, item.name, getattr(other, item.name))
 
-    def advance(self, window: AccumulationWindow, *, updated: bool) -> None:
+    def count_window(self, window: AccumulationWindow, *, updated: bool) -> None:
         """Count one window, and a step only if the update was not skipped."""
         self.step += updated
         self.samples += window.samples
@@ -298,23 +298,23 @@ class Progress:
         """Note that the epoch in progress has begun."""
         self.in_epoch = True
 
-    def leave_out(self, ranges: list[list[int]]) -> None:
+    def exclude_steps(self, ranges: list[list[int]]) -> None:
         """Set the ranges (from, to) of micro-batches to leave out."""
         self.left_out = ranges
 
-    def leave_epoch(self) -> None:
+    def return_before_epoch(self) -> None:
         """Go back to the beginning of the epoch in progress."""
         self.samples = self.batches = 0
         self.loader, self.in_epoch, self.validation_due = None, False, False
 
-    def next_epoch(self) -> None:
+    def finish_epoch(self) -> None:
         """Count the epoch in progress as complete."""
         self.epoch += 1
         self.samples = self.batches = 0
         self.in_epoch = False
 
     @property
-    def epochs_begun(self) -> int:
+    def epochs_started(self) -> int:
         """Number of the epoch in progress, counted from 1 for messages; between epochs that of the last one."""
         return self.epoch + self.in_epoch
 

@@ -9,7 +9,7 @@ import torch
 
 from lumen.loggers import takes_epoch
 from lumen.metrics.step_values import PendingStepLog
-from lumen.run.agreement_guard import AgreementGuard
+from lumen.run.consistency_guard import ConsistencyGuard
 from lumen.run.goodput import Goodput
 from lumen.run.log_context import LogContext
 from lumen.run.plan import Plan, Progress
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Records:
+class RunRecords:
     """Rows of values that a run passes to its loggers.
 
     Args:
@@ -56,21 +56,21 @@ class Records:
     ) -> None:
         self._plan, self._progress, self._log, self._step = plan, progress, log, step
         self._device, self.goodput, self.loggers, self.is_logged = strategy.device, goodput, loggers, bool(loggers)
-        self.guard = AgreementGuard(strategy, progress, step)
+        self.guard = ConsistencyGuard(strategy, progress, step)
         self.pending: PendingStepLog | None = None
-        self._told_epochs = [takes_epoch(logger) for logger in loggers]
-        self.absent: dict[str, Any] = {}
+        self._takes_epoch = [takes_epoch(logger) for logger in loggers]
+        self.absent_logger_states: dict[str, Any] = {}
         self.before_evaluation: dict[str, Any] | None = None
         self.kept_row: tuple[int, dict[str, float]] = 0, {}
 
-    def restore_row(self, row: tuple[int, dict[str, float]] | None) -> None:
+    def restore_kept_row(self, row: tuple[int, dict[str, float]] | None) -> None:
         """Take over the `kept_row` of a checkpoint; keep the present row if it is None."""
         self.kept_row = row or self.kept_row
 
-    def continue_records(self, states: Mapping[str, Any]) -> None:
+    def keep_logger_states(self, states: Mapping[str, Any]) -> None:
         """Keep the states from a checkpoint whose loggers this run does not have."""
         present = {each.state_key for each in self.loggers}
-        self.absent = {key: state for key, state in states.items() if key not in present}
+        self.absent_logger_states = {key: state for key, state in states.items() if key not in present}
 
     def begin_evaluation(self, states: dict[str, Any]) -> None:
         """Keep the states of the loggers before an evaluation, for a checkpoint saved during the evaluation."""
@@ -83,14 +83,14 @@ class Records:
     def log_step(self) -> None:
         """Log the values of this step: now, or on CUDA later, when the device has computed them. Collective."""
         if self.is_logged:
-            self.pending = self._newest_log()
+            self.pending = self._make_pending_log()
             if not self.is_asynchronous:
-                self.write_row()
+                self.write_pending_row()
 
     def keep_row(self) -> None:
         """Keep the values of the newest step if it was not logged, because it may be the last. Collective."""
         if self._is_unlogged and self._step.updated:
-            self.kept_row = self._progress.step, self._newest_log().values(self._log.gather)
+            self.kept_row = self._progress.step, self._make_pending_log().get_values(self._log.gather)
 
     def log_last_step(self) -> None:
         """Log the values of the run's last step, if `log_step` has not logged them. Collective."""
@@ -100,13 +100,13 @@ class Records:
             step, values = self.kept_row
             self._write(values if step == progress.step else {}, step, progress.epoch - (not progress.in_epoch))
 
-    def write_row(self) -> None:
+    def write_pending_row(self) -> None:
         """Write the pending row of `log_step`, before anything else is written or saved. Collective."""
         if self.pending is not None:
             row, self.pending = self.pending, None
-            self._write(row.values(self._log.gather), row.step, row.epoch)
+            self._write(row.get_values(self._log.gather), row.step, row.epoch)
 
-    def write(self, values: Mapping[str, float | torch.Tensor]) -> None:
+    def write_values(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Pass values to every logger at the current step."""
         self._write({name: float(value) for name, value in values.items()}, self._progress.step, self._progress.epoch)
 
@@ -124,10 +124,12 @@ class Records:
     def _is_unlogged(self) -> bool:
         return self.is_logged and self._progress.step % self._plan.log_every_n_steps != 0
 
-    def _newest_log(self) -> PendingStepLog:
-        return PendingStepLog(self._log.train.latest(), self._step.grad_norm, self._progress.step, self._progress.epoch)
+    def _make_pending_log(self) -> PendingStepLog:
+        return PendingStepLog(
+            self._log.train.get_latest(), self._step.grad_norm, self._progress.step, self._progress.epoch
+        )
 
     def _write(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if values:
-            for logger, told in zip(self.loggers, self._told_epochs, strict=True):
+            for logger, told in zip(self.loggers, self._takes_epoch, strict=True):
                 logger.log_metrics(values, step, *((epoch,) if told else ()))

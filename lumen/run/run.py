@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, final
 from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import unshare_metrics
 from lumen.precision import Precision
-from lumen.run.ending import Ending
 from lumen.run.goodput import Goodput
 from lumen.run.loaders import Loaders
 from lumen.run.log_context import LogContext
 from lumen.run.optimization import Optimization
 from lumen.run.plan import Plan, Progress
-from lumen.run.records import Records
+from lumen.run.records import RunRecords
+from lumen.run.run_end import RunEnd
 from lumen.run.step_context import StepContext, TaskCalls
 from lumen.run.values import LoggedValues
 from lumen.strategies import Strategy
@@ -25,7 +25,7 @@ from lumen.task.hooks import Hooks
 from lumen.task.task_module import TaskModule
 
 if TYPE_CHECKING:
-    from lumen.checkpoint import Checkpoint, Saves
+    from lumen.checkpoint import Checkpoint, CheckpointSaver
     from lumen.loggers import Logger
 
 
@@ -84,7 +84,7 @@ class Run:
         loggers: Sequence[Logger],
         goodput: Goodput,
         checkpoint: Checkpoint | None,
-        make_saves: Callable[[Run], Saves],
+        make_saves: Callable[[Run], CheckpointSaver],
     ) -> None:
         replays_graphs = compilation.replays_graphs(strategy.device)
         self.stage, self.task, self.hooks, self.plan, self.seed = stage, task, hooks, plan, seed
@@ -92,21 +92,21 @@ class Run:
         self.checkpoint = checkpoint
         self.progress = Progress()
         self.log = LogContext(task, hooks, strategy)
-        self.ending = Ending(plan, self.progress, strategy.processes, self.log)
+        self.ending = RunEnd(plan, self.progress, strategy.processes, self.log)
         self.loaders = Loaders(datamodule, loaders, plan, self.progress, strategy.data_world_size)
         self.calls = TaskCalls(task, datamodule, strategy, precision, compilation)
         self.step = StepContext(strategy, precision, self.progress, self.log, seed, replays_graphs=replays_graphs)
         self.optim = Optimization(task)
         self.values = LoggedValues(task, self.loaders)
-        self.records = Records(loggers, plan, self.progress, self.log, self.step, strategy, goodput)
+        self.records = RunRecords(loggers, plan, self.progress, self.log, self.step, strategy, goodput)
         self.saves = make_saves(self)
 
-    def agree_on_logging(self) -> None:
+    def sync_logging_flags(self) -> None:
         """Reduce flags of logging and stop requests over all ranks. Collective: every rank must call this."""
         asks = self.hooks.may_stop_at_steps and self.processes.world_size > 1
         flags = self.records.is_logged, self.log.has_epoch_ends, self.log.has_metrics, asks
-        of_any = (ranks > 0 for ranks in self.processes.sum([*map(float, flags)]))
-        self.records.is_logged, self.log.has_epoch_ends, self.log.has_metrics, self.ending.asks_each_step = of_any
+        of_any = (ranks > 0 for ranks in self.processes.all_reduce_sum([*map(float, flags)]))
+        self.records.is_logged, self.log.has_epoch_ends, self.log.has_metrics, self.ending.votes_each_step = of_any
 
     @contextmanager
     def in_stage(self, stage: str, metrics: StageMetrics) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Run:
             self.log.loader_suffix, self.log.in_evaluation_pass = "", False
             self.stage, self.log.stage = before
 
-    def end_boundary(self) -> None:
+    def resume_epoch_logging(self) -> None:
         """Collect logged values for the training epoch in progress again, if there is one."""
         self.ending.is_decided = False
         self.log.stage = self.log.train if self.progress.in_epoch else None

@@ -12,12 +12,12 @@ from torch.optim import Optimizer, lr_scheduler as torchs
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
-from lumen.internals.optimizers import schedules_in
+from lumen.internals.optimizers import get_inner_schedules
 from lumen.optim import Schedule, Warmup
 from lumen.run.plan import EpochLengths, Plan
 
 #: Schedulers with a rate for each group present when built, which fail with more groups; others change all groups.
-_BY_GROUP = (torchs.CyclicLR, torchs.LambdaLR, torchs.MultiplicativeLR, torchs.OneCycleLR, Schedule, Warmup)
+_LAMBDA_SCHEDULERS = (torchs.CyclicLR, torchs.LambdaLR, torchs.MultiplicativeLR, torchs.OneCycleLR, Schedule, Warmup)
 
 
 @final
@@ -45,12 +45,12 @@ class SchedulerConfig:
     strict: bool = True
     warmup: Warmup | None = None
     unread: float | None = None
-    known: bool = False
+    has_value: bool = False
     mover: Callable[[Any, float | None], None] | None = None
 
     def __post_init__(self) -> None:
         """Count the groups of a scheduler that was built for a fixed number of groups."""
-        self._groups = len(self.scheduler.optimizer.param_groups) if _is_by_group(self.scheduler) else None
+        self._groups = len(self.scheduler.optimizer.param_groups) if _has_lambda_per_group(self.scheduler) else None
 
     def describe(self, optimizer: Optimizer) -> str:
         """Describe class, groups and interval, such as `LambdaLR of groups [1] every 2 epochs`.
@@ -65,20 +65,20 @@ class SchedulerConfig:
         of = [f"groups {groups}"] if len(groups) < len(optimizer.param_groups) else []
         of += [] if self.monitor is None else [self.monitor]
         when = f"{self.frequency} {self.interval}s" if self.frequency > 1 else self.interval
-        return f"{_kind_of(self.scheduler)}{' of ' if of else ''}{' by '.join(of)} every {when}"
+        return f"{_describe_kind(self.scheduler)}{' of ' if of else ''}{' by '.join(of)} every {when}"
 
     def moves_at(self, step: int) -> bool:
         """Return True if the scheduler steps after a completed optimizer step."""
         return self.interval == "step" and step % self.frequency == 0
 
-    def take(self, values: Mapping[str, float]) -> None:
+    def store_monitor_value(self, values: Mapping[str, float]) -> None:
         """Keep the monitor's value if `values` has a new one."""
         if self.monitor is not None and self.monitor in values:
-            self.unread, self.known = values[self.monitor], True
+            self.unread, self.has_value = values[self.monitor], True
 
     def restore(self, state: dict[str, Any], monitor: tuple[bool, float | None]) -> None:
-        """Load the state of the scheduler, and set `known` and `unread` of its monitor."""
-        self.known, self.unread = monitor
+        """Load the state of the scheduler, and set `has_value` and `unread` of its monitor."""
+        self.has_value, self.unread = monitor
         self.scheduler.load_state_dict(state)
 
     def step(self) -> None:
@@ -86,25 +86,25 @@ class SchedulerConfig:
         if self.warmup is not None and not self.warmup.over:
             return
         if self.monitor is None:
-            self._move()
+            self._step_scheduler()
         elif self.unread is not None:
-            self._look(self.unread)
+            self._step_plateau(self.unread)
             self.unread = None
 
-    def _move(self, *value: float) -> None:
+    def _step_scheduler(self, *value: float) -> None:
         if self._groups is not None and len(self.scheduler.optimizer.param_groups) > self._groups:
-            with _first_groups(self.scheduler.optimizer, self._groups):
-                self._move(*value)
+            with _show_first_groups(self.scheduler.optimizer, self._groups):
+                self._step_scheduler(*value)
         elif self.mover is not None:
             self.mover(self.scheduler, next(iter(value), None))
         else:
             self.scheduler.step(*value)
 
-    def _look(self, value: float) -> None:
+    def _step_plateau(self, value: float) -> None:
         """Step a ReduceLROnPlateau with its monitor's new value, and log a change of the learning rate."""
         groups = self.scheduler.optimizer.param_groups
         before = [float(group["lr"]) for group in groups]
-        self._move(value)
+        self._step_scheduler(value)
         moved = dict.fromkeys(zip(before, (float(group["lr"]) for group in groups), strict=True))
         if rates := ", ".join(f"{old:g} -> {new:g}" for old, new in moved if old != new):
             _log.info("%s %g is no better than %g: learning rate %s", self.monitor, value, self.scheduler.best, rates)
@@ -121,12 +121,12 @@ class SchedulerConfig:
                 'lr_scheduler: interval "token" counts the weights of the steps, but the task gives none. '
                 "Return (loss, tokens) from training_step, or define batch_weight."
             )
-        with _first_groups(self.scheduler.optimizer, self._groups):
+        with _show_first_groups(self.scheduler.optimizer, self._groups):
             self.scheduler.move_to(tokens)
 
 
 @contextmanager
-def _first_groups(optimizer: Optimizer, count: int | None) -> Iterator[None]:
+def _show_first_groups(optimizer: Optimizer, count: int | None) -> Iterator[None]:
     """Show only the first groups of an optimizer within the context, or all for None."""
     groups, optimizer.param_groups = optimizer.param_groups, optimizer.param_groups[:count]
     try:
@@ -135,26 +135,30 @@ def _first_groups(optimizer: Optimizer, count: int | None) -> Iterator[None]:
         optimizer.param_groups = groups
 
 
-def _is_by_group(scheduler: Any) -> bool:
-    return isinstance(scheduler, _BY_GROUP) or any(map(_is_by_group, _inside(scheduler)))
+def _has_lambda_per_group(scheduler: Any) -> bool:
+    return isinstance(scheduler, _LAMBDA_SCHEDULERS) or any(map(_has_lambda_per_group, _list_inner(scheduler)))
 
 
-def _inside(scheduler: Any) -> list[Any]:
+def _list_inner(scheduler: Any) -> list[Any]:
     """Return the schedulers inside a SequentialLR or ChainedScheduler."""
-    return schedules_in(scheduler)[0] if isinstance(scheduler, (torchs.SequentialLR, torchs.ChainedScheduler)) else []
+    return (
+        get_inner_schedules(scheduler)[0]
+        if isinstance(scheduler, (torchs.SequentialLR, torchs.ChainedScheduler))
+        else []
+    )
 
 
-def _kind_of(scheduler: Any) -> str:
+def _describe_kind(scheduler: Any) -> str:
     """Return the class name of a scheduler, with the class names of the schedulers inside it."""
-    inside = _inside(scheduler) or [getattr(scheduler, "scheduler", None)]
-    kinds = ", ".join(_kind_of(each) for each in inside if each is not None)
+    inside = _list_inner(scheduler) or [getattr(scheduler, "scheduler", None)]
+    kinds = ", ".join(_describe_kind(each) for each in inside if each is not None)
     return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
 
 
-_LENGTH = {Schedule: "total_steps", torchs.OneCycleLR: "total_steps", torchs.CosineAnnealingLR: "T_max",
+_LENGTH_ATTRIBUTES = {Schedule: "total_steps", torchs.OneCycleLR: "total_steps", torchs.CosineAnnealingLR: "T_max",
            **dict.fromkeys((torchs.PolynomialLR, torchs.LinearLR, torchs.ConstantLR), "total_iters")}  # fmt: skip
 _FIRST_CHANGE = {torchs.StepLR: "step_size", torchs.CyclicLR: "total_size", torchs.CosineAnnealingWarmRestarts: "T_0"}
-_NEARLY = 0.9
+_NEARLY_ENDED_SHARE = 0.9
 _ADVICE = "If that is not meant, change its length or its interval."
 
 
@@ -180,55 +184,61 @@ def check_horizons(schedulers: list[SchedulerConfig], horizon: Horizon) -> None:
             once per epoch; or the learning rates of a per-step schedule vanish within the first of many epochs.
     """
     for config in schedulers:
-        moves = _moves(config, schedulers, horizon)
-        parts = [] if moves is None else _parts(config.scheduler, 0)
-        if reason := next(filter(None, (_misfit(*part, moves or 0, config, horizon) for part in parts)), None):
+        moves = _count_moves(config, schedulers, horizon)
+        parts = [] if moves is None else _iterate_parts(config.scheduler, 0)
+        if reason := next(filter(None, (_describe_misfit(*part, moves or 0, config, horizon) for part in parts)), None):
             _log.warning("lr_scheduler: %s", reason)
 
 
-def unfinished(schedulers: list[SchedulerConfig], horizon: Horizon) -> Iterator[tuple[str, int, int]]:
+def iterate_unfinished(schedulers: list[SchedulerConfig], horizon: Horizon) -> Iterator[tuple[str, int, int]]:
     """Yield the decaying schedules that end after the run, but too early for a warning by `check_horizons`.
 
     Yields:
         The scheduler's class, the number of its steps until its end, and the number of its steps in the run.
     """
     for config in schedulers:
-        moves = _moves(config, schedulers, horizon)
-        for part, begin in [] if moves is None else _parts(config.scheduler, 0):
-            length = _attribute(part, _LENGTH) if _ends_low(part) else None
-            if length is not None and moves is not None and moves < _NEARLY * (begin + length) <= 2 * _NEARLY * moves:
+        moves = _count_moves(config, schedulers, horizon)
+        for part, begin in [] if moves is None else _iterate_parts(config.scheduler, 0):
+            length = _get_length(part, _LENGTH_ATTRIBUTES) if _ends_at_minimum(part) else None
+            if (
+                length is not None
+                and moves is not None
+                and moves < _NEARLY_ENDED_SHARE * (begin + length) <= 2 * _NEARLY_ENDED_SHARE * moves
+            ):
                 yield type(part).__name__, begin + length, moves
 
 
-def may_move_further(schedulers: list[SchedulerConfig]) -> bool:
+def can_move_further(schedulers: list[SchedulerConfig]) -> bool:
     """Return True if no scheduler fails when the run becomes longer."""
-    return not any(isinstance(part, torchs.OneCycleLR) for each in schedulers for part, _ in _parts(each.scheduler, 0))
+    return not any(
+        isinstance(part, torchs.OneCycleLR) for each in schedulers for part, _ in _iterate_parts(each.scheduler, 0)
+    )
 
 
-def lengths_of(schedulers: list[SchedulerConfig]) -> dict[str, int]:
+def get_schedule_lengths(schedulers: list[SchedulerConfig]) -> dict[str, int]:
     """Return the step at which each schedule of `lumen.optim` ends: that of the configuration, not of a checkpoint."""
     return {
         f"lengths[{number}]": begin + part.total_steps
         for number, each in enumerate(schedulers)
-        for part, begin in _parts(each.scheduler, 0)
+        for part, begin in _iterate_parts(each.scheduler, 0)
         if isinstance(part, Schedule) and part.total_steps is not None
     }
 
 
-def horizon_of(plan: Plan, lengths: EpochLengths | None, *, resumed: bool) -> Horizon:
+def make_horizon(plan: Plan, lengths: EpochLengths | None, *, resumed: bool) -> Horizon:
     """Return the length of a run whose loader gives epochs of these lengths."""
-    if lengths is not None and not lengths.of(0):  # Then no epoch has steps.
+    if lengths is not None and not lengths.get_length(0):  # Then no epoch has steps.
         lengths = None
     steps, epochs = plan.max_steps, plan.max_epochs
     if plan.max_time_s is not None or (lengths is None and None not in (steps, epochs)):
         steps = epochs = None
     elif lengths is not None:
-        steps = plan.total_steps(lengths)
-        epochs = lengths.whole_epochs(steps)
+        steps = plan.count_total_steps(lengths)
+        epochs = lengths.count_whole_epochs(steps)
     return Horizon(steps, epochs, lengths, plan.max_epochs, resumed)
 
 
-def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: Horizon) -> int | None:
+def _count_moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: Horizon) -> int | None:
     """Return the number of a scheduler's steps in the run; None if it is unknown."""
     count = {"step": horizon.steps, "epoch": horizon.epochs}.get(config.interval)
     if count is not None and config.warmup is not None:
@@ -237,29 +247,31 @@ def _moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], horizon: 
         if first.interval != config.interval:
             if horizon.lengths is None:
                 return None
-            convert = horizon.lengths.whole_epochs if config.interval == "epoch" else horizon.lengths.until
+            convert = (
+                horizon.lengths.count_whole_epochs if config.interval == "epoch" else horizon.lengths.count_steps_before
+            )
             waited = convert(waited)
         count = max(0, count - waited)
     return None if count is None else count // config.frequency
 
 
-def _parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
+def _iterate_parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
     """Yield the schedulers in effect at the end of the run, each with the step at which it begins."""
     if isinstance(scheduler, Warmup):
         if scheduler.leads:
-            yield from _parts(scheduler.scheduler, begin + scheduler.steps)
+            yield from _iterate_parts(scheduler.scheduler, begin + scheduler.steps)
     elif isinstance(scheduler, torchs.SequentialLR):
-        parts, milestones = schedules_in(scheduler)
+        parts, milestones = get_inner_schedules(scheduler)
         for part in parts[-1:]:
-            yield from _parts(part, begin + (milestones or [0])[-1])
+            yield from _iterate_parts(part, begin + (milestones or [0])[-1])
     elif isinstance(scheduler, torchs.ChainedScheduler):
-        for part in _inside(scheduler):
-            yield from _parts(part, begin)
+        for part in _list_inner(scheduler):
+            yield from _iterate_parts(part, begin)
     else:
         yield scheduler, begin
 
 
-def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, horizon: Horizon) -> str | None:
+def _describe_misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, horizon: Horizon) -> str | None:
     """Return the reason why a schedule does not fit the run, in a sentence; None if it may fit.
 
     Raises:
@@ -267,7 +279,7 @@ def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, hor
     """
     name, every = type(scheduler).__name__, f"{config.frequency} {config.interval}s"
     often = f"moves once every {config.interval if config.frequency == 1 else every}, {moves} times in all"
-    if (length := _attribute(scheduler, _LENGTH)) is not None:
+    if (length := _get_length(scheduler, _LENGTH_ATTRIBUTES)) is not None:
         end = begin + length
         if isinstance(scheduler, torchs.OneCycleLR) and moves > end:
             by_epoch = config.interval == "step" and horizon.epochs is not None and horizon.epochs <= end
@@ -278,7 +290,7 @@ def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, hor
             raise ConfigError(f"lr_scheduler: {name} ends after {end} moves and fails at the next, but {often}. {cure}")
         meant = horizon.max_epochs is not None and end <= 2 * horizon.max_epochs  # A shortened run may count epochs.
         early = config.interval == "epoch" and end == horizon.steps and end > 2 * moves
-        if early and _ends_low(scheduler) and not meant:
+        if early and _ends_at_minimum(scheduler) and not meant:
             raise ConfigError(
                 f"lr_scheduler: {name} ends after {end} moves, as many as the run has steps, but {often}. Set its "
                 'interval to "step"; if it does count epochs, set max_epochs too.'
@@ -287,21 +299,21 @@ def _misfit(scheduler: Any, begin: int, moves: int, config: SchedulerConfig, hor
             return f"{name} ends after {end} moves, but {often}: the run sees only its beginning. {_ADVICE}"
         if isinstance(scheduler, torchs.CosineAnnealingLR) and moves > 1.1 * end:
             return f"{name} is at its lowest after {end} moves, but {often}: then it rises again. {_ADVICE}"
-        if moves > 2 * end and _ends_low(scheduler):
+        if moves > 2 * end and _ends_at_minimum(scheduler):
             return f"{name} ends after {end} moves, but {often}: it stays at its lowest for the rest. {_ADVICE}"
         return None
     has_milestones = isinstance(scheduler, torchs.MultiStepLR)
-    first = min(scheduler.milestones, default=None) if has_milestones else _attribute(scheduler, _FIRST_CHANGE)
+    first = min(scheduler.milestones, default=None) if has_milestones else _get_length(scheduler, _FIRST_CHANGE)
     if first is not None and begin + first > 2 * moves:
         return f"{name} changes first after {begin + first:.0f} moves, but {often}. {_ADVICE}"
-    if config.interval == "step" and (reason := _too_early(scheduler, begin, moves, horizon)):
+    if config.interval == "step" and (reason := _describe_too_early(scheduler, begin, moves, horizon)):
         return f'{name} {often}: {reason}. Set its interval to "epoch" if it counts epochs.'
     return None
 
 
-def _too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str | None:
+def _describe_too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str | None:
     """Return the effect that comes too early if a schedule usually given in epochs steps every optimizer step."""
-    epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.of(0)
+    epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.get_length(0)
     if isinstance(scheduler, (torchs.StepLR, torchs.ExponentialLR)) and 0 < scheduler.gamma < 1:
         size = getattr(scheduler, "step_size", 1)
         small, nothing = (begin + size * math.ceil(math.log(x) / math.log(scheduler.gamma)) for x in (1e-6, 1e-12))
@@ -320,12 +332,12 @@ def _too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str 
     return None
 
 
-def _attribute(scheduler: Any, names: dict[type, str]) -> int | None:
+def _get_length(scheduler: Any, names: dict[type, str]) -> int | None:
     """Return the length of a schedule, from the attribute that its class has for it; None if it has no length."""
     return next((getattr(scheduler, name) for kind, name in names.items() if isinstance(scheduler, kind)), None)
 
 
-def _ends_low(scheduler: Any) -> bool:
+def _ends_at_minimum(scheduler: Any) -> bool:
     """Return True if a schedule ends with a low learning rate, False for a warm-up or a constant."""
     rising = isinstance(scheduler, torchs.LinearLR) and scheduler.end_factor >= scheduler.start_factor
     return not rising and not isinstance(scheduler, torchs.ConstantLR)

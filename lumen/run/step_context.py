@@ -9,12 +9,12 @@ from typing import Any, final
 
 import torch
 
-from lumen.data.nested import CopyStream, move
+from lumen.data.nested import CopyStream, move_batch
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.precision import Precision
 from lumen.random import Domain, make_key, seed_generators
-from lumen.run.anomalies import NonFiniteCheck, OperationFinder, Place
+from lumen.run.anomalies import NonFiniteCheck, OperationFinder, StepPlace
 from lumen.run.loaders import Loaders
 from lumen.run.log_context import LogContext
 from lumen.run.loss_weighting import BeginSum, LossWeighting
@@ -22,7 +22,7 @@ from lumen.run.plan import Progress
 from lumen.strategies import Strategy
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import fitted, overrides
+from lumen.task.hooks import fit_to_signature, is_overridden
 from lumen.task.steps import step_arguments
 from lumen.task.task_module import TaskModule
 
@@ -40,7 +40,7 @@ class Counters:
 
     samples: int = 0
     waited_s: float = 0.0
-    weighs: bool = False
+    counts_units: bool = False
 
 
 @final
@@ -86,7 +86,7 @@ class StepContext:
         self._seed, self._replays_graphs, self._first_micro_batch = seed, replays_graphs, 0
         self.weighting: LossWeighting
         finds = torch.is_anomaly_enabled()
-        self.nonfinite = NonFiniteCheck(OperationFinder(precision, self.where).told if finds else None)
+        self.nonfinite = NonFiniteCheck(OperationFinder(precision, self.get_place).describe if finds else None)
         self.skips_epoch = self.skips_update = self.has_shrunk = self.is_updating = self.updated = False
         self.requests: Sequence[Any] | None = None
         self.dummy: tuple[Any, MicroBatch] | None = None
@@ -108,12 +108,12 @@ class StepContext:
         """
         processes, world = self._strategy.processes.world_size, self._strategy.data_world_size
         self.weighting = LossWeighting(
-            by_task=overrides(task, "batch_weight"), world=world, copies=processes // world,
+            by_task=is_overridden(task, "batch_weight"), world=world, copies=processes // world,
             scaled=self._precision.handles_overflow, begin_sum=begin_sum if processes > 1 else None, gather=gather,
             keeps_losses=keeps_losses,
         )  # fmt: skip
 
-    def begin(self, window: AccumulationWindow) -> None:
+    def begin_step(self, window: AccumulationWindow) -> None:
         """Begin a step: reset its flags, collect its values, and number its micro-batches."""
         self.skips_epoch = self.skips_update = False
         self.requests = window.requests
@@ -121,7 +121,7 @@ class StepContext:
         self._log.train.begin_window()
         self._first_micro_batch = self._progress.micro_batches
 
-    def seed(self, micro: MicroBatch, index: int) -> None:
+    def seed_micro_batch(self, micro: MicroBatch, index: int) -> None:
         """Key everything random in a training micro-batch by its number in the run.
 
         Args:
@@ -146,10 +146,10 @@ class StepContext:
         self.dummy = batch, micro
 
     @contextmanager
-    def evaluated_again(self) -> Iterator[None]:
+    def evaluate_again(self) -> Iterator[None]:
         """Evaluate the step again within the context, and drop its logged values and gradient norm."""
         before = self.grad_norm
-        with self._log.collected_apart():
+        with self._log.discard_logged():
             try:
                 yield
             finally:
@@ -159,31 +159,31 @@ class StepContext:
         """Make no update in this step. Every rank must call this."""
         self.skips_update = True
 
-    def keep_norm(self, norm: torch.Tensor | None) -> None:
+    def store_norm(self, norm: torch.Tensor | None) -> None:
         """Keep the norm of the gradients before clipping; None: they were not clipped."""
         self.grad_norm = None if norm is None else norm.to(self._strategy.device)
 
-    def shrink_parts(self, fits: int) -> None:
+    def set_max_samples(self, max_samples: int) -> None:
         """Limit parts to `fits` samples from here on, because a larger one did not fit in this process."""
-        self._progress.fits, self.has_shrunk, self.loss = fits, True, None
+        self._progress.fits, self.has_shrunk, self.loss = max_samples, True, None
 
-    def agree_on_parts(self, fits: int) -> None:
+    def apply_max_samples(self, max_samples: int) -> None:
         """Limit parts to the number of samples that fits on every process."""
-        self._progress.fits, self.has_shrunk = fits, False
+        self._progress.fits, self.has_shrunk = max_samples, False
 
-    def end(self, window: AccumulationWindow) -> None:
+    def end_step(self, window: AccumulationWindow) -> None:
         """Count the step's micro-batches of all processes as used, without an update."""
         self.updated = False
         self._progress.micro_batches = self._first_micro_batch + len(window.sizes)
 
-    def leave_out(self, window: AccumulationWindow) -> None:
+    def count_excluded(self, window: AccumulationWindow) -> None:
         """Count a window that is not trained on."""
         self.skips_epoch = self.skips_update = False
         self._first_micro_batch = self._progress.micro_batches
-        self._progress.advance(window, updated=False)
-        self.end(window)
+        self._progress.count_window(window, updated=False)
+        self.end_step(window)
 
-    def where(self) -> Place:
+    def get_place(self) -> StepPlace:
         """Return the step in progress, its epoch, and its newest micro-batch."""
         return self._progress.step + 1, self._progress.epoch, self._progress.micro_batches - 1
 
@@ -196,15 +196,15 @@ class StepContext:
         """
         self.loss = loss.detach().clone() if self._replays_graphs else loss
         if not (loss_factor and self._precision.handles_overflow):
-            self.nonfinite.check(loss, loss_factor, self.where)
+            self.nonfinite.check(loss, loss_factor, self.get_place)
 
     def begin_update(self) -> None:
         """Refuse a NaN or infinite gradient norm before the update. With fp16 the scaler handles it."""
         if self.grad_norm is not None and not self._precision.handles_overflow:
-            self.nonfinite.check(self.grad_norm, None, self.where)
+            self.nonfinite.check(self.grad_norm, None, self.get_place)
         self.is_updating = True
 
-    def count(self, window: AccumulationWindow, *, updated: bool, tried: bool = True) -> None:
+    def count_window(self, window: AccumulationWindow, *, updated: bool, tried: bool = True) -> None:
         """Advance the run by one window.
 
         Args:
@@ -213,8 +213,8 @@ class StepContext:
             tried: True if an update was attempted; fp16 may have skipped it.
         """
         progress, weighting, counters = self._progress, self.weighting, self.counters
-        counted = weighting.by_task or bool(weighting._returned)
-        progress.advance(window, updated=updated)
+        counted = weighting.is_set_by_task or bool(weighting._returned)
+        progress.count_window(window, updated=updated)
         progress.micro_batches = self._first_micro_batch + len(window.sizes)
         self.updated, self.is_updating, self.skips_update = updated, False, False
         if counted or not progress.weight_guess:
@@ -223,13 +223,13 @@ class StepContext:
             progress.units += weighting.total
         counters.waited_s += window.waited_s
         counters.samples += window.samples
-        counters.weighs |= counted
+        counters.counts_units |= counted
         if not self.weighted_windows:
             self._strategy.processes.begin_training()
         self.weighted_windows += tried and bool(weighting.total)
 
 
-def begun_in_step(step: StepContext) -> int:
+def count_micro_batches_started(step: StepContext) -> int:
     """Return the number of micro-batches started in this step, over all ranks, up to this process's newest."""
     return step._progress.micro_batches - step._first_micro_batch
 
@@ -261,24 +261,24 @@ class TaskCalls:
         compilation: Compilation,
     ) -> None:
         self.compilation, self._task, self._device = compilation, task, strategy.device
-        self._arguments = _step_arguments(task, {})
+        self._arguments = _make_argument_pickers(task, {})
         marks_steps = compilation.replays_graphs(strategy.device)
-        self._hooks = _transfer_hooks(task, datamodule, strategy.device, precision.dtype, marks_steps=marks_steps)
+        self._hooks = _list_transfer_hooks(task, datamodule, strategy.device, precision.dtype, marks_steps=marks_steps)
 
-    def bind(self, loaders: Loaders) -> None:
+    def choose_arguments(self, loaders: Loaders) -> None:
         """Determine the arguments of the steps for these open loaders."""
-        evaluates_several = len(loaders.evaluation) > 1 or any(adapter.in_turn for adapter in loaders.evaluation)
+        evaluates_several = len(loaders.evaluation) > 1 or any(adapter.is_sequential for adapter in loaders.evaluation)
         several = dict.fromkeys(("validation_step", "test_step", "predict_step"), evaluates_several)
-        several["training_step"] = loaders.train is not None and loaders.train.in_turn
-        self._arguments = _step_arguments(self._task, several)
+        several["training_step"] = loaders.train is not None and loaders.train.is_sequential
+        self._arguments = _make_argument_pickers(self._task, several)
 
-    def receive(self, batch: Any, dataloader_idx: int = 0) -> Any:
+    def move_to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device through the user's transfer hooks."""
         for hook in self._hooks:
             batch = hook(batch, dataloader_idx)
         return batch
 
-    def arguments(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:
+    def get_arguments(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:
         """Return the arguments for a step of the task, only those that its signature has.
 
         Args:
@@ -289,12 +289,12 @@ class TaskCalls:
         """
         return self._arguments[step]((batch, batch_idx, dataloader_idx))
 
-    def to_host(self, output: Any) -> Any:
+    def move_to_host(self, output: Any) -> Any:
         """Move the output of a step to the host, because kept outputs would fill the memory of an accelerator."""
-        return output if self._device.type == "cpu" else move(output, torch.device("cpu"))
+        return output if self._device.type == "cpu" else move_batch(output, torch.device("cpu"))
 
 
-def _step_arguments(task: TaskModule, several: dict[str, bool]) -> dict[str, _Pick]:
+def _make_argument_pickers(task: TaskModule, several: dict[str, bool]) -> dict[str, _Pick]:
     """Return, for each step of the task, a function that picks its arguments.
 
     Args:
@@ -307,20 +307,20 @@ def _step_arguments(task: TaskModule, several: dict[str, bool]) -> dict[str, _Pi
     }
 
 
-def _transfer_hooks(
+def _list_transfer_hooks(
     task: TaskModule, data: DataModule | None, device: torch.device, dtype: torch.dtype | None, *, marks_steps: bool
 ) -> list[Callable[[Any, int], Any]]:
     def of_user(method: str) -> list[Callable[..., Any]]:
-        return [fitted(each, method) for each in (data, task) if each and overrides(each, method)][:1]
+        return [fit_to_signature(each, method) for each in (data, task) if each and is_overridden(each, method)][:1]
 
     hooks: list[Callable[[Any, int], Any]] = of_user("on_before_batch_transfer")
     if transfers := of_user("transfer_batch_to_device"):
         hooks.append(lambda batch, index: transfers[0](batch, device, index))
     elif device.type == "cuda":
         copies = CopyStream(device, dtype)
-        hooks.append(lambda batch, index: copies.move(batch))
+        hooks.append(lambda batch, index: copies.move_batch(batch))
     elif device.type != "cpu" or dtype is not None:
-        hooks.append(lambda batch, index: move(batch, device, dtype))
+        hooks.append(lambda batch, index: move_batch(batch, device, dtype))
     if marks_steps:
         hooks.append(_mark_step)
     return hooks + of_user("on_after_batch_transfer")

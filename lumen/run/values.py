@@ -37,19 +37,19 @@ class LoggedValues:
 
     def __init__(self, task: TaskModule, loaders: Loaders) -> None:
         self._task, self._loaders = task, loaders
-        self._of_stages: dict[str, StageMetrics] = {}
+        self._stage_metrics: dict[str, StageMetrics] = {}
         self._published: StageMetrics
-        self._of_single_steps = set[str]()  # names of single steps that a scheduler has read
+        self._step_only_names = set[str]()  # names of single steps that a scheduler has read
         self.newest: dict[str, float] = {}
         self.updated, self.logged = set[str](), set[str]()
         self.predictions: list[list[Any]] = []
-        self.keeps_predictions = self.are_shown = True
+        self.keeps_predictions = self.should_show = True
         self.batch_indices: list[int] | None = None
         self.has_ended_epoch = self.has_validated = False
 
-    def choose(self, *, keeps_predictions: bool, are_shown: bool) -> None:
-        """Set `keeps_predictions` and `are_shown` for an evaluation."""
-        self.keeps_predictions, self.are_shown = keeps_predictions, are_shown
+    def configure_evaluation(self, *, keeps_predictions: bool, are_shown: bool) -> None:
+        """Set `keeps_predictions` and `should_show` for an evaluation."""
+        self.keeps_predictions, self.should_show = keeps_predictions, are_shown
 
     def note_epoch(self) -> None:
         """Note that a training epoch has ended."""
@@ -67,65 +67,70 @@ class LoggedValues:
         """Keep the outputs of `predict_step` for the batches of one loader."""
         self.predictions.append(outputs)
 
-    def publish(self, stage: str, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
+    def publish_values(self, stage: str, metrics: StageMetrics, gather: Gather | None) -> dict[str, float]:
         """Compute the values of an epoch or evaluation, and keep them. Collective: every rank must call this."""
-        values = metrics.epoch_values(self._task, gather)
-        self._of_stages[stage] = self._published = metrics
+        values = metrics.compute_epoch_values(self._task, gather)
+        self._stage_metrics[stage] = self._published = metrics
         self.newest.update(values)
         self.updated.update(values)
         self.logged.update(values)
         return values
 
-    def by_loader(self) -> list[dict[str, float]]:
+    def list_by_loader(self) -> list[dict[str, float]]:
         """Return the newest values, in one dictionary for each loader of the last published evaluation."""
         loaders = self._published.loaders()
         return [
             {name: value for name, value in self.newest.items() if {"", suffix} & {*loaders[name]}}
-            for suffix in self._loaders.suffixes()
+            for suffix in self._loaders.list_suffixes()
         ]
 
-    def forks(self, train: StageMetrics) -> dict[str, tuple[str, str]]:
+    def get_forked_names(self, train: StageMetrics) -> dict[str, tuple[str, str]]:
         """Return the step name and the epoch name of each logged name that has both, such as `x_step` and `x_epoch`.
 
         Args:
             train: Collector of the training epoch in progress.
         """
-        found = chain.from_iterable(each.published().items() for each in (*self._of_stages.values(), train))
+        found = chain.from_iterable(
+            each.map_published_names().items() for each in (*self._stage_metrics.values(), train)
+        )
         return {name: (names[0], names[1]) for name, names in found if len(names) > 1}
 
-    def unlogged(self, train: StageMetrics) -> set[str]:
+    def get_unlogged_names(self, train: StageMetrics) -> set[str]:
         """Return the names whose values no logger gets.
 
         Args:
             train: Collector of the training epoch in progress.
         """
-        stages = (*self._of_stages.values(), train)
+        stages = (*self._stage_metrics.values(), train)
         return {
-            name for each in stages for names in each.published(lambda of: not of.logger).values() for name in names
+            name
+            for each in stages
+            for names in each.map_published_names(lambda of: not of.logger).values()
+            for name in names
         }
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of logged names by stage, for checkpoints; `forks` and `unlogged` need these options."""
-        return {stage: metrics.options() for stage, metrics in self._of_stages.items()}
+        """Options of logged names by stage, for checkpoints; `get_forked_names` and `get_unlogged_names` need these options."""
+        return {stage: metrics.get_options() for stage, metrics in self._stage_metrics.items()}
 
     def restore(self, newest: dict[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the newest values of a checkpoint, and its `options`."""
         self.newest = newest
-        self._of_stages = {stage: StageMetrics.of_options(each) for stage, each in options.items()}
+        self._stage_metrics = {stage: StageMetrics.from_options(each) for stage, each in options.items()}
 
-    def forget(self) -> None:
+    def discard_newest(self) -> None:
         """Drop all values, after a sanity check."""
-        for values in (self.newest, self.updated, self.logged, self._of_stages):
+        for values in (self.newest, self.updated, self.logged, self._stage_metrics):
             values.clear()
 
     def show_step(self, scheduler: SchedulerConfig, values: dict[str, float]) -> None:
         """Pass the values of the step in progress to a scheduler."""
-        self._of_single_steps.update(values)
-        scheduler.take(values)
+        self._step_only_names.update(values)
+        scheduler.store_monitor_value(values)
 
     @property
-    def yet_to_log(self) -> list[str]:
+    def pending_stages(self) -> list[str]:
         """Stages that have not ended since this part of the run began: "epoch", "validation".
 
         If the list is empty, a name without a value now will never have a value.
@@ -133,47 +138,50 @@ class LoggedValues:
         validates = self._loaders.evaluation and not self.has_validated
         return ["epoch"] * (not self.has_ended_epoch) + ["validation"] * bool(validates)
 
-    def require(self, who: str, monitor: str) -> None:
+    def check_monitor(self, who: str, monitor: str) -> None:
         """Refuse a monitor without a value once an epoch and a validation have ended in this part of the run.
 
         Raises:
             ConfigError: The monitor was never logged. The message lists the logged names.
         """
-        if monitor in self.logged or self.yet_to_log:
+        if monitor in self.logged or self.pending_stages:
             return
         since = " since the run went on" if monitor in self.newest else ""
-        empty = "".join(f"But {why}. " for why in self._loaders.empty)
-        said = self._only_in_steps(monitor) or (
+        empty = "".join(f"But {why}. " for why in self._loaders.empty_stages)
+        said = self._describe_step_only(monitor) or (
             f"was never logged{since}; logged so far: {', '.join(sorted(self.logged)) or 'nothing'}. {empty}Use one "
-            "of these or log it, once an epoch or in validation." + self._elsewhere(monitor)
+            "of these or log it, once an epoch or in validation." + self._describe_other_places(monitor)
         )
         raise ConfigError(f"{who}: the monitor {monitor!r} {said}")
 
-    def _elsewhere(self, monitor: str) -> str:
+    def _describe_other_places(self, monitor: str) -> str:
         """Return a sentence on other stages of the task that may log a name; "" if there are none."""
         found = [name for stage in ("test", "predict") for name in mentioned_in(self._task, stage, monitor)]
         places = " and ".join(found)
         return f" {places} of {type(self._task).__name__} may log it, which fit does not call." if places else ""
 
-    def move(self, scheduler: SchedulerConfig) -> None:
+    def step_scheduler(self, scheduler: SchedulerConfig) -> None:
         """Step a scheduler.
 
         Raises:
             ConfigError: The scheduler is strict, and its monitor has no value.
         """
-        name, never = scheduler.monitor, not scheduler.known or not self.yet_to_log
-        known = self.logged | self._of_single_steps
+        name, never = scheduler.monitor, not scheduler.has_value or not self.pending_stages
+        known = self.logged | self._step_only_names
         if name is not None and scheduler.strict and never and name not in known:
-            said = self._only_in_steps(name) or (
+            said = self._describe_step_only(name) or (
                 f"has no value of an epoch or a validation; there are: {', '.join(sorted(known)) or 'none'}. Log it so "
-                "(on_epoch=True), set a frequency at which it has one, or set strict: false." + self._elsewhere(name)
+                "(on_epoch=True), set a frequency at which it has one, or set strict: false."
+                + self._describe_other_places(name)
             )
             raise ConfigError(f"lr_scheduler: the monitor {name!r} {said}")
         scheduler.step()
 
-    def _only_in_steps(self, name: str) -> str:
+    def _describe_step_only(self, name: str) -> str:
         """Return advice for a monitor that has only values of single steps; "" for another monitor."""
-        epoch = next((found[name] for each in self._of_stages.values() if name in (found := each.of_steps())), None)
+        epoch = next(
+            (found[name] for each in self._stage_metrics.values() if name in (found := each.map_step_names())), None
+        )
         if epoch is None:
             return ""
         if epoch in self.logged:

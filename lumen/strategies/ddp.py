@@ -16,21 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import first_names
+from lumen.errors.arguments import format_first_names
 from lumen.internals.memory import count_reentrant_checkpoints
-from lumen.internals.process_groups import end_backward, leave_out_expanded_buffers, need_reducer
-from lumen.internals.tensors import norms, own_buffers
-from lumen.strategies.step_module import Additions, Steps, describe_unused, refuse_sparse
+from lumen.internals.process_groups import check_reducer_names, end_backward, exclude_expanded_buffers
+from lumen.internals.tensors import compute_norms, get_direct_buffers
+from lumen.strategies.step_module import AdditionMonitor, StepModule, describe_unused, refuse_sparse
 from lumen.strategies.strategy import SAME, Alike, Strategy, sync_buffers
 
 _NO_CONTEXT = nullcontext()
 _BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_KNOWN = signature(DistributedDataParallel).parameters
+_COMPRESSIONS = signature(DistributedDataParallel).parameters
 # The wrapper would communicate buffers in forwards, and ranks may run different numbers of forwards. The argument has a
 # new name since torch 2.13.
 _NO_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
+    "forward_sync_buffers" if "forward_sync_buffers" in _COMPRESSIONS else "broadcast_buffers": False
 }
 
 
@@ -80,17 +80,17 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
         }
         self._broadcast_buffers = broadcast_buffers
-        self._settles = not (find_unused_parameters or static_graph)
+        self._needs_zero_backward = not (find_unused_parameters or static_graph)
         self._task: nn.Module
-        self._by_hand = False
+        self._is_manual = False
         self._ddp: DistributedDataParallel | None = None
-        self._has_begun = False  # True after a backward of the step that does not communicate
+        self._has_started = False  # True after a backward of the step that does not communicate
         self._checkpoints = 0  # reentrant checkpoints before the forward in progress
-        self._sums_later = False
+        self._is_reduction_deferred = False
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._frozen: list[nn.Parameter] = []
-        self._additions: Additions | None = None
+        self._additions: AdditionMonitor | None = None
         self._buffers: list[dict[str, torch.Tensor | None]] = []
 
     @property
@@ -106,32 +106,32 @@ class DDP(Strategy):
         """Move the task to the device, with the parameters and buffers of rank 0."""
         refuse_sparse(task, "DDP")
         self._task = task.to(self.device)
-        self._by_hand = not getattr(task, "automatic_optimization", True)
+        self._is_manual = not getattr(task, "automatic_optimization", True)
         sync_buffers(self, self._task)
-        self._wrap()
-        self._additions = Additions()
+        self._wrap_task()
+        self._additions = AdditionMonitor()
 
-    def _wrap(self) -> None:
+    def _wrap_task(self) -> None:
         self._parameters = list(self._task.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
-        self._buffers = [own_buffers(module) for module in self._task.modules()]
-        self._unwrap()
-        if any(self._trained) and not self._by_hand:
+        self._buffers = [get_direct_buffers(module) for module in self._task.modules()]
+        self._unwrap_task()
+        if any(self._trained) and not self._is_manual:
             # A parameter that no rank uses must have no gradient, even on a rank without a batch.
-            steps = Steps(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
-            leave_out_expanded_buffers(steps)  # `sync_buffers` can broadcast these
-            steps.register_forward_hook(self._postpone)
+            steps = StepModule(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
+            exclude_expanded_buffers(steps)  # `sync_buffers` can broadcast these
+            steps.register_forward_hook(self._defer_reduction)
             self._ddp = DistributedDataParallel(
                 steps, process_group=self.processes.gradient_group, **self._options, **_NO_BUFFERS
             )
-            need_reducer(self._ddp)
+            check_reducer_names(self._ddp)
             if self._compression is not None:
                 self._ddp.register_comm_hook(None, _HOOKS[self._compression])
-            if self._settles and self.processes.world_size > 1:
-                self._settle(self._ddp)
+            if self._needs_zero_backward and self.processes.world_size > 1:
+                self._run_zero_backward(self._ddp)
 
-    def _settle(self, ddp: DistributedDataParallel) -> None:
+    def _run_zero_backward(self, ddp: DistributedDataParallel) -> None:
         """Run a backward of zeros, and discard its gradients.
 
         DDP sums gradients in one order in its first backward; later backwards use the order in which gradients arrived
@@ -142,7 +142,7 @@ class DDP(Strategy):
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _unwrap(self) -> None:
+    def _unwrap_task(self) -> None:
         """Remove the wrapper's hooks from the parameters now, not when the garbage collector finds the wrapper."""
         if self._ddp is not None:
             del self._ddp.reducer, self._ddp.logger
@@ -150,23 +150,26 @@ class DDP(Strategy):
 
     def begin_step(self) -> None:
         """Wrap the task again if parameters were frozen, unfrozen or added, which torch's wrapper does not notice."""
-        self._has_begun = self._sums_later = False
+        self._has_started = self._is_reduction_deferred = False
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = True  # also after a failed step
         if self._broadcast_buffers and any(self._buffers):
             sync_buffers(self, self._task)
-        if self._trained != [parameter.requires_grad for parameter in self._parameters] or self._finds_others():
-            self._wrap()
+        if (
+            self._trained != [parameter.requires_grad for parameter in self._parameters]
+            or self._have_parameters_changed()
+        ):
+            self._wrap_task()
 
-    def _finds_others(self) -> bool:
+    def _have_parameters_changed(self) -> bool:
         """Return True if the task's parameters are no longer the wrapped parameters."""
         assert self._additions is not None
-        if not self._additions.noticed:
+        if not self._additions.has_additions:
             return False
-        self._additions.noticed = False
+        self._additions.has_additions = False
         return [*map(id, self._task.parameters())] != [*map(id, self._parameters)]
 
-    def communicates_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
+    def has_collectives_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
         """Return True for the backward, on one process too: torch's wrapper needs a backward for each forward."""
         return part == "backward" and self._ddp is not None
 
@@ -177,7 +180,7 @@ class DDP(Strategy):
             return self._ddp(step, *args)
         return getattr(self._task, step)(*args)
 
-    def _postpone(self, steps: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _defer_reduction(self, steps: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Sum the gradients after the backward if the forward had a reentrant checkpoint.
 
         The checkpoint runs its own backward, after which torch's wrapper treats all gradients as complete. A parameter
@@ -186,7 +189,7 @@ class DDP(Strategy):
         if args[0] is None or self._ddp is None or self._options["static_graph"]:
             return
         if self._ddp.require_backward_grad_sync and self._checkpoints != count_reentrant_checkpoints():
-            self._ddp.require_backward_grad_sync, self._sums_later = False, True
+            self._ddp.require_backward_grad_sync, self._is_reduction_deferred = False, True
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """Communicate gradients only in the last backward of a step.
@@ -196,7 +199,7 @@ class DDP(Strategy):
         """
         if last or self._ddp is None:
             return _NO_CONTEXT
-        self._has_begun = True
+        self._has_started = True
         if self._options["static_graph"]:
             raise ConfigError(
                 "DDP: static_graph=True communicates in every backward, but a step has several micro-batches per "
@@ -205,13 +208,13 @@ class DDP(Strategy):
             )
         return self._ddp.no_sync()
 
-    def zero_loss(self) -> torch.Tensor:
+    def make_zero_loss(self) -> torch.Tensor:
         """Return a loss of 0 that depends on all parameters.
 
         If the loss ends a step of several backwards, it depends only on parameters with a gradient.
         """
         assert self._ddp is not None
-        used_only = self._has_begun and self._ddp.require_backward_grad_sync
+        used_only = self._has_started and self._ddp.require_backward_grad_sync
         return self._ddp(None, used_only)  # type: ignore[no-any-return]
 
     def after_backward(self) -> None:
@@ -224,13 +227,13 @@ class DDP(Strategy):
             TrainingError: Some parameters have no gradient, or their gradients were not summed over the ranks; the
                 message names the parameters.
         """
-        if self._by_hand:
-            self._average()
+        if self._is_manual:
+            self._average_gradients()
             return
         self._refuse_unsummed()
-        if self._sums_later and self._ddp is not None:
-            self._ddp.require_backward_grad_sync, self._sums_later, self._has_begun = True, False, True
-            self.zero_loss().backward()  # type: ignore[no-untyped-call]
+        if self._is_reduction_deferred and self._ddp is not None:
+            self._ddp.require_backward_grad_sync, self._is_reduction_deferred, self._has_started = True, False, True
+            self.make_zero_loss().backward()  # type: ignore[no-untyped-call]
         if self._ddp is None or self._options["static_graph"]:
             return
         try:
@@ -238,47 +241,47 @@ class DDP(Strategy):
         except RuntimeError as error:
             if "finished reduction" not in str(error):
                 raise
-            raise TrainingError(self._name_unused(str(error))) from error
+            raise TrainingError(self._describe_unused(str(error))) from error
 
-    def _average(self) -> None:
+    def _average_gradients(self) -> None:
         """Average the gradients of parameters that any rank has used. Collective: every rank must call this."""
         parameters = list(self._task.parameters())
         if self.processes.world_size == 1:
             return
-        counts = self.processes.sum([float(parameter.grad is not None) for parameter in parameters])
+        counts = self.processes.all_reduce_sum([float(parameter.grad is not None) for parameter in parameters])
         used = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
-        average(used, self.processes.world_size, self._compression, self.processes.gradient_group)
+        average_gradients(used, self.processes.world_size, self._compression, self.processes.gradient_group)
 
     def _refuse_unsummed(self) -> None:
         """Refuse parameters that were unfrozen or added within a step, after the task was wrapped for the step."""
         assert self._additions is not None
-        if not (self._additions.noticed or any(parameter.requires_grad for parameter in self._frozen)):
+        if not (self._additions.has_additions or any(parameter.requires_grad for parameter in self._frozen)):
             return
         known = {id(each) for each, trained in zip(self._parameters, self._trained, strict=True) if trained}
         late = [name for name, each in self._task.named_parameters() if each.requires_grad and id(each) not in known]
         if late and self.processes.world_size > 1:
             raise TrainingError(
-                f"{first_names(late)} began to be trained in the middle of a step, when the processes had agreed on "
+                f"{format_first_names(late)} began to be trained in the middle of a step, when the processes had agreed on "
                 "whose gradients they sum. Unfreeze and add parameters between steps: in on_train_epoch_start, "
                 "on_train_batch_end or on_before_zero_grad."
             )
 
-    def _name_unused(self, message: str) -> str:
+    def _describe_unused(self, message: str) -> str:
         named = zip(self._task.named_parameters(), self._trained, strict=True)
         trained = [name for (name, _), is_trained in named if is_trained]
         listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ,]+)", message)
         names = [trained[int(number)] for number in re.findall(r"\d+", listed.group(1))] if listed else ["unknown"]
         return describe_unused(names, self.processes.rank, "DDP")
 
-    def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
         """Return the gradient norm and the sum of the parameters' norms: gradients are averaged before clipping."""
         found: dict[Alike, torch.Tensor] = {} if grad_norm is None else {"gradient norm": grad_norm}
-        if named := self._named():
-            parts = norms([parameter for _, parameter in named])
+        if named := self._list_named_gradients():
+            parts = compute_norms([parameter for _, parameter in named])
             found["sum of the parameters' norms"] = torch.stack([part.double() for part in parts]).sum()
         return found
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
+    def _list_named_gradients(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
 
     @contextmanager
@@ -288,9 +291,9 @@ class DDP(Strategy):
         Raises:
             TrainingError: A trainable parameter differs between ranks; raised on every rank.
         """
-        named = self._named()
-        found = norms([parameter for _, parameter in named]) if named else []
-        ranks = self.processes.gather(torch.stack([norm.float() for norm in found]).tolist() if named else [])
+        named = self._list_named_gradients()
+        found = compute_norms([parameter for _, parameter in named]) if named else []
+        ranks = self.processes.all_gather(torch.stack([norm.float() for norm in found]).tolist() if named else [])
         for rank, theirs in enumerate(ranks):
             for (name, _), first, other in zip(named, ranks[0], theirs, strict=True):
                 if abs(first - other) > SAME * max(abs(first), abs(other)):
@@ -304,7 +307,7 @@ class DDP(Strategy):
 
     def teardown(self) -> None:
         """Remove the wrapper; the task stays on the device."""
-        self._unwrap()
+        self._unwrap_task()
         self._parameters, self._frozen, self._buffers = [], [], []
         if self._additions is not None:
             self._additions.close()
@@ -324,7 +327,9 @@ _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _to_bf16}
 # ---------------------------------------------------------------------- averages without torch's wrapper
 
 
-def average(parameters: Sequence[nn.Parameter], world: int, compression: str | None = None, group: Any = None) -> None:
+def average_gradients(
+    parameters: Sequence[nn.Parameter], world: int, compression: str | None = None, group: Any = None
+) -> None:
     """Replace each gradient by its mean over all processes. Collective: every rank must call this.
 
     Args:
@@ -336,7 +341,7 @@ def average(parameters: Sequence[nn.Parameter], world: int, compression: str | N
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+    for bucket in _iterate_buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
         joined = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(world)
         wire = joined if compression is None else joined.to(_DTYPES[compression])
         torch.distributed.all_reduce(wire, group=group)
@@ -345,7 +350,7 @@ def average(parameters: Sequence[nn.Parameter], world: int, compression: str | N
             gradient.copy_(part.view_as(gradient))
 
 
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _iterate_buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield the gradients to communicate together: of one dtype, up to the size of a bucket."""
     open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
     sizes: Counter[torch.dtype] = Counter()

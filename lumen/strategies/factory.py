@@ -8,21 +8,21 @@ from importlib import import_module
 
 import torch
 
-from lumen.distributed.cluster_environment import tasks_without_srun
+from lumen.distributed.cluster_environment import count_tasks_without_srun
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
-from lumen.errors.arguments import did_you_mean
+from lumen.errors.arguments import suggest_names
 from lumen.strategies.single import SingleDevice
 from lumen.strategies.strategy import Strategy
 
-_MOST_ON_CPU = 64  # more processes than cores are slow; many more stop the machine
+_MAX_CPU_PROCESSES = 64  # more processes than cores are slow; many more stop the machine
 _NAMES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     "cuda": lambda: torch.cuda.is_available(),
     "mps": lambda: torch.backends.mps.is_available(),
     "cpu": lambda: True,
 }
-_NO_SUPPORT = ("tpu", "hpu", "ipu")  # names close to other accelerators in spelling only
+_UNSUPPORTED = ("tpu", "hpu", "ipu")  # names close to other accelerators in spelling only
 STRATEGIES = ("single", *_NAMES)
 ACCELERATORS = ("auto", "gpu", *_AVAILABLE)
 
@@ -43,21 +43,21 @@ def make_strategy(
         ConfigError: The device or strategy is not available, or the running processes differ from the requested
             processes.
     """
-    processes = processes_of(devices, num_nodes, accelerator, strategy)
+    processes = choose_processes(devices, num_nodes, accelerator, strategy)
     if isinstance(strategy, str):
         if strategy == "single" or (strategy == "auto" and processes.world_size == 1):
-            single = SingleDevice(device_of(accelerator))
+            single = SingleDevice(choose_device(accelerator))
             single.processes = processes
             return single
-        strategy = _import(_NAMES[strategy])
+        strategy = _import_strategy(_NAMES[strategy])
     elif not strategy.spans_processes:
         return strategy
     strategy.processes = processes
-    strategy.device = device_of(accelerator, processes)
+    strategy.device = choose_device(accelerator, processes)
     return strategy
 
 
-def processes_of(
+def choose_processes(
     devices: int | str | None, num_nodes: int | None, accelerator: str = "auto", strategy: str | Strategy = "auto"
 ) -> Processes:
     """Return the processes of a run: the running processes, or the processes to start on this node.
@@ -66,8 +66,8 @@ def processes_of(
         ConfigError: The running processes differ from the requested processes, or the strategy runs only one process.
     """
     if isinstance(strategy, str) and strategy not in STRATEGIES:
-        raise ConfigError(f"strategy: {_not_known(strategy)}")
-    processes = _running_or_asked_for(devices, num_nodes, accelerator)
+        raise ConfigError(f"strategy: {_describe_unknown(strategy)}")
+    processes = _find_or_plan_processes(devices, num_nodes, accelerator)
     own = None if isinstance(strategy, str) else strategy
     runs_one = strategy == "single" if own is None else not own.spans_processes and own.processes.world_size == 1
     if runs_one and processes.world_size > 1:
@@ -80,11 +80,11 @@ def processes_of(
     return processes
 
 
-def _running_or_asked_for(devices: int | str | None, num_nodes: int | None, accelerator: str) -> Processes:
-    count = _count(devices, accelerator)
+def _find_or_plan_processes(devices: int | str | None, num_nodes: int | None, accelerator: str) -> Processes:
+    count = _count_devices(devices, accelerator)
     if num_nodes is not None and num_nodes < 1:
         raise ConfigError(f"num_nodes: must be at least 1, found {num_nodes}.")
-    found = Processes.found()
+    found = Processes.find()
     if found.started_by is None and (num_nodes or 1) > 1:
         raise ConfigError(
             f"num_nodes: {num_nodes} nodes are asked for, but this is one process that nobody started on each. Use "
@@ -106,7 +106,7 @@ def _running_or_asked_for(devices: int | str | None, num_nodes: int | None, acce
     return found
 
 
-def device_of(accelerator: str, processes: Processes | None = None) -> torch.device:
+def choose_device(accelerator: str, processes: Processes | None = None) -> torch.device:
     """Return the best device of a kind; of several CUDA devices, the one with this process's local rank.
 
     Raises:
@@ -118,7 +118,7 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
         name = next(kind for kind, found in available.items() if found)
     if not available.get(name, False):
         found = ", ".join(kind for kind, there in available.items() if there)
-        near = "" if accelerator in _NO_SUPPORT or name in available else did_you_mean(accelerator, ACCELERATORS)
+        near = "" if accelerator in _UNSUPPORTED or name in available else suggest_names(accelerator, ACCELERATORS)
         raise ConfigError(f"accelerator: {accelerator!r} is not available here; there are: auto, {found}.{near}")
     if processes is None or name != "cuda":
         return torch.device(name)
@@ -131,18 +131,18 @@ def device_of(accelerator: str, processes: Processes | None = None) -> torch.dev
     return torch.device(name, processes.local_rank if visible > 1 else 0)
 
 
-def unused_devices(strategy: Strategy) -> str | None:
+def describe_unused_devices(strategy: Strategy) -> str | None:
     """Return a notice for a user who runs one process although more devices are visible, or None."""
     visible = torch.cuda.device_count() if strategy.device.type == "cuda" else 1
     if strategy.processes.world_size == 1 and strategy.processes.started_by is None and visible > 1:
         return f"1 of {visible} visible devices is used; devices: auto uses all"
-    if strategy.processes.started_by is None and (tasks := tasks_without_srun()):
+    if strategy.processes.started_by is None and (tasks := count_tasks_without_srun()):
         return f"SLURM has {tasks} tasks for this job, and this process runs alone; write srun before the command"
     return None
 
 
-def _count(devices: int | str | None, accelerator: str) -> int | None:
-    visible = torch.cuda.device_count() if device_of(accelerator).type == "cuda" else None
+def _count_devices(devices: int | str | None, accelerator: str) -> int | None:
+    visible = torch.cuda.device_count() if choose_device(accelerator).type == "cuda" else None
     if devices in ("auto", -1, "-1"):
         return visible or 1
     text = str(devices)
@@ -156,20 +156,20 @@ def _count(devices: int | str | None, accelerator: str) -> int | None:
     if devices is not None and visible is not None and int(text) > visible:
         raise ConfigError(f"devices: {devices} asked for, but {visible} are visible here.")
     cores = os.cpu_count() or 1
-    if devices is not None and visible is None and int(text) > (most := max(_MOST_ON_CPU, 4 * cores)):
+    if devices is not None and visible is None and int(text) > (most := max(_MAX_CPU_PROCESSES, 4 * cores)):
         raise ConfigError(
             f"devices: {devices} asked for on the CPU, where each is a process; {cores} cores take at most {most}."
         )
     return None if devices is None else int(text)
 
 
-def _import(name: str) -> Strategy:
+def _import_strategy(name: str) -> Strategy:
     """Import a strategy's module, which takes time, and build the strategy."""
     made: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())()
     return made
 
 
-def _not_known(name: str) -> str:
+def _describe_unknown(name: str) -> str:
     if name == "dp":
         return "dp (torch's DataParallel, one process for several devices) is not built. Use ddp."
     hint = "use auto, single, ddp or fsdp, or give an object"
@@ -179,5 +179,5 @@ def _not_known(name: str) -> str:
         hint = "write ddp, which runs the program anew in each process"
     if name.startswith("deepspeed"):
         hint = "write fsdp, which keeps parameters, gradients and optimizer in shards too"
-    near = did_you_mean(name, STRATEGIES)
+    near = suggest_names(name, STRATEGIES)
     return f"{name!r} is unknown; {hint}.{near}"

@@ -20,17 +20,17 @@ from torch.utils.checkpoint import checkpoint
 from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import STARTUP_TIMEOUT_S, TIMEOUT_S
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import first_names
+from lumen.errors.arguments import format_first_names
 from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
-from lumen.strategies.fsdp_units import find_units, modules_of, outermost
-from lumen.strategies.step_module import Additions, describe_unused, refuse_sparse
+from lumen.strategies.fsdp_units import find_modules, find_units, list_outermost
+from lumen.strategies.step_module import AdditionMonitor, describe_unused, refuse_sparse
 from lumen.strategies.strategy import Alike, Strategy, sync_buffers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard",
                 "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]  # fmt: skip
-_KEEPS_WHOLE = {"full_shard": False, "shard_grad_op": True, "hybrid_shard": False, "no_shard": True}
+_UNSHARDED_STRATEGIES = {"full_shard": False, "shard_grad_op": True, "hybrid_shard": False, "no_shard": True}
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # a mesh opens process groups, which are never closed
 
 
@@ -116,29 +116,29 @@ class FSDP(Strategy):
              "buffer_dtype": buffer_dtype},
         )  # fmt: skip
         self._timeouts = {"timeout_s": timeout_s, "startup_timeout_s": startup_timeout_s}
-        self._wrap = (_names(wrap), wrap_if, wrap_min_parameters)
+        self._wrap = (_as_names(wrap), wrap_if, wrap_min_parameters)
         self._kind, self._shard_size = kind, shard_size
-        self._reshard = (not _KEEPS_WHOLE[kind]) if reshard_after_forward is None else reshard_after_forward
+        self._reshard = (not _UNSHARDED_STRATEGIES[kind]) if reshard_after_forward is None else reshard_after_forward
         self._offload = cpu_offload
         self._policy = MixedPrecisionPolicy(_DTYPES[param_dtype], _DTYPES[reduce_dtype])
         self._output_dtype, self._buffer_dtype = _DTYPES[output_dtype], _DTYPES[buffer_dtype]
-        self._checkpointed = _names(activation_checkpointing)
+        self._checkpointed = _as_names(activation_checkpointing)
         self._find_unused = find_unused_parameters
         self._broadcast_buffers = broadcast_buffers
         self._reduce_every_backward = reduce_every_backward
         self._unshard_in_evaluation = unshard_in_evaluation
         self._task: nn.Module
         self._sharded: ShardedTask
-        self._made_zero = False
+        self._has_zero_loss = False
         self._gathers_once = True
-        self._additions: Additions | None = None
+        self._additions: AdditionMonitor | None = None
 
     @property
     def parameter_device(self) -> torch.device:
         """Device of the parameters between steps: the CPU with `cpu_offload`."""
         return torch.device("cpu") if self._offload else self.device
 
-    def communicates_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
+    def has_collectives_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
         """Return False only for an evaluation before which all parameters are gathered.
 
         On one process too, gradients reach the parameters only in the last backward of a step.
@@ -202,7 +202,7 @@ class FSDP(Strategy):
         )  # fmt: skip
         earlier, sharded = vars(task).get("_sharded", (None, None))
         if sharded is None:
-            sharded = self._cut_up(task, self.device_mesh)
+            sharded = self._shard_task(task, self.device_mesh)
             vars(task)["_sharded"] = options, sharded  # bypasses nn.Module: the task is a module inside
         elif earlier != options:
             raise ConfigError(
@@ -210,18 +210,18 @@ class FSDP(Strategy):
                 "trainers the same options, or build the task anew and load its checkpoint."
             )
         else:
-            sharded.reset()
-        self._sharded, self._additions = sharded, Additions()
-        sharded.sum = self.processes.sum if self._find_unused and self.processes.world_size > 1 else None
-        self._gathers_once = self.device_mesh.size(-1) == 1 or self._unshards()
+            sharded.clear_step()
+        self._sharded, self._additions = sharded, AdditionMonitor()
+        sharded.sum = self.processes.all_reduce_sum if self._find_unused and self.processes.world_size > 1 else None
+        self._gathers_once = self.device_mesh.size(-1) == 1 or self._should_unshard()
 
-    def _cut_up(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
+    def _shard_task(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
         classes, chosen, min_parameters = self._wrap
         units = find_units(task, classes, chosen, min_parameters)
         by_hand = not getattr(task, "automatic_optimization", True)
         if by_hand:
-            units += [module for module in outermost(task) if module not in units]
-        for module in modules_of(task, self._checkpointed, "activation_checkpointing"):
+            units += [module for module in list_outermost(task) if module not in units]
+        for module in find_modules(task, self._checkpointed, "activation_checkpointing"):
             # Only the forward is checkpointed: torch.compile supports that, and no name changes.
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         for buffer in task.buffers() if self._buffer_dtype is not None else ():
@@ -254,10 +254,10 @@ class FSDP(Strategy):
             TrainingError: Parameters were added after `setup`.
         """
         assert self._additions is not None
-        if self._additions.noticed:
-            self._additions.noticed = False
+        if self._additions.has_additions:
+            self._additions.has_additions = False
             self._refuse_added()
-        self._sharded.look_again()
+        self._sharded.refresh_units()
         if self._broadcast_buffers:
             sync_buffers(self, self._task)
 
@@ -266,7 +266,7 @@ class FSDP(Strategy):
         added = [name for name, each in self._task.named_parameters() if not isinstance(each, DTensor)]
         if added:
             raise TrainingError(
-                f"FSDP: {first_names(added)} came after the parameters were cut up. Build them in __init__ or "
+                f"FSDP: {format_first_names(added)} came after the parameters were cut up. Build them in __init__ or "
                 "configure_model, frozen until they are needed, or use strategy: ddp."
             )
 
@@ -278,15 +278,15 @@ class FSDP(Strategy):
     def gradient_sync(self, *, last: bool) -> Iterator[None]:
         """Communicate gradients in the last backward only, unless `reduce_every_backward`."""
         keep = not last and self._reshard is False
-        self._sharded.begin(sync=last or self._reduce_every_backward, keep=keep)
+        self._sharded.begin_micro_batch(sync=last or self._reduce_every_backward, keep=keep)
         try:
             yield
         finally:
             self._sharded.outputs.clear()
 
-    def zero_loss(self) -> torch.Tensor | None:
+    def make_zero_loss(self) -> torch.Tensor | None:
         """Return a loss of 0 over the outputs of the units; None if no unit was called."""
-        self._made_zero = True
+        self._has_zero_loss = True
         if len(self._sharded.units) == 1:
             return self._sharded.root(None)  # type: ignore[no-any-return]
         parts = [output.sum().float() * 0.0 for output in self._sharded.outputs]
@@ -301,22 +301,22 @@ class FSDP(Strategy):
             TrainingError: Parameters have no gradient, without `find_unused_parameters`, or a change of gathered
                 parameters would be lost. The message names the parameters.
         """
-        sharded, made_zero, self._made_zero = self._sharded, self._made_zero, False
+        sharded, made_zero, self._has_zero_loss = self._sharded, self._has_zero_loss, False
         if not sharded.is_watched:
             return
         sharded.refuse_writes()
-        missing = sharded.missing()
+        missing = sharded.list_missing()
         sharded.arrived.clear()
         if self._find_unused:
-            trained = sharded.trained()
-            used = self.processes.sum([float(name not in missing) for name, _ in trained])
+            trained = sharded.list_trained()
+            used = self.processes.all_reduce_sum([float(name not in missing) for name, _ in trained])
             for (_, parameter), count in zip(trained, used, strict=True):
                 if not count:
                     parameter.grad = None
         elif missing and not made_zero:
             raise TrainingError(describe_unused(missing, self.processes.rank, "FSDP"))
 
-    def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
         """Return the gradient norm, which is the norm over all shards."""
         return {} if grad_norm is None else {"gradient norm": grad_norm}
 
@@ -336,7 +336,7 @@ class FSDP(Strategy):
         finally:
             self._sharded.end_evaluation()
 
-    def _unshards(self) -> bool:
+    def _should_unshard(self) -> bool:
         """Return True if all parameters are gathered for an evaluation; equal on all ranks. Collective."""
         if not isinstance(self._reshard, bool):  # torch cannot return to resharding over a number of processes
             return False
@@ -345,9 +345,9 @@ class FSDP(Strategy):
         parameters = [parameter for parameter in self._task.parameters() if isinstance(parameter, DTensor)]
         whole = sum(each.numel() * (self._policy.param_dtype or each.dtype).itemsize for each in parameters)
         states = 3 * sum(each.to_local().numel() * each.dtype.itemsize for each in parameters)
-        return all(self.processes.gather(whole + states <= self._free_bytes() / 2))
+        return all(self.processes.all_gather(whole + states <= self._get_free_bytes() / 2))
 
-    def _free_bytes(self) -> float:
+    def _get_free_bytes(self) -> float:
         if self.device.type == "cuda":
             return float(torch.cuda.mem_get_info(self.device)[0])
         pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
@@ -360,7 +360,7 @@ class FSDP(Strategy):
             self._additions = None
 
 
-def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def _as_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given or ())
 
 
@@ -369,11 +369,13 @@ def _check_arguments(
 ) -> None:
     if sum(each is not None for each in wraps) > 1:
         raise ConfigError("FSDP: wrap, wrap_if and wrap_min_parameters are three ways to say one thing. Set one.")
-    if kind not in _KEEPS_WHOLE:
-        raise ConfigError(f"FSDP: sharding_strategy: expected one of {', '.join(_KEEPS_WHOLE)}; found {kind!r}.")
+    if kind not in _UNSHARDED_STRATEGIES:
+        raise ConfigError(
+            f"FSDP: sharding_strategy: expected one of {', '.join(_UNSHARDED_STRATEGIES)}; found {kind!r}."
+        )
     if shard_size is not None and (kind != "hybrid_shard" or shard_size < 1):
         raise ConfigError(f"FSDP: shard_size = {shard_size} is for sharding_strategy: hybrid_shard, and at least 1.")
-    if reshard not in (None, False) and _KEEPS_WHOLE[kind]:
+    if reshard not in (None, False) and _UNSHARDED_STRATEGIES[kind]:
         raise ConfigError(f"FSDP: {kind} keeps parameters whole after the forward. Leave reshard_after_forward out.")
     if not isinstance(reshard, (bool, type(None))) and reshard < 2:
         raise ConfigError(f"FSDP: reshard_after_forward = {reshard}; a number of processes is at least 2.")

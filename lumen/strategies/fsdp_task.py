@@ -14,15 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lumen.data.nested import convert, tensors
+from lumen.data.nested import iterate_tensors, map_leaves
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import first_names
-from lumen.internals.fully_shard import forget_iteration, prepare_roots, sum_unused
-from lumen.internals.tensors import Hooks, give_hooks, hooks_of, is_view, own_parameters, writes_to
-from lumen.metrics.torchmetrics_states import metrics_of
-from lumen.strategies.fsdp_units import outermost
-from lumen.strategies.step_module import Steps
-from lumen.task.materialize import replace
+from lumen.errors.arguments import format_first_names
+from lumen.internals.fully_shard import prepare_roots, reduce_unused, reset_iteration
+from lumen.internals.tensors import (
+    Hooks,
+    get_direct_parameters,
+    get_gradient_hooks,
+    get_version,
+    is_view,
+    set_gradient_hooks,
+)
+from lumen.metrics.torchmetrics_states import find_metrics
+from lumen.strategies.fsdp_units import list_outermost
+from lumen.strategies.step_module import StepModule
+from lumen.task.materialize import redirect_references
 
 
 @final
@@ -67,9 +74,9 @@ class ShardedTask:
         offload: bool,
         by_hand: bool = False,
     ) -> None:
-        self.root: Any = Steps(task)
+        self.root: Any = StepModule(task)
         self.units: list[Any] = [*units] if by_hand else [*units, self.root]
-        self._roots: list[Any] = outermost(task) if by_hand else [self.root]
+        self._roots: list[Any] = list_outermost(task) if by_hand else [self.root]
         self.outputs: list[torch.Tensor] = []
         self.arrived: set[str] = set()
         self.sum: Callable[[list[float]], list[float]] | None = None
@@ -87,14 +94,19 @@ class ShardedTask:
         offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
         names = {id(module): name for name, module in task.named_modules()}
         modules = [*task.modules()]
-        attributes = [(module, key, {**p.__dict__}) for module in modules for key, p in _own(module) if p.__dict__]
+        attributes = [
+            (module, key, {**p.__dict__})
+            for module in modules
+            for key, p in _get_direct_parameters(module)
+            if p.__dict__
+        ]
         for unit in self.units:
-            own = _unsharded(unit)
-            before = [own_parameters(module)[key] for module, key in own]
-            _check(own, names)
-            _place(own, unit, device)
+            own = _list_unsharded(unit)
+            before = [get_direct_parameters(module)[key] for module, key in own]
+            _check_parameters(own, names)
+            _move_to_device(own, unit, device)
             is_root = unit is self.root  # `root` is called with the inputs of the step, which are not cast
-            unit.register_forward_hook(_not_compiled(_copy_views))
+            unit.register_forward_hook(_disable_compile(_copy_views))
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -104,63 +116,63 @@ class ShardedTask:
             )
             for (module, key), earlier in zip(own, before, strict=True):
                 assert earlier is not None
-                self._take_place(module, key, earlier, f"{names[id(module)]}.{key}".lstrip("."))
-            self._watch(unit, own, names)
+                self._redirect_references(module, key, earlier, f"{names[id(module)]}.{key}".lstrip("."))
+            self._watch_unit(unit, own, names)
             if not is_root:
-                unit.register_forward_hook(_not_compiled(self._capture))
-                unit.register_forward_pre_hook(_not_compiled(self._compare), prepend=True)
+                unit.register_forward_hook(_disable_compile(self._capture_output))
+                unit.register_forward_pre_hook(_disable_compile(self._check_same_unit), prepend=True)
         prepare_roots(self._roots, self.units)
         for module, key, values in attributes:
-            own_parameters(module)[key].__dict__.update(values)
+            get_direct_parameters(module)[key].__dict__.update(values)
         self._parameters = list(task.parameters())
         self._trained = [] if by_hand else [parameter.requires_grad for parameter in self._parameters]
-        for metric in metrics_of(task).values():
+        for metric in find_metrics(task).values():
             metric.to(device)
         if mesh.size() > 1:
             for unit in self.units:
-                sum_unused(unit)
+                reduce_unused(unit)
         if policy.param_dtype is not None or output_dtype is not None:
-            _cast(task, policy.param_dtype, output_dtype)
+            _cast_inputs_and_outputs(task, policy.param_dtype, output_dtype)
 
     # ------------------------------------------------------------------ what a micro-batch does
 
-    def _watch(self, unit: nn.Module, own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+    def _watch_unit(self, unit: nn.Module, own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
         """Record which parameters of a unit receive gradients."""
         places = {f"{names[id(module)]}.{key}".lstrip("."): (module, key) for module, key in own}
         self._places |= places
 
         def before(module: nn.Module, args: Any) -> None:
             for name, (owner, key) in places.items():
-                whole = own_parameters(owner)[key]
+                whole = get_direct_parameters(owner)[key]
                 assert whole is not None
                 if self.is_watched:
-                    self._note(name, whole)
+                    self._note_gathered(name, whole)
                 if whole.requires_grad and not isinstance(whole, DTensor):
-                    self._hook(name, whole)
+                    self._call_gradient_hooks(name, whole)
 
         # Runs after the hook of fully_shard, which gathers the parameters.
-        unit.register_forward_pre_hook(_not_compiled(before))
+        unit.register_forward_pre_hook(_disable_compile(before))
 
-    def _hook(self, name: str, whole: nn.Parameter) -> None:
+    def _call_gradient_hooks(self, name: str, whole: nn.Parameter) -> None:
         """Call a user's hooks on a parameter with its unsharded gradient, as under every strategy."""
         on_gradient, on_accumulated = self._hooks[name]
-        if on_gradient and not hooks_of(whole)[0]:
-            give_hooks(whole, (on_gradient, hooks_of(whole)[1]))
+        if on_gradient and not get_gradient_hooks(whole)[0]:
+            set_gradient_hooks(whole, (on_gradient, get_gradient_hooks(whole)[1]))
         if id(whole) in self._hooked:
             return
         if on_accumulated is not None:
-            give_hooks(whole, (hooks_of(whole)[0], on_accumulated))
+            set_gradient_hooks(whole, (get_gradient_hooks(whole)[0], on_accumulated))
         if self.is_watched:
-            whole.register_post_accumulate_grad_hook(partial(self._mark, name))  # type: ignore[no-untyped-call]
+            whole.register_post_accumulate_grad_hook(partial(self._mark_arrived, name))  # type: ignore[no-untyped-call]
         self._hooked.add(id(whole))
 
-    def _take_place(self, module: nn.Module, key: str, earlier: nn.Parameter, name: str) -> None:
+    def _redirect_references(self, module: nn.Module, key: str, earlier: nn.Parameter, name: str) -> None:
         """Redirect references from a replaced parameter to the sharded one, and keep its hooks."""
-        on_gradient, on_accumulated = hooks_of(earlier)
+        on_gradient, on_accumulated = get_gradient_hooks(earlier)
         on_gradient = OrderedDict() if on_gradient is None else on_gradient
-        give_hooks(own_parameters(module)[key], (on_gradient, None))  # later hooks are seen too
+        set_gradient_hooks(get_direct_parameters(module)[key], (on_gradient, None))  # later hooks are seen too
         self._hooks[name] = on_gradient, on_accumulated
-        replace(earlier, partial(self._current, module, key, name), name)
+        redirect_references(earlier, partial(self._current, module, key, name), name)
 
     def _current(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
         """Return the parameter that a module holds now, for references to the replaced parameter.
@@ -168,19 +180,19 @@ class ShardedTask:
         Raises:
             ConfigError: A training step uses the parameter while it is not gathered.
         """
-        parameter = own_parameters(module)[key]
+        parameter = get_direct_parameters(module)[key]
         if self._in_forward and isinstance(parameter, DTensor):
             raise ConfigError(
                 f"FSDP: training_step uses {name}, by a reference that is kept beside the module, while its unit is "
-                f"not gathered. Units are {self._names()}. Use it in the forward of its unit; or choose others (wrap): "
+                f"not gathered. Units are {self._describe_units()}. Use it in the forward of its unit; or choose others (wrap): "
                 "what is in no unit is gathered for the whole step."
             )
         return parameter
 
-    def _note(self, name: str, whole: nn.Parameter) -> None:
+    def _note_gathered(self, name: str, whole: nn.Parameter) -> None:
         """Record the version and `requires_grad` of a gathered parameter, because a write to it would be lost."""
         if not isinstance(whole, DTensor):
-            self._versions.setdefault(name, (whole, writes_to(whole), whole.requires_grad))
+            self._versions.setdefault(name, (whole, get_version(whole), whole.requires_grad))
 
     def refuse_writes(self) -> None:
         """Refuse changes to parameters while they were gathered: these changes would be lost.
@@ -188,27 +200,27 @@ class ShardedTask:
         Raises:
             TrainingError: Parameters were written, frozen or unfrozen; the message names the parameters.
         """
-        written = [name for name, (whole, version, _) in self._versions.items() if writes_to(whole) != version]
+        written = [name for name, (whole, version, _) in self._versions.items() if get_version(whole) != version]
         moved = [name for name, (whole, _, trained) in self._versions.items() if whole.requires_grad != trained]
         self._versions.clear()
         if moved:
             raise TrainingError(
-                f"FSDP: {first_names(moved)} was frozen or unfrozen in a step or a hook in which it was gathered, and "
+                f"FSDP: {format_first_names(moved)} was frozen or unfrozen in a step or a hook in which it was gathered, and "
                 "what was gathered is thrown away. Do it between steps: in on_train_epoch_start, on_train_batch_end "
                 "or on_before_zero_grad."
             )
         if written:
             raise TrainingError(
-                f"FSDP: {first_names(written)} was written in a step or a hook in which it was gathered, and what was "
+                f"FSDP: {format_first_names(written)} was written in a step or a hook in which it was gathered, and what was "
                 "gathered is thrown away. Write in on_before_zero_grad, on_validation_start or on_validation_end, "
                 "where each process holds its part."
             )
 
-    def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _capture_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_forward:
-            self.outputs += [each for each in tensors(output) if each.requires_grad]
+            self.outputs += [each for each in iterate_tensors(output) if each.requires_grad]
 
-    def _compare(self, unit: nn.Module | None, args: Any = ()) -> None:
+    def _check_same_unit(self, unit: nn.Module | None, args: Any = ()) -> None:
         """Refuse a step in which ranks call different units; None means the end of the forward. Collective."""
         if self.sum is None or not self._in_forward:
             return
@@ -217,11 +229,11 @@ class ShardedTask:
         if total**2 != world * squares:
             raise TrainingError(
                 f"FSDP: the ranks call different units in one training_step, or in a different order. Units are "
-                f"{self._names()}. Let each rank call all of them, with a weight of 0 if need be; or choose units with "
+                f"{self._describe_units()}. Let each rank call all of them, with a weight of 0 if need be; or choose units with "
                 "wrap so that both branches are in one; or use strategy: ddp."
             )
 
-    def _mark(self, name: str, parameter: nn.Parameter) -> None:
+    def _mark_arrived(self, name: str, parameter: nn.Parameter) -> None:
         self.arrived.add(name)
 
     def call(self, step: str, *args: Any) -> Any:
@@ -235,8 +247,8 @@ class ShardedTask:
         self._in_forward = step == "training_step"
         try:
             output = self.root(step, *args)
-            self._compare(None)
-            if self._in_forward and any(isinstance(each, DTensor) for each in tensors(output)):
+            self._check_same_unit(None)
+            if self._in_forward and any(isinstance(each, DTensor) for each in iterate_tensors(output)):
                 raise RuntimeError("the loss is made of mixed torch.Tensor and DTensor")
             return output
         except RuntimeError as error:
@@ -244,17 +256,17 @@ class ShardedTask:
                 raise
             raise ConfigError(
                 f"FSDP: {step} uses parameters of a module without calling that module, which is when they are "
-                f"gathered: {str(error).splitlines()[0]} Units are {self._names()}. "
+                f"gathered: {str(error).splitlines()[0]} Units are {self._describe_units()}. "
                 "Wrap modules that are called, such as whole blocks."
             ) from error
         finally:
             self._in_forward = False
 
-    def _names(self) -> str:
+    def _describe_units(self) -> str:
         names = [name for name, module in self.root.task.named_modules() if module in self.units]
-        return first_names(names) or "none"
+        return format_first_names(names) or "none"
 
-    def begin(self, *, sync: bool, keep: bool) -> None:
+    def begin_micro_batch(self, *, sync: bool, keep: bool) -> None:
         """Prepare for a micro-batch.
 
         Args:
@@ -267,7 +279,7 @@ class ShardedTask:
             unit.set_reshard_after_backward(not keep, recurse=False)
         self._syncs = sync
 
-    def look_again(self) -> None:
+    def refresh_units(self) -> None:
         """Set up the units again if parameters were frozen or unfrozen. Collective in that case."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
@@ -282,13 +294,13 @@ class ShardedTask:
         for unit in self.units:
             unit.reshard()
 
-    def missing(self) -> list[str]:
+    def list_missing(self) -> list[str]:
         """Return the names of the trainable parameters without a gradient."""
-        return [name for name, parameter in self.trained() if name not in self.arrived]
+        return [name for name, parameter in self.list_trained() if name not in self.arrived]
 
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
+    def list_trained(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters, with their names."""
-        parts = [(name, own_parameters(module)[key]) for name, (module, key) in self._places.items()]
+        parts = [(name, get_direct_parameters(module)[key]) for name, (module, key) in self._places.items()]
         return [(name, each) for name, each in parts if each is not None and each.requires_grad]
 
     # ------------------------------------------------------------------ evaluation
@@ -299,40 +311,40 @@ class ShardedTask:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         for name, (owner, key) in self._places.items():
-            if (whole := own_parameters(owner)[key]) is not None:
-                self._note(name, whole)
+            if (whole := get_direct_parameters(owner)[key]) is not None:
+                self._note_gathered(name, whole)
 
     def end_evaluation(self) -> None:
         """Free all gathered parameters, and drop the state of forwards without a backward."""
         for unit in self.units if self._reshards is True else ():
             if unit is not self.root:
                 unit.set_reshard_after_forward(True, recurse=False)
-        self.reset()
+        self.clear_step()
 
-    def reset(self) -> None:
+    def clear_step(self) -> None:
         """Drop the state that an interrupted step has left."""
         if self._has_run:
             for root in self._roots:
-                forget_iteration(root)
+                reset_iteration(root)
         self.reshard()
 
 
-def _own(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    return [(key, parameter) for key, parameter in own_parameters(module).items() if parameter is not None]
+def _get_direct_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    return [(key, parameter) for key, parameter in get_direct_parameters(module).items() if parameter is not None]
 
 
-def _unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
+def _list_unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the modules and names of the parameters of a unit that are not sharded yet; tied parameters once."""
     found: dict[int, tuple[nn.Module, str]] = {}
     for module in unit.modules():
-        for key, parameter in _own(module):
+        for key, parameter in _get_direct_parameters(module):
             if not isinstance(parameter, DTensor):
                 found.setdefault(id(parameter), (module, key))
     return list(found.values())
 
 
-def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
-    parameters = {f"{names[id(module)]}.{key}".lstrip("."): own_parameters(module)[key] for module, key in own}
+def _check_parameters(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+    parameters = {f"{names[id(module)]}.{key}".lstrip("."): get_direct_parameters(module)[key] for module, key in own}
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in parameters.items():
         assert parameter is not None
@@ -352,10 +364,10 @@ def _check(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
         )
 
 
-def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
+def _move_to_device(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to the device, with rank 0's values, except on the meta device. Collective."""
     several = dist.get_world_size() > 1
-    parameters = [own_parameters(module)[key] for module, key in own]
+    parameters = [get_direct_parameters(module)[key] for module, key in own]
     for tensor in (*parameters, *unit.buffers()):
         assert tensor is not None
         if isinstance(tensor, DTensor):
@@ -367,7 +379,7 @@ def _place(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.devi
                 dist.broadcast(tensor.data, 0)
 
 
-def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _disable_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that `torch.compile` does not trace, like the hooks of `fully_shard`."""
     return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -378,22 +390,22 @@ def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
     def copied(each: Any) -> Any:
         return each.clone() if isinstance(each, torch.Tensor) and each.requires_grad and is_view(each) else each
 
-    has_views = any(each.requires_grad and is_view(each) for each in tensors(output))
-    return convert(output, copied) if has_views else None
+    has_views = any(each.requires_grad and is_view(each) for each in iterate_tensors(output))
+    return map_leaves(output, copied) if has_views else None
 
 
-def _cast(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+def _cast_inputs_and_outputs(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
     """Cast inputs and outputs of the outermost modules that have a `forward`."""
 
     def cast(values: Any, dtype: torch.dtype | None) -> Any:
-        return convert(
+        return map_leaves(
             values,
             lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each,
         )
 
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            _cast(child, inputs, outputs)
+            _cast_inputs_and_outputs(child, inputs, outputs)
         elif next(child.parameters(), None) is not None:
             if inputs is not None:
                 child.register_forward_pre_hook(

@@ -39,25 +39,27 @@ def find_units(
     """
     named = {module: name for name, module in task.named_modules()}
     if classes:
-        units = _by_class(task, classes)
+        units = _find_by_class(task, classes)
     elif chosen is not None:
         units = [module for module, name in named.items() if chosen(name, module)]
     elif min_parameters is not None:
-        units = _by_size(task, min_parameters)
+        units = _find_by_size(task, min_parameters)
     elif isinstance(task, TaskModule) and type(task).modules_to_shard is not TaskModule.modules_to_shard:
         units = list(task.modules_to_shard())
         if strangers := [type(unit).__name__ for unit in units if unit not in named]:
             raise ConfigError(f"modules_to_shard gives {strangers[0]}, which is no module of {type(task).__name__}.")
     else:
-        units = list(_blocks(task))
+        units = list(_find_blocks(task))
     attentions = (module for module in named if isinstance(module, nn.MultiheadAttention))
     # The forward of an attention reads parameters of its children.
     never = {task, *(part for attention in attentions for part in attention.children())}
-    possible = {unit for unit in units if unit not in never and _can_be_one(unit) and not _shares(task, unit)}
+    possible = {
+        unit for unit in units if unit not in never and _can_be_unit(unit) and not _has_shared_parameter(task, unit)
+    }
     return [module for module in reversed(named) if module in possible]
 
 
-def outermost(task: nn.Module) -> list[nn.Module]:
+def list_outermost(task: nn.Module) -> list[nn.Module]:
     """Return the largest modules of a task that the task calls directly; together they hold all of its parameters.
 
     Raises:
@@ -72,7 +74,7 @@ def outermost(task: nn.Module) -> list[nn.Module]:
         elif next(module.parameters(), None) is not None:
             found.append(module)
     own = [name for name, _ in task.named_parameters(recurse=False)]
-    shared = [name for name, module in task.named_modules() if module in found and _shares(task, module)]
+    shared = [name for name, module in task.named_modules() if module in found and _has_shared_parameter(task, module)]
     if own or shared:
         raise ConfigError(
             f"FSDP: {type(task).__name__} optimizes by hand, so each of its modules is gathered when it is called, but "
@@ -82,7 +84,7 @@ def outermost(task: nn.Module) -> list[nn.Module]:
     return found
 
 
-def modules_of(task: nn.Module, classes: Iterable[str], option: str) -> list[nn.Module]:
+def find_modules(task: nn.Module, classes: Iterable[str], option: str) -> list[nn.Module]:
     """Return all modules of the given classes.
 
     Args:
@@ -102,9 +104,9 @@ def modules_of(task: nn.Module, classes: Iterable[str], option: str) -> list[nn.
     return [module for module in task.modules() if type(module).__name__ in classes]
 
 
-def _by_class(task: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
-    units = modules_of(task, classes, "wrap")
-    if unfit := [unit for unit in units if not _can_be_one(unit)]:
+def _find_by_class(task: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    units = find_modules(task, classes, "wrap")
+    if unfit := [unit for unit in units if not _can_be_unit(unit)]:
         raise ConfigError(
             f"wrap: a {type(unfit[0]).__name__} has no forward or no parameters, so there is no moment to gather them. "
             "Name the class of the modules in it."
@@ -112,13 +114,13 @@ def _by_class(task: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
     return units
 
 
-def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
+def _find_by_size(module: nn.Module, least: int) -> list[nn.Module]:
     units: list[nn.Module] = []
 
     def count(module: nn.Module) -> int:
         held = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         held += sum(count(child) for child in module.children())
-        if held >= least and _can_be_one(module):
+        if held >= least and _can_be_unit(module):
             units.append(module)
             return 0
         return held
@@ -127,22 +129,22 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
     return units
 
 
-def _blocks(module: nn.Module) -> Iterable[nn.Module]:
+def _find_blocks(module: nn.Module) -> Iterable[nn.Module]:
     """Yield the repeated modules that are not part of other repeated modules."""
     children = list(module.children())
     kinds = Counter(type(child) for child in children if next(child.parameters(), None) is not None)
     for child in children:
-        if isinstance(module, _CONTAINERS) and kinds[type(child)] > 1 and _can_be_one(child):
+        if isinstance(module, _CONTAINERS) and kinds[type(child)] > 1 and _can_be_unit(child):
             yield child
         else:
-            yield from _blocks(child)
+            yield from _find_blocks(child)
 
 
-def _can_be_one(module: nn.Module) -> bool:
+def _can_be_unit(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
 
 
-def _shares(task: nn.Module, unit: nn.Module) -> bool:
+def _has_shared_parameter(task: nn.Module, unit: nn.Module) -> bool:
     """Return True if a module shares a parameter with a module outside."""
     inside = {id(parameter) for parameter in unit.parameters()}
     within = set(unit.modules())

@@ -12,11 +12,11 @@ from torch.nn.modules.module import (
 )
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import first_names
+from lumen.errors.arguments import format_first_names
 
 
 @final
-class Additions:
+class AdditionMonitor:
     """Hooks that record when any module receives a parameter or a submodule; a step without additions costs nothing.
 
     Attributes:
@@ -24,14 +24,14 @@ class Additions:
     """
 
     def __init__(self) -> None:
-        self.noticed = True  # nothing has been checked yet
+        self.has_additions = True  # nothing has been checked yet
         self._handles = [
-            register_module_module_registration_hook(self._notice),
-            register_module_parameter_registration_hook(self._notice),
+            register_module_module_registration_hook(self._on_registration),
+            register_module_parameter_registration_hook(self._on_registration),
         ]
 
-    def _notice(self, module: nn.Module, name: str, value: Any) -> None:
-        self.noticed = True
+    def _on_registration(self, module: nn.Module, name: str, value: Any) -> None:
+        self.has_additions = True
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -40,7 +40,7 @@ class Additions:
 
 
 @final
-class Steps(nn.Module):
+class StepModule(nn.Module):
     """Module that runs the steps of a task.
 
     Args:
@@ -66,14 +66,14 @@ class Steps(nn.Module):
         parts = [] if self.anchor is None else [self.anchor * 0.0]
         if self.anchor is None or used_only:
             trained = [p for p in self.task.parameters() if p.requires_grad]
-            parts += [_part_of(p) for p in trained if not (used_only and p.grad is None)]
+            parts += [_make_zero_of(p) for p in trained if not (used_only and p.grad is None)]
         return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
 
 
 def describe_unused(names: list[str], rank: int, strategy: str) -> str:
     """Return an error text that names the parameters unused in a rank's loss, and the option to set."""
     return (
-        f"{len(names)} parameters took no part in the loss of rank {rank}: {first_names(names)}. Set requires_grad of "
+        f"{len(names)} parameters took no part in the loss of rank {rank}: {format_first_names(names)}. Set requires_grad of "
         "them to False if they are never trained, or use strategy: "
         f"{{class_path: lumen.{strategy}, init_args: {{find_unused_parameters: true}}}}."
     )
@@ -92,7 +92,7 @@ def refuse_sparse(task: nn.Module, strategy: str) -> None:
         )
 
 
-def _part_of(parameter: nn.Parameter) -> torch.Tensor:
+def _make_zero_of(parameter: nn.Parameter) -> torch.Tensor:
     """Return a scalar 0 whose gradient is 0 in every element of the parameter."""
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return real.reshape(-1)[:1].sum() * 0.0

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lumen.data.nested import fill_all, move
-from lumen.distributed.processes import ALONE, Processes
+from lumen.data.nested import fill_tensors, move_batch
+from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import ConfigError
-from lumen.internals.tensors import persistent_buffers
+from lumen.internals.tensors import list_persistent_buffers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,7 @@ class Strategy(ABC):
     """
 
     #: The processes of the run, which also exchange plain data.
-    processes: Processes = ALONE
+    processes: Processes = SINGLE_PROCESS
     #: The device of this process.
     device: torch.device = torch.device("cpu")
     #: The device mesh of the run; None without a process group.
@@ -82,7 +82,7 @@ class Strategy(ABC):
             ConfigError: The optimizer cannot train the parameters; the message names an alternative.
         """
 
-    def communicates_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
+    def has_collectives_in(self, part: Literal["forward", "backward", "evaluation"]) -> bool:
         """Return True if ranks wait for each other there, so that no rank may skip the part. Known after `setup`.
 
         Args:
@@ -103,7 +103,7 @@ class Strategy(ABC):
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a context for a micro-batch's forward and backward; ranks communicate gradients only in the last."""
 
-    def zero_loss(self) -> torch.Tensor | None:
+    def make_zero_loss(self) -> torch.Tensor | None:
         """Return a loss of 0 whose backward takes part in the gradient collectives of the other ranks.
 
         A rank without its own loss runs this backward.
@@ -117,7 +117,7 @@ class Strategy(ABC):
     def after_backward(self) -> None:
         """Check that all gradients have arrived, after the backward that communicates."""
 
-    def alike(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
         """Return the numbers that must be equal on all ranks after an update; the base class returns no numbers.
 
         Args:
@@ -150,23 +150,23 @@ class Strategy(ABC):
 
         With several processes, tensors arrive on the CPU.
         """
-        return self.processes.for_user().broadcast(self._portable(value), source)
+        return self.processes.for_user().broadcast(self._as_portable(value), source)
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank. Collective: every rank must call this.
 
         The values are plain data. With several processes, tensors arrive on the CPU.
         """
-        return self.processes.for_user().gather(self._portable(value))
+        return self.processes.for_user().all_gather(self._as_portable(value))
 
-    def _portable(self, value: T) -> T:
+    def _as_portable(self, value: T) -> T:
         """Return a value with its tensors on the CPU.
 
         A tensor pickled on an accelerator is unpickled on the accelerator with the same number.
         """
         if self.processes.world_size == 1 or self.device.type == "cpu":
             return value
-        return move(value, torch.device("cpu"))  # type: ignore[no-any-return]
+        return move_batch(value, torch.device("cpu"))  # type: ignore[no-any-return]
 
     def reduce(self, tensor: torch.Tensor, reduce_op: str = "sum", dst: int | None = None) -> torch.Tensor:
         """Return a tensor reduced over ranks, element by element. Collective: every rank must call this.
@@ -198,12 +198,12 @@ class Strategy(ABC):
         return total / world if reduce_op == "mean" else total
 
 
-def gather_values(strategy: Strategy, value: T) -> list[T]:
+def gather_from_data_ranks(strategy: Strategy, value: T) -> list[T]:
     """Return the value of each data rank's first process, over Lumen's own group. Collective."""
-    return by_data_rank(strategy.processes.gather((strategy.data_rank, strategy._portable(value))))
+    return select_by_data_rank(strategy.processes.all_gather((strategy.data_rank, strategy._as_portable(value))))
 
 
-def by_data_rank(values: Sequence[tuple[int, T]]) -> list[T]:
+def select_by_data_rank(values: Sequence[tuple[int, T]]) -> list[T]:
     """Return one value per data rank, in the order of data ranks.
 
     Args:
@@ -219,7 +219,7 @@ def check_data_ranks(strategy: Strategy) -> None:
     Raises:
         ConfigError: A data rank is missing, or has more processes than a different data rank. Raised on every rank.
     """
-    found, world = strategy.processes.gather(strategy.data_rank), strategy.data_world_size
+    found, world = strategy.processes.all_gather(strategy.data_rank), strategy.data_world_size
     if sorted(found) != sorted([*range(world)] * (len(found) // world)):
         raise ConfigError(
             f"{type(strategy).__name__}: data_world_size is {world}, and the data ranks of the {len(found)} processes "
@@ -234,13 +234,13 @@ def sync_buffers(strategy: Strategy, task: nn.Module) -> None:
     """
     if strategy.processes.world_size == 1:
         return
-    buffers = [buffer for buffer in persistent_buffers(task) if buffer.device.type == strategy.device.type]
+    buffers = [buffer for buffer in list_persistent_buffers(task) if buffer.device.type == strategy.device.type]
     for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
         same = [buffer for buffer in buffers if buffer.dtype == dtype]
         joined = torch.cat([buffer.reshape(-1) for buffer in same])
         sizes = [buffer.numel() for buffer in same]
-        with strategy.processes.waiting():
+        with strategy.processes.count_wait():
             torch.distributed.broadcast(joined, 0)
         with torch.no_grad():
             split = torch.split(joined, sizes)
-            fill_all(same, [values.view_as(buffer) for buffer, values in zip(same, split, strict=True)])
+            fill_tensors(same, [values.view_as(buffer) for buffer, values in zip(same, split, strict=True)])

@@ -13,19 +13,19 @@ from torch import nn
 from lumen.errors import ConfigError
 from lumen.internals.attributes import replaced_attribute
 from lumen.internals.compiler import (
-    compile_calls,
+    check_compile_names,
+    classify_compiler_error,
+    compile_call,
     is_compiled,
-    is_compilers,
-    limited_versions,
-    need_to_compile,
+    limit_versions,
     uncompile,
 )
-from lumen.metrics.torchmetrics_states import metrics_of
+from lumen.metrics.torchmetrics_states import find_metrics
 from lumen.task.task_module import TaskModule
 
 _OPTIONS = ("mode", "dynamic", "fullgraph", "backend", "options")
 _GRAPH_MODES, _GRAPHS = ("reduce-overhead", "max-autotune"), "triton.cudagraphs"
-_LEFT_ALONE = ("log", "log_dict", "print")  # not compiled: these methods of a task run on the host, and change
+_EXCLUDED_METHODS = ("log", "log_dict", "print")  # not compiled: these methods of a task run on the host, and change
 _VERSIONS = 32  # per piece of code: for each shape, with and without gradients, in training and in evaluation
 
 
@@ -89,7 +89,7 @@ class Compilation(AbstractContextManager["Compilation"]):
                 "will, so that they cannot be summed. Use mode: max-autotune-no-cudagraphs, or one micro-batch a step."
             )
 
-    def check(self, task: nn.Module) -> None:
+    def check_task(self, task: nn.Module) -> None:
         """Check that the task can be compiled, before compiling it.
 
         Raises:
@@ -97,26 +97,26 @@ class Compilation(AbstractContextManager["Compilation"]):
         """
         if not self._on:
             return
-        need_to_compile()
-        self._targets(task)
+        check_compile_names()
+        self._list_targets(task)
         try:
             torch.compile(nn.Identity(), **self._options)
         except RuntimeError as error:
-            raise ConfigError(f"compile: torch.compile refuses its options: {_first_line(error)}") from error
+            raise ConfigError(f"compile: torch.compile refuses its options: {_get_first_line(error)}") from error
 
-    def apply(self, task: nn.Module) -> None:
+    def compile_modules(self, task: nn.Module) -> None:
         """Compile the modules at their first call; modules that are already compiled stay unchanged.
 
         Raises:
-            ConfigError: The task cannot be compiled; see `check`.
+            ConfigError: The task cannot be compiled; see `check_task`.
         """
-        self.check(task)
-        for module in self._targets(task) if self._on else ():
+        self.check_task(task)
+        for module in self._list_targets(task) if self._on else ():
             if not is_compiled(module):
-                _compile(module, self._options)
+                _compile_module(module, self._options)
                 self._compiled.append(module)
 
-    def _targets(self, task: nn.Module) -> list[nn.Module]:
+    def _list_targets(self, task: nn.Module) -> list[nn.Module]:
         if self._blocks:
             found = {type(module).__name__ for module in task.modules()}
             if missing := [name for name in self._blocks if name not in found]:
@@ -126,7 +126,7 @@ class Compilation(AbstractContextManager["Compilation"]):
                 )
             return [module for module in task.modules() if type(module).__name__ in self._blocks]
         targets = [task] if type(task).forward is not nn.Module.forward else []
-        targets += _callable_children(task, set(map(id, metrics_of(task).values())))
+        targets += _iterate_callable_children(task, set(map(id, find_metrics(task).values())))
         if not targets:
             raise ConfigError(
                 f"compile: {type(task).__name__} has no forward and no module with parameters that could be compiled. "
@@ -136,9 +136,9 @@ class Compilation(AbstractContextManager["Compilation"]):
 
     def __enter__(self) -> Compilation:
         if self._on:
-            self._during.enter_context(limited_versions(_VERSIONS))
+            self._during.enter_context(limit_versions(_VERSIONS))
             # The compiler would follow a call of `log` into Lumen, and recompile that code in each step.
-            for name in _LEFT_ALONE:
+            for name in _EXCLUDED_METHODS:
                 disabled = torch.compiler.disable(vars(TaskModule)[name])  # type: ignore[no-untyped-call]
                 self._during.enter_context(replaced_attribute(TaskModule, name, disabled))
         return self
@@ -152,31 +152,31 @@ class Compilation(AbstractContextManager["Compilation"]):
         while self._compiled:
             uncompile(self._compiled.pop())
         if self._on:
-            _explain(error)
+            _explain_compile_error(error)
 
 
-def _callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Module]:
+def _iterate_callable_children(module: nn.Module, metrics: set[int]) -> Iterator[nn.Module]:
     """Yield the child modules that have parameters; for a list or dictionary of modules, yield its entries."""
     for child in module.children():
         if isinstance(child, torch.jit.ScriptModule):
             continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _callable_children(child, metrics)
+            yield from _iterate_callable_children(child, metrics)
         elif id(child) not in metrics and next(child.parameters(), None) is not None:
             yield child
 
 
-def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
+def _compile_module(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile a module in place, without a wrapper around it."""
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**options)
     else:  # torch skips its own code: `nn.Sequential.compile()` does nothing
-        compile_calls(module, options)
+        compile_call(module, options)
 
 
-def _explain(error: BaseException | None) -> None:
+def _explain_compile_error(error: BaseException | None) -> None:
     """Raise a clear error for an error of torch.compile; return for any other error."""
-    if error is None or (about := is_compilers(error)) is None:
+    if error is None or (about := classify_compiler_error(error)) is None:
         return
     if about == "versions":
         raise ConfigError(
@@ -187,14 +187,14 @@ def _explain(error: BaseException | None) -> None:
         ) from error
     if "InvalidCxxCompiler" in str(error):
         raise ConfigError(
-            f"compile: there is no C++ compiler, which compiling for the CPU needs: {_first_line(error)}. Install g++ "
+            f"compile: there is no C++ compiler, which compiling for the CPU needs: {_get_first_line(error)}. Install g++ "
             "or clang++, name one in the environment variable CXX, or set compile: false."
         ) from error
     raise ConfigError(
-        f"compile: torch.compile failed: {type(error).__name__}: {_first_line(error)}. Try compile: false. If that "
+        f"compile: torch.compile failed: {type(error).__name__}: {_get_first_line(error)}. Try compile: false. If that "
         "works, name the classes of blocks to compile (compile: [Block]); if not, the model has a mistake."
     ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0].rstrip(".")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lumen.data.nested import move
+from lumen.data.nested import move_batch
 from lumen.task.hyperparameters import HasHyperparameters
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class DataHooks:
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copy a batch to the device. Default: every tensor in it."""
-        return move(batch, device)
+        return move_batch(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch on the device. Random augmentation here is reproducible, like dropout."""
@@ -107,7 +107,7 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
         datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         for stage, dataset in datasets.items():
             if dataset is not None:
-                setattr(made, f"{stage}_dataloader", partial(_loaders, dataset, shuffle=stage == "train", **sizes))
+                setattr(made, f"{stage}_dataloader", partial(_make_loaders, dataset, shuffle=stage == "train", **sizes))
         return made
 
     @classmethod
@@ -133,11 +133,11 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
             CheckpointDamaged: Bytes of the checkpoint are missing or changed.
             CheckpointMismatch: The class cannot be built from the saved arguments.
         """
-        return cls._built_from(checkpoint_path, hparams_file, overrides=overrides)
+        return cls._build_from_checkpoint(checkpoint_path, hparams_file, overrides=overrides)
 
     def __str__(self) -> str:
         """Return one line per kind of loader, with its number of samples and batch size."""
-        return "\n".join([type(self).__name__, *(f"  {name}: {_described(self, name)}" for name in LOADERS)])
+        return "\n".join([type(self).__name__, *(f"  {name}: {_describe_loaders(self, name)}" for name in LOADERS)])
 
     @property
     def trainer(self) -> AnyTrainer | None:
@@ -158,34 +158,34 @@ class DataModule(HasHyperparameters, DataHooks, Attached):
         """Restore the result of `state_dict`."""
 
 
-def _loaders(dataset: Any, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
+def _make_loaders(dataset: Any, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
     """Return the loader of a data set, or the loaders of several in a list or dictionary."""
     sizes = {"batch_size": batch_size, "num_workers": num_workers}
     if isinstance(dataset, Mapping):
-        return {name: _loaders(each, shuffle=shuffle, **sizes) for name, each in dataset.items()}
+        return {name: _make_loaders(each, shuffle=shuffle, **sizes) for name, each in dataset.items()}
     if isinstance(dataset, (list, tuple)) and any(isinstance(each, Dataset) for each in dataset):
-        return [_loaders(each, shuffle=shuffle, **sizes) for each in dataset]
+        return [_make_loaders(each, shuffle=shuffle, **sizes) for each in dataset]
     shuffle = shuffle and not isinstance(dataset, IterableDataset)
     return DataLoader(
         dataset, batch_size, shuffle, num_workers=num_workers, pin_memory=torch.accelerator.is_available()
     )
 
 
-def _described(owner: DataModule, method: str) -> str:
+def _describe_loaders(owner: DataModule, method: str) -> str:
     """Describe the loaders of one method of a data module."""
     try:
-        return _in_words(getattr(owner, method)())
+        return _describe_loader(getattr(owner, method)())
     except Exception as error:
         return f"not there yet ({type(error).__name__}: {error})"
 
 
-def _in_words(loader: Any) -> str:
+def _describe_loader(loader: Any) -> str:
     if loader is None:
         return "none"
     if isinstance(loader, Mapping):
-        return ", ".join(f"{name}: {_in_words(each)}" for name, each in loader.items())
+        return ", ".join(f"{name}: {_describe_loader(each)}" for name, each in loader.items())
     if isinstance(loader, (list, tuple)):
-        return "; ".join(map(_in_words, loader))
+        return "; ".join(map(_describe_loader, loader))
     dataset = getattr(loader, "dataset", loader)
     many = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else f"a {type(dataset).__name__} without a length"
     size = getattr(loader, "batch_size", None)

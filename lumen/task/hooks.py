@@ -10,7 +10,7 @@ from types import CodeType
 from typing import Any, final
 
 from lumen.errors import ConfigError
-from lumen.errors.arguments import in_words
+from lumen.errors.arguments import describe_type
 from lumen.task.data_module import LOADERS, DataHooks, DataModule
 from lumen.task.model_hooks import ModelHooks
 from lumen.task.task_module import TaskModule
@@ -36,11 +36,11 @@ _EITHER = {
     "on_pretrain_routine_start": _BEFORE_TRAINING,
     "on_pretrain_routine_end": _BEFORE_TRAINING,
 }
-_OF_LOADERS = {f"on_{loader}": f"Do it in {loader}." for loader in LOADERS}
+_DATALOADER_HOOKS = {f"on_{loader}": f"Do it in {loader}." for loader in LOADERS}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Methods that were hooks in some version of Lightning 1 or 2, by owner, with their replacements.
 NOT_CALLED: Mapping[str, Mapping[str, str]] = {
-    "task": _EITHER | _OF_LOADERS | {
+    "task": _EITHER | _DATALOADER_HOOKS | {
         "configure_sharded_model": "Write configure_model.",
         **{f"{step}_end": f"Every process has its own batch: compute the loss in {step} itself." for step in _STEPS},
         "training_epoch_end": _EPOCH_END.format("on_train_epoch_end"),
@@ -56,7 +56,7 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
         "add_to_queue": "Nothing is spawned: the task that fit was given is the trained one.",
         "get_from_queue": "Nothing is spawned: the task that fit was given is the trained one.",
     },
-    "data module": _OF_LOADERS | {
+    "data module": _DATALOADER_HOOKS | {
         "on_exception": "Write on_exception of the task or of a callback; teardown is always called.",
         "on_save_checkpoint": "Write state_dict.",
         "on_load_checkpoint": "Write load_state_dict.",
@@ -71,20 +71,20 @@ NOT_CALLED: Mapping[str, Mapping[str, str]] = {
         "on_keyboard_interrupt": "Write on_exception: the exception is a KeyboardInterrupt.",
     },
 }  # fmt: skip
-_OF_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
+_DATA_HOOKS = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
 _LIBRARIES = ("torch", "torchmetrics", "lumen")
 _STATES = ("state_dict", "load_state_dict")
 #: Methods of each owner that Lumen calls with fixed arguments.
 _CALLED: Mapping[str, tuple[str, ...]] = {
-    "task": (*HOOKS, *MODE_HOOKS, *_OF_DATA, "configure_model", "configure_optimizers", "configure_callbacks"),
-    "data module": (*_OF_DATA, "setup", "teardown", *_STATES),
+    "task": (*HOOKS, *MODE_HOOKS, *_DATA_HOOKS, "configure_model", "configure_optimizers", "configure_callbacks"),
+    "data module": (*_DATA_HOOKS, "setup", "teardown", *_STATES),
     "callback": (*HOOKS, *_STATES),
 }
 #: More names that a misspelt method may have meant.
 _ALSO_MEANT: Mapping[str, tuple[str, ...]] = {"task": _STEPS, "data module": (), "callback": ("around_validation",)}
 _NAMES = {"pl_module": "task"}  # Lightning's names of arguments, with Lumen's
 _AFTER_THE_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_step_end")
-_ALIKE = 0.9  # ratio of difflib: one wrong letter in ten; `training_stage` differs more from `training_step`
+_MIN_SIMILARITY = 0.9  # ratio of difflib: one wrong letter in ten; `training_stage` differs more from `training_step`
 
 
 @final
@@ -107,26 +107,28 @@ class Hooks:
         self.callbacks = callbacks
         self._first_arguments = trainer, task
         stopping = [task, *(callback for callback in callbacks if callback.stops_at_steps)]
-        self.may_stop_at_steps = any(overrides(owner, name) for owner in stopping for name in _AFTER_THE_BACKWARD)
+        self.may_stop_at_steps = any(is_overridden(owner, name) for owner in stopping for name in _AFTER_THE_BACKWARD)
         self.around_validation = [
             partial(callback.around_validation, trainer, task)
             for callback in callbacks
-            if overrides(callback, "around_validation")
+            if is_overridden(callback, "around_validation")
         ]
         for name in HOOKS:
             calls: list[Callable[..., Any]] = [
-                partial(fitted(callback, name, 2), trainer, task) for callback in callbacks if overrides(callback, name)
+                partial(fit_to_signature(callback, name, 2), trainer, task)
+                for callback in callbacks
+                if is_overridden(callback, name)
             ]
-            if overrides(task, name):
-                calls.append(fitted(task, name))
+            if is_overridden(task, name):
+                calls.append(fit_to_signature(task, name))
             setattr(self, name, tuple(calls))
 
-    def of_callbacks(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
+    def list_callback_hooks(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
         """Return the callbacks that override a hook, each with the hook to call."""
-        found = (each for each in self.callbacks if overrides(each, name))
+        found = (each for each in self.callbacks if is_overridden(each, name))
         return [(each, partial(getattr(each, name), *self._first_arguments)) for each in found]
 
-    def call_last(self, name: str, call: Callable[..., Any]) -> None:
+    def add_last_call(self, name: str, call: Callable[..., Any]) -> None:
         """Add a function that is called last for a hook."""
         setattr(self, name, (*getattr(self, name), call))
 
@@ -134,7 +136,7 @@ class Hooks:
         raise AttributeError(name)  # for type checkers: each hook is an attribute
 
 
-def overrides(thing: Any, method: str) -> bool:
+def is_overridden(thing: Any, method: str) -> bool:
     """Return True if a user's class or object overrides a method that does nothing in Lumen's base class."""
     own = vars(thing)
     found = own[method] if method in own else getattr(type(thing), method, None)  # None: turned off
@@ -158,10 +160,10 @@ def check_task(task: Any, data: Any = None) -> None:
     if not isinstance(task, TaskModule):
         advice = "Subclass lumen.TaskModule."
         if isinstance(data, TaskModule):
-            advice = f"The task comes first, and then the data: ({type(data).__name__}, {in_words(task)})."
+            advice = f"The task comes first, and then the data: ({type(data).__name__}, {describe_type(task)})."
         elif inspect.isclass(task) and issubclass(task, TaskModule):
             advice = f"Make one: {task.__name__}(...)."
-        raise ConfigError(f"expected a TaskModule, found {in_words(task)}. {advice}")
+        raise ConfigError(f"expected a TaskModule, found {describe_type(task)}. {advice}")
     if "training" not in vars(task):
         raise ConfigError(
             f"{type(task).__name__}.__init__ does not call super().__init__(), which makes it a torch.nn.Module. Call "
@@ -186,11 +188,13 @@ def check_loaders(where: str, loaders: Any) -> None:
         for each in loaders.values() if isinstance(loaders, dict) else loaders:
             check_loaders(where, each)
     elif isinstance(loaders, DataModule):
-        raise ConfigError(f"{where}: found the data module {in_words(loaders)}. Give it alone, as datamodule=...")
+        raise ConfigError(f"{where}: found the data module {describe_type(loaders)}. Give it alone, as datamodule=...")
     elif isinstance(loaders, TaskModule):
-        raise ConfigError(f"{where}: found the task {in_words(loaders)}. A loader belongs there, or a data module.")
+        raise ConfigError(
+            f"{where}: found the task {describe_type(loaders)}. A loader belongs there, or a data module."
+        )
     elif inspect.isclass(loaders):
-        raise ConfigError(f"{where}: found {in_words(loaders)}. Make one: {loaders.__name__}(...).")
+        raise ConfigError(f"{where}: found {describe_type(loaders)}. Make one: {loaders.__name__}(...).")
 
 
 def check_training(task: Any, data: Any, *, optimizer_given: bool) -> None:
@@ -205,9 +209,9 @@ def check_training(task: Any, data: Any, *, optimizer_given: bool) -> None:
         ConfigError: The object is not a task, or a method is missing.
     """
     check_task(task, data)
-    if not overrides(task, "training_step"):
+    if not is_overridden(task, "training_step"):
         task.training_step()  # the method of `TaskModule` raises the error
-    if not optimizer_given and not overrides(task, "configure_optimizers"):
+    if not optimizer_given and not is_overridden(task, "configure_optimizers"):
         task.configure_optimizers()
 
 
@@ -217,8 +221,8 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
     Raises:
         ConfigError: A class defines such methods; the message names the replacements.
     """
-    for kind, owner in _owners(task, datamodule, callbacks):
-        if dead := [name for name in NOT_CALLED[kind] if _defines(owner, name)]:
+    for kind, owner in _iterate_owners(task, datamodule, callbacks):
+        if dead := [name for name in NOT_CALLED[kind] if _is_defined(owner, name)]:
             said = "\n".join(f"  {name}: {NOT_CALLED[kind][name]}" for name in dead)
             raise ConfigError(
                 f"{type(owner).__name__} defines what Lumen does not call of a {kind}. Write instead:\n{said}"
@@ -226,30 +230,30 @@ def check_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iter
         for name in (*_CALLED[kind], *(_STEPS if kind == "task" else ())):
             _refuse_property(owner, name)
         for name in _CALLED[kind]:
-            if overrides(owner, name):
+            if is_overridden(owner, name):
                 _check_signature(owner, name, 2 if kind == "callback" and name in HOOKS else 0)
     for name in _STEPS:
-        if overrides(task, name):
-            _refuse_what_does_not_run(getattr(task, name))
+        if is_overridden(task, name):
+            _refuse_generators(getattr(task, name))
     for name in OWN_STEPS:
         _refuse_property(task, name)
-        if overrides(task, name):
+        if is_overridden(task, name):
             _check_signature(task, name, 0, whole=True)
 
 
-def misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
+def describe_misspelt_hooks(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> list[str]:
     """Return a warning for each method that is never called and has nearly the name of a missing hook."""
     found = []
-    for kind, owner in _owners(task, datamodule, callbacks):
-        lacking = [name for name in (*_CALLED[kind], *_ALSO_MEANT[kind]) if not overrides(owner, name)]
-        for name in _own_methods(owner, kind):
-            near = difflib.get_close_matches(name, lacking, n=1, cutoff=_ALIKE)
+    for kind, owner in _iterate_owners(task, datamodule, callbacks):
+        lacking = [name for name in (*_CALLED[kind], *_ALSO_MEANT[kind]) if not is_overridden(owner, name)]
+        for name in _list_own_methods(owner, kind):
+            near = difflib.get_close_matches(name, lacking, n=1, cutoff=_MIN_SIMILARITY)
             if near and name[-1].isalpha():  # a name such as `train_dataloader_` is intended
                 found.append(f"{type(owner).__name__}.{name} is not called. Is it meant to be {near[0]}?")
     return found
 
 
-def overridden_state_dicts(task: TaskModule) -> list[str]:
+def describe_overridden_state_dicts(task: TaskModule) -> list[str]:
     """Return a warning for each class in a task that overrides the `state_dict` of its library."""
     kinds = dict.fromkeys(type(module) for module in task.modules())
     return [
@@ -260,14 +264,16 @@ def overridden_state_dicts(task: TaskModule) -> list[str]:
     ]
 
 
-def _owners(task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def _iterate_owners(
+    task: TaskModule, datamodule: DataModule | None, callbacks: Iterable[Any]
+) -> Iterator[tuple[str, Any]]:
     yield "task", task
     if datamodule is not None:
         yield "data module", datamodule
     yield from (("callback", callback) for callback in callbacks)
 
 
-def _defines(owner: Any, name: str) -> bool:
+def _is_defined(owner: Any, name: str) -> bool:
     """Return True if the user's class, a user's base class or mixin, or the object itself has a method of this name."""
     found = vars(owner).get(name)
     for each in type(owner).__mro__:
@@ -275,21 +281,21 @@ def _defines(owner: Any, name: str) -> bool:
     return callable(found) or (name == "truncated_bptt_steps" and bool(found))
 
 
-def _is_lumens(kind: type) -> bool:
+def _is_lumen_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "lumen"
 
 
 def _is_foreign(kind: type) -> bool:
     """Return True if the class belongs to Lumen, torch or Python."""
-    return _is_lumens(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
+    return _is_lumen_class(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
 
 
-def _own_methods(owner: Any, kind: str) -> list[str]:
+def _list_own_methods(owner: Any, kind: str) -> list[str]:
     """Return names of methods that a user's classes add, without methods of mixins and overrides."""
     own: dict[str, Any] = {}
     others = set(NOT_CALLED[kind])
     for each in type(owner).__mro__:
-        if not _is_foreign(each) and any(map(_is_lumens, each.__mro__)):
+        if not _is_foreign(each) and any(map(_is_lumen_class, each.__mro__)):
             own.update(vars(each))
         else:
             others.update(vars(each))
@@ -306,16 +312,16 @@ def _refuse_property(owner: Any, name: str) -> None:
 
 def _check_signature(owner: Any, name: str, before: int, *, whole: bool = False) -> None:
     """Raise an error before the run for a hook that does not accept its arguments."""
-    hook, arguments = getattr(owner, name), _arguments(name, before)
-    taken = _taken(hook, arguments)
+    hook, arguments = getattr(owner, name), _list_arguments(name, before)
+    taken = _count_accepted(hook, arguments)
     if taken is None or (whole and taken < len(arguments)):
         last = "" if whole or not arguments else "; the last of them may be left out"
         raise ConfigError(f"{as_defined(hook)}: it is called with ({', '.join(arguments)}){last}.")
     if name in HOOKS or name in MODE_HOOKS or name == "configure_callbacks":
-        _refuse_what_does_not_run(hook)
+        _refuse_generators(hook)
 
 
-def _refuse_what_does_not_run(method: Callable[..., Any]) -> None:
+def _refuse_generators(method: Callable[..., Any]) -> None:
     """Raise an error for a coroutine or generator function: calling it would not run its code."""
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
         word = "`async`" if inspect.iscoroutinefunction(method) else "`yield`"
@@ -327,7 +333,7 @@ def as_defined(method: Callable[..., Any]) -> str:
     return f"{getattr(method, '__qualname__', method)}{inspect.signature(method)}"
 
 
-def _arguments(name: str, before: int) -> list[str]:
+def _list_arguments(name: str, before: int) -> list[str]:
     """Return the names of the arguments that a hook is called with."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     declared = getattr(DataModule if name in _STATES else TaskModule, name)
@@ -335,7 +341,7 @@ def _arguments(name: str, before: int) -> list[str]:
     return [*("trainer", "task")[:before], *(each.name for each in parameters if each.kind in positional)]
 
 
-def _taken(hook: Callable[..., Any], arguments: list[str]) -> int | None:
+def _count_accepted(hook: Callable[..., Any], arguments: list[str]) -> int | None:
     """Return how many of its arguments, from the first on, a hook accepts; None if it cannot be called.
 
     A hook with fewer arguments must not have them at other positions. `(self, outputs, batch, batch_idx)` in a
@@ -356,7 +362,7 @@ def _taken(hook: Callable[..., Any], arguments: list[str]) -> int | None:
     return None
 
 
-def fitted(owner: Any, name: str, before: int = 0) -> Callable[..., Any]:
+def fit_to_signature(owner: Any, name: str, before: int = 0) -> Callable[..., Any]:
     """Return a bound hook to call with all its arguments; arguments that its signature omits are dropped.
 
     Args:
@@ -364,13 +370,13 @@ def fitted(owner: Any, name: str, before: int = 0) -> Callable[..., Any]:
         name: The name of the hook.
         before: Number of leading arguments from (trainer, task).
     """
-    hook, arguments = getattr(owner, name), _arguments(name, before)
-    taken = _taken(hook, arguments)
-    return hook if taken is None or taken == len(arguments) else _Shorter(hook, taken)
+    hook, arguments = getattr(owner, name), _list_arguments(name, before)
+    taken = _count_accepted(hook, arguments)
+    return hook if taken is None or taken == len(arguments) else _TruncatedCall(hook, taken)
 
 
 @final
-class _Shorter:
+class _TruncatedCall:
     """Callable that passes only the first arguments to a hook.
 
     Args:

@@ -11,7 +11,7 @@ from types import FrameType, MappingProxyType, SimpleNamespace
 from typing import Any, Self, final
 
 from lumen.errors import ConfigError
-from lumen.internals.masking import References, masked
+from lumen.internals.masking import References, mask_secrets
 
 
 @final
@@ -46,7 +46,7 @@ class HasHyperparameters:
         """Entries of `hparams` after `save_hyperparameters`, without later changes."""
         return Hyperparameters(self.__dict__.get("hparams_as_saved", {}))
 
-    def _refer(self, references: References) -> None:
+    def _set_references(self, references: References) -> None:
         """Record which hyperparameters a config took from environment variables."""
         self._hparams_references = {**self._hparams_references, **references}
 
@@ -73,7 +73,7 @@ class HasHyperparameters:
             ConfigError: `__init__` has no such argument, or the given object has no named entries.
         """
         own = inspect.currentframe()
-        collected = _constructor_arguments(self, frame or (own.f_back if own else None))
+        collected = _find_constructor_arguments(self, frame or (own.f_back if own else None))
         ignored = self.__dict__.setdefault("hparams_ignored", set[str]())
         ignored |= {ignore} if isinstance(ignore, str) else set(ignore or ())
         if names and not isinstance(names[0], str):
@@ -93,7 +93,7 @@ class HasHyperparameters:
         self.__dict__["hparams_as_saved"] = dict(self.hparams)
 
     @classmethod
-    def _built_from(cls, checkpoint_path: str | PurePath, hparams_file: None, **how: Any) -> Self:
+    def _build_from_checkpoint(cls, checkpoint_path: str | PurePath, hparams_file: None, **how: Any) -> Self:
         """Build an object of the class from a checkpoint, with the options of `load_from_checkpoint`.
 
         Raises:
@@ -105,36 +105,38 @@ class HasHyperparameters:
                 "hyperparameters. Give others by name, load_from_checkpoint(PATH, lr=0.1), or "
                 "**yaml.safe_load(open(FILE))."
             )
-        from lumen.checkpoint.load.load_weights import build  # imported here: checkpoints are a layer above
+        from lumen.checkpoint.load.load_weights import (
+            build_from_checkpoint,  # imported here: checkpoints are a layer above
+        )
 
-        return build(cls, checkpoint_path, **how)  # type: ignore[type-var]  # a task or a data module
+        return build_from_checkpoint(cls, checkpoint_path, **how)  # type: ignore[type-var]  # a task or a data module
 
 
-def recorded_hparams(owner: HasHyperparameters) -> dict[str, Any]:
+def get_recorded_hparams(owner: HasHyperparameters) -> dict[str, Any]:
     """Return hyperparameters for files: secrets are masked, references to environment variables kept."""
-    return masked(owner.hparams, references=owner._hparams_references)  # type: ignore[no-any-return]
+    return mask_secrets(owner.hparams, references=owner._hparams_references)  # type: ignore[no-any-return]
 
 
-def logged_hparams(owner: HasHyperparameters) -> dict[str, Any]:
+def get_logged_hparams(owner: HasHyperparameters) -> dict[str, Any]:
     """Return the hyperparameters for loggers."""
     unlogged = vars(owner).get("hparams_unlogged", ())
-    return {name: value for name, value in recorded_hparams(owner).items() if name not in unlogged}
+    return {name: value for name, value in get_recorded_hparams(owner).items() if name not in unlogged}
 
 
-def _as_dictionary(given: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        return dataclasses.asdict(given)
-    if isinstance(given, Mapping):
-        return dict(given)
-    if isinstance(given, SimpleNamespace | Namespace):
-        return dict(vars(given))
+def _as_dictionary(hparams: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(hparams) and not isinstance(hparams, type):
+        return dataclasses.asdict(hparams)
+    if isinstance(hparams, Mapping):
+        return dict(hparams)
+    if isinstance(hparams, SimpleNamespace | Namespace):
+        return dict(vars(hparams))
     raise ConfigError(
-        f"save_hyperparameters: expected names of arguments, or a dictionary, namespace or dataclass, found {given!r}. "
+        f"save_hyperparameters: expected names of arguments, or a dictionary, namespace or dataclass, found {hparams!r}. "
         "Call it without arguments to keep those of __init__."
     )
 
 
-def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
+def _find_constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any]:
     """Return the arguments of the object's `__init__` calls on the stack; a subclass's value wins."""
     collected: dict[str, Any] = {}
     while frame is not None:

@@ -18,25 +18,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lumen.data.nested import convert, tensors
-from lumen.distributed.dtensor import from_local, is_sharded, local_tensor, placed_like
+from lumen.data.nested import iterate_tensors, map_leaves
+from lumen.distributed.dtensor import distribute_like, get_local_tensor, is_sharded, make_dtensor
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import first_names
+from lumen.errors.arguments import format_first_names
 from lumen.internals.attributes import replaced_attribute
 from lumen.internals.tensors import (
     TorchDispatchMode,
-    copies,
-    copies_in_place,
-    give_hooks,
-    hooks_of,
-    own_parameters,
-    reset_name,
-    schema_of,
-    storage_id,
-    takes_shape_alone,
+    get_direct_parameters,
+    get_gradient_hooks,
+    get_reset_name,
+    get_schema,
+    get_storage_id,
+    is_copy,
+    is_copy_in_place,
+    set_gradient_hooks,
+    uses_shape_only,
 )
-from lumen.random import Domain, make_key, number_of, preserved_generators, seed_generators
-from lumen.task.hooks import overrides
+from lumen.random import Domain, hash_name, make_key, preserve_generators, seed_generators
+from lumen.task.hooks import is_overridden
 from lumen.task.task_module import TaskModule
 
 _Layout = tuple[Any, ...]
@@ -121,7 +121,7 @@ class Built:
 def put(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
     """Set a parameter of a module, by its name in the module."""
     if type(module).__setattr__ is nn.Module.__setattr__:
-        own_parameters(module)[key] = parameter
+        get_direct_parameters(module)[key] = parameter
     else:  # torch's RNNs keep a second list of their parameters
         setattr(module, key, parameter)
 
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
 
     def know(self, tensor: torch.Tensor, parameter: Built) -> None:
         """Record operations on a tensor as operations on a parameter."""
-        self._known[storage_of(tensor)] = parameter, _layout(tensor), local_tensor(tensor).untyped_storage()
+        self._known[storage_of(tensor)] = parameter, _layout(tensor), get_local_tensor(tensor).untyped_storage()
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Undo `know`, so that the tensor's memory can be freed."""
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def own_initialiser(self, module: nn.Module) -> Iterator[None]:
         """Mark the writes of a module's own initializer within the context, regardless of its caller."""
-        name = reset_name(module)
+        name = get_reset_name(module)
         reset = getattr(module, name, None)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -177,9 +177,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operation, given = schema_of(function).name.removeprefix("aten::"), [*args, *kwargs.values()]
-        pairs = zip(schema_of(function).arguments, args, strict=False)
-        written = [tensor for argument, value in pairs if argument.is_write for tensor in tensors(value)]
+        operation, given = get_schema(function).name.removeprefix("aten::"), [*args, *kwargs.values()]
+        pairs = zip(get_schema(function).arguments, args, strict=False)
+        written = [tensor for argument, value in pairs if argument.is_write for tensor in iterate_tensors(value)]
         for tensor in written:
             if holder := self.refused.get(storage_of(tensor)):
                 raise ConfigError(
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
                 )
         result = function(*args, **kwargs)
         if written:
-            sources = [*tensors(args[1:2])] if copies_in_place(operation) else []
+            sources = [*iterate_tensors(args[1:2])] if is_copy_in_place(operation) else []
             self._note_writes(operation, written, sources, given)
         else:
             self._note_results(operation, result, given)
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_writes(self, operation: str, written: list[Any], sources: list[Any], given: list[Any]) -> None:
         description = f"{operation}({_numbers(given)})"
-        fed = any(not each.is_meta and each.numel() > 1 for each in tensors(given))
+        fed = any(not each.is_meta and each.numel() > 1 for each in iterate_tensors(given))
         for number, tensor in enumerate(written):
             if parameter := self.find(tensor):
                 source = self.whole(sources[number]) if len(sources) == len(written) else None
@@ -208,15 +208,15 @@ class Recorder(TorchDispatchMode):
 
     def _note_results(self, operation: str, result: Any, given: list[Any]) -> None:
         """Record tensors on the meta device that an operation computed from parameters."""
-        if takes_shape_alone(operation):
+        if uses_shape_only(operation):
             return
-        sources = [(each, source) for each in tensors(given) if (source := self.find(each))]
-        for made in tensors(result) if sources else ():
+        sources = [(each, source) for each in iterate_tensors(given) if (source := self.find(each))]
+        for made in iterate_tensors(result) if sources else ():
             if not made.is_meta or self.find(made):
                 continue
             each, source = sources[0]
             parameter = Built(source.name, made.dtype)
-            if copies(operation) and self.whole(each) is source:
+            if is_copy(operation) and self.whole(each) is source:
                 parameter.take(source)
             else:
                 parameter.write(f"{operation}({_numbers(given)}) of {source.name}", by_itself=False, fed=False)
@@ -233,31 +233,31 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return an id of the memory of this process's part of a tensor; views have equal ids."""
-    return storage_id(local_tensor(tensor))
+    return get_storage_id(get_local_tensor(tensor))
 
 
 @final
-class Replaced(nn.Parameter):
+class ReplacedParameter(nn.Parameter):
     """Parameter that was replaced: operations on it use its replacement."""
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch with the replacement."""
-        return function(*convert(args, current), **convert(kwargs or {}, current))
+        return function(*map_leaves(args, get_current), **map_leaves(kwargs or {}, get_current))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy of the replacement."""
-        return deepcopy(current(self), memo)
+        return deepcopy(get_current(self), memo)
 
 
-def current(value: Any) -> Any:
+def get_current(value: Any) -> Any:
     """Return the replacement of a replaced parameter; return any other object unchanged."""
-    if type(value) is not Replaced:
+    if type(value) is not ReplacedParameter:
         return value
     return value.__dict__["_current"]()
 
 
-def become(old: nn.Parameter, new: nn.Parameter, module: nn.Module, key: str) -> nn.Parameter:
+def replace_parameter(old: nn.Parameter, new: nn.Parameter, module: nn.Module, key: str) -> nn.Parameter:
     """Replace a parameter by a new one, and keep the old object if torch can swap their contents.
 
     Args:
@@ -269,17 +269,17 @@ def become(old: nn.Parameter, new: nn.Parameter, module: nn.Module, key: str) ->
     Returns:
         The parameter for the module: `old`, or `new` if weak references to `old` or views of it exist.
     """
-    hooks = hooks_of(old)
+    hooks = get_gradient_hooks(old)
     with suppress(RuntimeError):  # weak references to `old`, or views of it, exist
         torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-        give_hooks(old, hooks)
+        set_gradient_hooks(old, hooks)
         return old
-    give_hooks(new, hooks)
-    replace(old, partial(own_parameters(module).__getitem__, key), key)
+    set_gradient_hooks(new, hooks)
+    redirect_references(old, partial(get_direct_parameters(module).__getitem__, key), key)
     return new
 
 
-def replace(old: nn.Parameter, find: Callable[[], Any], name: str) -> None:
+def redirect_references(old: nn.Parameter, find: Callable[[], Any], name: str) -> None:
     """Make every reference to a parameter lead to its replacement.
 
     Args:
@@ -294,30 +294,30 @@ def replace(old: nn.Parameter, find: Callable[[], Any], name: str) -> None:
             "another tensor. Make the view in the step, where it is used."
         )
 
-    give_hooks(old, (None, None))
+    set_gradient_hooks(old, (None, None))
     if old.requires_grad and old.is_leaf:
         old.register_hook(refuse)  # type: ignore[no-untyped-call]
     if not old.is_meta:
         old.data = old.data.new_empty(0)
     vars(old)["_current"] = find
-    old.__class__ = Replaced
+    old.__class__ = ReplacedParameter
 
 
-def refer_to_current(optimizer: Optimizer) -> None:
+def update_references(optimizer: Optimizer) -> None:
     """Make an optimizer train the replacements of replaced parameters.
 
     Raises:
         ConfigError: The optimizer then has one parameter twice.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(type(parameter) is Replaced for parameter in held):
+    if not any(type(parameter) is ReplacedParameter for parameter in held):
         return
     for group in optimizer.param_groups:
-        group["params"][:] = map(current, group["params"])
+        group["params"][:] = map(get_current, group["params"])
     for parameter in held:
-        if type(parameter) is Replaced and parameter in optimizer.state:
-            optimizer.state[current(parameter)] = optimizer.state.pop(parameter)
-    if several := len(held) - len({id(current(parameter)) for parameter in held}):
+        if type(parameter) is ReplacedParameter and parameter in optimizer.state:
+            optimizer.state[get_current(parameter)] = optimizer.state.pop(parameter)
+    if several := len(held) - len({id(get_current(parameter)) for parameter in held}):
         raise ConfigError(
             f"{several} parameters are in two places of the optimizer: once as they are, and once by a reference from "
             "before the strategy cut them up, which is another object. Tell parameters apart by their names, "
@@ -326,7 +326,7 @@ def refer_to_current(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def _on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
+def _register_on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
     """Move parameters to the meta device when modules register them within the context; buffers stay.
 
     The parameter objects stay the same, so tied parameters stay tied.
@@ -338,9 +338,9 @@ def _on_meta(recorder: Recorder, present: set[int]) -> Iterator[None]:
             if not parameter.is_meta:
                 outline = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 outline.__dict__.update(parameter.__dict__)
-                hooks = hooks_of(parameter)
+                hooks = get_gradient_hooks(parameter)
                 torch.utils.swap_tensors(parameter, outline)  # type: ignore[no-untyped-call]
-                give_hooks(parameter, hooks)
+                set_gradient_hooks(parameter, hooks)
             if recorder.find(parameter) is None:
                 recorder.know(parameter, Built(name, parameter.dtype))
         register(self, name, parameter)
@@ -364,9 +364,9 @@ class DeferredInit:
         self._owned: dict[nn.Module, list[Built]] = {}
         self._open: list[Built] = []
         self._finished: set[nn.Module] = set()
-        self._made: dict[int, Built] = {}
+        self._made_parameters: dict[int, Built] = {}
 
-    def configure(self) -> None:
+    def configure_model(self) -> None:
         """Call `configure_model`, once per task object, with parameters on the meta device.
 
         Raises:
@@ -375,9 +375,9 @@ class DeferredInit:
         task, recorder = self._task, Recorder()
         if task._is_configured:
             return
-        if overrides(task, "configure_model"):
+        if is_overridden(task, "configure_model"):
             try:
-                with _on_meta(recorder, {id(parameter) for parameter in task.parameters()}):
+                with _register_on_meta(recorder, {id(parameter) for parameter in task.parameters()}):
                     task.configure_model()
             except (RuntimeError, TypeError) as error:
                 if not re.search("meta|incompatible tensor type", str(error)):
@@ -394,7 +394,7 @@ class DeferredInit:
                 )
         if names := [name for name, buffer in task.named_buffers() if buffer.is_meta]:
             raise ConfigError(
-                f"{len(names)} buffers are on the meta device: {first_names(names)}. Build them really: in "
+                f"{len(names)} buffers are on the meta device: {format_first_names(names)}. Build them really: in "
                 "configure_model Lumen itself puts parameters there, and parameters only."
             )
 
@@ -411,29 +411,29 @@ class DeferredInit:
         Raises:
             ConfigError: Some parameters get no values, or different values than in `configure_model`.
         """
-        self._find()
+        self._find_meta_parameters()
         if not self._owned:
             return
-        with preserved_generators():
+        with preserve_generators():
             for name, module in self._task.named_modules():
-                if module not in self._finished and any(each.real is None for each in self._below(module)):
-                    self._initialise(name, module, seed)
+                if module not in self._finished and any(each.real is None for each in self._iterate_below(module)):
+                    self._initialise_module(name, module, seed)
                     while self._open:
-                        self._close(self._open.pop(), device)
-        self._copy()
-        if problems := [problem for each in self._made.values() if (problem := _problem(each))]:
+                        self._keep_shard(self._open.pop(), device)
+        self._copy_values()
+        if problems := [problem for each in self._made_parameters.values() if (problem := _describe_problem(each))]:
             more = "; ..." if len(problems) > 4 else ""
             raise ConfigError(
                 f"{len(problems)} parameters would not begin as configure_model of {type(self._task).__name__} built "
                 f"them: {'; '.join(problems[:4])}{more}. {_ADVICE}"
             )
 
-    def _find(self) -> None:
+    def _find_meta_parameters(self) -> None:
         """Find the parameters on the meta device, sharded ones too, and the first module that holds each."""
         found: dict[int, Built] = {}
         self._recorder.refused.clear()  # a strategy may have moved these tensors, and freed their memory
         for prefix, module in self._task.named_modules():
-            for key, tensor in own_parameters(module).items():
+            for key, tensor in get_direct_parameters(module).items():
                 if tensor is None or not tensor.is_meta:
                     if tensor is not None:
                         self._recorder.refused[storage_of(tensor)] = f"{prefix}.{key}"
@@ -453,20 +453,20 @@ class DeferredInit:
             self._recorder.know(outline, parameter)
             parameter.put(outline)
 
-    def _below(self, module: nn.Module) -> Iterator[Built]:
+    def _iterate_below(self, module: nn.Module) -> Iterator[Built]:
         return (each for owner in module.modules() for each in self._owned.get(owner, ()))
 
-    def _initialise(self, name: str, module: nn.Module, seed: int) -> None:
+    def _initialise_module(self, name: str, module: nn.Module, seed: int) -> None:
         """Initialize a module, after its submodules if it writes their parameters, as constructors do."""
-        written = self._run(name, module, seed)
+        written = self._run_initialiser(name, module, seed)
         if any(each.whole is None for each in written):
             for below_name, below in reversed([*module.named_modules(prefix=name)][1:]):
-                if not written.isdisjoint(self._below(below)):
-                    self._initialise(below_name, below, seed)
-            self._run(name, module, seed)
+                if not written.isdisjoint(self._iterate_below(below)):
+                    self._initialise_module(below_name, below, seed)
+            self._run_initialiser(name, module, seed)
         self._finished.add(module)
 
-    def _run(self, name: str, module: nn.Module, seed: int) -> set[Built]:
+    def _run_initialiser(self, name: str, module: nn.Module, seed: int) -> set[Built]:
         """Call `init_weights` for a module with blank parameters. Return the parameters that were written."""
         for parameter in self._owned.get(module, ()):
             if parameter.whole is None:
@@ -477,12 +477,12 @@ class DeferredInit:
             else:
                 parameter.whole.fill_(torch.nan if parameter.whole.is_floating_point() else 0)
             parameter.forget()
-        tied = [(key, each) for key, each in own_parameters(module).items() if id(each) in self._made]
+        tied = [(key, each) for key, each in get_direct_parameters(module).items() if id(each) in self._made_parameters]
         for key, each in tied:  # its first owner has initialized it, so writes here go to a blank
             assert each is not None
-            put(module, key, self._made[id(each)].blank("cpu"))
+            put(module, key, self._made_parameters[id(each)].blank("cpu"))
         self._recorder.written.clear()
-        seed_generators(make_key(seed, Domain.INIT, number_of(name)))
+        seed_generators(make_key(seed, Domain.INIT, hash_name(name)))
         with self._recorder, self._recorder.own_initialiser(module):
             self._task.init_weights(module, name)
         for key, each in tied:
@@ -490,7 +490,7 @@ class DeferredInit:
             put(module, key, each)
         return set(self._recorder.written)
 
-    def _close(self, parameter: Built, device: torch.device) -> None:
+    def _keep_shard(self, parameter: Built, device: torch.device) -> None:
         """Keep this process's shard of an initialized parameter, and free the rest."""
         whole, target, parameter.whole = parameter.whole, parameter.target, None
         assert whole is not None
@@ -498,33 +498,33 @@ class DeferredInit:
         parameter.has_gaps = bool(
             whole.numel() and (not parameter.made or (whole.is_floating_point() and whole.isnan().any()))
         )
-        kept = placed_like(whole.detach().to(target.dtype), target)
+        kept = distribute_like(whole.detach().to(target.dtype), target)
         if is_sharded(target):
-            own = local_tensor(kept).clone().to(device)  # a view would keep the whole parameter in memory
-            kept = from_local(own, target, target.shape)
+            own = get_local_tensor(kept).clone().to(device)  # a view would keep the whole parameter in memory
+            kept = make_dtensor(own, target, target.shape)
         real = nn.Parameter(kept.to(device), requires_grad=target.requires_grad)
         real.__dict__.update(target.__dict__)
-        parameter.real = become(target, real, *parameter.places[0])
+        parameter.real = replace_parameter(target, real, *parameter.places[0])
         parameter.put(parameter.real)
-        self._made[id(parameter.real)] = parameter
+        self._made_parameters[id(parameter.real)] = parameter
         self._recorder.refused[storage_of(parameter.real)] = parameter.name
 
-    def _copy(self) -> None:
+    def _copy_values(self) -> None:
         """Copy values from sources to their copies, unless `init_weights` wrote different values."""
-        for parameter in self._made.values():
+        for parameter in self._made_parameters.values():
             source = parameter.source
             if source is None or not (parameter.by_itself or parameter.made == source.made):
                 parameter.source = None
                 continue
             assert parameter.real is not None
             assert source.real is not None
-            values = local_tensor(source.real)
+            values = get_local_tensor(source.real)
             for dtype in parameter.through:
                 values = values.to(dtype)
-            local_tensor(parameter.real).copy_(values)
+            get_local_tensor(parameter.real).copy_(values)
 
 
-def _problem(parameter: Built) -> str | None:
+def _describe_problem(parameter: Built) -> str | None:
     """Describe the error in the values of a parameter; None without an error."""
     built, made = parameter.built, parameter.made
     if parameter.source is not None:

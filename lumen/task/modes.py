@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from lumen.console import logger as _log
 from lumen.internals.attributes import replaced_attribute
-from lumen.internals.tensors import own_buffers, own_parameters
+from lumen.internals.tensors import get_direct_buffers, get_direct_parameters
 
 
 @final
-class Modes:
+class SavedModes:
     """Train or eval mode of every module in a model, to be restored.
 
     Args:
@@ -30,7 +30,7 @@ class Modes:
         self._chosen: set[int] = set()
 
     @contextmanager
-    def choosing(self) -> Iterator[None]:
+    def keep_choices(self) -> Iterator[None]:
         """Keep the modes that hooks set within the context, by `train`, `eval` or by hand, when modes are restored.
 
         Lumen records calls of `train` and `eval`, because during an evaluation `eval` changes no mode.
@@ -49,7 +49,7 @@ class Modes:
                 if module.training != mode:
                     self._chosen.add(id(module))
 
-    def leave_to(self, hook: Callable[[], None]) -> None:
+    def hand_over_to(self, hook: Callable[[], None]) -> None:
         """Let a hook set the modes after the evaluation, and restore no mode."""
         hook()
         self._chosen.update(id(module) for _, module, _ in self._before)
@@ -65,7 +65,7 @@ class Modes:
                 "in eval mode from now on, in training too, as a hook at the evaluation's end called eval() on them, "
                 "or on_*_model_train left them so: %s. If a hook did so for itself alone, leave that out: there "
                 "everything is in eval mode.",
-                _listed(names),
+                _format_names(names),
             )
 
     def warn_if_left_in_eval(self, built: Collection[str]) -> None:
@@ -74,16 +74,16 @@ class Modes:
         Args:
             built: Names of the modules that were in eval mode before the first hook of training.
         """
-        if names := list(self._left_in_eval(self._before[0][1], "", built)):
+        if names := list(self._iterate_left_in_eval(self._before[0][1], "", built)):
             first = "self" + re.sub(r"\.(\d+)", r"[\1]", f".{names[0]}" if names[0] else "")
             _log.warning(
                 "trained in eval mode, without dropout and with BatchNorm's running statistics: %s. fit keeps the mode "
                 "that a module has, and from_pretrained returns models in eval mode. Write %s.train() in "
                 "on_train_start, or %s.eval() there if eval mode is intended.",
-                _listed(names), first, first,
+                _format_names(names), first, first,
             )  # fmt: skip
 
-    def _left_in_eval(self, module: nn.Module, name: str, built: Collection[str]) -> Iterator[str]:
+    def _iterate_left_in_eval(self, module: nn.Module, name: str, built: Collection[str]) -> Iterator[str]:
         """Yield the names of the outermost modules in eval mode that no hook has put there."""
         if not module.training:
             if name in built and id(module) not in self._chosen and _is_trained(module):
@@ -91,10 +91,10 @@ class Modes:
         elif type(module).train is nn.Module.train:  # an overridden `train` decides about the modules below
             for child_name, child in module.named_children():
                 if type(child).train is nn.Module.train:
-                    yield from self._left_in_eval(child, f"{name}.{child_name}" if name else child_name, built)
+                    yield from self._iterate_left_in_eval(child, f"{name}.{child_name}" if name else child_name, built)
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     some = [name or "the task" for name in names]
     return ", ".join(some[:8]) + (f", and {len(some) - 8} more" if len(some) > 8 else "")
 
@@ -104,7 +104,7 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 @contextmanager
-def ordinary_afterwards(task: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+def avoid_inference_tensors(task: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     """Replace the inference tensors of a task and its optimizer at the end of the context.
 
     Autograd and in-place updates refuse tensors made under `torch.inference_mode`. Parameters stay the same objects.
@@ -119,14 +119,14 @@ def ordinary_afterwards(task: nn.Module, optimizer: Optimizer | None) -> Iterato
     finally:
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the tensor, because its id could be reused
         for module in task.modules():
-            for parameter in own_parameters(module).values():
+            for parameter in get_direct_parameters(module).values():
                 if parameter is not None and _is_inference(parameter):
                     parameter.data = parameter.data.clone()
-            _replace(own_buffers(module), copies)
-            _replace(vars(module), copies)
+            _replace_tensors(get_direct_buffers(module), copies)
+            _replace_tensors(vars(module), copies)
         for state in optimizer.state.values() if optimizer is not None else ():
             if isinstance(state, dict):
-                _replace(state, copies)
+                _replace_tensors(state, copies)
 
 
 def make_trainable(task: nn.Module) -> None:
@@ -135,21 +135,21 @@ def make_trainable(task: nn.Module) -> None:
     Parameters are new objects; shared parameters stay shared.
     """
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    with ordinary_afterwards(task, None):
+    with avoid_inference_tensors(task, None):
         for module in task.modules():
-            for name, parameter in own_parameters(module).items():
+            for name, parameter in get_direct_parameters(module).items():
                 if parameter is not None and _is_inference(parameter):
                     if id(parameter) not in made:
                         copied = nn.Parameter(parameter.data.clone(), requires_grad=parameter.requires_grad)
                         made[id(parameter)] = parameter, copied
-                    own_parameters(module)[name] = made[id(parameter)][1]
+                    get_direct_parameters(module)[name] = made[id(parameter)][1]
 
 
 def _is_inference(tensor: torch.Tensor) -> bool:
     return not is_lazy(tensor) and tensor.is_inference()  # a lazy parameter raises an error
 
 
-def _replace(holder: dict[str, Any], copies: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _replace_tensors(holder: dict[str, Any], copies: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
     for key, value in holder.items():
         if isinstance(value, torch.Tensor) and _is_inference(value):
             if id(value) not in copies:

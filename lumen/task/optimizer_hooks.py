@@ -38,7 +38,7 @@ class OptimizerHooks(Attached):
             use_pl_optimizer: True: in manual optimization, return wrappers that skip updates whose gradients overflowed
                 in fp16, as the run does. False: return torch's optimizers, to read them.
         """
-        run = self._in_fit("self.optimizers()")
+        run = self._get_fit_run("self.optimizers()")
         if run.optim.manual is None:
             return run.optim.optimizer
         found = run.optim.manual.handles if use_pl_optimizer else run.optim.optimizers
@@ -46,7 +46,7 @@ class OptimizerHooks(Attached):
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, a list of several, or None."""
-        schedulers = [config.scheduler for config in self._in_fit("self.lr_schedulers()").optim.schedulers]
+        schedulers = [config.scheduler for config in self._get_fit_run("self.lr_schedulers()").optim.schedulers]
         return schedulers if len(schedulers) > 1 else next(iter(schedulers), None)
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -66,15 +66,15 @@ class OptimizerHooks(Attached):
         if self._run is None or not self._run.stage:
             loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
             return
-        self._by_hand("manual_backward").backward(loss, *args, **kwargs)
+        self._get_manual_optimization("manual_backward").backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Freeze the parameters of all other optimizers, except for shared ones, until `untoggle_optimizer`."""
-        self._by_hand("toggle_optimizer").toggle(optimizer)
+        self._get_manual_optimization("toggle_optimizer").toggle(optimizer)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Restore `requires_grad` of all parameters from before `toggle_optimizer`."""
-        self._by_hand("untoggle_optimizer").untoggle()
+        self._get_manual_optimization("untoggle_optimizer").untoggle()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
@@ -105,20 +105,20 @@ class OptimizerHooks(Attached):
             raise ConfigError(f'clip_gradients: expected "norm" or "value", found {gradient_clip_algorithm!r}.')
         if gradient_clip_val is None:
             return
-        run = self._in_fit("clip_gradients")
+        run = self._get_fit_run("clip_gradients")
         if gradient_clip_algorithm == "value":
             run.optim.clip_grad_value(gradient_clip_val, optimizer)
         else:
-            run.step.keep_norm(run.optim.clip_grad_norm(gradient_clip_val, optimizer))
+            run.step.store_norm(run.optim.clip_grad_norm(gradient_clip_val, optimizer))
 
-    def _in_fit(self, what: str) -> Any:
+    def _get_fit_run(self, what: str) -> Any:
         """Return the run, or raise an error outside of training."""
         if self._run is None or getattr(self._run.optim, "optimizer", None) is None:
             raise ConfigError(f"{what}: there is no optimizer. It exists during fit, after configure_optimizers.")
         return self._run
 
-    def _by_hand(self, what: str) -> Any:
-        manual = self._in_fit(what).optim.manual
+    def _get_manual_optimization(self, what: str) -> Any:
+        manual = self._get_fit_run(what).optim.manual
         if manual is None:
             raise TrainingError(
                 f"{what} is for manual optimization, but {type(self).__name__} leaves the steps to Lumen: set "

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lumen import console
-from lumen.data.nested import as_tensors, convert, device_of, tensors
+from lumen.data.nested import as_device, as_tensors, iterate_tensors, map_leaves
 from lumen.errors import ConfigError, TrainingError
-from lumen.internals.tensors import own_reset
-from lumen.metrics.log_call import Reduction, as_weight, check_name, items_of, unknown_option
+from lumen.internals.tensors import get_reset_method
+from lumen.metrics.log_call import Reduction, as_weight, check_name, iterate_items, make_unknown_option_error
 from lumen.task.data_module import Attached, DataHooks
 from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.model_hooks import ModelHooks
 from lumen.task.optimizer_hooks import OptimizerHooks
-from lumen.task.teacher import teachers_of
+from lumen.task.teacher import find_teachers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -138,7 +138,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             module: The module to initialize. Default: call its `reset_parameters()`, if it has this method.
             name: The module's name in the task, such as "net.blocks.3.attention"; "" is the task.
         """
-        if reset := own_reset(module):
+        if reset := get_reset_method(module):
             reset()
 
     def modules_to_shard(self) -> Iterable[nn.Module]:
@@ -212,7 +212,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
                 "log it at. Call it in a step or in an epoch or batch hook, or use self.logger."
             )
         if unknown:
-            raise unknown_option(unknown, inspect.signature(TaskModule.log).parameters)
+            raise make_unknown_option_error(unknown, inspect.signature(TaskModule.log).parameters)
         loader, is_number = run.log.loader_suffix, isinstance(value, (torch.Tensor, Real))
         try:
             full_name = name + (loader if add_dataloader_idx else "")
@@ -244,7 +244,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         Raises:
             ConfigError: The argument is not a mapping; or an error of `log`.
         """
-        for name, value in items_of(dictionary):
+        for name, value in iterate_items(dictionary):
             self.log(name, value, prog_bar, logger, on_step, on_epoch, **options)
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
@@ -280,8 +280,8 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
         processes, prepared = self._run.processes, as_tensors(data, self._run.strategy.device)
         if processes.world_size == 1:
             return prepared
-        described = processes.for_user().gather(
-            [f"{str(each.dtype)[6:]}{list(each.shape)}" for each in tensors(prepared)]
+        described = processes.for_user().all_gather(
+            [f"{str(each.dtype)[6:]}{list(each.shape)}" for each in iterate_tensors(prepared)]
         )
         for rank, other in enumerate(described):
             if other != described[0]:
@@ -291,7 +291,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
                     "them, or use trainer.strategy.gather, which takes any plain data and tensors."
                 )
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            return convert(prepared, _gathered)
+            return map_leaves(prepared, _gathered)
 
     # ------------------------------------------------------------------ its run
 
@@ -417,7 +417,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
     def unfreeze(self) -> Self:
         """Unfreeze every parameter, except for teachers' parameters, and set train mode."""
         self.requires_grad_(True)
-        for teacher in teachers_of(self):
+        for teacher in find_teachers(self):
             teacher.requires_grad_(False)
         return self.train()
 
@@ -454,16 +454,18 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
             CheckpointDamaged: Bytes of the checkpoint are missing or changed.
             CheckpointMismatch: The checkpoint belongs to a different model.
         """
-        device = device_of("load_from_checkpoint", map_location)
-        task = cls._built_from(checkpoint_path, hparams_file, overrides=overrides, strict=strict, average=average)
+        device = as_device("load_from_checkpoint", map_location)
+        task = cls._build_from_checkpoint(
+            checkpoint_path, hparams_file, overrides=overrides, strict=strict, average=average
+        )
         return task if device is None else task.to(device)
 
-    def _configure(self) -> None:
+    def _call_configure_model(self) -> None:
         """Call `configure_model`, so that the run does not call it again."""
         self.configure_model()
         self._is_configured = True
 
-    def _note_filled(self) -> None:
+    def _mark_filled(self) -> None:
         """Record that the parameters come from training or a file."""
         self._is_filled = True
 

@@ -10,17 +10,17 @@ from typing import Any, Self, final
 import torch
 from torch import nn
 
-from lumen.distributed.dtensor import is_sharded, local_tensor
+from lumen.distributed.dtensor import get_local_tensor, is_sharded
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least
-from lumen.internals.tensors import copy_all, is_saved, lerp, own_buffers, own_parameters
+from lumen.errors.arguments import check_at_least
+from lumen.internals.tensors import copy_all, get_direct_buffers, get_direct_parameters, is_saved, lerp_all
 from lumen.task.optimizer_hooks import OptimizerHooks
 
 #: The dictionary that holds a tensor, and its key there. The tensor itself may change: a module may replace a buffer.
 Place = tuple[dict[str, Any], str]
 
 
-def places_of(module: nn.Module, *, buffers: bool, persistent: bool = False) -> dict[str, Place]:
+def find_places(module: nn.Module, *, buffers: bool, persistent: bool = False) -> dict[str, Place]:
     """Find the places of a module's parameters, by name; shared parameters appear once.
 
     Args:
@@ -32,7 +32,7 @@ def places_of(module: nn.Module, *, buffers: bool, persistent: bool = False) -> 
     seen = set[int]()
     for prefix, each in module.named_modules():
         path = prefix and f"{prefix}."
-        for held in (own_parameters(each), own_buffers(each) if buffers else {}):
+        for held in (get_direct_parameters(each), get_direct_buffers(each) if buffers else {}):
             for name, tensor in held.items():
                 if tensor is not None and id(tensor) not in seen and (not persistent or is_saved(each, name)):
                     seen.add(id(tensor))
@@ -65,20 +65,20 @@ class Averages:
                 pairs.append((averages[name], (held, key)))
 
     @torch.no_grad()
-    def move(self, decay: float) -> None:
+    def update_averages(self, decay: float) -> None:
         """Move each average by `average = decay * average + (1 - decay) * tensor`; copy the other buffers."""
-        statistics, copied = _tensors(self._statistics), _tensors(self._copied)
+        statistics, copied = _split_pairs(self._statistics), _split_pairs(self._copied)
         own, others = self._parameters[0] + statistics[0], self._parameters[1] + statistics[1]
         if not self._is_plain:
-            own = [local_tensor(each) for each in own]
-            others = [local_tensor(each).to(mine.dtype) for each, mine in zip(others, own, strict=True)]
+            own = [get_local_tensor(each) for each in own]
+            others = [get_local_tensor(each).to(mine.dtype) for each, mine in zip(others, own, strict=True)]
         if own:
-            lerp(own, others, 1.0 - decay)
+            lerp_all(own, others, 1.0 - decay)
         if self._copied:
-            copy_all(*([local_tensor(each) for each in tensors] for tensors in copied))
+            copy_all(*([get_local_tensor(each) for each in tensors] for tensors in copied))
 
 
-def _tensors(pairs: list[tuple[Place, Place]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _split_pairs(pairs: list[tuple[Place, Place]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return [held[key] for (held, key), _ in pairs], [held[key] for _, (held, key) in pairs]
 
 
@@ -135,13 +135,13 @@ class Teacher(nn.Module):
             raise ConfigError(
                 f"Teacher: expected a module of the task, such as self.backbone, found {type(student).__name__}."
             )
-        at_least(1, steps=steps)
+        check_at_least(1, steps=steps)
         if not callable(decay):
-            _share(decay)
+            _get_share(decay)
         elif final_decay is not None:
             raise ConfigError("Teacher: decay is a function, which says all. Leave final_decay out.")
         if final_decay is not None:
-            _share(final_decay)
+            _get_share(final_decay)
         if steps is not None and final_decay is None:
             raise ConfigError(f"Teacher: steps={steps} is the length of the way to final_decay. Set that too.")
         try:
@@ -217,7 +217,7 @@ class Teacher(nn.Module):
             ConfigError: The function `decay` returned a number outside of [0, 1].
         """
         if callable(self.decay):
-            return _share(self.decay(step))
+            return _get_share(self.decay(step))
         if self.final_decay is None:
             return self.decay
         done = min(1.0, step / (self._steps or 1))
@@ -231,8 +231,8 @@ class Teacher(nn.Module):
         """
         if self._averages is None:
             modules = (self.module, *self._student)
-            self._averages = Averages(*(places_of(each, buffers=self.use_buffers) for each in modules))
-        self._averages.move(self.decay_at(step))
+            self._averages = Averages(*(find_places(each, buffers=self.use_buffers) for each in modules))
+        self._averages.update_averages(self.decay_at(step))
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -240,15 +240,15 @@ class Teacher(nn.Module):
         (student,) = self._student
         own, others = ([*module.parameters(), *module.buffers()] for module in (self.module, student))
         for mine, other in zip(own, others, strict=True):
-            local_tensor(mine).copy_(local_tensor(other))
+            get_local_tensor(mine).copy_(get_local_tensor(other))
 
 
-def teachers_of(task: nn.Module) -> list[Teacher]:
+def find_teachers(task: nn.Module) -> list[Teacher]:
     """Return the teachers in a task."""
     return [module for module in task.modules() if isinstance(module, Teacher)]
 
 
-def _share(decay: float) -> float:
+def _get_share(decay: float) -> float:
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"Teacher: a decay must be at least 0 and at most 1, found {decay:g}.")
     return decay

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from textwrap import shorten
 from typing import Any, Literal, get_args, get_origin
 
-from lumen.cli.commands import LOOPS, Command, Words, command_of, known, parser_of, summary_of
+from lumen.cli.commands import LOOPS, Command, Words, get_parser, get_summary, list_commands, load_command
 from lumen.console import stdout
-from lumen.errors.arguments import optional
+from lumen.errors.arguments import import_optional
 
 COMMAND = Command("Print a script that makes bash, zsh or fish complete the words of lumen.", __name__)
 _INSTALL = {
@@ -46,41 +46,46 @@ def run(words: list[str]) -> int:
         ConfigError: The shell is unknown, or shtab is not installed.
     """
     shell = options().read(words).shell
-    shtab = optional("shtab", "lumen completion", "completion")
-    first, _, rest = shtab.complete(all_commands(shtab.FILE), shell).partition("\n")
+    shtab = import_optional("shtab", "lumen completion", "completion")
+    first, _, rest = shtab.complete(make_full_parser(shtab.FILE), shell).partition("\n")
     print(first, f"# to install: {_INSTALL[shell]}", rest, sep="\n", file=stdout)  # zsh reads the first line
     return 0
 
 
-def all_commands(of_files: Any) -> ArgumentParser:
+def make_full_parser(of_files: Any) -> ArgumentParser:
     """Return a parser of all commands, whose options list their possible values.
 
     Args:
         of_files: The marker by which shtab completes an option with file names.
     """
-    from lumen.cli.options import Offer, OptionParser
+    from lumen.cli.options import CommandOptions, OptionParser
 
     root = ArgumentParser("lumen", allow_abbrev=False)
     commands = root.add_subparsers()
-    for name in known():
+    for name in list_commands():
         parents: list[ArgumentParser] = []
-        if name in LOOPS or command_of(name).has_config:
+        if name in LOOPS or load_command(name).has_config:
             parents.append(parser := OptionParser(prog="lumen", exit_on_error=False))
-            Offer().add_to(parser, name if name in LOOPS else "fit", None)
+            CommandOptions().add_to(parser, name if name in LOOPS else "fit", None)
         if name not in LOOPS:
-            parents.append(parser_of(name))
+            parents.append(get_parser(name))
         for action in (action for parent in parents for action in parent._actions):
-            _offer(action, of_files)
+            _add_choices(action, of_files)
         commands.add_parser(
-            name, help=summary_of(name), parents=parents, add_help=False, conflict_handler="resolve", allow_abbrev=False
+            name,
+            help=get_summary(name),
+            parents=parents,
+            add_help=False,
+            conflict_handler="resolve",
+            allow_abbrev=False,
         )
     return root
 
 
-def _offer(action: Action, of_files: Any) -> None:
+def _add_choices(action: Action, of_files: Any) -> None:
     """Set the possible values of an option, and shorten its help to one line."""
     hint = getattr(action, "_typehint", action.type)
-    values = [*map(str, action.choices or ()), *_values(action.dest, hint)]
+    values = [*map(str, action.choices or ()), *_iterate_values(action.dest, hint)]
     if action.dest.endswith(".help"):
         action.help = SUPPRESS
     action.choices = [*dict.fromkeys(values)] or None
@@ -91,7 +96,7 @@ def _offer(action: Action, of_files: Any) -> None:
         action.help = shorten(text, 80, placeholder=" ...").replace("%", "%%")
 
 
-def _values(key: str, hint: Any) -> Iterator[str]:
+def _iterate_values(key: str, hint: Any) -> Iterator[str]:
     """Yield the values that an option accepts: fixed words, and built-in classes of its type."""
     from lumen.cli.classes import bases_in, hints_in
     from lumen.precision import PRECISIONS
@@ -105,10 +110,10 @@ def _values(key: str, hint: Any) -> Iterator[str]:
         elif each is bool:
             yield from ("true", "false")
     if hint is not None and not key.endswith("help"):
-        yield from _classes(tuple(base for base in bases_in(hint) if type.__subclasses__(base)))
+        yield from _iterate_class_names(tuple(base for base in bases_in(hint) if type.__subclasses__(base)))
 
 
-def _classes(bases: tuple[type, ...]) -> Iterator[str]:
+def _iterate_class_names(bases: tuple[type, ...]) -> Iterator[str]:
     """Yield the names of public classes of Lumen and of `torch.optim` that derive from any of the bases."""
     import torch
 

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def counted(count: float, what: str) -> str:
+def format_count(count: float, what: str) -> str:
     """Return a count in words: `1 step`, `2 steps`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the class of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def check_free(output: Path, said: str) -> None:
+def check_output_free(output: Path, said: str) -> None:
     """Raise if an output exists or its directory does not.
 
     Args:
@@ -42,24 +42,24 @@ def check_free(output: Path, said: str) -> None:
         raise ConfigError(f"{said}: it exists, and nothing is overwritten. Choose another name.")
 
 
-def table_console() -> Console:
+def make_table_console() -> Console:
     """Return a console on stdout that prints names and values as they are, without markup."""
     from rich.console import Console
 
     return Console(file=stdout, markup=False, emoji=False, highlight=False)
 
 
-def plain(value: Any) -> Any:
+def as_json_data(value: Any) -> Any:
     """Return a value as JSON-compatible data. Non-finite numbers and objects of other types become strings."""
     value = value._asdict() if hasattr(value, "_asdict") else value  # for a named tuple
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): as_json_data(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(each) for each in value]
+        return [as_json_data(each) for each in value]
     is_json = isinstance(value, (str, int)) or value is None or (isinstance(value, float) and math.isfinite(value))
     return value if is_json else str(value)
 
 
 def print_json(value: Any) -> None:
     """Print data as JSON, indented."""
-    print(json.dumps(plain(value), indent=2), file=stdout)
+    print(json.dumps(as_json_data(value), indent=2), file=stdout)

@@ -18,10 +18,10 @@ from typing import Any, final
 
 from lumen.console import ConsoleHandler, logger, stderr
 from lumen.errors import ConfigError
-from lumen.internals.whole_files import explained_writing
+from lumen.internals.atomic_files import explain_write_errors
 
 _OWN_FORMAT, _OTHERS_FORMAT = "%(asctime)s %(levelname)s %(message)s", "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_TELLS_HOW_IT_STANDS = {"tells_how_it_stands": True}
+_STATUS_ATTRIBUTE = {"tells_how_it_stands": True}
 STATUS_SUFFIX = ".status"
 """Suffix of the file that keeps the lines for `lumen runs` if `log_format` is set."""
 
@@ -56,18 +56,18 @@ class LogSettings:
             ) from None
 
     @property
-    def own(self) -> int:
+    def level(self) -> int:
         """Level of Lumen's logger."""
         return self.named.get("lumen", self.root)
 
-    def hear(self, record: logging.LogRecord) -> bool:
+    def should_show(self, record: logging.LogRecord) -> bool:
         """Return True if a record of a logger other than Lumen's is to be shown."""
         name = record.name
         if name == "lumen" or name.startswith("lumen."):
             return False
         while name and name not in self.named:
             name = name.rpartition(".")[0]
-        least = self.named[name] if name else max(self.root, logging.WARNING * _is_of_a_library(record.name))
+        least = self.named[name] if name else max(self.root, logging.WARNING * _is_library_logger(record.name))
         return record.levelno >= least
 
 
@@ -77,17 +77,17 @@ class _Formatter(logging.Formatter):
 
     def __init__(self, form: str | None) -> None:
         super().__init__(_OTHERS_FORMAT if form is None else form)
-        self._own = logging.Formatter(_OWN_FORMAT)
+        self._lumen_formatter = logging.Formatter(_OWN_FORMAT)
         self._is_default = form is None
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record as text."""
         is_own = record.name == logger.name and self._is_default
-        return self._own.format(record) if is_own else super().format(record)
+        return self._lumen_formatter.format(record) if is_own else super().format(record)
 
 
 @cache
-def _is_of_a_library(name: str) -> bool:
+def _is_library_logger(name: str) -> bool:
     """Return True if the logger is named after the standard library or an installed package, not the user's code."""
     module = None if name == "__main__" else sys.modules.get(name.partition(".")[0])
     places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
@@ -100,27 +100,29 @@ def _is_of_a_library(name: str) -> bool:
 
 
 @final
-class _Others(logging.Handler):
+class _OtherLoggersHandler(logging.Handler):
     """Handler that forwards records of loggers other than Lumen's."""
 
     def __init__(self, target: logging.Handler, settings: LogSettings) -> None:
         super().__init__()
         self.is_console = isinstance(target, ConsoleHandler)
         self._target, self._process = target, os.getpid()
-        self.addFilter(settings.hear)
+        self.addFilter(settings.should_show)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Forward a record; to the terminal only if no other handler shows it there."""
         if not self.is_console:
             self._target.handle(record)
-        elif not any(_is_on_the_terminal(handler) for each in _above(record.name) for handler in each.handlers):
+        elif not any(
+            _writes_to_terminal(handler) for each in _iterate_ancestors(record.name) for handler in each.handlers
+        ):
             if os.getpid() == self._process:
                 self._target.handle(record)
             else:  # a forked worker, in which the console's lock may be held forever
                 print(self._target.format(record), file=stderr, flush=True)
 
 
-def _above(name: str) -> Iterator[logging.Logger]:
+def _iterate_ancestors(name: str) -> Iterator[logging.Logger]:
     """Yield a logger and all loggers that receive its records."""
     found: logging.Logger | None = logging.getLogger(name)
     while found is not None:
@@ -128,35 +130,41 @@ def _above(name: str) -> Iterator[logging.Logger]:
         found = found.parent if found.propagate else None
 
 
-def _is_on_the_terminal(handler: logging.Handler) -> bool:
+def _writes_to_terminal(handler: logging.Handler) -> bool:
     """Return True if the handler writes to this process's stdout or stderr, as `logging.basicConfig` and rich do."""
     stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
     return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
 @contextmanager
-def _of_others(target: logging.Handler, settings: LogSettings) -> Iterator[None]:
+def _forward_other_loggers(target: logging.Handler, settings: LogSettings) -> Iterator[None]:
     """Set the levels of other loggers and forward their records to `target` within the context."""
     root, level = logging.root, logging.root.level
 
     def was_heard(record: logging.LogRecord) -> bool:
-        return record.levelno >= level or any(each.level for each in _above(record.name) if each is not root)
+        return record.levelno >= level or any(
+            each.level for each in _iterate_ancestors(record.name) if each is not root
+        )
 
-    theirs = [handler for handler in root.handlers if not isinstance(handler, _Others)] if settings.root < level else []
+    theirs = (
+        [handler for handler in root.handlers if not isinstance(handler, _OtherLoggersHandler)]
+        if settings.root < level
+        else []
+    )
     with ExitStack() as closing:
         for name, least in settings.named.items():
             each = logging.getLogger(name)
             closing.callback(each.setLevel, each.level)
             each.setLevel(least)
-        closing.enter_context(filtered(theirs, was_heard))
+        closing.enter_context(filter_handlers(theirs, was_heard))
         closing.callback(root.setLevel, level)
         root.setLevel(min(level, settings.root))
-        closing.enter_context(_added(root, _Others(target, settings)))
+        closing.enter_context(_add_handler(root, _OtherLoggersHandler(target, settings)))
         yield
 
 
 @contextmanager
-def console_log(settings: LogSettings, *, shown: bool = True) -> Iterator[None]:
+def log_to_console(settings: LogSettings, *, shown: bool = True) -> Iterator[None]:
     """Show messages in the terminal within the context, unless the user's program already shows them.
 
     Args:
@@ -165,15 +173,17 @@ def console_log(settings: LogSettings, *, shown: bool = True) -> Iterator[None]:
     """
     above = logging.root.handlers if logger.propagate else []
     listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
-    has_shown = listened or any(_is_on_the_terminal(handler) for handler in above)
-    others_shown = any(isinstance(handler, _Others) and handler.is_console for handler in logging.root.handlers)
+    has_shown = listened or any(_writes_to_terminal(handler) for handler in above)
+    others_shown = any(
+        isinstance(handler, _OtherLoggersHandler) and handler.is_console for handler in logging.root.handlers
+    )
     with ExitStack() as closing:
         own = ConsoleHandler() if shown and not has_shown else logging.NullHandler()
-        closing.enter_context(_handler(own, settings))
+        closing.enter_context(_configure_handler(own, settings))
         if shown and not others_shown:
             console = ConsoleHandler()
             console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-            closing.enter_context(_of_others(console, settings))
+            closing.enter_context(_forward_other_loggers(console, settings))
         yield
 
 
@@ -195,7 +205,7 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def record(message: str, *args: Any, error: BaseException | None = None) -> None:
+def log_status(message: str, *args: Any, error: BaseException | None = None) -> None:
     """Log the status of a run. The log files have it at every `log_level`, because `lumen runs` reads them.
 
     Args:
@@ -206,17 +216,17 @@ def record(message: str, *args: Any, error: BaseException | None = None) -> None
     """
     level = logging.INFO if error is None else logging.ERROR
     if error is None and logger.isEnabledFor(level):
-        logger.log(level, message, *args, extra=_TELLS_HOW_IT_STANDS)
+        logger.log(level, message, *args, extra=_STATUS_ATTRIBUTE)
         return
     trace = None if error is None else (type(error), error, error.__traceback__)
-    said = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace, extra=_TELLS_HOW_IT_STANDS)
+    said = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace, extra=_STATUS_ATTRIBUTE)
     for handler in logger.handlers:
         if isinstance(handler, _LogFile):
             handler.handle(said)
 
 
 @contextmanager
-def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
+def log_to_file(path: Path, settings: LogSettings) -> Iterator[None]:
     """Append messages to a file within the context.
 
     If the user set `log_format`, a second file has the lines for `lumen runs`.
@@ -224,7 +234,7 @@ def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
     Raises:
         RunDirectoryError: The file cannot be written.
     """
-    with explained_writing(path):
+    with explain_write_errors(path):
         handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(settings.formatter)
     with ExitStack() as closing:
@@ -232,27 +242,31 @@ def log_file(path: Path, settings: LogSettings) -> Iterator[None]:
             status = _LogFile(path.with_suffix(STATUS_SUFFIX), encoding="utf-8")
             status.setFormatter(logging.Formatter(_OWN_FORMAT))
             status.addFilter(lambda record: hasattr(record, "tells_how_it_stands"))
-            closing.enter_context(_handler(status, settings))
-        closing.enter_context(_handler(handler, settings))
-        closing.enter_context(_of_others(handler, settings))
+            closing.enter_context(_configure_handler(status, settings))
+        closing.enter_context(_configure_handler(handler, settings))
+        closing.enter_context(_forward_other_loggers(handler, settings))
         yield
 
 
 @contextmanager
-def apart_from_others(*, has_files: bool) -> Iterator[None]:
+def separate_nested_runs(*, has_files: bool) -> Iterator[None]:
     """Keep the status of this run out of the log files of an outer run, whose hook opened this run.
 
     Args:
         has_files: True if this run has separate log files; then all its messages stay out of the outer files.
     """
     files: list[logging.Handler] = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
-    files += [handler for handler in logging.root.handlers if isinstance(handler, _Others) and not handler.is_console]
-    with filtered(files, lambda record: not (has_files or hasattr(record, "tells_how_it_stands"))):
+    files += [
+        handler
+        for handler in logging.root.handlers
+        if isinstance(handler, _OtherLoggersHandler) and not handler.is_console
+    ]
+    with filter_handlers(files, lambda record: not (has_files or hasattr(record, "tells_how_it_stands"))):
         yield
 
 
 @contextmanager
-def filtered(handlers: list[logging.Handler], is_heard: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+def filter_handlers(handlers: list[logging.Handler], is_heard: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
     """Add a filter to handlers within the context."""
     for handler in handlers:
         handler.addFilter(is_heard)
@@ -264,10 +278,10 @@ def filtered(handlers: list[logging.Handler], is_heard: Callable[[logging.LogRec
 
 
 @contextmanager
-def _handler(handler: logging.Handler, settings: LogSettings) -> Iterator[None]:
+def _configure_handler(handler: logging.Handler, settings: LogSettings) -> Iterator[None]:
     before = logger.level
-    logger.setLevel(settings.own)
-    with _added(logger, handler):
+    logger.setLevel(settings.level)
+    with _add_handler(logger, handler):
         try:
             yield
         finally:
@@ -275,7 +289,7 @@ def _handler(handler: logging.Handler, settings: LogSettings) -> Iterator[None]:
 
 
 @contextmanager
-def _added(where: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+def _add_handler(where: logging.Logger, handler: logging.Handler) -> Iterator[None]:
     where.addHandler(handler)
     try:
         yield

@@ -42,10 +42,10 @@ class LearningRateCurve:
         Returns:
             The rate, or None if the curve is too short or the loss never falls.
         """
-        index = self._steepest(skip_begin, skip_end)
+        index = self._find_steepest(skip_begin, skip_end)
         return None if index is None else self.results["lr"][index]
 
-    def _steepest(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
+    def _find_steepest(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
         losses = np.array(self.results["loss"])
         looked_at = np.arange(len(losses))[skip_begin : len(losses) - skip_end]
         looked_at = looked_at[np.isfinite(losses[looked_at])]
@@ -78,7 +78,7 @@ class LearningRateCurve:
             ax.set_xscale("log")
         ax.set_xlabel("learning rate")
         ax.set_ylabel("loss, smoothed")
-        if suggest and (index := self._steepest()) is not None:
+        if suggest and (index := self._find_steepest()) is not None:
             rate, loss = (self.results[name][index] for name in ("lr", "loss"))
             ax.plot(rate, loss, "o", color="red", label=f"steepest: {rate:.3g}")
             ax.legend()
@@ -95,7 +95,7 @@ class LearningRateCurve:
 
 
 @final
-class RisingRate(Callback):
+class RisingRateCallback(Callback):
     """Callback that trains each step with the next larger rate, and records the smoothed loss.
 
     The rate is that of the first parameter group. Other groups keep the ratios that their rates have when training
@@ -107,8 +107,8 @@ class RisingRate(Callback):
         early_stop_threshold: Factor of the smallest loss so far at which the search stops; None: never.
     """
 
-    stops_at_steps = False
-    reads_step_loss = True
+    may_stop_at_steps = False
+    needs_step_loss = True
 
     def __init__(self, curve: LearningRateCurve, rates: list[float], early_stop_threshold: float | None) -> None:
         self._curve, self._rates, self._threshold = curve, rates, early_stop_threshold
@@ -148,7 +148,7 @@ class RisingRate(Callback):
         trainer.should_stop |= self._is_over
 
 
-def rising(min_lr: float, max_lr: float, steps: int, mode: Mode) -> list[float]:
+def make_rising_rates(min_lr: float, max_lr: float, steps: int, mode: Mode) -> list[float]:
     """Return the rates of a search, both ends included.
 
     Raises:

@@ -14,36 +14,36 @@ from torch import nn
 
 from lumen.checkpoint import PARTS, Checkpoint, Part, Weights, find_checkpoint, is_weights
 from lumen.checkpoint.format import folder
-from lumen.checkpoint.load.config_diff import compare
+from lumen.checkpoint.load.config_diff import warn_of_differences
 from lumen.checkpoint.load.load_weights import load_weights
-from lumen.checkpoint.load.restore import load_model_and_data, load_run
-from lumen.checkpoint.load.weights_source import as_weights, averaged, check_there, choose_parts
-from lumen.checkpoint.optimizer_state import groups_of
-from lumen.checkpoint.settings import configured, modes_of
+from lumen.checkpoint.load.restore import load_model_and_data, restore_run
+from lumen.checkpoint.load.weights_source import as_weights, average_checkpoint, check_weights_path, choose_parts
+from lumen.checkpoint.optimizer_state import get_group_names
+from lumen.checkpoint.settings import get_configured_settings, get_modes
 from lumen.console import logger as _log
-from lumen.data.nested import fill
+from lumen.data.nested import fill_tensor
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
-from lumen.internals.garbage import only_young_collected
+from lumen.internals.garbage import collect_young_only
 from lumen.loop.evaluate import evaluate
-from lumen.loop.fit import StopRequested, sanity_check
+from lumen.loop.fit import StopRequested, run_sanity_check
 from lumen.loop.step_in_parts import check_halving
-from lumen.random import Domain, chosen_seed, draw_seed, make_key, seed_generators
+from lumen.random import Domain, draw_seed, get_chosen_seed, make_key, seed_generators
 from lumen.run.configure_optimizers import build_optimizers
 from lumen.run.manual import ManualOptimization, check_plan
 from lumen.run.open_loaders import open_for_evaluation, open_loaders
 from lumen.run.run import Run
-from lumen.run.scheduler_config import check_horizons, horizon_of
+from lumen.run.scheduler_config import check_horizons, make_horizon
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import check_task, fitted, overrides
-from lumen.task.hyperparameters import logged_hparams
+from lumen.task.hooks import check_task, fit_to_signature, is_overridden
+from lumen.task.hyperparameters import get_logged_hparams
 from lumen.task.materialize import DeferredInit
 from lumen.task.task_module import TaskModule
-from lumen.task.teacher import Place, places_of, teachers_of
-from lumen.trainer.logs import record
+from lumen.task.teacher import Place, find_places, find_teachers
+from lumen.trainer.logs import log_status
 from lumen.trainer.script_record import record_script
-from lumen.trainer.session import opened
-from lumen.trainer.telling import checkpoints_of, home_of, note_steps, tell_end, tell_setup
+from lumen.trainer.session import open_run
+from lumen.trainer.status_messages import get_home, list_checkpoint_folders, log_end, log_setup, record_steps
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -53,7 +53,7 @@ Averages = str | Sequence[str | PurePath] | None  # averages to evaluate in plac
 
 
 @final
-class Origin:
+class RunOrigin:
     """Origin of a run: a checkpoint, weights, or neither. `Trainer` documents the arguments.
 
     Attributes:
@@ -70,16 +70,16 @@ class Origin:
     ) -> None:
         self._resume = None if resume is None else str(resume)
         self._parts = choose_parts(resume_parts, self._resume)
-        self.restarted = self._has_own = False
-        self.left_out: list[list[int]] | None = None
+        self.restarted = self._has_own_checkpoint = False
+        self.excluded: list[list[int]] | None = None
         self.unsaved: list[tuple[Place, torch.Tensor]] = []
         self._weights = None if init_from is None else as_weights(init_from)
-        if self._weights is not None and self._resume is not None and not self.stays:
+        if self._weights is not None and self._resume is not None and not self.keeps_directory:
             raise ConfigError(
                 f"init_from and resume={self._resume} both say where a new run's parameters are from. Set one to null."
             )
 
-    def asked_for(self, ckpt_path: str | Path | None) -> Origin:
+    def for_checkpoint(self, ckpt_path: str | Path | None) -> RunOrigin:
         """Return the origin of one `fit`, which may have its own `ckpt_path`.
 
         Raises:
@@ -89,36 +89,36 @@ class Origin:
             return copy(self)
         if self._resume not in (None, str(ckpt_path)):
             raise ConfigError(f"fit was given ckpt_path={ckpt_path}, but the trainer resume={self._resume}. Give one.")
-        return Origin(ckpt_path, None if self._parts == PARTS else self._parts, self._weights)
+        return RunOrigin(ckpt_path, None if self._parts == PARTS else self._parts, self._weights)
 
-    def roll_back(self, left_out: list[list[int]]) -> None:
+    def set_rollback(self, left_out: list[list[int]]) -> None:
         """Make the next run of the session begin at its newest checkpoint and leave out micro-batches."""
-        self.restarted, self.left_out = True, left_out
+        self.restarted, self.excluded = True, left_out
 
-    def anew(self) -> Origin:
+    def for_trial(self) -> RunOrigin:
         """Return the origin of a trial run: the same initial weights, and no checkpoint."""
-        return Origin(None, None, self._weights)
+        return RunOrigin(None, None, self._weights)
 
     @property
-    def stays(self) -> bool:
+    def keeps_directory(self) -> bool:
         """True if a resumed run stays in its directory. From "best" or a path a new run starts."""
         return self.restarted or self._resume in ("auto", "last")
 
     @property
     def parts(self) -> frozenset[Part]:
         """Parts of the checkpoint that the run takes over."""
-        return PARTS if self._has_own else self._parts
+        return PARTS if self._has_own_checkpoint else self._parts
 
-    def check(self) -> None:
+    def check_weights(self) -> None:
         """Check that the initial weights exist, before a directory is claimed.
 
         Raises:
             CheckpointError: The weights do not exist.
         """
-        if self._weights is not None and not self.stays:
-            check_there(self._weights.path)
+        if self._weights is not None and not self.keeps_directory:
+            check_weights_path(self._weights.path)
 
-    def find(
+    def find_checkpoint(
         self, own: Sequence[PurePath], earlier: Sequence[PurePath], processes: Processes, *, writes: bool
     ) -> Checkpoint | None:
         """Find the checkpoint to resume, or return None. Collective: every rank must call this.
@@ -132,20 +132,20 @@ class Origin:
         Raises:
             CheckpointError: The requested checkpoint does not exist or is damaged.
         """
-        checkpoint = find_checkpoint("auto", own[0], processes, beside=own[1:]) if self.restarted else None
-        self._has_own = checkpoint is not None
+        checkpoint = find_checkpoint("auto", own[0], processes, other_folders=own[1:]) if self.restarted else None
+        self._has_own_checkpoint = checkpoint is not None
         if checkpoint is None and self._resume is not None:
-            checkpoint = find_checkpoint(self._resume, earlier[0], processes, beside=earlier[1:])
+            checkpoint = find_checkpoint(self._resume, earlier[0], processes, other_folders=earlier[1:])
         if checkpoint is not None:
-            if writes and self.stays:
+            if writes and self.keeps_directory:
                 newer = partial(folder.find_newer, checkpoint.path, own)  # damaged ones that block names
-                processes.on_rank_zero(lambda: [folder.set_aside(each) for each in newer()])
+                processes.run_on_rank_zero(lambda: [folder.set_aside_damaged(each) for each in newer()])
             _log.info("going on from %s", checkpoint.path)
             if self._weights is not None:
                 _log.info("init_from is not read: the parameters are the checkpoint's")
         return checkpoint
 
-    def seed_of(self, checkpoint: Checkpoint | None, given: int | None) -> int:
+    def choose_seed(self, checkpoint: Checkpoint | None, given: int | None) -> int:
         """Return the seed: from the checkpoint, the argument or `seed_everything`, else a random seed.
 
         Raises:
@@ -153,7 +153,7 @@ class Origin:
             CheckpointMismatch: The checkpoint has weights only, without a run.
         """
         name = "seed_everything" if given is None else "seed"
-        given = chosen_seed() if given is None else given
+        given = get_chosen_seed() if given is None else given
         if checkpoint is not None and "progress" in self.parts:
             if "seed" not in checkpoint.state:
                 raise CheckpointMismatch(f"{checkpoint.path} holds tensors and no run. For its weights, use init_from.")
@@ -165,7 +165,7 @@ class Origin:
             return saved
         return draw_seed() if given is None else given
 
-    def fill(self, trainer: Trainer, run: Run, ckpt_path: Source, average: Averages) -> Checkpoint | None:
+    def load_weights(self, trainer: Trainer, run: Run, ckpt_path: Source, average: Averages) -> Checkpoint | None:
         """Load the model from a checkpoint or weights, if the run has any.
 
         Args:
@@ -178,9 +178,9 @@ class Origin:
             The checkpoint that was read, or None.
         """
         task, stage, checkpoint = run.task, run.stage, run.checkpoint
-        folders = checkpoints_of(trainer)
+        folders = list_checkpoint_folders(trainer)
         weights = self._weights if stage == "fit" and checkpoint is None else None
-        if ckpt_path is not None and run.processes.on_rank_zero(partial(is_weights, ckpt_path)):
+        if ckpt_path is not None and run.processes.run_on_rank_zero(partial(is_weights, ckpt_path)):
             weights = as_weights(ckpt_path)
             if average is not None and weights.average is not None:
                 raise ConfigError(f"average={average!r} and that of ckpt_path, {weights.average!r}: give one of them.")
@@ -188,28 +188,28 @@ class Origin:
                 weights = replace(weights, average=average if isinstance(average, str) else [*map(str, average)])
         elif ckpt_path is not None:
             where = "last" if ckpt_path == "auto" else str(ckpt_path)
-            checkpoint = find_checkpoint(where, folders[0], run.processes, beside=folders[1:])
+            checkpoint = find_checkpoint(where, folders[0], run.processes, other_folders=folders[1:])
             _log.info("parameters from %s", checkpoint.path if checkpoint else None)
-            checkpoint = None if checkpoint is None else averaged(checkpoint, average, run.processes)
+            checkpoint = None if checkpoint is None else average_checkpoint(checkpoint, average, run.processes)
         if checkpoint is not None:
             load_model_and_data(run, checkpoint, self.parts if stage == "fit" else PARTS)
             if stage != "fit":
-                checkpoint.free()
+                checkpoint.release()
         elif weights is not None:
             load_weights(task, weights, run.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
-            trained = home_of(trainer) if any(map(folder.newest_committed, folders)) else "a run"
+            trained = get_home(trainer) if any(map(folder.find_newest_committed, folders)) else "a run"
             _log.warning(
                 "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
                 stage, type(task).__name__, trained,
             )  # fmt: skip
         if stage == "fit" or checkpoint is not None or weights is not None:
-            task._note_filled()
+            task._mark_filled()
         return checkpoint
 
 
-def prepare(
-    trainer: Trainer, run: Run, ckpt_path: Source, average: Averages, given: Callable[[], Any] | None
+def prepare_run(
+    trainer: Trainer, run: Run, ckpt_path: Source, average: Averages, configure_optimizers: Callable[[], Any] | None
 ) -> Checkpoint | None:
     """Prepare the data, set up the model, place it and load it. Collective: every rank must call this.
 
@@ -218,36 +218,37 @@ def prepare(
         run: A run of any stage that has just been opened.
         ckpt_path: Parameters to evaluate; None: the task's current parameters, or the initial parameters of the run.
         average: Averages to evaluate in place of the checkpoint's parameters, or None.
-        given: The function that `fit` was given to replace the task's `configure_optimizers`, for searches in `setup`.
+        configure_optimizers: The function that `fit` was given to replace the task's `configure_optimizers`, for
+            searches in `setup`.
 
     Returns:
         The checkpoint from which the run resumes, or None.
     """
-    trainer._given_optimizers = given
+    trainer._configure_optimizers = configure_optimizers
     strategy, task, datamodule, stage = run.strategy, run.task, run.loaders.datamodule, run.stage
-    if not (overrides(task, "configure_model") or overrides(task, "setup")):  # all modules already exist
-        trainer.compilation.check(task)
+    if not (is_overridden(task, "configure_model") or is_overridden(task, "setup")):  # all modules already exist
+        trainer.compilation.check_task(task)
     seed_generators(make_key(run.seed, Domain.INIT, 1))
-    run.processes.once_per_node(partial(_prepare_data, datamodule, task, is_first=run.processes.node == 0))
+    run.processes.run_once_per_node(partial(_prepare_data, datamodule, task, is_first=run.processes.node == 0))
     seed_generators(make_key(run.seed, Domain.INIT, 1))  # again, because only one process per node has drawn numbers
     if datamodule is not None:
-        fitted(datamodule, "setup")(stage)
+        fit_to_signature(datamodule, "setup")(stage)
     for hook in run.hooks.setup:
         hook(stage)
     seed_generators(make_key(run.seed, Domain.INIT, 2))
     layers = DeferredInit(task)
-    layers.configure()
+    layers.configure_model()
     run.precision.convert(task)
     if trainer.sync_batchnorm and run.processes.world_size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]
-    trainer.compilation.apply(task)
+    trainer.compilation.compile_modules(task)
     if not strategy.shards:
         layers.materialize(run.seed, strategy.parameter_device)
     strategy.setup(task)
     if run.plan.halve_on_oom:
         check_halving(run)
     layers.materialize(run.seed, strategy.parameter_device)  # for parameters that the strategy has sharded
-    return trainer.origin.fill(trainer, run, ckpt_path, average)
+    return trainer.origin.load_weights(trainer, run, ckpt_path, average)
 
 
 def _prepare_data(datamodule: DataModule | None, task: TaskModule, *, is_first: bool) -> None:
@@ -270,75 +271,77 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         LumenError: The optimizer does not match the task, a schedule the run's length, or the checkpoint the
             configuration; or an object cannot be saved.
     """
-    checkpoint = prepare(trainer, run, None, None, configure_optimizers)
+    checkpoint = prepare_run(trainer, run, None, None, configure_optimizers)
     task, optim = run.task, run.optim
-    with only_young_collected():  # the first optimizer of a process makes torch import its compiler
+    with collect_young_only():  # the first optimizer of a process makes torch import its compiler
         built = build_optimizers(task, configure_optimizers or task.configure_optimizers, run.precision)
     if not task.automatic_optimization:
         check_plan(task, run.plan)
     by_hand = partial(ManualOptimization, task, run.hooks, run.precision, run.strategy, run.step)
-    optim.take(*built, may_step=lambda: run.step.is_updating or not run.log.in_train_step, by_hand=by_hand)
+    optim.set_optimizer(*built, may_step=lambda: run.step.is_updating or not run.log.in_train_step, by_hand=by_hand)
     for each in optim.optimizers:
         run.strategy.check_optimizer(each)
-    optim.note_built(groups_of(task, optim.optimizer), configured(run), modes_of(task))
+    optim.record_built(get_group_names(task, optim.optimizer), get_configured_settings(run), get_modes(task))
     origin = trainer.origin
     if checkpoint is not None:
-        load_run(run, checkpoint, parts=origin.parts, continue_records=origin.stays and trainer.is_global_zero)
-        if not origin.stays:  # a new run may continue after a callback ended the old run
+        restore_run(
+            run, checkpoint, parts=origin.parts, continue_records=origin.keeps_directory and trainer.is_global_zero
+        )
+        if not origin.keeps_directory:  # a new run may continue after a callback ended the old run
             run.ending.request_stop(value=False)
     open_loaders(run)
-    if run.plan.accumulates:
+    if run.plan.has_accumulation:
         run.strategy.gradient_sync(last=False)  # an unsupported strategy raises now, not in a later epoch
     if checkpoint is not None:
-        compare(run, checkpoint, origin.parts)
-    optim.follow(teachers_of(task))
+        warn_of_differences(run, checkpoint, origin.parts)
+    optim.set_teachers(find_teachers(task))
     for teacher in optim.teachers:
         teacher.begin(task, lambda: trainer.estimated_stepping_batches)
     if not trainer.fast_dev_run:
-        lengths = run.loaders.epoch_lengths()
-        check_horizons(optim.schedulers, horizon_of(run.plan, lengths, resumed=run.checkpoint is not None))
-    if run.saves.are_on:
-        run.saves.check_begin()  # raises now, not after the first epoch, if an object cannot be saved
-    if origin.left_out is None:
-        saved = places_of(run.task, buffers=True, persistent=True)
-        found = places_of(run.task, buffers=True).items()
+        lengths = run.loaders.get_epoch_lengths()
+        check_horizons(optim.schedulers, make_horizon(run.plan, lengths, resumed=run.checkpoint is not None))
+    if run.saves.is_enabled:
+        run.saves.check_first_save()  # raises now, not after the first epoch, if an object cannot be saved
+    if origin.excluded is None:
+        saved = find_places(run.task, buffers=True, persistent=True)
+        found = find_places(run.task, buffers=True).items()
         origin.unsaved = [(place, place[0][place[1]].clone()) for name, place in found if name not in saved]
     else:
-        run.progress.leave_out(origin.left_out)
+        run.progress.exclude_steps(origin.excluded)
         for (held, key), value in origin.unsaved:  # the values of a new process
             if (buffer := held.get(key)) is not None and buffer.shape == value.shape:
-                fill(buffer, value)
+                fill_tensor(buffer, value)
             else:
                 held[key] = value.clone()
     if checkpoint is not None and (reason := run.ending.limit_reached):
-        record("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
+        log_status("nothing to do: %s is finished (%s, step %d)", checkpoint.path, reason, run.progress.step)
     trainer._started = True
-    note_steps(run, trainer.run_directory)
+    record_steps(run, trainer.run_directory)
     record_script(trainer, run)
     owners = {"model": run.task, "data": run.loaders.datamodule}
-    hyperparameters = {name: logged_hparams(owner) for name, owner in owners.items() if owner is not None}
+    hyperparameters = {name: get_logged_hparams(owner) for name, owner in owners.items() if owner is not None}
     for logger in run.records.loggers:
         logger.log_hyperparams(hyperparameters)
-    tell_setup(run)
+    log_setup(run)
     for hook in run.hooks.on_fit_start:
         hook()
     if checkpoint is None and run.loaders.evaluation and run.plan.sanity_batches:
-        sanity_check(run)
+        run_sanity_check(run)
 
 
 def end_training(trainer: Trainer, run: Run) -> None:
     """Call the last hooks, and log how the run ended."""
     for hook in run.hooks.on_fit_end:
         hook()
-    run.saves.check_home()
+    run.saves.check_run_directory()
     if run.optim.manual is not None and run.checkpoint is None:
-        run.optim.manual.say_idle()
+        run.optim.manual.warn_of_idle_optimizers()
     if skipped := run.precision.skipped_updates:
         _log.info("%s: %d updates were skipped: their gradients overflowed", run.precision.name, skipped)
-    tell_end(trainer, run)
+    log_end(trainer, run)
 
 
-def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
+def remove_newer_checkpoints(trainer: Trainer, run: Run, left_out: list[int]) -> None:
     """Remove all checkpoints that include the micro-batches to leave out. The session's next run begins before these.
 
     Collective: every rank must call this.
@@ -352,16 +355,16 @@ def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
         StopRequested: A signal asked the run to stop meanwhile; the resumed run rolls back.
         TrainingError: No older checkpoint exists.
     """
-    run.ending.agree()
+    run.ending.vote_now()
     if run.ending.vote.stop_signal is not None:
         raise StopRequested
-    progress, folders = run.progress, checkpoints_of(trainer)
-    run.saves.settle()
-    newer = run.processes.on_rank_zero(partial(_newer, folders, left_out[0]))
+    progress, folders = run.progress, list_checkpoint_folders(trainer)
+    run.saves.finish_save()
+    newer = run.processes.run_on_rank_zero(partial(_find_newer, folders, left_out[0]))
     kept = None
     if trainer.run_directory is not None:
-        kept = folder.newest_valid(
-            folders[0], _log.warning, run.processes, sections=(), beside=folders[1:], without=newer
+        kept = folder.open_newest_valid(
+            folders[0], _log.warning, run.processes, sections=(), other_folders=folders[1:], excluded=newer
         )
     if kept is None:
         but = f", only {newer[0].name} and newer ones" if newer else ""
@@ -371,22 +374,22 @@ def roll_back(trainer: Trainer, run: Run, left_out: list[int]) -> None:
             "keep_last), leave out fewer steps before a spike, or look for spikes only once a checkpoint is old enough "
             "(SpikeDetection: before, warmup)."
         )
-    run.processes.on_rank_zero(partial(folder.remove_checkpoints, newer))
+    run.processes.run_on_rank_zero(partial(folder.remove_checkpoints, newer))
     _log.warning(
         "going back from step %d to %s, to leave out the micro-batches %d to %d of the run",
         progress.step, kept.path.name, left_out[0], left_out[1] - 1,
     )  # fmt: skip
-    trainer.origin.roll_back([*progress.left_out, left_out])
+    trainer.origin.set_rollback([*progress.left_out, left_out])
     trainer.strategy.connect()  # resets the timeouts to `startup_timeout_s`: the start may compile
 
 
-def _newer(folders: Sequence[PurePath], micro_batches: int) -> list[PurePath]:
+def _find_newer(folders: Sequence[PurePath], micro_batches: int) -> list[PurePath]:
     """Return the checkpoints that include more than `micro_batches` micro-batches."""
     found = [path for each in folders for path in folder.find_checkpoints(each)]
     return [path for path in found if folder.read_info(path)["micro_batches"] > micro_batches]
 
 
-def evaluate_all(
+def evaluate_loaders(
     trainer: Trainer,
     stage: str,
     model: TaskModule | None,
@@ -412,25 +415,25 @@ def evaluate_all(
     Returns:
         The run, with its values.
     """
-    task, data, ckpt_path = _of_last_run(trainer, stage, model, data, ckpt_path)
+    task, data, ckpt_path = _get_last_run_inputs(trainer, stage, model, data, ckpt_path)
     check_task(task, data)
-    if (step := {"validate": "validation_step", "test": "test_step"}.get(stage)) and not overrides(task, step):
+    if (step := {"validate": "validation_step", "test": "test_step"}.get(stage)) and not is_overridden(task, step):
         raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
     if average is not None and ckpt_path is None:
         raise ConfigError(
             f"{stage}: average={average!r} is of a checkpoint, and none is given. Set ckpt_path too, as in "
             "ckpt_path='last'; after fit with EMA or SWA the task itself holds the average."
         )
-    with opened(trainer, stage, task, data, data) as run:
-        run.evaluate_checkpoint(prepare(trainer, run, ckpt_path, average, None))
+    with open_run(trainer, stage, task, data, data) as run:
+        run.evaluate_checkpoint(prepare_run(trainer, run, ckpt_path, average, None))
         open_for_evaluation(run, stage)
-        run.values.choose(keeps_predictions=keeps_outputs, are_shown=verbose)
+        run.values.configure_evaluation(keeps_predictions=keeps_outputs, are_shown=verbose)
         if not evaluate(run, stage):
             raise StopRequested
     return run
 
 
-def _of_last_run(
+def _get_last_run_inputs(
     trainer: Trainer, stage: str, task: TaskModule | None, data: Any, ckpt_path: Source
 ) -> tuple[TaskModule, Any, Source]:
     """Return task, data and checkpoint of an evaluation; the previous run provides omitted ones."""

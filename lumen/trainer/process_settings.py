@@ -18,9 +18,9 @@ import torch
 
 from lumen.console import logger
 from lumen.errors import ConfigError
-from lumen.internals.masking import masked_words
-from lumen.internals.whole_files import write_private
-from lumen.random import preserved_generators
+from lumen.internals.atomic_files import write_private
+from lumen.internals.masking import mask_words
+from lumen.random import preserve_generators
 from lumen.strategies import Strategy
 from lumen.task.data_module import DataModule
 from lumen.task.modes import make_trainable
@@ -28,13 +28,13 @@ from lumen.task.task_module import TaskModule
 
 
 @contextmanager
-def torch_settings(
+def set_torch_switches(
     *, deterministic: bool | str, detect_anomaly: bool, matmul_precision: str | None, benchmark: bool | None
 ) -> Iterator[None]:
     """Set torch's global settings within the context; None keeps the current setting."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn, finds = torch.backends.cudnn.benchmark, detect_anomaly or torch.is_anomaly_enabled()
-    with _float32_matmul(matmul_precision), torch.autograd.set_detect_anomaly(finds):
+    with _set_matmul_precision(matmul_precision), torch.autograd.set_detect_anomaly(finds):
         if deterministic:
             torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
         if benchmark is not None:
@@ -48,7 +48,7 @@ def torch_settings(
 
 
 @contextmanager
-def _float32_matmul(precision: str | None) -> Iterator[None]:
+def _set_matmul_precision(precision: str | None) -> Iterator[None]:
     """Set the precision of float32 matrix products within the context.
 
     This calls torch's older function. After use of the newer per-backend settings, the compiler of torch < 2.14 raises
@@ -73,10 +73,10 @@ def _float32_matmul(precision: str | None) -> Iterator[None]:
 def write_environment(directory: Path, strategy: Strategy) -> None:
     """Write software, devices and processes of the run to `environment.json`."""
     record: dict[str, Any] = {
-        "command": masked_words(sys.orig_argv),
+        "command": mask_words(sys.orig_argv),
         "working_directory": os.getcwd(),
         "host": platform.node(),
-        **_software(),
+        **_describe_software(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "strategy": strategy.__class__.__name__,
@@ -93,7 +93,7 @@ def write_environment(directory: Path, strategy: Strategy) -> None:
 
 
 @cache
-def _software() -> dict[str, Any]:
+def _describe_software() -> dict[str, Any]:
     """Return facts that are constant in a process. Reading them is slow, so they are cached."""
     versions = {}
     for package in ("lumen", "torch", "numpy", "torchmetrics", "safetensors"):
@@ -108,22 +108,22 @@ def _software() -> dict[str, Any]:
     }
 
 
-_turn = threading.RLock()
+_turn_lock = threading.RLock()
 _open: list[TaskModule] = []  # tasks of the thread's open runs; each later run is inside a hook of the run before
 
 
-def _begin_anew() -> None:
+def _reset_after_fork() -> None:
     """Reset the lock in a forked child, which has no run."""
-    global _turn
-    _turn = threading.RLock()
+    global _turn_lock
+    _turn_lock = threading.RLock()
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @contextmanager
-def turn(task: TaskModule, datamodule: DataModule | None, *, trains: bool) -> Iterator[None]:
+def take_process_turn(task: TaskModule, datamodule: DataModule | None, *, trains: bool) -> Iterator[None]:
     """Hold the lock for a run within the context: no other thread of this process can have a run.
 
     Generators, torch's settings and logs belong to the whole process, so two runs at once would not be exact. A run
@@ -137,16 +137,16 @@ def turn(task: TaskModule, datamodule: DataModule | None, *, trains: bool) -> It
     Raises:
         ConfigError: The task is already in a run.
     """
-    if not _turn.acquire(blocking=False):
+    if not _turn_lock.acquire(blocking=False):
         logger.warning(
             "the thread %s waits until the run of another thread of this process is over. Random numbers belong to the "
             "whole process: a model that is built beside a run in another thread draws from those of that run. For "
             "several runs at once start several processes.",
             threading.current_thread().name,
         )
-        _turn.acquire()
+        _turn_lock.acquire()
     with ExitStack() as closing:
-        closing.callback(_turn.release)
+        closing.callback(_turn_lock.release)
         if any(each is task for each in _open):
             raise ConfigError(
                 f"this {type(task).__name__} is in a run of another Trainer. Give the run inside it a copy: "
@@ -154,7 +154,7 @@ def turn(task: TaskModule, datamodule: DataModule | None, *, trains: bool) -> It
             )
         attached = None if datamodule is None else datamodule._run
         if _open:
-            closing.enter_context(preserved_generators())
+            closing.enter_context(preserve_generators())
             if attached is not None and attached.stage and datamodule is not None:
                 closing.callback(datamodule._attach, attached, datamodule._trainer)
         if trains:

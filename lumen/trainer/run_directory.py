@@ -23,16 +23,16 @@ from lumen.console import logger as _log
 from lumen.errors import ConfigError, RunDirectoryError
 
 _LOCK = ".lock"
-_MOST_LAUNCHERS = 256  # number of launchers to write down; at least one of them exists in the next attempt too
+_MAX_LAUNCHERS = 256  # number of launchers to write down; at least one of them exists in the next attempt too
 _PATIENCE_S = 1.0  # time in which a dying job, or a process that only reads, releases the lock
-_TAKEN = (errno.EACCES, errno.EAGAIN)
+_TAKEN_ERRNOS = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # Within one process record locks do not exclude each other, and closing any descriptor of the file drops them. A run
 # in this dictionary is never locked or opened again. Forked children inherit neither the locks nor these entries.
-_held_here: dict[str, dict[str, Any]] = {}
+_held_directories: dict[str, dict[str, Any]] = {}
 _claims: Counter[str] = Counter()  # number of claims by this process, by directory without its number
-os.register_at_fork(after_in_child=_held_here.clear)
+os.register_at_fork(after_in_child=_held_directories.clear)
 
 
 @final
@@ -74,22 +74,22 @@ class RunDirectory:
             raise ConfigError(
                 f"{name!r} cannot name a run: use a name without '/' or '\\' that does not begin with '.'."
             )
-        with _explained(root / name):
+        with _explain_errors(root / name):
             with suppress(FileExistsError):
                 make_directory(root)
                 with suppress(PermissionError):  # an unreadable directory cannot be synced
                     fsync_directory(root.parent)
             path = root / name
             _claims[key := os.path.realpath(path)] += 1
-            digests = sorted(hashlib.sha256(each.encode()).hexdigest()[:12] for each in launchers)[:_MOST_LAUNCHERS]
+            digests = sorted(hashlib.sha256(each.encode()).hexdigest()[:12] for each in launchers)[:_MAX_LAUNCHERS]
             # Only claims of the same run in earlier attempts of the same launch are equal to this claim.
             claim = {"launchers": digests, "name": name, "number": _claims[key]}
-            earlier = _of_earlier_attempt(path, claim) if launchers else None
+            earlier = _find_earlier_attempt(path, claim) if launchers else None
             if reuse and earlier is None:
                 path.mkdir(exist_ok=True)
             else:
-                path = earlier or _create_new(path)
-            run = RunDirectory(path, _lock(path, claim), restarted=earlier is not None)
+                path = earlier or _create_directory(path)
+            run = RunDirectory(path, _lock_directory(path, claim), restarted=earlier is not None)
             try:
                 run.checkpoints.mkdir(exist_ok=True)
                 for directory in (path, root):
@@ -106,28 +106,32 @@ class RunDirectory:
         return os.path.lexists(path / _LOCK)
 
     @staticmethod
-    def last_holder(path: Path) -> dict[str, Any]:
+    def read_last_holder(path: Path) -> dict[str, Any]:
         """Return the notes of the job that holds or held a run's directory; empty without notes."""
-        if holder := _held_here.get(os.path.realpath(path)):
+        if holder := _held_directories.get(os.path.realpath(path)):
             return dict(holder)
-        with suppress(OSError), _opened(path) as descriptor:
+        with suppress(OSError), _open_lock_file(path) as descriptor:
             return _read_holder(descriptor)
         return {}
 
     @staticmethod
-    def is_locked(path: Path) -> dict[str, Any] | None:
+    def read_live_holder(path: Path) -> dict[str, Any] | None:
         """Return the live job that holds a run's directory, as `host`, `pid` and `started`, or None.
 
         Raises:
             RunDirectoryError: This user may not read the directory.
         """
-        if holder := _held_here.get(os.path.realpath(path)):
+        if holder := _held_directories.get(os.path.realpath(path)):
             return dict(holder)
-        with _explained(path), suppress(FileNotFoundError, NotADirectoryError), _opened(path) as descriptor:
+        with (
+            _explain_errors(path),
+            suppress(FileNotFoundError, NotADirectoryError),
+            _open_lock_file(path) as descriptor,
+        ):
             return None if _try_lock(descriptor, fcntl.LOCK_SH, path) else _read_holder(descriptor)
         return None
 
-    def check(self) -> None:
+    def check_claim(self) -> None:
         """Check that the directory is still the claimed one; warn if its checkpoints were removed.
 
         Raises:
@@ -141,7 +145,7 @@ class RunDirectory:
             is_there = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), held)
         if not is_there and held.st_nlink:
             raise RunDirectoryError(
-                f"{self.path} was moved to {self._place()} while its run was writing there; what was written is there. "
+                f"{self.path} was moved to {self._get_current_path()} while its run was writing there; what was written is there. "
                 "Move it back, and resume the run."
             )
         if not is_there:
@@ -156,7 +160,7 @@ class RunDirectory:
             )
             self.checkpoints.mkdir()
 
-    def _place(self) -> str:
+    def _get_current_path(self) -> str:
         """Return the present path of the directory, if the system knows it."""
         with suppress(OSError):
             return os.path.dirname(os.readlink(f"/proc/self/fd/{self._descriptor}"))
@@ -167,7 +171,7 @@ class RunDirectory:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-            _held_here.pop(self._key, None)
+            _held_directories.pop(self._key, None)
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -177,7 +181,7 @@ class RunDirectory:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open_lock_file(path: Path) -> Iterator[int]:
     descriptor = os.open(path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         yield descriptor
@@ -185,7 +189,7 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _create_new(path: Path) -> Path:
+def _create_directory(path: Path) -> Path:
     taken = set(os.listdir(path.parent))
     names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
     while True:
@@ -195,31 +199,31 @@ def _create_new(path: Path) -> Path:
             return free
 
 
-def _of_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
+def _find_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
     """Return the directory that an earlier attempt of the same launch claimed with this number, or None."""
     numbered = re.compile(re.escape(path.name) + r"(-[0-9]+)?")
     for name in filter(numbered.fullmatch, os.listdir(path.parent)):
-        holder = RunDirectory.last_holder(path.with_name(name))
+        holder = RunDirectory.read_last_holder(path.with_name(name))
         is_same_run = all(holder.get(key) == claim[key] for key in ("name", "number"))  # a user may name a run run-2
         if is_same_run and {*claim["launchers"]} & {*holder.get("launchers", ())}:
             return path.with_name(name)
     return None
 
 
-def _lock(path: Path, claim: dict[str, Any]) -> int:
+def _lock_directory(path: Path, claim: dict[str, Any]) -> int:
     """Lock a run's directory, write down the holder, and return the lock's open descriptor."""
     key, began = os.path.realpath(path), datetime.now(UTC).isoformat(timespec="seconds")
     me = {"host": socket.gethostname(), "pid": os.getpid(), "started": began, **claim}
-    if (holder := _held_here.setdefault(key, me)) is not me:
-        raise _in_use(path, holder)
+    if (holder := _held_directories.setdefault(key, me)) is not me:
+        raise _make_in_use_error(path, holder)
     with ExitStack() as undoing:
-        undoing.callback(_held_here.pop, key)
+        undoing.callback(_held_directories.pop, key)
         descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         undoing.callback(os.close, descriptor)
         deadline = time.monotonic() + _PATIENCE_S
         while not _try_lock(descriptor, fcntl.LOCK_EX, path):
             if time.monotonic() > deadline:
-                raise _in_use(path, _read_holder(descriptor))
+                raise _make_in_use_error(path, _read_holder(descriptor))
             time.sleep(_PATIENCE_S / 20)
         os.ftruncate(descriptor, os.pwrite(descriptor, json.dumps(me).encode(), 0))
         undoing.pop_all()
@@ -231,7 +235,7 @@ def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
     try:
         fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _TAKEN:
+        if error.errno in _TAKEN_ERRNOS:
             return False
         if error.errno not in _UNSUPPORTED:
             raise
@@ -249,7 +253,7 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
         return {"host": "unknown", "pid": "unknown", "started": "unknown"}
 
 
-def _in_use(path: Path, holder: dict[str, Any]) -> RunDirectoryError:
+def _make_in_use_error(path: Path, holder: dict[str, Any]) -> RunDirectoryError:
     return RunDirectoryError(
         f"{path} is in use by a live job: process {holder.get('pid')} on {holder.get('host')}, started "
         f"{holder.get('started')}. Wait until it ends, stop it, or choose another run name."
@@ -257,7 +261,7 @@ def _in_use(path: Path, holder: dict[str, Any]) -> RunDirectoryError:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

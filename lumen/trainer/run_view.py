@@ -15,19 +15,19 @@ from typing import Any, Literal, NoReturn, Self, final
 import torch
 
 from lumen import console
-from lumen.callbacks import Callback, EarlyStopping, ModelCheckpoint, ProgressBar, savers_of
+from lumen.callbacks import Callback, EarlyStopping, ModelCheckpoint, ProgressBar, get_checkpoint_callbacks
 from lumen.data.adapter import LoaderAdapter
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, TrainingError
-from lumen.errors.arguments import at_least
+from lumen.errors.arguments import check_at_least
 from lumen.errors.lightning_names import ATTRIBUTES
 from lumen.loggers import Logger
-from lumen.metrics.step_values import for_the_bar
-from lumen.run.gradients import total_norm
+from lumen.metrics.step_values import is_for_progress_bar
+from lumen.run.gradients import compute_total_norm
 from lumen.run.open_loaders import open_loaders
 from lumen.run.plan import Plan, Progress
 from lumen.run.run import Run
-from lumen.run.step_context import begun_in_step
+from lumen.run.step_context import count_micro_batches_started
 from lumen.strategies import Strategy
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
@@ -87,8 +87,8 @@ class RunView:
     _run: Run | None
     _status: Status
     _fn: str | None
-    _given_optimizers: Callable[[], Any] | None = None
-    _counted: Progress | None = None  # progress of the newest fit
+    _configure_optimizers: Callable[[], Any] | None = None
+    _shown_progress: Progress | None = None  # progress of the newest fit
     _command = ""  # first words of a command that trains, such as "lumen fit"
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -172,12 +172,12 @@ class RunView:
     @property
     def global_step(self) -> int:
         """Optimizer updates completed by the newest `fit`; 0 before the first `fit`. Evaluations do not change it."""
-        return 0 if self._counted is None else self._counted.step
+        return 0 if self._shown_progress is None else self._shown_progress.step
 
     @property
     def current_epoch(self) -> int:
         """Epochs completed by the newest `fit`; 0 before the first `fit`."""
-        return 0 if self._counted is None else self._counted.epoch
+        return 0 if self._shown_progress is None else self._shown_progress.epoch
 
     @property
     def state(self) -> TrainerState:
@@ -248,7 +248,7 @@ class RunView:
                 step.
             after: Number of steps after this step to leave out too, >= 0.
         """
-        at_least(0, before=before, after=after)
+        check_at_least(0, before=before, after=after)
         if not self.run.log.in_train_step or self.run.step.is_updating:
             raise TrainingError("roll_back: no step is in progress. Call it in on_before_optimizer_step.")
         self.run.step.skip_update()
@@ -259,7 +259,7 @@ class RunView:
         """Progress of the run; read only."""
         return self.run.progress
 
-    def request_agreement(self) -> None:
+    def request_stop_vote(self) -> None:
         """Request a vote of all processes, after `on_step_end` and before saving, on whether the run ends at this step.
 
         Every rank must call this, in `on_step_end`.
@@ -269,34 +269,34 @@ class RunView:
     @property
     def sanity_checking(self) -> bool:
         """True during the sanity check."""
-        return self._is_in("sanity")
+        return self._is_in_stage("sanity")
 
     @property
     def training(self) -> bool:
         """True during training steps."""
-        return self._is_in("fit")
+        return self._is_in_stage("fit")
 
     @property
     def validating(self) -> bool:
         """True during validation."""
-        return self._is_in("validate")
+        return self._is_in_stage("validate")
 
     @property
     def testing(self) -> bool:
         """True during a test."""
-        return self._is_in("test")
+        return self._is_in_stage("test")
 
     @property
     def predicting(self) -> bool:
         """True during prediction."""
-        return self._is_in("predict")
+        return self._is_in_stage("predict")
 
     @property
     def evaluating(self) -> bool:
         """True during validation, the sanity check or a test."""
-        return self._is_in("validate", "sanity", "test")
+        return self._is_in_stage("validate", "sanity", "test")
 
-    def _is_in(self, *stages: str) -> bool:
+    def _is_in_stage(self, *stages: str) -> bool:
         return self._run is not None and self._run.stage in stages
 
     @property
@@ -329,7 +329,7 @@ class RunView:
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         """All `ModelCheckpoint` callbacks, in order."""
-        return savers_of(self.callbacks)
+        return get_checkpoint_callbacks(self.callbacks)
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -373,9 +373,9 @@ class RunView:
         cover this rank's micro-batches. A name logged as `x_step` and `x_epoch` also appears as `x`: the newer of the
         two values.
         """
-        run, steps = self.run, dict[str, Any](self.run.log.train.step_values())
+        run, steps = self.run, dict[str, Any](self.run.log.train.compute_step_values())
         values = run.values.newest | steps if run.log.in_train_step else steps | run.values.newest
-        for name, (of_step, of_epoch) in run.values.forks(run.log.train).items():
+        for name, (of_step, of_epoch) in run.values.get_forked_names(run.log.train).items():
             ended = of_epoch in run.values.updated or not (run.progress.in_epoch and of_step in steps)
             if newest := [each for each in (of_epoch, of_step) if each in values]:
                 values[name] = values[newest[0] if ended else newest[-1]]
@@ -387,7 +387,7 @@ class RunView:
         if self._run is None:
             return {}
         train = self._run.log.train
-        left_out = self._run.values.unlogged(train) | self._run.values.forks(train).keys()
+        left_out = self._run.values.get_unlogged_names(train) | self._run.values.get_forked_names(train).keys()
         return {name: value for name, value in self.callback_metrics.items() if name not in left_out}
 
     @property
@@ -396,7 +396,7 @@ class RunView:
 
         Tensors have no dimensions, and stay on the device of the step. Values cover this rank only.
         """
-        values: dict[str, float | torch.Tensor] = self.run.log.train.step_values(for_the_bar)
+        values: dict[str, float | torch.Tensor] = self.run.log.train.compute_step_values(is_for_progress_bar)
         if not values and self.run.step.loss is not None:
             values = {"loss": self.run.step.loss}
         return values
@@ -421,14 +421,14 @@ class RunView:
                 "True in the class of yours."
             )
         own = torch.stack(parts).sum() if parts else torch.zeros((), device=self.strategy.device)
-        return self.run.step.weighting.mean(own, self.strategy.reduce)
+        return self.run.step.weighting.compute_mean_loss(own, self.strategy.reduce)
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the step's gradient: a scalar tensor.
 
         In `on_before_optimizer_step` the gradient is not clipped yet. Collective: every rank must call this.
         """
-        return total_norm(dict.fromkeys(self.run.optim.parameters))  # manual optimizers may share parameters
+        return compute_total_norm(dict.fromkeys(self.run.optim.parameters))  # manual optimizers may share parameters
 
     # ------------------------------------------------------------------ arguments, and processes
 
@@ -462,7 +462,7 @@ class RunView:
             ConfigError: The number depends on the training loader, which is not open yet.
         """
         if self.plan.global_batch_size is None:
-            return self.plan.accumulate_in(self.current_epoch)
+            return self.plan.get_accumulation(self.current_epoch)
         loader = None if self._run is None else self._run.loaders.train
         if loader is None:
             raise ConfigError(
@@ -502,27 +502,27 @@ class RunView:
     @property
     def limit_train_batches(self) -> int | float:
         """Number or fraction of the batches per training epoch."""
-        return self._limit("train")
+        return self._get_limit("train")
 
     @property
     def limit_val_batches(self) -> int | float:
         """Number or fraction of the validation batches."""
-        return self._limit("validate")
+        return self._get_limit("validate")
 
     @property
     def limit_test_batches(self) -> int | float:
         """Number or fraction of the test batches."""
-        return self._limit("test")
+        return self._get_limit("test")
 
     @property
     def limit_predict_batches(self) -> int | float:
         """Number or fraction of the prediction batches."""
-        return self._limit("predict")
+        return self._get_limit("predict")
 
     @property
     def overfit_batches(self) -> int | float:
         """Number or fraction of the batches that every epoch repeats; 0.0: off."""
-        return self._limit("train") if self.plan.same_batches else 0.0
+        return self._get_limit("train") if self.plan.same_batches else 0.0
 
     @property
     def reload_dataloaders_every_n_epochs(self) -> int:
@@ -534,7 +534,7 @@ class RunView:
         """Optimizer steps between two written values."""
         return self.plan.log_every_n_steps
 
-    def _limit(self, stage: str) -> int | float:
+    def _get_limit(self, stage: str) -> int | float:
         limit = self.plan.limits.get(stage)
         return 1.0 if limit is None else limit
 
@@ -604,22 +604,22 @@ class RunView:
         """
         if self.run.loaders.train is None:
             open_loaders(self.run)
-        return self.plan.total_steps(self.run.loaders.epoch_lengths())
+        return self.plan.count_total_steps(self.run.loaders.get_epoch_lengths())
 
     @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of a training epoch, as a single process counts; infinite if the loader has no length."""
         if (adapter := self.run.loaders.train) is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
-        return self._batches("train", adapter)
+        return self._count_batches("train", adapter)
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of the epoch in progress at the data's present length; None if the loader has no length."""
         if self.run.loaders.train is None:
             raise ConfigError("there is no training loader: it is opened during fit.")
-        lengths = self.run.loaders.epoch_lengths()
-        return None if lengths is None else lengths.of(self.run.progress.epoch)
+        lengths = self.run.loaders.get_epoch_lengths()
+        return None if lengths is None else lengths.get_length(self.run.progress.epoch)
 
     @property
     def train_dataloader(self) -> Any:
@@ -628,42 +628,42 @@ class RunView:
         Lumen reads loaders in its own way, so iterating over this loader changes nothing in the run. With several
         processes the loader covers the data of all processes.
         """
-        return self._source("fit")
+        return self._get_source("fit")
 
     @property
     def val_dataloaders(self) -> Any:
         """Validation loader, or several, as the user gave them; None before Lumen opens them."""
-        return self._source("validate")
+        return self._get_source("validate")
 
     @property
     def test_dataloaders(self) -> Any:
         """Test loader, or several, as the user gave them; None before Lumen opens them."""
-        return self._source("test")
+        return self._get_source("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """Prediction loader, or several, as the user gave them; None before Lumen opens them."""
-        return self._source("predict")
+        return self._get_source("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each validation loader in the sanity check, as a single process counts."""
-        return self._of_evaluation("sanity", "fit")
+        return self._list_evaluation_batches("sanity", "fit")
 
     @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader, as a single process counts; infinite for a loader without a length."""
-        return self._of_evaluation("validate", "fit", "validate")
+        return self._list_evaluation_batches("validate", "fit", "validate")
 
     @property
     def num_test_batches(self) -> list[int | float]:
         """Batches of each test loader, as a single process counts; infinite for a loader without a length."""
-        return self._of_evaluation("test", "test")
+        return self._list_evaluation_batches("test", "test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Batches of each prediction loader, as a single process counts; infinite for a loader without a length."""
-        return self._of_evaluation("predict", "predict")
+        return self._list_evaluation_batches("predict", "predict")
 
     @property
     def enable_validation(self) -> bool:
@@ -683,21 +683,21 @@ class RunView:
         if not run.log.in_train_step:
             return run.progress.batches >= batches
         others = run.strategy.data_world_size - 1 if run.task.automatic_optimization else 0
-        return run.progress.batches + begun_in_step(run.step) + others >= batches
+        return run.progress.batches + count_micro_batches_started(run.step) + others >= batches
 
     @property
     def is_epoch_end(self) -> bool:
         """True in a validation or `on_train_epoch_end` if all batches of the epoch are done."""
         return self.run.ending.ends_epoch
 
-    def _source(self, stage: str) -> Any:
+    def _get_source(self, stage: str) -> Any:
         return None if self._run is None else self._run.loaders.sources.get(stage)
 
-    def _of_evaluation(self, stage: str, *runs: str) -> list[int | float]:
+    def _list_evaluation_batches(self, stage: str, *runs: str) -> list[int | float]:
         if self._run is None or self._fn not in runs:
             return []
-        return [self._batches(stage, adapter) for adapter in self._run.loaders.evaluation]
+        return [self._count_batches(stage, adapter) for adapter in self._run.loaders.evaluation]
 
-    def _batches(self, stage: str, adapter: LoaderAdapter) -> int | float:
-        batches = self.plan.batches(stage, adapter)
+    def _count_batches(self, stage: str, adapter: LoaderAdapter) -> int | float:
+        batches = self.plan.count_batches(stage, adapter)
         return math.inf if batches is None else batches

@@ -18,10 +18,10 @@ import torch
 
 from lumen.console import logger
 from lumen.errors import ConfigError
-from lumen.internals.masking import masked
-from lumen.internals.whole_files import write_private
+from lumen.internals.atomic_files import write_private
+from lumen.internals.masking import mask_secrets
 from lumen.run.run import Run
-from lumen.task.hyperparameters import HasHyperparameters, logged_hparams
+from lumen.task.hyperparameters import HasHyperparameters, get_logged_hparams
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -33,7 +33,7 @@ _MOST_ITEMS = 1000
 _LEFT_OUT = ("self", "seed", "resume", "resume_parts")
 
 
-def plain(value: Any) -> Any:
+def as_yaml_data(value: Any) -> Any:
     """Convert a value to YAML types: objects become class names, with their hyperparameters if they have any."""
     if value is None or isinstance(value, bool):
         return value
@@ -44,13 +44,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, str | PurePath | timedelta | torch.dtype | torch.device):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): as_yaml_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value] if len(value) <= _MOST_ITEMS else f"{len(value)} items"
+        return [as_yaml_data(item) for item in value] if len(value) <= _MOST_ITEMS else f"{len(value)} items"
     if isinstance(value, type) or inspect.isroutine(value):
-        return _name(value)
-    arguments = logged_hparams(value) if isinstance(value, HasHyperparameters) else {}
-    return {"class_path": _name(type(value))} | ({"init_args": plain(arguments)} if arguments else {})
+        return _get_class_name(value)
+    arguments = get_logged_hparams(value) if isinstance(value, HasHyperparameters) else {}
+    return {"class_path": _get_class_name(type(value))} | ({"init_args": as_yaml_data(arguments)} if arguments else {})
 
 
 def record_script(trainer: Trainer, run: Run) -> None:
@@ -62,19 +62,19 @@ def record_script(trainer: Trainer, run: Run) -> None:
     """
     if trainer._given is None or trainer.run_directory is None or not trainer.is_global_zero:
         return
-    defaults = {name: plain(each.default) for name, each in inspect.signature(type(trainer)).parameters.items()}
+    defaults = {name: as_yaml_data(each.default) for name, each in inspect.signature(type(trainer)).parameters.items()}
     settings = {**defaults, **trainer._given, "name": trainer.run_directory.name}
-    found: dict[str, Any] = {"seed_everything": run.seed, "model": plain(run.task)}
+    found: dict[str, Any] = {"seed_everything": run.seed, "model": as_yaml_data(run.task)}
     if run.loaders.datamodule is not None:
-        found["data"] = plain(run.loaders.datamodule)
+        found["data"] = as_yaml_data(run.loaders.datamodule)
     found["trainer"] = {name: value for name, value in settings.items() if name not in _LEFT_OUT}
     import yaml  # imported only here, to keep the import of Lumen fast
 
-    text = yaml.safe_dump(masked(found), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(mask_secrets(found), sort_keys=False, allow_unicode=True)
     write_private(trainer.run_directory / SCRIPT_FILE, _HEAD + text)
 
 
-def _name(kind: Any) -> str:
+def _get_class_name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -83,7 +83,7 @@ S = TypeVar("S")
 _OURS, _LIGHTNINGS = "LUMEN_TRAINER__", "PL_TRAINER_"
 
 
-def defaults_from_environment(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+def read_environment_defaults(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
     """Let variables such as `LUMEN_TRAINER__MAX_STEPS=9` set omitted arguments of a trainer, and log each.
 
     Values are read as YAML.
@@ -112,7 +112,7 @@ def defaults_from_environment(constructor: Callable[Concatenate[S, P], None]) ->
             except yaml.YAMLError as error:
                 raise ConfigError(f"the environment variable {variable}: {text!r} is no YAML value.") from error
             logger.info("Trainer: %s=%s is that of the environment variable %s", name, text, variable)
-        vars(self)["_given"] = plain(kwargs)
+        vars(self)["_given"] = as_yaml_data(kwargs)
         constructor(self, *args, **kwargs)
 
     return constructing

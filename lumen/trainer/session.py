@@ -1,12 +1,12 @@
 """Session: a run from opening to close, in phases. Each phase releases what it acquired, however the run ends.
 
-`opened` enters the phases in this order, and exits them in reverse order. If a phase fails, Lumen exits the phases
+`open_run` enters the phases in this order, and exits them in reverse order. If a phase fails, Lumen exits the phases
 before it. A run that rolls back exits the phases from `make_run` on. `fit` enters these phases again for a new run, and
 keeps the lock of the thread, the directory and the logs.
 
 | phase | acquires | releases |
 |---|---|---|
-| `take_turn` | the lock that allows one run at a time in a process | the lock, for the next thread |
+| `wait_for_turn` | the lock that allows one run at a time in a process | the lock, for the next thread |
 | `limit_grace` | a thread that ends the process in time after a signal | the thread |
 | `note_status` | the trainer's state "running" | "finished" or "interrupted" |
 | `switch_torch` | torch's global settings, the compiler's limit of recompilations | previous values of both |
@@ -38,32 +38,39 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 
 from lumen import callbacks
-from lumen.checkpoint import Saves, storage_of
+from lumen.checkpoint import CheckpointSaver, get_storage
 from lumen.console import logger as _log
 from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
 from lumen.errors import ConfigError
-from lumen.internals.garbage import GarbageCollection
-from lumen.internals.stop_signals import LEFT
-from lumen.loggers import Logger, with_own_record
+from lumen.internals.garbage import GarbageCollector
+from lumen.internals.stop_signals import LEFT_EXIT_CODE
+from lumen.loggers import Logger, add_csv_logger
 from lumen.loop.fit import StopRequested
 from lumen.precision import make_precision
-from lumen.profilers import profiled
+from lumen.profilers import profile_run
 from lumen.run.anomalies import OperationFinder
+from lumen.run.error_notes import note_place
 from lumen.run.goodput import Goodput
-from lumen.run.place import note_place
 from lumen.run.run import Run
 from lumen.strategies import check_data_ranks
-from lumen.strategies.factory import unused_devices
+from lumen.strategies.factory import describe_unused_devices
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import Hooks, check_hooks, fitted, misspelt_hooks, overridden_state_dicts, overrides
+from lumen.task.hooks import (
+    Hooks,
+    check_hooks,
+    describe_misspelt_hooks,
+    describe_overridden_state_dicts,
+    fit_to_signature,
+    is_overridden,
+)
 from lumen.task.task_module import TaskModule
-from lumen.trainer.logs import apart_from_others, console_log, log_file, record
-from lumen.trainer.process_settings import torch_settings, turn, write_environment
+from lumen.trainer.hang_watch import debug_one_rank, watch_run
+from lumen.trainer.logs import log_status, log_to_console, log_to_file, separate_nested_runs
+from lumen.trainer.process_settings import set_torch_switches, take_process_turn, write_environment
 from lumen.trainer.run_directory import RunDirectory
-from lumen.trainer.stop_request import Grace, interruption, stop_signals
-from lumen.trainer.telling import checkpoints_of, tell_failure, tell_restart, tell_stop
-from lumen.trainer.watch import debuggable, watched
+from lumen.trainer.status_messages import list_checkpoint_folders, log_failure, log_restart, log_stop
+from lumen.trainer.stop_request import GracePeriod, handle_stop_signals, make_interruption
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
@@ -96,21 +103,21 @@ class Session:
         watch: Event that ends the watch over the run, if set.
     """
 
-    grace: Grace
+    grace: GracePeriod
     run: Run
     watch: threading.Event
 
     def __init__(self, trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> None:
         self.trainer, self.stage, self.task = trainer, stage, task
         self.datamodule = data if isinstance(data, DataModule) else None
-        self.given = None if self.datamodule is not None else (data, val_loaders)
+        self.user_loaders = None if self.datamodule is not None else (data, val_loaders)
         self.trains = stage == "fit"
         self.replaced: list[callbacks.Callback] = []
         self.directory: Path | None = None
         self.check_home: Callable[[], None] | None = None
         self.loggers: list[Logger] = []
 
-    def check(self) -> None:
+    def check_and_launch(self) -> None:
         """Check the hooks, add the task's callbacks, and start other processes if they are missing.
 
         Raises:
@@ -128,15 +135,15 @@ class Session:
             relaunch(trainer.world_size, trainer.max_restarts)
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Enter the phases of the session, after `check`; within this context `new_run` opens one run after another."""
+    def open_session(self) -> Iterator[None]:
+        """Enter the phases of the session, after `check_and_launch`; within this context `open_run` opens one run after another."""
         with ExitStack() as entered:
             for phase in PHASES:
                 entered.enter_context(phase(self))
             yield
 
     @contextmanager
-    def new_run(self) -> Iterator[Run]:
+    def open_run(self) -> Iterator[Run]:
         """Open a run within the context.
 
         Raises:
@@ -160,10 +167,10 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
         ConfigError: The task returned other objects than callbacks, or its callbacks contradict the trainer's settings.
     """
     replaced: list[callbacks.Callback] = []
-    if trainer._asks_task and overrides(task, "configure_callbacks"):
+    if trainer._asks_task and is_overridden(task, "configure_callbacks"):
         where = f"{type(task).__name__}.configure_callbacks"
         with task._opened_by(trainer):
-            given = callbacks.listed(where, task.configure_callbacks())
+            given = callbacks.as_callback_list(where, task.configure_callbacks())
         saving = any(isinstance(each, callbacks.ModelCheckpoint) for each in given)
         if saving and stage == "fit" and not (trainer.enable_checkpointing or trainer.fast_dev_run):
             raise ConfigError(
@@ -171,13 +178,15 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
             )
         if not trainer.enable_checkpointing or (stage != "fit" and trainer.run_directory is not None):
             given = [each for each in given if not isinstance(each, callbacks.ModelCheckpoint)]
-        trainer.callbacks, replaced = callbacks.joined(trainer.callbacks, given)
-    trainer.plan = callbacks.scheduled(trainer.plan, trainer.callbacks, replaced)  # the user may have added one
+        trainer.callbacks, replaced = callbacks.merge_callbacks(trainer.callbacks, given)
+    trainer.plan = callbacks.apply_accumulation_schedule(
+        trainer.plan, trainer.callbacks, replaced
+    )  # the user may have added one
     return replaced
 
 
 @contextmanager
-def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
+def open_run(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loaders: Any) -> Iterator[Run]:
     """Run a stage within the context: a session with one run.
 
     Raises:
@@ -185,22 +194,22 @@ def opened(trainer: Trainer, stage: str, task: TaskModule, data: Any, val_loader
         KeyboardInterrupt: A signal asked the run to stop.
     """
     session = Session(trainer, stage, task, data, val_loaders)
-    session.check()
-    with session.opened(), session.new_run() as run:
+    session.check_and_launch()
+    with session.open_session(), session.open_run() as run:
         yield run
 
 
 @contextmanager
-def take_turn(session: Session) -> Iterator[None]:
+def wait_for_turn(session: Session) -> Iterator[None]:
     """Wait until no other thread of this process has a run."""
-    with turn(session.task, session.datamodule, trains=session.trains):
+    with take_process_turn(session.task, session.datamodule, trains=session.trains):
         yield
 
 
 @contextmanager
 def limit_grace(session: Session) -> Iterator[None]:
     """Start the thread that limits the time from a signal to the end of the process."""
-    with closed(Grace(session.trainer.grace_s, saves=session.trains)) as session.grace:
+    with closed(GracePeriod(session.trainer.grace_s, saves=session.trains)) as session.grace:
         yield
 
 
@@ -221,7 +230,7 @@ def note_status(session: Session) -> Iterator[None]:
 def switch_torch(session: Session) -> Iterator[None]:
     """Set torch's global settings from the trainer's arguments."""
     trainer = session.trainer
-    switches = torch_settings(
+    switches = set_torch_switches(
         deterministic=trainer.deterministic, detect_anomaly=trainer.detect_anomaly,
         matmul_precision=trainer.matmul_precision, benchmark=trainer.benchmark,
     )  # fmt: skip
@@ -233,14 +242,17 @@ def switch_torch(session: Session) -> Iterator[None]:
 def show_messages(session: Session) -> Iterator[None]:
     """Show messages in the terminal, and log notices and warnings about the arguments."""
     trainer, task = session.trainer, session.task
-    with apart_from_others(has_files=False), console_log(trainer.log_settings, shown=trainer.is_global_zero):
-        if notice := unused_devices(trainer.strategy):
+    with separate_nested_runs(has_files=False), log_to_console(trainer.log_settings, shown=trainer.is_global_zero):
+        if notice := describe_unused_devices(trainer.strategy):
             _log.info(notice)
         if trainer.detect_anomaly and trainer.compilation.setting:
             _log.info("detect_anomaly looks at every operation: nothing is compiled in this run")
         if names := ", ".join(type(each).__name__ for each in session.replaced):
             _log.info("the callbacks of %s.configure_callbacks take the place of: %s", type(task).__name__, names)
-        for notice in [*misspelt_hooks(task, session.datamodule, trainer.callbacks), *overridden_state_dicts(task)]:
+        for notice in [
+            *describe_misspelt_hooks(task, session.datamodule, trainer.callbacks),
+            *describe_overridden_state_dicts(task),
+        ]:
             _log.warning(notice)
         yield
 
@@ -250,14 +262,14 @@ def connect_processes(session: Session) -> Iterator[None]:
     """Connect the processes of the run. Collective: every rank must call this."""
     trainer = session.trainer
     strategy, processes = trainer.strategy, trainer.processes
-    with processes.explained():
+    with processes.explain_lost_ranks():
         strategy.connect()
         check_data_ranks(strategy)
         if strategy.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(strategy.device)  # `memory_mb` is the peak of this run
-        trainer.name = _agree_on_name_and_callbacks(trainer)
+        trainer.name = _share_run_name(trainer)
         if session.trains:
-            processes.together(partial(_check_places, trainer))
+            processes.run_on_all(partial(_check_checkpoint_places, trainer))
         yield
 
 
@@ -268,21 +280,23 @@ def claim_directory(session: Session) -> Iterator[None]:
     if not session.trains:
         yield
         return
-    launchers = {each for each in processes.gather(processes.launcher) if each is not None}
+    launchers = {each for each in processes.all_gather(processes.launcher) if each is not None}
 
     def claim() -> tuple[Path | None, bool]:
-        origin.check()
+        origin.check_weights()
         if trainer.fast_dev_run or not (trainer.loggers or trainer.enable_checkpointing):
             return None, False
         root, name = trainer.default_root_dir, str(trainer.name)
-        directory = closing.enter_context(RunDirectory.claim(root, name, reuse=origin.stays, launchers=launchers))
-        session.check_home = directory.check
-        if not (origin.stays or directory.restarted):
-            closing.callback(_give_back_if_unused, trainer, directory.path)
+        directory = closing.enter_context(
+            RunDirectory.claim(root, name, reuse=origin.keeps_directory, launchers=launchers)
+        )
+        session.check_home = directory.check_claim
+        if not (origin.keeps_directory or directory.restarted):
+            closing.callback(_remove_unused_directory, trainer, directory.path)
         return directory.path, directory.restarted
 
     with ExitStack() as closing:
-        trainer.run_directory, origin.restarted = processes.on_rank_zero(claim)
+        trainer.run_directory, origin.restarted = processes.run_on_rank_zero(claim)
         session.directory = trainer.run_directory
         yield
 
@@ -298,23 +312,23 @@ def write_logs(session: Session) -> Iterator[None]:
         yield
         return
     with ExitStack() as closing:
-        closing.enter_context(apart_from_others(has_files=True))
+        closing.enter_context(separate_nested_runs(has_files=True))
         if processes.is_global_zero:
-            closing.enter_context(log_file(directory / "run.log", trainer.log_settings))
+            closing.enter_context(log_to_file(directory / "run.log", trainer.log_settings))
         if processes.world_size > 1:
             began = processes.broadcast(f"{datetime.now():%Y%m%d-%H%M%S}")
             (directory / "logs").mkdir(parents=True, exist_ok=True)
             file = directory / "logs" / f"{began}-rank{processes.rank}.log"
-            closing.enter_context(log_file(file, trainer.log_settings))
+            closing.enter_context(log_to_file(file, trainer.log_settings))
             processes.barrier()  # All files are open before a failure can remove the directory.
-        record("the run is in %s", directory)
+        log_status("the run is in %s", directory)
         try:
-            with processes.explained():  # `run.log` then names the error that is raised.
+            with processes.explain_lost_ranks():  # `run.log` then names the error that is raised.
                 yield
         except (Exception, SystemExit) as error:
-            if not _is_by_signal(error):
+            if not _is_stop_by_signal(error):
                 step = session.run.progress.step if trainer._started else 0
-                tell_failure(error, step, trainer, directory, stays=_stays(trainer))
+                log_failure(error, step, trainer, directory, stays=_is_directory_kept(trainer))
             raise
 
 
@@ -325,27 +339,29 @@ def make_run(session: Session) -> Iterator[None]:
     origin, checkpoint = trainer.origin, None
     writes = directory is not None and processes.is_global_zero
     goodput = Goodput(directory if writes else None, lambda: session.run.step.counters.waited_s)
-    session.loggers = with_own_record(trainer.loggers) if writes else []
+    session.loggers = add_csv_logger(trainer.loggers) if writes else []
     if session.trains:
-        earlier = checkpoints_of(trainer, trainer.default_root_dir / str(trainer.name))
-        checkpoint = origin.find(checkpoints_of(trainer), earlier, processes, writes=directory is not None)
-        tell_restart(trainer, checkpoint)
-    seed = processes.on_rank_zero(partial(origin.seed_of, checkpoint, trainer.seed))
+        earlier = list_checkpoint_folders(trainer, trainer.default_root_dir / str(trainer.name))
+        checkpoint = origin.find_checkpoint(
+            list_checkpoint_folders(trainer), earlier, processes, writes=directory is not None
+        )
+        log_restart(trainer, checkpoint)
+    seed = processes.run_on_rank_zero(partial(origin.choose_seed, checkpoint, trainer.seed))
     precision = make_precision(trainer.precision)
     precision.setup(trainer.strategy.device)
     with ExitStack() as closing:
-        closing.callback(OperationFinder.lift, precision)
+        closing.callback(OperationFinder.remove_from, precision)
         run = session.run = trainer._run = Run(
-            session.stage, session.task, session.datamodule, session.given, strategy=trainer.strategy,
+            session.stage, session.task, session.datamodule, session.user_loaders, strategy=trainer.strategy,
             plan=trainer.plan, precision=precision, hooks=Hooks(session.task, trainer.callbacks, trainer),
             compilation=trainer.compilation, seed=seed, loggers=session.loggers, goodput=goodput, checkpoint=checkpoint,
             make_saves=partial(
-                Saves, check_home=session.check_home, are_on=trainer.enable_checkpointing, stays=origin.stays,
+                CheckpointSaver, check_run_directory=session.check_home, is_enabled=trainer.enable_checkpointing, stays=origin.keeps_directory,
                 switches={name: getattr(trainer, name) for name in _SWITCHES},
             ),
         )  # fmt: skip
         if session.trains:
-            trainer._counted = run.progress
+            trainer._shown_progress = run.progress
         if writes:
             closing.callback(lambda: goodput.close(run.progress.step))
         yield
@@ -354,7 +370,10 @@ def make_run(session: Session) -> Iterator[None]:
 @contextmanager
 def watch_progress(session: Session) -> Iterator[None]:
     """Watch for a hang, and let `breakpoint()` open its prompt on only one of several ranks."""
-    with debuggable(session.trainer.processes), watched(session.run, session.trainer.run_directory) as session.watch:
+    with (
+        debug_one_rank(session.trainer.processes),
+        watch_run(session.run, session.trainer.run_directory) as session.watch,
+    ):
         yield
 
 
@@ -362,28 +381,28 @@ def watch_progress(session: Session) -> Iterator[None]:
 def open_loggers(session: Session) -> Iterator[None]:
     """Open the loggers on the first process, for a run with a directory. Collective: every rank must call this."""
     trainer, run, directory = session.trainer, session.run, session.directory
-    run.agree_on_logging()
+    run.sync_logging_flags()
     with ExitStack() as closing:
         if directory is not None:
             if trainer.is_global_zero:
                 write_environment(directory, trainer.strategy)
             for logger in [*trainer.loggers, *session.loggers]:
                 logger.run_directory = directory
-            trainer.processes.on_rank_zero(partial(_open_loggers, session, directory, closing))
+            trainer.processes.run_on_rank_zero(partial(_open_loggers, session, directory, closing))
         yield
 
 
 def _open_loggers(session: Session, directory: Path, closing: ExitStack) -> None:
-    checkpoint = session.run.checkpoint if session.trainer.origin.stays else None
+    checkpoint = session.run.checkpoint if session.trainer.origin.keeps_directory else None
     for logger in session.loggers:  # Without a state the length of its record is unknown.
         logger.open(directory, resumed=checkpoint is not None and logger.state_key in checkpoint.state["loggers"])
-        closing.push(partial(_finalize, logger))
+        closing.push(partial(_finalize_logger, logger))
 
 
 @contextmanager
 def catch_signals(session: Session) -> Iterator[None]:
     """Let the first signal finish the step, save and end the run."""
-    with stop_signals(session.trainer, session.run, session.grace):
+    with handle_stop_signals(session.trainer, session.run, session.grace):
         yield
 
 
@@ -391,7 +410,7 @@ def catch_signals(session: Session) -> Iterator[None]:
 def collect_garbage(session: Session) -> Iterator[None]:
     """Collect garbage only at every n-th step, if the trainer's argument requests this."""
     every = session.trainer.gc_every_n_steps
-    with nullcontext() if every is None else closed(GarbageCollection(every, session.run)):
+    with nullcontext() if every is None else closed(GarbageCollector(every, session.run)):
         yield
 
 
@@ -406,7 +425,7 @@ def attach_task(session: Session) -> Iterator[None]:
         for hook in reversed(run.hooks.teardown):
             closing.callback(hook, session.stage)
         if datamodule is not None:
-            closing.callback(fitted(datamodule, "teardown"), session.stage)
+            closing.callback(fit_to_signature(datamodule, "teardown"), session.stage)
         closing.callback(session.watch.set)  # From here on the run may wait for a save without a limit.
         task._attach(run, session.trainer)
         if datamodule is not None:
@@ -421,12 +440,12 @@ def report_end(session: Session) -> Iterator[None]:
     try:
         yield
     except StopRequested:
-        _leave(session)
+        _leave_run(session)
     except BaseException as error:
         note_place(run, error)
         if run.processes.world_size == 1:
             with suppress(Exception):  # values cannot be read from a failed device
-                run.records.write_row()
+                run.records.write_pending_row()
         for hook in run.hooks.on_exception:
             try:
                 hook(error)
@@ -435,34 +454,34 @@ def report_end(session: Session) -> Iterator[None]:
         raise
 
 
-def _leave(session: Session) -> None:
+def _leave_run(session: Session) -> None:
     """Log how to resume, and end the process as the signal requires."""
     run = session.run
     number = run.ending.vote.stop_signal
-    leaving = interruption(number)
+    leaving = make_interruption(number)
     for hook in run.hooks.on_exception:
         hook(leaving)
-    tell_stop(session.trainer, run, number)
+    log_stop(session.trainer, run, number)
     raise leaving from None
 
 
 @contextmanager
 def profile(session: Session) -> Iterator[None]:
     """Time the parts of the run, if the trainer has a profiler."""
-    with profiled(session.run, session.trainer.profiler, session.directory):
+    with profile_run(session.run, session.trainer.profiler, session.directory):
         yield
 
 
 Phases: TypeAlias = tuple[Callable[[Session], AbstractContextManager[None]], ...]
 PHASES: Phases = (
-    take_turn, limit_grace, note_status, switch_torch, show_messages, connect_processes, claim_directory, write_logs,
+    wait_for_turn, limit_grace, note_status, switch_torch, show_messages, connect_processes, claim_directory, write_logs,
 )  # fmt: skip
 PHASES_OF_RUN: Phases = (
     make_run, watch_progress, open_loggers, catch_signals, collect_garbage, attach_task, report_end, profile,
 )  # fmt: skip
 
 
-def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:
+def _share_run_name(trainer: Trainer) -> str | None:
     """Return rank 0's name of the run. Collective.
 
     Raises:
@@ -470,46 +489,46 @@ def _agree_on_name_and_callbacks(trainer: Trainer) -> str | None:
     """
     shown = (callbacks.ThroughputMonitor, callbacks.ModelSummary, callbacks.ProgressBar)
     acting = [(type(each).__qualname__, each.state_key) for each in trainer.callbacks if not isinstance(each, shown)]
-    (name, first), *others = trainer.processes.gather((trainer.name, acting))
+    (name, first), *others = trainer.processes.all_gather((trainer.name, acting))
     for rank, (_, found) in enumerate(others, 1):
         if found != first:
             raise ConfigError(
-                f"callbacks differ between ranks: rank 0 has {_in_words(first)}; rank {rank} has "
-                f"{_in_words(found)}. What callbacks agree on all ranks agree on, in one order: give every rank "
+                f"callbacks differ between ranks: rank 0 has {_describe_arguments(first)}; rank {rank} has "
+                f"{_describe_arguments(found)}. What callbacks agree on all ranks agree on, in one order: give every rank "
                 "the same ones in the same order. One that acts on a single rank can ask trainer.is_global_zero."
             )
     return name
 
 
-def _in_words(acting: Iterable[tuple[str, str]]) -> str:
+def _describe_arguments(acting: Iterable[tuple[str, str]]) -> str:
     return ", ".join(key if key.startswith(kind) else f"{kind} ({key})" for kind, key in acting) or "none"
 
 
-def _check_places(trainer: Trainer) -> None:
+def _check_checkpoint_places(trainer: Trainer) -> None:
     """Raise if this process cannot write where callbacks save: every process writes its own part of a checkpoint."""
     given = [each.given_dirpath for each in trainer.callbacks if isinstance(each, callbacks.ModelCheckpoint)]
     given += [each.dirpath for each in trainer.callbacks if isinstance(each, callbacks.OnExceptionCheckpoint)]
     for place in given:
         if place is not None:
-            storage_of(place).check_writable(place)
+            get_storage(place).check_writable(place)
 
 
-def _give_back_if_unused(trainer: Trainer, directory: Path) -> None:
+def _remove_unused_directory(trainer: Trainer, directory: Path) -> None:
     """Remove the directory of a run that failed before its training began, so that its name stays free."""
-    if not _stays(trainer):
+    if not _is_directory_kept(trainer):
         shutil.rmtree(directory, ignore_errors=True)  # the user needs to see the failure, not this error
 
 
-def _stays(trainer: Trainer) -> bool:
+def _is_directory_kept(trainer: Trainer) -> bool:
     """Return True if the run directory is kept: training began in this part of the run or in an earlier one."""
-    return trainer._started or trainer.origin.stays
+    return trainer._started or trainer.origin.keeps_directory
 
 
-def _finalize(logger: Logger, kind: Any, error: BaseException | None, traceback: Any) -> None:
+def _finalize_logger(logger: Logger, kind: Any, error: BaseException | None, traceback: Any) -> None:
     """Finalize a logger with the status of the run: "success", "interrupted" or "failed"."""
-    logger.finalize("success" if error is None else "interrupted" if _is_by_signal(error) else "failed")
+    logger.finalize("success" if error is None else "interrupted" if _is_stop_by_signal(error) else "failed")
 
 
-def _is_by_signal(error: BaseException) -> bool:
+def _is_stop_by_signal(error: BaseException) -> bool:
     """Return True if the error ends a run that was asked to stop."""
-    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in LEFT)
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in LEFT_EXIT_CODE)

@@ -16,22 +16,22 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from lumen.console import in_notebook, logger, stderr, stdout
-from lumen.internals.stop_signals import SIGNALS, exit_code, is_obeyed, is_same_request
+from lumen.internals.stop_signals import SIGNALS, get_exit_code, is_same_request, should_obey
 from lumen.run.run import Run
-from lumen.trainer.logs import record
-from lumen.trainer.telling import tell_stop
+from lumen.trainer.logs import log_status
+from lumen.trainer.status_messages import log_stop
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
-_LAST_WORDS_S = 2.0  # limit for the last messages, which a blocked terminal or store may delay
+_FINAL_OUTPUT_S = 2.0  # limit for the last messages, which a blocked terminal or store may delay
 _EVALUATION_S = 30.0  # default limit of an evaluation, which saves nothing
 _SECOND_S = 5.0  # limit after the second signal; a main thread that runs Python obeys within milliseconds
 _OVER, _LATE = 0, -1
 
 
 @final
-class Grace:
+class GracePeriod:
     """Thread that waits for a signal, and ends the process if the run does not end in time.
 
     The thread reads signals from the operating system's wakeup descriptor, because a main thread inside a collective
@@ -46,16 +46,16 @@ class Grace:
     def __init__(self, limit_s: float | None, *, saves: bool) -> None:
         self._limit_s, self._saves = limit_s, saves
         self._is_interactive = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive)
-        self._heard, self._hears = os.pipe()
-        os.set_blocking(self._hears, False)
+        self._received, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
         self._numbers: Collection[int] = ()
         self._tell: Callable[[int, str], None] = lambda number, reason: None
         self._obeys: Callable[[], bool] = lambda: True
-        self._thread = threading.Thread(target=self._wait, name="lumen-grace", daemon=True)
+        self._thread = threading.Thread(target=self._watch_signals, name="lumen-grace", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def listening(
+    def listen(
         self, numbers: Collection[int], tell: Callable[[int, str], None], obeys: Callable[[], bool]
     ) -> Iterator[None]:
         """Start the time limit at the first signal within the context. Call it in the main thread.
@@ -67,7 +67,7 @@ class Grace:
             obeys: Function that returns True if the main thread obeys a second signal, or a save is in progress.
         """
         self._numbers, self._tell, self._obeys = numbers, tell, obeys
-        before = signal.set_wakeup_fd(self._hears, warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         try:
             yield
         finally:
@@ -75,19 +75,19 @@ class Grace:
 
     def close(self) -> None:
         """End the thread after the run."""
-        os.write(self._hears, bytes([_OVER]))
+        os.write(self._write_end, bytes([_OVER]))
         self._thread.join()
-        os.close(self._hears)
-        os.close(self._heard)
+        os.close(self._write_end)
+        os.close(self._received)
 
-    def _wait(self) -> None:
-        if (first := self._next(math.inf)) == _OVER:
+    def _watch_signals(self) -> None:
+        if (first := self._wait_for_signal(math.inf)) == _OVER:
             return
         began_s, second = time.monotonic(), None
-        limit_s, text = self._limit_after(first)
+        limit_s, text = self._get_limit(first)
         while True:
             left_s = limit_s - (time.monotonic() - began_s)
-            number = self._next(left_s if second is None else min(left_s, _SECOND_S))
+            number = self._wait_for_signal(left_s if second is None else min(left_s, _SECOND_S))
             passed_s = time.monotonic() - began_s
             if number == _OVER:
                 return
@@ -95,11 +95,11 @@ class Grace:
                 if not (self._is_interactive or is_same_request(first, number, passed_s)):
                     second = number
             elif passed_s >= limit_s:
-                self._exit(first, f"not done within {text}")
+                self._exit_process(first, f"not done within {text}")
             elif second is not None and not self._obeys():
-                self._exit(second, "at once")
+                self._exit_process(second, "at once")
 
-    def _limit_after(self, number: int) -> tuple[float, str]:
+    def _get_limit(self, number: int) -> tuple[float, str]:
         """Return the time limit after a signal, in seconds and in words."""
         if self._limit_s is not None:
             return self._limit_s, f"grace_s={self._limit_s:g}"
@@ -107,48 +107,48 @@ class Grace:
             return math.inf, ""
         return _EVALUATION_S, f"{_EVALUATION_S:g} s, which grace_s changes"
 
-    def _next(self, limit_s: float) -> int:
+    def _wait_for_signal(self, limit_s: float) -> int:
         """Return the next signal that asks the run to stop, `_OVER` for an ended run, or `_LATE` after `limit_s`."""
         until_s = time.monotonic() + limit_s
         poll = select.poll()
-        poll.register(self._heard, select.POLLIN)
+        poll.register(self._received, select.POLLIN)
         while (left_s := until_s - time.monotonic()) > 0:
             if poll.poll(None if left_s == math.inf else left_s * 1000):
-                number = os.read(self._heard, 1)[0]
+                number = os.read(self._received, 1)[0]
                 if number == _OVER or number in self._numbers:
                     return number
         return _LATE
 
-    def _exit(self, number: int, reason: str) -> NoReturn:
-        call_within(_LAST_WORDS_S, lambda: self._say(number, reason))
+    def _exit_process(self, number: int, reason: str) -> NoReturn:
+        call_with_timeout(_FINAL_OUTPUT_S, lambda: self._announce(number, reason))
         for child in multiprocessing.active_children():
             child.kill()
-        os._exit(exit_code(number))
+        os._exit(get_exit_code(number))
 
-    def _say(self, number: int, reason: str) -> None:
+    def _announce(self, number: int, reason: str) -> None:
         self._tell(number, reason)
         stdout.flush()
         stderr.flush()
 
 
-def call_within(limit_s: float, function: Callable[[], object]) -> None:
+def call_with_timeout(limit_s: float, function: Callable[[], object]) -> None:
     """Call a function in a thread, and wait at most `limit_s` seconds, because a hung run may hold a lock."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(limit_s)
 
 
-def _hear_no_more() -> None:
+def _ignore_in_child() -> None:
     """Detach a forked child from the wakeup descriptor, so that its signals do not reach the parent."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_hear_no_more)
+os.register_at_fork(after_in_child=_ignore_in_child)
 
 
 @contextmanager
-def stop_signals(trainer: Trainer, run: Run, grace: Grace) -> Iterator[None]:
+def handle_stop_signals(trainer: Trainer, run: Run, grace: GracePeriod) -> Iterator[None]:
     """Let the first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 within the context finish the step, save and end the run.
 
     A second signal ends the run at once, except that a save in progress is completed. Lumen does not handle SIGHUP and
@@ -164,16 +164,16 @@ def stop_signals(trainer: Trainer, run: Run, grace: Grace) -> Iterator[None]:
         return
 
     def tell(number: int, reason: str) -> None:
-        tell_stop(trainer, run, number, reason)
+        log_stop(trainer, run, number, reason)
 
     before: dict[int, Any] = {}
-    request = _StopRequest(run, before)
+    request = _StopHandler(run, before)
     for number in SIGNALS:
         handler = signal.getsignal(number)
-        if isinstance(handler, _StopRequest) or is_obeyed(number, handler):  # handler of an outer run
+        if isinstance(handler, _StopHandler) or should_obey(number, handler):  # handler of an outer run
             before[number] = signal.signal(number, request)
     try:
-        with grace.listening(before.keys(), tell, lambda: request.has_left or run.saves.is_writing):
+        with grace.listen(before.keys(), tell, lambda: request.has_left or run.saves.is_writing):
             yield
     finally:
         for known, handler in before.items():
@@ -181,7 +181,7 @@ def stop_signals(trainer: Trainer, run: Run, grace: Grace) -> Iterator[None]:
 
 
 @final
-class _StopRequest:
+class _StopHandler:
     """Signal handler of a run.
 
     Args:
@@ -195,7 +195,7 @@ class _StopRequest:
     def __init__(self, run: Run, before: Mapping[int, Any]) -> None:
         self._run, self._before = run, before
         self._process, self._first_s = os.getpid(), -math.inf
-        self._is_telling = self.has_left = False
+        self._is_announcing = self.has_left = False
         self._meanwhile: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -205,29 +205,29 @@ class _StopRequest:
             return
         if vote.requested is not None and is_same_request(vote.requested, number, time.monotonic() - self._first_s):
             return
-        if self._is_telling and self._meanwhile is None:  # an interrupted message would be written twice
+        if self._is_announcing and self._meanwhile is None:  # an interrupted message would be written twice
             self._meanwhile = number
         elif vote.requested is not None:  # even if a blocked terminal delays the answer
-            self._leave(number)
+            self._leave_run(number)
         else:
             self._first_s = time.monotonic()  # before the request: a signal may come between these lines
-            vote.request(number)
-            self._is_telling = True
+            vote.request_stop(number)
+            self._is_announcing = True
             logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
-            self._is_telling = False
+            self._is_announcing = False
             if self._meanwhile is not None:
-                self._leave(self._meanwhile)
+                self._leave_run(self._meanwhile)
 
-    def _leave(self, number: int) -> None:
+    def _leave_run(self, number: int) -> None:
         self.has_left = True
         for known, handler in self._before.items():
             signal.signal(known, handler)
-        record("stopped at once: %s", signal.Signals(number).name)
+        log_status("stopped at once: %s", signal.Signals(number).name)
         if self._run.saves.is_writing:
             logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
-        raise interruption(number)
+        raise make_interruption(number)
 
 
-def interruption(number: int | None) -> BaseException:
+def make_interruption(number: int | None) -> BaseException:
     """Return the exception for a stop request: KeyboardInterrupt for Ctrl-C, else SystemExit with an exit code."""
-    return KeyboardInterrupt() if number in (None, signal.SIGINT) else SystemExit(exit_code(int(number or 0)))
+    return KeyboardInterrupt() if number in (None, signal.SIGINT) else SystemExit(get_exit_code(int(number or 0)))

@@ -13,20 +13,34 @@ from lumen.callbacks import (
     ModelSummary,
     ProgressBar,
     ThroughputMonitor,
+    apply_accumulation_schedule,
     choose_callbacks,
-    scheduled,
 )
-from lumen.checkpoint import Part, Weights, as_place, malformed_is_damaged
+from lumen.checkpoint import Part, Weights, as_path_or_url, treat_malformed_as_damaged
 from lumen.errors import ConfigError
-from lumen.errors.arguments import at_least, checked, local_path, more_than_zero, refuse_unknown
+from lumen.errors.arguments import (
+    check_arguments,
+    check_at_least,
+    check_positive,
+    expand_path,
+    refuse_unknown_arguments,
+)
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_SAVE, NEUTRAL
 from lumen.loggers import Logger, LoggerName, as_loggers
-from lumen.loop.fit import train
+from lumen.loop.fit import train_run
 from lumen.precision import Precision, make_precision
 from lumen.profilers import Profiler, make_profiler
-from lumen.random import checked_seed
-from lumen.run.open_loaders import one_source
-from lumen.run.plan import Duration, Plan, accumulation, batch_limit, count_limit, duration_s, validation_interval
+from lumen.random import check_seed
+from lumen.run.open_loaders import choose_source
+from lumen.run.plan import (
+    Duration,
+    Plan,
+    parse_accumulation,
+    parse_batch_limit,
+    parse_count_limit,
+    parse_duration_s,
+    parse_validation_interval,
+)
 from lumen.run.run import Run
 from lumen.strategies import Strategy, make_strategy
 from lumen.task.compile import Compilation
@@ -34,9 +48,9 @@ from lumen.task.data_module import DataModule
 from lumen.task.hooks import check_training
 from lumen.task.task_module import TaskModule
 from lumen.trainer.logs import LogSettings
-from lumen.trainer.prepare import Origin, begin_training, end_training, evaluate_all, roll_back
+from lumen.trainer.prepare import RunOrigin, begin_training, end_training, evaluate_loaders, remove_newer_checkpoints
 from lumen.trainer.run_view import RunView
-from lumen.trainer.script_record import defaults_from_environment
+from lumen.trainer.script_record import read_environment_defaults
 from lumen.trainer.session import Session
 
 
@@ -134,8 +148,8 @@ class Trainer(RunView):
     INSTEAD, NEUTRAL, NONE_IS_DEFAULT = INSTEAD, NEUTRAL, True
     _given: dict[str, Any] | None  # arguments as plain data; None if the command line keeps the config
 
-    @defaults_from_environment
-    @checked
+    @read_environment_defaults
+    @check_arguments
     def __init__(
         self,
         *,
@@ -194,25 +208,25 @@ class Trainer(RunView):
             raise ConfigError(
                 "global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."
             )
-        at_least(
+        check_at_least(
             1, check_val_every_n_epoch=check_val_every_n_epoch, log_every_n_steps=log_every_n_steps,
             global_batch_size=global_batch_size, gc_every_n_steps=gc_every_n_steps,
         )  # fmt: skip
-        at_least(
+        check_at_least(
             0, min_epochs=min_epochs, min_steps=min_steps, fast_dev_run=fast_dev_run,
             reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs, max_restarts=max_restarts,
         )  # fmt: skip
-        at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
-        more_than_zero(gradient_clip_val=gradient_clip_val, grace_s=grace_s)
+        check_at_least(-1, num_sanity_val_steps=num_sanity_val_steps)
+        check_positive(gradient_clip_val=gradient_clip_val, grace_s=grace_s)
         self.strategy = make_strategy(strategy, accelerator, devices, num_nodes)
         self.precision = precision
         make_precision(precision).check(self.strategy.device, self.strategy.parameter_device)
         self.matmul_precision, self.benchmark = matmul_precision, benchmark
         self.compilation = Compilation(compile)
         self.fast_dev_run, self.max_restarts = int(fast_dev_run), 0 if fast_dev_run else max_restarts
-        self.name, self.default_root_dir = name, local_path(default_root_dir)
-        self.origin = self._origin = Origin(resume, resume_parts, init_from)
-        self.seed = None if seed is None else checked_seed("seed", seed)
+        self.name, self.default_root_dir = name, expand_path(default_root_dir)
+        self.origin = self._origin = RunOrigin(resume, resume_parts, init_from)
+        self.seed = None if seed is None else check_seed("seed", seed)
         self.deterministic, self.detect_anomaly, self.sync_batchnorm = deterministic, detect_anomaly, sync_batchnorm
         if sync_batchnorm and self.world_size > 1 and self.strategy.device.type == "cpu":
             raise ConfigError(
@@ -223,27 +237,27 @@ class Trainer(RunView):
         self.gc_every_n_steps, self.grace_s = gc_every_n_steps, grace_s
         self.log_settings = LogSettings(log_level, log_format)
         self.plan = Plan(
-            max_steps=count_limit("max_steps", max_steps), max_epochs=count_limit("max_epochs", max_epochs),
-            max_time_s=None if max_time is None else duration_s("max_time", max_time),
+            max_steps=parse_count_limit("max_steps", max_steps), max_epochs=parse_count_limit("max_epochs", max_epochs),
+            max_time_s=None if max_time is None else parse_duration_s("max_time", max_time),
             min_steps=min_steps, min_epochs=min_epochs,
             clip_norm=gradient_clip_val if gradient_clip_algorithm == "norm" else None,
             clip_value=gradient_clip_val if gradient_clip_algorithm == "value" else None,
             val_every_n_epochs=check_val_every_n_epoch, sanity_batches=num_sanity_val_steps,
             limits={
-                "train": batch_limit("limit_train_batches", limit_train_batches),
-                "validate": batch_limit("limit_val_batches", limit_val_batches),
-                "test": batch_limit("limit_test_batches", limit_test_batches),
-                "predict": batch_limit("limit_predict_batches", limit_predict_batches),
+                "train": parse_batch_limit("limit_train_batches", limit_train_batches),
+                "validate": parse_batch_limit("limit_val_batches", limit_val_batches),
+                "test": parse_batch_limit("limit_test_batches", limit_test_batches),
+                "predict": parse_batch_limit("limit_predict_batches", limit_predict_batches),
             },
             log_every_n_steps=log_every_n_steps, inference_mode=inference_mode, halve_on_oom=halve_on_oom,
-            accumulate=accumulation("accumulate_grad_batches", accumulate_grad_batches),
+            accumulate=parse_accumulation("accumulate_grad_batches", accumulate_grad_batches),
             global_batch_size=global_batch_size, reload_every_n_epochs=reload_dataloaders_every_n_epochs,
-            **validation_interval(val_check_interval),
+            **parse_validation_interval(val_check_interval),
         )  # fmt: skip
         if overfit_batches:
-            self.plan = self.plan.overfitting(overfit_batches)
+            self.plan = self.plan.with_overfitting(overfit_batches)
         if self.fast_dev_run:
-            self.plan, logger = self.plan.trial(self.fast_dev_run), False
+            self.plan, logger = self.plan.as_fast_dev_run(self.fast_dev_run), False
         self.loggers = as_loggers(logger)
         defaults: dict[type[Callback], bool] = {
             ThroughputMonitor: bool(self.loggers),
@@ -251,7 +265,7 @@ class Trainer(RunView):
             ProgressBar: enable_progress_bar,
         }
         self.callbacks = choose_callbacks(callbacks, defaults, checkpointing=enable_checkpointing)
-        self.plan = scheduled(self.plan, self.callbacks)
+        self.plan = apply_accumulation_schedule(self.plan, self.callbacks)
         self.enable_checkpointing = enable_checkpointing and not self.fast_dev_run
         if self.fast_dev_run:
             self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, ModelCheckpoint)]
@@ -260,7 +274,7 @@ class Trainer(RunView):
         self._status, self._fn = "initializing", None
         self._started, self._asks_task = False, True
 
-    def _leave_no_traces(self, callbacks: list[Callback], log_level: str, **plan: Any) -> None:
+    def _disable_side_effects(self, callbacks: list[Callback], log_level: str, **plan: Any) -> None:
         """Turn off files, logs, profiler and restarts for the next run, which a search or a tool discards.
 
         Args:
@@ -271,9 +285,9 @@ class Trainer(RunView):
         self.callbacks, self.loggers, self.profiler = callbacks, [], make_profiler(None)
         self.enable_checkpointing, self.max_restarts, self._asks_task = False, 0, False
         self.log_settings = LogSettings(log_level)
-        self._change(**plan)
+        self._change_settings(**plan)
 
-    def _change(self, callbacks: Iterable[Callback] = (), **plan: Any) -> None:
+    def _change_settings(self, callbacks: Iterable[Callback] = (), **plan: Any) -> None:
         """Add callbacks and change fields of the plan, before a run is opened."""
         self.callbacks = [*self.callbacks, *callbacks]
         self.plan = replace(self.plan, **plan)
@@ -308,23 +322,23 @@ class Trainer(RunView):
                 command.
         """
         check_training(model, train_dataloaders, optimizer_given=configure_optimizers is not None)
-        task, data = model, one_source(train_dataloaders, datamodule, val_dataloaders)
-        origin = self._origin.asked_for(ckpt_path)
+        task, data = model, choose_source(train_dataloaders, datamodule, val_dataloaders)
+        origin = self._origin.for_checkpoint(ckpt_path)
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
             raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
         session = Session(self, "fit", task, data, val_dataloaders)
-        session.check()
+        session.check_and_launch()
         self.origin, is_over = origin, False
-        with session.opened():
+        with session.open_session():
             while not is_over:
-                with session.new_run() as run, malformed_is_damaged(run.checkpoint):
+                with session.open_run() as run, treat_malformed_as_damaged(run.checkpoint):
                     begin_training(self, run, configure_optimizers)
-                    left_out = train(run)
+                    left_out = train_run(run)
                     is_over = left_out is None
                     if left_out is None:
                         end_training(self, run)
                     else:
-                        roll_back(self, run, left_out)
+                        remove_newer_checkpoints(self, run, left_out)
 
     def validate(
         self,
@@ -354,9 +368,9 @@ class Trainer(RunView):
         Returns:
             One dictionary of logged values per loader, equal on every rank.
         """
-        source = one_source(dataloaders, datamodule)
-        run = evaluate_all(self, "validate", model, source, ckpt_path, average=average, verbose=verbose)
-        return run.values.by_loader()
+        source = choose_source(dataloaders, datamodule)
+        run = evaluate_loaders(self, "validate", model, source, ckpt_path, average=average, verbose=verbose)
+        return run.values.list_by_loader()
 
     def test(
         self,
@@ -370,9 +384,9 @@ class Trainer(RunView):
         average: str | Sequence[str | PurePath] | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data, with the arguments and the result of `validate`."""
-        source = one_source(dataloaders, datamodule)
-        run = evaluate_all(self, "test", model, source, ckpt_path, average=average, verbose=verbose)
-        return run.values.by_loader()
+        source = choose_source(dataloaders, datamodule)
+        run = evaluate_loaders(self, "test", model, source, ckpt_path, average=average, verbose=verbose)
+        return run.values.list_by_loader()
 
     def predict(
         self,
@@ -394,9 +408,9 @@ class Trainer(RunView):
             several processes every rank has the results of all ranks, with tensors on the CPU, so these results must be
             picklable.
         """
-        source = one_source(dataloaders, datamodule)
+        source = choose_source(dataloaders, datamodule)
         keeps = return_predictions is not False
-        run = evaluate_all(self, "predict", model, source, ckpt_path, average=average, keeps_outputs=keeps)
+        run = evaluate_loaders(self, "predict", model, source, ckpt_path, average=average, keeps_outputs=keeps)
         if not keeps:
             return None
         return run.values.predictions[0] if len(run.values.predictions) == 1 else run.values.predictions
@@ -427,6 +441,6 @@ class Trainer(RunView):
         Raises:
             CheckpointError: The checkpoint could not be written; existing files are unchanged.
         """
-        refuse_unknown("save_checkpoint", unknown, INSTEAD_IN_SAVE)
+        refuse_unknown_arguments("save_checkpoint", unknown, INSTEAD_IN_SAVE)
         _ = self.optimizers  # only a training can be saved
-        self.run.saves.save_once(as_place(filepath), info or {})
+        self.run.saves.save_once(as_path_or_url(filepath), info or {})

@@ -16,16 +16,16 @@ from lumen.console import logger as _log
 from lumen.data.combined import CombinedLoader
 from lumen.errors import ConfigError
 from lumen.internals.memory import empty_device_cache
-from lumen.random import preserved_generators
+from lumen.random import preserve_generators
 from lumen.task.compile import Compilation
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
-from lumen.trainer.logs import filtered
+from lumen.trainer.logs import filter_handlers
 from lumen.trainer.trainer import Trainer
 
 
 @final
-class Trials:
+class TrialRunner:
     """Trainings of copies of a task, for a few steps, on the trainer's device, without its callbacks and loggers.
 
     Args:
@@ -53,15 +53,15 @@ class Trials:
             )
         self._trainer, self._task, self._configure = trainer, task, configure_optimizers
         run = trainer.run if trainer._status == "running" else None
-        self.given = None if run is None or configure_optimizers is not None else trainer._given_optimizers
+        self.given = None if run is None or configure_optimizers is not None else trainer._configure_optimizers
         self._seed, self._data = trainer.seed if run is None else run.seed, data
         if run is not None and data is None:
-            self._data = run.loaders.datamodule or (run.loaders.given or (None, None))[0]
+            self._data = run.loaders.datamodule or (run.loaders.user_loaders or (None, None))[0]
         self.owners: list[TaskModule | DataModule] = [task]
         if isinstance(self._data, DataModule):
             self.owners.append(self._data)
 
-    def run(self, callback: Callback, settings: dict[str, Any] | None = None, **plan: Any) -> None:
+    def run_trial(self, callback: Callback, settings: dict[str, Any] | None = None, **plan: Any) -> None:
         """Train a copy.
 
         Args:
@@ -69,10 +69,10 @@ class Trials:
             settings: Attributes and hyperparameters to set first, on the copies of the task and the data module.
             plan: Fields that differ from the trainer's plan.
         """
-        self.free()
-        trainer, task, data = self._trial(callback, plan), _copied(self._task), _copied_data(self._data)
+        self.free_memory()
+        trainer, task, data = self._make_trainer(callback, plan), _copy_task(self._task), _copy_data(self._data)
         for name, value in (settings or {}).items():
-            set_everywhere([task, data], name, value)
+            set_on_owners([task, data], name, value)
         configure = copy.deepcopy(self.given, {id(self._task): task})  # the copy's optimizer is built like the run's
         if configure is not None and configure is self.given:
             raise ConfigError(
@@ -81,15 +81,15 @@ class Trials:
             )
         if self._configure is not None:
             configure = partial(self._configure, task)
-        with preserved_generators(), filtered([*_log.handlers], lambda record: record.levelno >= logging.ERROR):
+        with preserve_generators(), filter_handlers([*_log.handlers], lambda record: record.levelno >= logging.ERROR):
             trainer.fit(task, data, configure_optimizers=configure)
 
-    def free(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory of trials, after their errors are no longer referenced."""
         gc.collect()  # tensors of a failed step and its traceback form reference cycles
         empty_device_cache(self._trainer.strategy.device)
 
-    def _trial(self, callback: Callback, plan: dict[str, Any]) -> Trainer:
+    def _make_trainer(self, callback: Callback, plan: dict[str, Any]) -> Trainer:
         trainer = copy.copy(self._trainer)
         trainer.strategy = copy.copy(trainer.strategy)  # because a strategy refers to the modules that it has placed
         if not isinstance(trainer.precision, (str, int, type)):
@@ -97,14 +97,14 @@ class Trials:
         trainer.compilation = Compilation(self._trainer.compilation.setting)
         plan = {"max_epochs": None, "max_time_s": None, "min_steps": 0, "min_epochs": 0} | plan
         limits = trainer.plan.limits | {"validate": 0}
-        trainer._leave_no_traces([callback], "ERROR", **plan, sanity_batches=0, limits=limits)
-        trainer.origin = trainer._origin = trainer.origin.anew()
+        trainer._disable_side_effects([callback], "ERROR", **plan, sanity_batches=0, limits=limits)
+        trainer.origin = trainer._origin = trainer.origin.for_trial()
         trainer.fast_dev_run, trainer.seed = 1, self._seed  # no directory, and no warnings about schedules
         trainer.run_directory, trainer._run, trainer._status = None, None, "initializing"
         return trainer
 
 
-def set_everywhere(owners: list[Any], name: str, value: Any) -> list[str]:
+def set_on_owners(owners: list[Any], name: str, value: Any) -> list[str]:
     """Set an attribute and a hyperparameter on all owners that have it, and return the changed places in words."""
     found = []
     for owner in owners:
@@ -119,14 +119,14 @@ def set_everywhere(owners: list[Any], name: str, value: Any) -> list[str]:
     return found
 
 
-def has_anywhere(owners: list[Any], name: str) -> bool:
+def has_on_owners(owners: list[Any], name: str) -> bool:
     """Return True if an owner has an attribute or a hyperparameter of this name."""
     return any(hasattr(owner, name) or name in owner.hparams for owner in owners)
 
 
-def _copied(task: TaskModule) -> TaskModule:
+def _copy_task(task: TaskModule) -> TaskModule:
     try:
-        return copy.deepcopy(task, _shared(vars(task)))
+        return copy.deepcopy(task, _find_shared_datasets(vars(task)))
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"a search trains a copy of the task, but {type(task).__name__} cannot be copied: {error}. Make what "
@@ -134,10 +134,10 @@ def _copied(task: TaskModule) -> TaskModule:
         ) from error
 
 
-def _copied_data(data: Any) -> Any:
+def _copy_data(data: Any) -> Any:
     """Copy loaders or a data module, because streams advance; copies share map-style data sets."""
     try:
-        return copy.deepcopy(data, _shared(data))
+        return copy.deepcopy(data, _find_shared_datasets(data))
     except (RuntimeError, TypeError) as error:
         _log.warning(
             "a search reads the data itself, which cannot be copied (%s): what keeps a place in it is moved", error
@@ -145,10 +145,10 @@ def _copied_data(data: Any) -> Any:
         return data
 
 
-def _shared(value: Any) -> dict[int, Any]:
+def _find_shared_datasets(value: Any) -> dict[int, Any]:
     """Return, by id, the map-style data sets in loaders, a data module, or collections of these."""
     if isinstance(value, Dataset) and not isinstance(value, IterableDataset):
         return {id(value): value}
     held = vars(value) if isinstance(value, (DataLoader, DataModule, CombinedLoader)) else value
     inside = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else ()
-    return {number: each for found in map(_shared, inside) for number, each in found.items()}
+    return {number: each for found in map(_find_shared_datasets, inside) for number, each in found.items()}

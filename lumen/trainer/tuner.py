@@ -11,21 +11,21 @@ from typing import Any, ClassVar, Literal, final
 from lumen.callbacks import Callback
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, DataError, NonFiniteLoss, TrainingError
-from lumen.errors.arguments import at_least, checked
+from lumen.errors.arguments import check_arguments, check_at_least
 from lumen.internals.memory import is_out_of_memory
-from lumen.run.open_loaders import one_source
+from lumen.run.open_loaders import choose_source
 from lumen.run.plan import Plan
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
 from lumen.trainer import lr_search
 from lumen.trainer.trainer import Trainer
-from lumen.trainer.trial import Trials, has_anywhere, set_everywhere
+from lumen.trainer.trial import TrialRunner, has_on_owners, set_on_owners
 
 Mode = Literal["power", "binsearch"]
 
 
 @final
-class LargestBatch(Callback):
+class BatchSizeCallback(Callback):
     """Callback that records the size of the largest batch.
 
     Attributes:
@@ -40,7 +40,7 @@ class LargestBatch(Callback):
         self.samples = max(self.samples, trainer.run.log.batch_samples)
 
 
-def _search(
+def _search_size(
     attempt: Callable[[int], int | None], most: int | None, first: int, trials: int, mode: Mode, margin: float
 ) -> int:
     """Return the largest micro-batch that fits into memory.
@@ -82,11 +82,11 @@ def _search(
     return fits if most is None else -(-most // -(-most // fits))
 
 
-def _attempt(trials: Trials, plan: Plan, name: str, steps: int, size: int) -> int | None:
+def _try_size(trials: TrialRunner, plan: Plan, name: str, steps: int, size: int) -> int | None:
     """Train a copy for a few steps with a batch size. Return the size of its batches, or None if memory ran out."""
-    largest, accumulates = LargestBatch(), plan.global_batch_size is not None or plan.accumulates
+    largest, accumulates = BatchSizeCallback(), plan.global_batch_size is not None or plan.has_accumulation
     try:
-        trials.run(
+        trials.run_trial(
             largest, {name: size}, max_steps=steps, accumulate={0: 1 + accumulates}, global_batch_size=None,
             halve_on_oom=False,
         )  # fmt: skip
@@ -171,18 +171,18 @@ class Tuner:
                 f"lr_find: {type(model).__name__} optimizes by hand, and which of its rates is meant is not known. "
                 "Try rates in short runs."
             )
-        rates = lr_search.rising(min_lr, max_lr, num_training, mode)
-        trials = Trials(self._trainer, model, one_source(train_dataloaders, datamodule), configure_optimizers)
+        rates = lr_search.make_rising_rates(min_lr, max_lr, num_training, mode)
+        trials = TrialRunner(self._trainer, model, choose_source(train_dataloaders, datamodule), configure_optimizers)
         if update_attr and trials.given is not None:
             raise ConfigError(
                 "lr_find: the optimizer is not the task's but that of the config, or what fit was given as "
                 "configure_optimizers. Set update_attr: false, and write the rate that is suggested there."
             )
-        name = rate_name(model, attr_name) if update_attr else ""
+        name = find_rate_name(model, attr_name) if update_attr else ""
         curve = lr_search.LearningRateCurve(mode)
         with suppress(NonFiniteLoss):  # the curve ends at this rate
-            trials.run(lr_search.RisingRate(curve, rates, early_stop_threshold), max_steps=num_training)
-        trials.free()
+            trials.run_trial(lr_search.RisingRateCallback(curve, rates, early_stop_threshold), max_steps=num_training)
+        trials.free_memory()
         if update_attr:
             if (rate := curve.suggestion()) is None:
                 raise TrainingError(
@@ -190,7 +190,7 @@ class Tuner:
                     "for the first ten and the last, none lets the loss fall. Begin with a smaller min_lr, take more "
                     "steps, or set early_stop_threshold to None."
                 )
-            _log.info("learning rate: %g, set as %s", rate, " and ".join(set_everywhere([model], name, rate)))
+            _log.info("learning rate: %g, set as %s", rate, " and ".join(set_on_owners([model], name, rate)))
         return curve
 
     def scale_batch_size(
@@ -230,30 +230,30 @@ class Tuner:
             ConfigError: The trainer has several processes, or the attribute does not exist.
             TrainingError: Not even one sample fits.
         """
-        at_least(1, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials)
+        check_at_least(1, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials)
         if mode not in ("power", "binsearch") or not 0 <= margin < 1:
             raise ConfigError(
                 f"scale_batch_size: expected the mode power or binsearch and a margin from 0 to 1, found {mode!r} and "
                 f"{margin}."
             )
-        trials = Trials(self._trainer, model, one_source(train_dataloaders, datamodule), None)
-        if not has_anywhere(trials.owners, batch_arg_name):
+        trials = TrialRunner(self._trainer, model, choose_source(train_dataloaders, datamodule), None)
+        if not has_on_owners(trials.owners, batch_arg_name):
             names = " and ".join(type(owner).__name__ for owner in trials.owners)
             raise ConfigError(
                 f"scale_batch_size: {names} has no attribute or hyperparameter {batch_arg_name}. Make the loader in a "
                 "data module or the task with a size from there, and name it as batch_arg_name."
             )
         plan = self._trainer.plan
-        attempt = partial(_attempt, trials, plan, batch_arg_name, steps_per_trial)
-        size = _search(attempt, plan.global_batch_size, init_val, max_trials, mode, margin)
-        trials.free()
-        set_everywhere([*trials.owners], batch_arg_name, size)
+        attempt = partial(_try_size, trials, plan, batch_arg_name, steps_per_trial)
+        size = _search_size(attempt, plan.global_batch_size, init_val, max_trials, mode, margin)
+        trials.free_memory()
+        set_on_owners([*trials.owners], batch_arg_name, size)
         return size
 
 
-def rate_name(model: TaskModule, given: str) -> str:
+def find_rate_name(model: TaskModule, given: str) -> str:
     """Return the name of the task's attribute or hyperparameter for the rate."""
-    found = [name for name in ([given] if given else _RATE_NAMES) if has_anywhere([model], name)]
+    found = [name for name in ([given] if given else _RATE_NAMES) if has_on_owners([model], name)]
     if len(found) == 1:
         return found[0]
     problem = f"has no attribute or hyperparameter {given or ' or '.join(_RATE_NAMES)}" if not found else "has both"
@@ -283,7 +283,7 @@ class LearningRateFinder(Callback):
         optimal_lr: The curve; None without a search.
     """
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         min_lr: float = 1e-8,
@@ -314,7 +314,7 @@ class LearningRateFinder(Callback):
         self.optimal_lr = Tuner(trainer).lr_find(task, **self._settings)
         rate = self.optimal_lr.suggestion()
         if self._settings["update_attr"]:
-            self._found = rate_name(task, self._settings["attr_name"]), rate
+            self._found = find_rate_name(task, self._settings["attr_name"]), rate
         elif rate is not None:
             _log.info("learning rate: %g is suggested", rate)
         if self._plot and trainer.run_directory is not None:
@@ -333,7 +333,7 @@ class LearningRateFinder(Callback):
         """Set the saved rate, before optimizers are built."""
         self._found = checkpoint["found"]
         if self._found is not None:
-            set_everywhere([task], *self._found)
+            set_on_owners([task], *self._found)
 
 
 @final
@@ -359,7 +359,7 @@ class BatchSizeFinder(Callback):
 
     INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": "It ends where a batch no longer fits, or after max_trials."}
 
-    @checked
+    @check_arguments
     def __init__(
         self,
         mode: Literal["power", "binsearch"] = "power",
@@ -390,4 +390,4 @@ class BatchSizeFinder(Callback):
         """Set the saved size, before loaders are created."""
         self.optimal_batch_size = checkpoint["found"]
         if self.optimal_batch_size is not None:
-            set_everywhere([task, trainer.datamodule], self._settings["batch_arg_name"], self.optimal_batch_size)
+            set_on_owners([task, trainer.datamodule], self._settings["batch_arg_name"], self.optimal_batch_size)

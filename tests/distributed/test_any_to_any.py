@@ -17,7 +17,7 @@ import lumen
 from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.format import manifest
 from lumen.checkpoint.load.restore import load_model_and_data
-from lumen.checkpoint.optimizer_state import tensors_in
+from lumen.checkpoint.optimizer_state import iterate_tensors
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
 from tests.helpers.checkpoints import bytes_read, memory_mib, same, tensors_of
@@ -133,7 +133,7 @@ class SaveAtOnce(lumen.Callback):
 
 def kinds_of(tensors):
     """Whether tensors are cut up; all of them must be, or none."""
-    (kind,) = {isinstance(each, DTensor) for each in tensors_in(tensors)}
+    (kind,) = {isinstance(each, DTensor) for each in iterate_tensors(tensors)}
     return kind
 
 
@@ -358,9 +358,9 @@ def test_ranks_read_and_hold_only_their_shard(group, tmp_path, written_by):
 
 def open_together(path):
     """The files that this rank has hashed to verify a checkpoint."""
-    processes = Processes.found()
+    processes = Processes.find()
     processes.connect(torch.device("cpu"))
-    with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as hashing:
+    with mock.patch.object(manifest, "compute_sha256", wraps=manifest.compute_sha256) as hashing:
         Checkpoint.open(path, processes=processes)
     return [call.args[0].relative_to(path).as_posix() for call in hashing.call_args_list]
 

@@ -40,7 +40,9 @@ def test_ranks_write_their_shards_from_start_of_save(group, tmp_path, strategy):
     assert found == expected
     checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
     sections = ("model", "optimizer", "extra")
-    specs = [checkpoint.spec(section, name) for section in sections for name in checkpoint.names(section)]
+    specs = [
+        checkpoint.get_spec(section, name) for section in sections for name in checkpoint.list_tensor_names(section)
+    ]
     assert sum(copied) == sum(shape.numel() * dtype.itemsize for dtype, shape in specs)
 
 
@@ -48,7 +50,7 @@ def save_at_once_and_beside(tmp_path, strategy):
     """Bytes of the copies that this process has made."""
     copied = []
     with pytest.MonkeyPatch.context() as patch:
-        disk, take = SlowDisk(patch), Snapshot.take
+        disk, take = SlowDisk(patch), Snapshot.start_copy
 
         def counted(self, sections):
             copied.extend(tensor.nbytes for tensors in sections.values() for tensor in tensors.values())
@@ -64,7 +66,7 @@ def save_at_once_and_beside(tmp_path, strategy):
             trainer.strategy.barrier()
             disk.goes_on.set()
 
-        patch.setattr(Snapshot, "take", counted)
+        patch.setattr(Snapshot, "start_copy", counted)
         callbacks = [At(step4=save_at_once, step7=go_on), saving()]
         fit(tmp_path, callbacks, strategy=strategy, max_steps=7, logger=False, accumulate_grad_batches=1)
     return sum(copied)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lumen.strategies.ddp import average
+from lumen.strategies.ddp import average_gradients
 
 SIZES = [(3,), (2, 5), (), (7 * 2**20,), (1,)]  # the fourth fills a bucket by itself
 
@@ -20,7 +20,7 @@ def of_all(rank, world, compression):
     parameters = [nn.Parameter(torch.zeros(2) if each is None else each.clone()) for each in gradients(rank)]
     for parameter, gradient in zip(parameters, gradients(rank), strict=True):
         parameter.grad = gradient
-    average(parameters, world, compression)
+    average_gradients(parameters, world, compression)
     return [(each.grad.dtype, each.grad.shape, each.grad.unique().tolist()) for each in parameters]
 
 
@@ -43,7 +43,7 @@ def test_gradients_are_averaged_in_their_dtype(group, compression):
 def rounded(compression):
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([2.0**-12 + 1])
-    average([parameter], 2, compression)
+    average_gradients([parameter], 2, compression)
     return parameter.grad.item()
 
 

@@ -60,17 +60,17 @@ def leave(rank, store, fails, later, answers):
     """Open the groups, leave them as if NCCL held them, and say how they were left."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     how = []
-    process_groups._LEAVE_S = 2.0
+    process_groups._CLOSE_TIMEOUT_S = 2.0
     process_groups.dist.get_backend = lambda group=None: "nccl" if how == ["closing"] else "gloo"
     process_groups.abort_groups = lambda: how.append("aborted")
     torch.cuda.nccl.version = lambda: (2, 27)  # torch puts it into its messages
     destroy = process_groups.dist.destroy_process_group
     process_groups.dist.destroy_process_group = lambda group=None: how.append("destroyed") or destroy(group)
-    processes = Processes.found()
+    processes = Processes.find()
     processes.address = f"file://{store}"
     processes.connect(torch.device("cpu"))
     try:
-        with processes.explained():
+        with processes.explain_lost_ranks():
             if rank in fails:
                 raise fails[rank]
     except BaseException as error:

@@ -17,7 +17,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 import lumen
-from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from lumen.checkpoint import Checkpoint, find_checkpoints, open_newest_valid
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.helpers.checkpoints import tamper
 from tests.helpers.group import refusal
@@ -131,7 +131,7 @@ def test_damaged_file_is_named_and_previous_checkpoint_used(written, tmp_path, d
         folder = copied(written[0], tmp_path / str(number))
         DAMAGES[damage](folder / NEW / name)
         complaints = []
-        assert newest_valid(folder, complaints.append).path == folder / OLD
+        assert open_newest_valid(folder, complaints.append).path == folder / OLD
         (complaint,) = complaints
         assert complaint.startswith(f"{NEW} is damaged and is not used: ")
         assert name in complaint
@@ -148,12 +148,12 @@ def test_files_that_have_changed_places_are_noticed(written, two):
                 continue
             exchange(two / NEW / name, two / NEW / other)
             complaints = []
-            assert newest_valid(two, complaints.append).path == two / OLD
+            assert open_newest_valid(two, complaints.append).path == two / OLD
             assert name in complaints[0] or other in complaints[0]
             exchange(two / NEW / name, two / NEW / other)
             swapped += 1
     assert swapped >= 2
-    assert newest_valid(two, pytest.fail).path == two / NEW
+    assert open_newest_valid(two, pytest.fail).path == two / NEW
 
 
 def exchange(one, other):
@@ -166,7 +166,7 @@ def test_a_file_more_harms_nobody(two):
     for name in ("notes.txt", "model/00009-00000.safetensors", "model/notes.txt", "more/x.safetensors"):
         (two / NEW / name).parent.mkdir(exist_ok=True)
         (two / NEW / name).write_bytes(b"anything")
-    assert newest_valid(two, pytest.fail).path == two / NEW
+    assert open_newest_valid(two, pytest.fail).path == two / NEW
 
 
 def damaged_copies(written, tmp_path):
@@ -194,7 +194,7 @@ def test_run_resumes_from_previous_checkpoint_on_all_ranks(written, group, tmp_p
         assert said.count(f"{NEW} is damaged and is not used") == 1
         folder = case / "runs/run/checkpoints"
         assert [path.name for path in find_checkpoints(folder)] == [OLD, NEW, "step-00000003"]
-        assert newest_valid(folder, pytest.fail).path.name == "step-00000003"
+        assert open_newest_valid(folder, pytest.fail).path.name == "step-00000003"
         assert (folder / f"{NEW}.damaged-1").is_dir()  # nothing is thrown away
 
 

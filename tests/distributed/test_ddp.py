@@ -570,7 +570,7 @@ def test_names_have_no_prefix_under_ddp(group, tmp_path):
     expected = names, Unwrapping, Unwrapping.forward, nn.Sequential
     assert group(2).run(look_at_names, tmp_path) == [(expected, expected)] * 2
     (saved,) = find_checkpoints(tmp_path / "runs/run/checkpoints")
-    assert sorted(Checkpoint.open(saved).names("model")) == sorted(names)
+    assert sorted(Checkpoint.open(saved).list_tensor_names("model")) == sorted(names)
 
 
 def look_at_names(folder):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lumen
-from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from lumen.checkpoint import Checkpoint, find_checkpoints, open_newest_valid
 from lumen.errors import CheckpointError
 from tests.helpers.checkpoints import same
 from tests.helpers.tasks import Regression, loader, quiet_trainer
@@ -40,7 +40,7 @@ class Fault(lumen.Callback):
 
     def on_step_end(self, trainer, task):
         if trainer.global_step == FAULTY_STEP:
-            trainer.run.saves.settle()  # the one before is to be whole
+            trainer.run.saves.finish_save()  # the one before is to be whole
             if trainer.global_rank == self.rank:
                 self.begin(trainer.run_directory)
 
@@ -137,7 +137,7 @@ def end_of(folder):
     """All tensors of the last checkpoint, by section and name."""
     checkpoint = Checkpoint.open(find_checkpoints(folder / "runs/run/checkpoints")[-1])
     assert checkpoint.info["step"] == STEPS
-    return {section: dict(checkpoint.tensors(section)) for section in ("model", "optimizer", "extra")}
+    return {section: dict(checkpoint.as_mapping(section)) for section in ("model", "optimizer", "extra")}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "asynchronous"])
@@ -154,7 +154,7 @@ def test_storage_fault_ends_all_ranks_and_run_resumes(group, folder, undisturbed
     checkpoints = folder / "runs/run/checkpoints"
     if name != "run removed":
         assert [path.name for path in find_checkpoints(checkpoints)] == ["step-00000001", "step-00000002"]
-        assert newest_valid(checkpoints, pytest.fail).info["step"] == FAULTY_STEP - 1
+        assert open_newest_valid(checkpoints, pytest.fail).info["step"] == FAULTY_STEP - 1
         assert not list(checkpoints.glob("*.tmp-*")) or (name, rank) == ("no permission", 0)
     group(2).run(fit, folder, strategy, asynchronous)
     assert same(end_of(folder), undisturbed(strategy))
@@ -179,7 +179,7 @@ def test_full_disk_raises_one_error_on_all_ranks(group, small_disk, undisturbed,
     assert message == other
     assert "No space left on device. Free space on that disk" in message
     checkpoints = small_disk / "runs/run/checkpoints"
-    assert newest_valid(checkpoints, pytest.fail).info["step"] == FAULTY_STEP - 1
+    assert open_newest_valid(checkpoints, pytest.fail).info["step"] == FAULTY_STEP - 1
     assert sorted(os.listdir(checkpoints)) == ["step-00000001", "step-00000002"]
     (small_disk / "filling").unlink()
     shutil.rmtree(checkpoints / "step-00000001")

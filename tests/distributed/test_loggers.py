@@ -7,7 +7,7 @@ import pytest
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.run.records import Records
+from lumen.run.records import RunRecords
 from tests.helpers.group import refusal
 from tests.helpers.loggers import fit
 from tests.helpers.services import of_csv, of_wandb
@@ -49,7 +49,7 @@ def broken_off_and_resumed(folder, later):
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if later:  # as on CUDA
-            patch.setattr(Records, "is_asynchronous", True)
+            patch.setattr(RunRecords, "is_asynchronous", True)
         with pytest.raises(InterruptedError):
             fit(folder, **options, callbacks=[saver, breaking_off])
         trainer = fit(folder, **options, callbacks=[saver])

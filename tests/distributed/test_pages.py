@@ -27,20 +27,20 @@ def test_methods_use_the_documented_collectives(group):
 
 def count_collectives():
     """The collectives that each method of the processes makes, in torch's own record."""
-    processes = Processes.found()
+    processes = Processes.find()
     processes.connect(torch.device("cpu"))
     calls = {
         "broadcast": partial(processes.broadcast, 1),
-        "gather": partial(processes.gather, 1),
-        "gather_on_zero": partial(processes.gather_on_zero, 1),
-        "sum": partial(processes.sum, [1.0]),
-        "begin_gather": lambda: processes.begin_gather([1.0])(),
-        "begin_sum": lambda: processes.begin_sum([1.0])(),
+        "gather": partial(processes.all_gather, 1),
+        "gather_on_zero": partial(processes.gather_on_rank_zero, 1),
+        "sum": partial(processes.all_reduce_sum, [1.0]),
+        "begin_gather": lambda: processes.start_all_gather([1.0])(),
+        "begin_sum": lambda: processes.start_sum([1.0])(),
         "barrier": processes.barrier,
-        "on_rank_zero": partial(processes.on_rank_zero, list),
-        "together": partial(processes.together, list),
-        "conclude": partial(processes.conclude, list, lambda answers: answers()),
-        "once_per_node": partial(processes.once_per_node, list),
+        "on_rank_zero": partial(processes.run_on_rank_zero, list),
+        "together": partial(processes.run_on_all, list),
+        "conclude": partial(processes.run_and_conclude, list, lambda answers: answers()),
+        "once_per_node": partial(processes.run_once_per_node, list),
     }
     return {name: recorded(call) for name, call in calls.items()}
 

@@ -22,7 +22,7 @@ import lumen
 from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.load import weights_source
 from lumen.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
-from lumen.run.ending import StopVote
+from lumen.run.run_end import StopVote
 from lumen.trainer.run_directory import RunDirectory
 from tests.helpers.checkpoints import tensors_of
 from tests.helpers.group import refusal
@@ -80,7 +80,7 @@ def test_one_rank_claims_directory_and_writes_record(group, tmp_path):
     for entry in ('"strategy": "DDP"', '"processes": 2', '"nodes": 1', '"backend": "gloo"'):
         assert entry in environment
     assert len(rows_of(first["directory"] / "metrics.csv")) == len(rows_of(alone.run_directory / "metrics.csv"))
-    assert RunDirectory.is_locked(first["directory"]) is None
+    assert RunDirectory.read_live_holder(first["directory"]) is None
 
 
 def fit_and_tell(tmp_path):
@@ -346,10 +346,10 @@ class Announcing(lumen.Callback):
         vote, self.heard = StopVote(trainer.processes), []
         vote.save_ended_here = trainer.global_rank == 1
         for beat in range(1, 7):
-            vote.poll()
+            vote.poll_when_due()
             self.heard.append(vote.save_ended)
             if beat == 3:  # it asks at every second one
-                vote.acknowledge()
+                vote.acknowledge_save()
 
 
 def test_announcement_of_one_rank_reaches_all(group, tmp_path):
@@ -369,14 +369,14 @@ class Signalled(lumen.Callback):
         slow, changing = StopVote(trainer.processes), StopVote(trainer.processes)
         for _ in range(2):
             time.sleep(0.6)
-            slow.poll()
+            slow.poll_when_due()
         for _ in range(1000):
-            changing.poll()
-        changing.change_pace()
+            changing.poll_when_due()
+        changing.reset_interval()
         time.sleep(0.6)
         for vote in (slow, changing):
             vote.requested = signal.SIGTERM if trainer.global_rank == 1 else None
-            vote.poll()
+            vote.poll_when_due()
         self.heard = slow.stop_signal, changing.stop_signal
 
 

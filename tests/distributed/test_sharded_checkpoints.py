@@ -35,7 +35,7 @@ LAYOUTS = {
 
 
 def connected():
-    processes = Processes.found()
+    processes = Processes.find()
     processes.connect(torch.device("cpu"))
     return processes
 
@@ -107,10 +107,10 @@ def test_every_tensor_layout_is_saved_once_and_exactly(group, tmp_path, world, l
     group(world).run(save_kinds, tmp_path / "step-1", layout)
     checkpoint = Checkpoint.open(tmp_path / "step-1")
     expected = kinds()
-    assert checkpoint.names("model") == list(expected)
+    assert checkpoint.list_tensor_names("model") == list(expected)
     for name, tensor in expected.items():
-        assert checkpoint.spec("model", name) == (tensor.dtype, tensor.shape)
-        assert raw(checkpoint.tensor("model", name)) == raw(tensor), name
+        assert checkpoint.get_spec("model", name) == (tensor.dtype, tensor.shape)
+        assert raw(checkpoint.read_tensor("model", name)) == raw(tensor), name
     assert checkpoint.aliases == {"tied": "one"}
     shares = [written_by(tmp_path / "step-1", rank) for rank in range(world)]
     total = nbytes(expected)
@@ -144,7 +144,7 @@ def test_each_rank_has_several_files_of_bounded_size(group, tmp_path):
         assert len(share) == 6
     checkpoint = Checkpoint.open(tmp_path / "step-1")
     for k in range(6):
-        assert torch.equal(checkpoint.tensor("optimizer", f"t{k}"), torch.arange(16.0) + k)
+        assert torch.equal(checkpoint.read_tensor("optimizer", f"t{k}"), torch.arange(16.0) + k)
 
 
 def save_many(path):
@@ -194,12 +194,16 @@ def test_all_ranks_save_their_part_of_run(group, tmp_path, strategy):
     path = tmp_path / "step-3"
     checkpoint = Checkpoint.open(path)
     for section in ("model", "optimizer"):
-        for name in checkpoint.names(section):
-            assert raw(checkpoint.tensor(section, name)) == told[0][section, name], name
+        for name in checkpoint.list_tensor_names(section):
+            assert raw(checkpoint.read_tensor(section, name)) == told[0][section, name], name
     assert checkpoint.aliases == {"narrow.weight": "wide.weight"}
     shares = [written_by(path, rank) for rank in range(world)]
     moving = [nbytes({key: tensor for key, tensor in s.items() if key[0] != "extra"}) for s in shares]
-    specs = [checkpoint.spec(section, name) for section in ("model", "optimizer") for name in checkpoint.names(section)]
+    specs = [
+        checkpoint.get_spec(section, name)
+        for section in ("model", "optimizer")
+        for name in checkpoint.list_tensor_names(section)
+    ]
     assert sum(moving) == sum(shape.numel() * dtype.itemsize for dtype, shape in specs)
     assert max(moving) < 1.25 * sum(moving) / world
     extra = [{name for section, name in share if section == "extra"} for share in shares]
@@ -208,10 +212,12 @@ def test_all_ranks_save_their_part_of_run(group, tmp_path, strategy):
         assert mine == {f"ranks[{rank}].torchmetrics.seen[1].value[{k}]" for k in range(3)}
         assert checkpoint.state["ranks"][rank]["torchmetrics"]["seen"]
         for k in range(3):
-            assert raw(checkpoint.tensor("extra", f"ranks[{rank}].torchmetrics.seen[1].value[{k}]")) == told[rank][k]
+            assert (
+                raw(checkpoint.read_tensor("extra", f"ranks[{rank}].torchmetrics.seen[1].value[{k}]")) == told[rank][k]
+            )
     holders = [any(name.startswith("task.averages.") for name in own) for own in extra]
     assert holders == [strategy != "ddp" or rank == 0 for rank in range(world)]
-    assert not any("only here" in name for name in checkpoint.names("extra"))
+    assert not any("only here" in name for name in checkpoint.list_tensor_names("extra"))
 
 
 def train_and_save(tmp_path, strategy):
@@ -496,7 +502,7 @@ def test_untrained_state_equals_single_process(group, tmp_path):
     group(2).run(train_counting, tmp_path)
     checkpoint = Checkpoint.open(tmp_path / "step-2")
     for name in ("codes", "counts", "more"):
-        assert checkpoint.tensor("model", name).tolist() == [10.0] * 8
+        assert checkpoint.read_tensor("model", name).tolist() == [10.0] * 8
 
 
 def train_counting(folder):
@@ -610,5 +616,5 @@ def fail_differently():
         raise [RuntimeError("of torch"), CheckpointDamaged("a file")][processes.rank]
 
     with pytest.raises(Exception, match="of torch") as caught:
-        processes.together(fail)
+        processes.run_on_all(fail)
     return caught.type.__name__

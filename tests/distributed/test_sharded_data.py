@@ -135,7 +135,7 @@ def read_by(world, kind, samples, rounds=2, needs_dummies=False, epochs=(0, 1), 
             steps, after = read(adapter, epoch, position, **options)
             given.append(steps)
             position = Position(state=after.state)
-        return given, adapter.length, adapter.steps(options.get("limit"))
+        return given, adapter.length, adapter.count_steps(options.get("limit"))
 
     given = Ranks(world, needs_dummies=needs_dummies).run(rank)
     for each in given:
@@ -229,7 +229,7 @@ def test_a_rank_loads_its_own_samples_only(kind):
 def test_ranks_load_only_their_combined_batches(mode):
     def loaded(ours):
         loader = LOADERS[mode](11)
-        read(adapt_loader(loader, SEED, 2 * ours.world, rank_slice=ours))
+        read(adapt_loader(loader, SEED, 2 * ours.world_size, rank_slice=ours))
         counts = [len(loader.iterables[name].dataset.loaded) for name in ("few", "many")]
         return [count - 2 for count in counts]  # The first batch of two draws, so it is made again.
 
@@ -586,7 +586,7 @@ def test_custom_loader_may_shard_itself_and_have_length():
 
     def rank(ours):
         adapter = adapt_loader(Loader(ours.rank), SEED, 2, rank_slice=ours)
-        return read(adapter)[0], adapter.length, adapter.steps(None), adapter.steps(5)
+        return read(adapter)[0], adapter.length, adapter.count_steps(None), adapter.count_steps(5)
 
     given = Ranks(2).run(rank)
     assert sorted(flat(together([each[0] for each in given]))) == [0, 1, 2, 100, 101, 102, 103]
@@ -600,7 +600,7 @@ def test_documented_stream_shards_are_read_once():
         given = {"torch": torch}
         exec(snippets()[2], given)
         return read(
-            adapt_loader(DataLoader(given["Shards"](files, ours.rank, ours.world), 2), SEED, 3, rank_slice=ours)
+            adapt_loader(DataLoader(given["Shards"](files, ours.rank, ours.world_size), 2), SEED, 3, rank_slice=ours)
         )[0]
 
     assert sorted(flat(together(Ranks(3).run(rank)))) == [number for file in files for number in file]

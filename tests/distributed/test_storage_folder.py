@@ -9,7 +9,7 @@ from tests.helpers.storage_folder import verify
 
 
 def verify_together(folder, removing):
-    (processes := Processes.found()).connect(torch.device("cpu"))
+    (processes := Processes.find()).connect(torch.device("cpu"))
     return verify(folder, processes, removes=processes.rank == removing)
 
 

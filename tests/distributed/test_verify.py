@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
-from lumen.tools.proof.outcome import FLOAT64, values_apart
+from lumen.tools.proof.outcome import FLOAT64, compare_values
 from lumen.tools.proof.variants import NAME, Variant
-from lumen.tools.proof.worker import Result
+from lumen.tools.proof.worker import VariantResult
 from tests.helpers import verified_tasks
 from tests.helpers.verified_tasks import Clean, Make, Within, observed, why
 
@@ -15,7 +15,7 @@ def on_two(group, folder, make, strategy="ddp", **changes):
     """What two processes have computed."""
     variant = Variant("two", 2, strategy, **changes)
     results = group(2).run(observed, folder, variant, make)
-    return Result(variant, folder / "two", [each.outcomes[0] for each in results], results[0].failure)
+    return VariantResult(variant, folder / "two", [each.outcomes[0] for each in results], results[0].failure)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -46,7 +46,7 @@ def test_manually_averaged_metric_is_named_with_its_line(tmp_path, group):
     checkpoint = observed(tmp_path, Variant("one"), make).folder / NAME / "checkpoints/step-00000004"
     first = observed(tmp_path, Variant("first", evaluates=True, resume=str(checkpoint)), make)
     two = on_two(group, tmp_path, make, evaluates=True, resume=str(checkpoint))
-    assert values_apart(first.outcome, two.outcome, FLOAT64)[0] > 1e-6
+    assert compare_values(first.outcome, two.outcome, FLOAT64)[0] > 1e-6
     cause = why(first, two, FLOAT64)
     assert cause.kind == "a metric is averaged by hand"
     assert cause.place.startswith("val_loss, logged in on_validation_epoch_end (")

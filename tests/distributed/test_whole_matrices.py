@@ -94,9 +94,9 @@ def test_any_strategy_resumes_from_any_other(group, tmp_path, kind):
         checkpoints = [Checkpoint.open(tmp_path / name) for name in (source, f"{source}-read-by-{reader}")]
         assert checkpoints[0].state["optimizer"] == checkpoints[1].state["optimizer"]
         for section in ("model", "optimizer"):
-            names = checkpoints[0].names(section)
-            assert sorted(names) == sorted(checkpoints[1].names(section))
-            assert all(same(*(each.tensor(section, name) for each in checkpoints)) for name in names)
+            names = checkpoints[0].list_tensor_names(section)
+            assert sorted(names) == sorted(checkpoints[1].list_tensor_names(section))
+            assert all(same(*(each.read_tensor(section, name) for each in checkpoints)) for name in names)
         close(found, alone)
 
 

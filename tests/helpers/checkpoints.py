@@ -91,16 +91,16 @@ def small(directory, value=1.0, max_file_bytes=64):
 def tensors_of(path, *sections):
     """The tensors of a checkpoint, by section and name."""
     checkpoint = Checkpoint.open(path)
-    return {(section, name): each for section in sections for name, each in checkpoint.tensors(section).items()}
+    return {(section, name): each for section in sections for name, each in checkpoint.as_mapping(section).items()}
 
 
 def assert_small(directory, value=1.0):
     checkpoint = Checkpoint.open(directory)
     assert checkpoint.state == {"epoch": {"$dict": [[1, {"$tuple": [2, 3]}]]}, "value": value}
-    assert checkpoint.names("model") == ["a", "b"]
-    assert torch.equal(checkpoint.tensor("model", "a"), torch.full((4, 4), value))
-    assert torch.equal(checkpoint.tensor("model", "b"), torch.full((3,), value, dtype=torch.bfloat16))
-    assert torch.equal(checkpoint.tensor("optimizer", "a.exp_avg"), torch.full((4, 4), -value))
+    assert checkpoint.list_tensor_names("model") == ["a", "b"]
+    assert torch.equal(checkpoint.read_tensor("model", "a"), torch.full((4, 4), value))
+    assert torch.equal(checkpoint.read_tensor("model", "b"), torch.full((3,), value, dtype=torch.bfloat16))
+    assert torch.equal(checkpoint.read_tensor("optimizer", "a.exp_avg"), torch.full((4, 4), -value))
 
 
 def tamper(directory, edit):
@@ -116,7 +116,7 @@ def tamper(directory, edit):
 def handmade(directory, dtype, shape, regions):
     """A checkpoint of one tensor in several chunks, each in a file of its own."""
     save(directory, model={"w": tensor_of(dtype, shape), "other": torch.ones(2)})
-    tensor = Checkpoint.open(directory).tensor("model", "w")
+    tensor = Checkpoint.open(directory).read_tensor("model", "w")
     (directory / "model/00000-00000.safetensors").unlink()
     records, chunks = {}, []
     for rank, region in enumerate(regions):

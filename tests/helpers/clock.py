@@ -31,7 +31,7 @@ def clock(monkeypatch):
     clock = Clock()
     for module in READERS:
         monkeypatch.setattr(importlib.import_module(module), "perf_counter", clock.read)
-    for module in ("lumen.callbacks.timer", "lumen.run.ending", "lumen.trainer.stop_request"):
+    for module in ("lumen.callbacks.timer", "lumen.run.run_end", "lumen.trainer.stop_request"):
         monkeypatch.setattr(importlib.import_module(module), "time", SimpleNamespace(monotonic=clock.read))
     monkeypatch.setattr(time, "sleep", clock.sleep)
     return clock

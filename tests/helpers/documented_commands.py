@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from lumen.cli import main
-from lumen.cli.commands import known
+from lumen.cli.commands import list_commands
 from tests.helpers import ROOT
 
 PROGRAMS = (
@@ -21,7 +21,7 @@ PROGRAMS = (
 )
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S.*")
 IN_SENTENCE = re.compile(
-    rf"\b(?:lumen (?:{'|'.join(known())})|pip install|torchrun)"
+    rf"\b(?:lumen (?:{'|'.join(list_commands())})|pip install|torchrun)"
     r"(?: (?:[A-Z]\S*[A-Z]\b\S*|--\S+ \S+|'\S+'|\"\S+\"|runs/\S+))+"
 )
 OPTIONS = re.compile(r"(?:--[\w.+]+ (?!--)\S+ ?)+")

@@ -23,11 +23,11 @@ os.environ.update(OFFLINE)
 
 def of_wandb(directory, values=True):
     """{name: [(step, value), ...]} of all offline parts of a run, in the order in which `wandb sync` sends them."""
-    from lumen.integrations.wandb_files import history
+    from lumen.integrations.wandb_files import read_history
 
     found, numbers = {}, []
     for path in sorted(Path(directory).glob("wandb/offline-run-*/run-*.wandb")):
-        for number, row in history(path):
+        for number, row in read_history(path):
             numbers.append(number)
             step = row.pop("trainer/global_step")
             for name, value in row.items():
@@ -41,10 +41,10 @@ def records_of_wandb(directory):
     """All other records of the newest part, as the library describes them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from lumen.integrations.wandb_files import _records
+    from lumen.integrations.wandb_files import _iterate_records
 
     path = sorted(Path(directory).glob("wandb/offline-run-*/run-*.wandb"))[-1]
-    return [Record.FromString(each) for each in _records(path.read_bytes())]
+    return [Record.FromString(each) for each in _iterate_records(path.read_bytes())]
 
 
 def client_of(uri):

@@ -103,7 +103,7 @@ def content(batch):
 def read(adapter, epoch=0, position=None, limit=None, steps=None):
     """The steps of an epoch, or as many as wanted; and the position after them."""
     position, given = position or Position(), []
-    windows = adapter.windows(epoch, position, limit)
+    windows = adapter.iterate_windows(epoch, position, limit)
     while (steps is None or len(given) < steps) and (window := next(windows, None)) is not None:
         micros = [Seen(content(micro.batch), *(getattr(micro, name) for name in Seen._fields[1:])) for micro in window]
         given.append(Step(micros, window.sizes, window.last, window.state))

@@ -3,14 +3,14 @@
 import pytest
 
 from lumen.checkpoint.format import manifest
-from lumen.checkpoint.format.folder import newest_valid, remove_checkpoint
-from lumen.distributed.processes import ALONE
+from lumen.checkpoint.format.folder import open_newest_valid, remove_checkpoint
+from lumen.distributed.processes import SINGLE_PROCESS
 from tests.helpers.checkpoints import small
 
 
-def verify(folder, processes=ALONE, *, removes=True):
+def verify(folder, processes=SINGLE_PROCESS, *, removes=True):
     """Find the newest checkpoint of two; it may be removed, and another one saved, in the middle of verifying it."""
-    digest = manifest.sha256_of
+    digest = manifest.compute_sha256
 
     def removing(path, size):
         patch.undo()
@@ -20,5 +20,5 @@ def verify(folder, processes=ALONE, *, removes=True):
 
     with pytest.MonkeyPatch.context() as patch:
         if removes:
-            patch.setattr(manifest, "sha256_of", removing)
-        return newest_valid(folder, pytest.fail, processes).path.name
+            patch.setattr(manifest, "compute_sha256", removing)
+        return open_newest_valid(folder, pytest.fail, processes).path.name

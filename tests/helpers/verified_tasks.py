@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import lumen
-from lumen.tools.proof.causes import cause_of, cause_of_failure, cause_of_moving  # noqa: F401
-from lumen.tools.proof.outcome import Outcome, compare, merged, values_apart
-from lumen.tools.proof.variants import Size
-from lumen.tools.proof.worker import Built, Result, observe, told
+from lumen.tools.proof.causes import explain_difference, explain_failure, explain_validation_change  # noqa: F401
+from lumen.tools.proof.outcome import Outcome, compare_outcomes, compare_values, merge_outcomes
+from lumen.tools.proof.variants import VariantSize
+from lumen.tools.proof.worker import BuiltTraining, VariantResult, describe_error, run_variant
 from tests.helpers.following_training import Asking
 from tests.helpers.tasks import FEATURES, regression_data
 
@@ -333,7 +333,7 @@ class Make:
         lumen.seed_everything(seed, verbose=False)
         task, data = self.task(), self.data()
         given = {"callbacks": [each() for each in self.callbacks]}
-        return Built(task, data, lumen.Trainer(seed=seed, **change(given)), None)
+        return BuiltTraining(task, data, lumen.Trainer(seed=seed, **change(given)), None)
 
 
 def observed(folder, variant, make, precision="fp64"):
@@ -343,21 +343,21 @@ def observed(folder, variant, make, precision="fp64"):
     outcome = Outcome()
     failure = None
     try:
-        observe(make, variant, SIZE, precision, place, outcome)
+        run_variant(make, variant, SIZE, precision, place, outcome)
     except lumen.LumenError as error:
-        failure = told(error)
-    return Result(variant, place, [outcome], failure)
+        failure = describe_error(error)
+    return VariantResult(variant, place, [outcome], failure)
 
 
 def why(reference, other, tolerance=0.0, about=()):
     """The cause of the first difference between two results; None: there is none."""
     if other.failure:
-        return cause_of_failure(other, reference)
-    ours, theirs = merged(reference.outcomes), merged(other.outcomes)
-    at, wrong = compare(ours, theirs, tolerance, about).at, values_apart(ours, theirs, tolerance)[1]
+        return explain_failure(other, reference)
+    ours, theirs = merge_outcomes(reference.outcomes), merge_outcomes(other.outcomes)
+    at, wrong = compare_outcomes(ours, theirs, tolerance, about).at, compare_values(ours, theirs, tolerance)[1]
     if at is None and not wrong:
         return None
-    return cause_of(reference, other, at, wrong, exact=tolerance == 0)
+    return explain_difference(reference, other, at, wrong, exact=tolerance == 0)
 
 
-SIZE = Size(seed=1, accelerator="cpu")
+SIZE = VariantSize(seed=1, accelerator="cpu")

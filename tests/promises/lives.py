@@ -5,7 +5,7 @@ import signal
 from collections import Counter
 from contextlib import suppress
 
-from lumen.checkpoint import Checkpoint, as_place, find_checkpoints, newest_valid, storage_of
+from lumen.checkpoint import Checkpoint, as_path_or_url, find_checkpoints, get_storage, open_newest_valid
 
 BUCKET = "s3://lives"
 MODULE = "tests.promises.resumable_run"
@@ -27,7 +27,7 @@ class Lives:
 
     def checkpoints_in(self, directory):
         """The folder of the checkpoints of a run, which may be in an object store."""
-        return as_place(f"{BUCKET}{directory}") if self.options.get("s3") else directory / "run" / "checkpoints"
+        return as_path_or_url(f"{BUCKET}{directory}") if self.options.get("s3") else directory / "run" / "checkpoints"
 
     def live(self, strike=None, *, start=None, kill=None, fails=False):
         """Go on until the strike, or until what `kill(job)` kills, or to the end.
@@ -60,7 +60,7 @@ class Lives:
     def check_checkpoints(self):
         """What was committed last is there, and nothing is damaged."""
         complaints = []
-        newest = newest_valid(self.checkpoints, complaints.append)
+        newest = open_newest_valid(self.checkpoints, complaints.append)
         assert not complaints
         if commits := self.noted("commits"):
             assert newest is not None
@@ -81,7 +81,7 @@ class Lives:
         ended = [(each / "ended.json").read_text() for each in (self.directory, expected)]
         assert ended[0] == ended[1]  # what the task and the trainer hold
         found = sorted(path.name for path in find_checkpoints(self.checkpoints))
-        assert sorted(storage_of(self.checkpoints).names(self.checkpoints)) == found
+        assert sorted(get_storage(self.checkpoints).list_names(self.checkpoints)) == found
         seen = surviving_samples(self.directory)
         assert seen == surviving_samples(expected)
         return seen
@@ -91,9 +91,9 @@ def final_state(directory, name="run", folder=None):
     """All tensors of a run's last checkpoint, everything else it holds, and its metrics, in comparable form."""
     checkpoint = Checkpoint.open(find_checkpoints(folder or directory / name / "checkpoints")[-1])
     tensors = {
-        (section, name): checkpoint.tensor(section, name).contiguous().view(-1).tolist()
+        (section, name): checkpoint.read_tensor(section, name).contiguous().view(-1).tolist()
         for section in ("model", "optimizer", "extra")
-        for name in checkpoint.names(section)
+        for name in checkpoint.list_tensor_names(section)
     }
     state = {key: value for key, value in checkpoint.state.items() if key not in ("progress", "loggers")}
     progress = {key: value for key, value in checkpoint.state["progress"].items() if key != "elapsed_s"}

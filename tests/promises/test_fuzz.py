@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 import lumen
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.format.manifest import text_of
+from lumen.checkpoint.format.manifest import encode_manifest
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, LumenError
 from tests.helpers.tasks import Regression, loader, quiet_trainer
@@ -124,14 +124,14 @@ def forge_checkpoints(inputs, data):
             text[data.draw(st.integers(0, min(len(text), 400) - 1))] = data.draw(st.integers(0, 255))
         _replace(manifest, checkpoint, name, bytes(text))
     try:
-        (checkpoint / "manifest.json").write_bytes(text_of(manifest))
+        (checkpoint / "manifest.json").write_bytes(encode_manifest(manifest))
     except (KeyError, TypeError, ValueError):  # no JSON, or without the entries that the first lines have
         return
     with contextlib.suppress(LumenError):
         opened = Checkpoint.open(checkpoint, verify="full")
         for section in ("model", "optimizer", "extra"):
             with contextlib.suppress(LumenError):
-                list(opened.tensors(section).values())
+                list(opened.as_mapping(section).values())
     with contextlib.suppress(LumenError):  # a finished run is loaded, ended and saved; the other one trains, too
         inputs.fit(run.parent.parent, resume=checkpoint, max_steps=data.draw(st.sampled_from([4, 9])))
     shutil.rmtree(run.parent.parent)
@@ -157,7 +157,7 @@ def test_values_of_other_kinds_are_damage(inputs, keys, value):
     holder = reduce(operator.getitem, way, state)
     holder[last] = value
     _replace(manifest, inputs.checkpoint, "state.json", _json(state))
-    (inputs.checkpoint / "manifest.json").write_bytes(text_of(manifest))
+    (inputs.checkpoint / "manifest.json").write_bytes(encode_manifest(manifest))
     with pytest.raises(CheckpointDamaged, match="Resume from a different checkpoint"):
         inputs.fit(inputs.folder / "whole", resume=inputs.checkpoint, max_steps=9)
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
-from lumen.data.permutation import epoch_order
+from lumen.data.permutation import make_epoch_order
 from tests.helpers.tasks import Regression, network, quiet_trainer, regression_data, weights
 
 SEED = 3
@@ -24,7 +24,7 @@ def test_a_hundred_steps_end_with_the_same_bits(tmp_path, shuffle, clip):
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     step, epoch = 0, 0
     while step < 100:
-        for batch in epoch_order(53, SEED, epoch, shuffle=shuffle).split(8):
+        for batch in make_epoch_order(53, SEED, epoch, shuffle=shuffle).split(8):
             optimizer.zero_grad()
             nn.functional.mse_loss(net(inputs[batch]), targets[batch]).backward()
             if clip is not None:
@@ -82,7 +82,7 @@ def test_accumulation_is_the_full_batch_gradient(tmp_path, how, batch_size, accu
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     expected = []
     for epoch in range(2):
-        for batch in epoch_order(75, SEED, epoch, shuffle=True).split(32):
+        for batch in make_epoch_order(75, SEED, epoch, shuffle=True).split(32):
             weights = torch.ones(len(batch), dtype=torch.float64) if how == "samples" else tokens[batch]
             errors = (net(inputs[batch]) - targets[batch]).pow(2).squeeze(1)
             optimizer.zero_grad()

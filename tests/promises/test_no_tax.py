@@ -21,11 +21,11 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import lumen
 from lumen.data.windows import AccumulationWindow, MicroBatch
 from lumen.loop import fit, micro_batch, step
-from lumen.run.ending import Ending
 from lumen.run.optimization import Optimization
 from lumen.run.plan import Progress
-from lumen.run.records import Records
+from lumen.run.records import RunRecords
 from lumen.run.run import Run
+from lumen.run.run_end import RunEnd
 from lumen.run.step_context import StepContext, TaskCalls
 from tests.helpers.tasks import Regression, bare_trainer, quiet_trainer
 
@@ -111,11 +111,11 @@ def test_evaluation_makes_few_python_calls_per_batch(tmp_path):
 
 
 EVERY_STEP = [
-    step.train_step, step.weigh, step.update, step.complete_gradients,
-    micro_batch.accumulate, micro_batch.read_output, micro_batch.backward,
-    fit.finish_step, fit.reach_boundary, StepContext.begin, StepContext.seed, TaskCalls.receive, TaskCalls.arguments,
-    Optimization.zero_grad, StepContext.check_loss, StepContext.count, Ending.tick, Records.write_row,
-    Ending.decide, Ending.decide_validation, Progress.advance, Run.end_boundary,
+    step.train_step, step.begin_weighting, step.update_parameters, step.complete_gradients,
+    micro_batch.accumulate_gradient, micro_batch.read_output, micro_batch.run_backward,
+    fit.finish_step, fit.reach_boundary, StepContext.begin_step, StepContext.seed_micro_batch, TaskCalls.move_to_device, TaskCalls.get_arguments,
+    Optimization.zero_grad, StepContext.check_loss, StepContext.count_window, RunEnd.read_clock, RunRecords.write_pending_row,
+    RunEnd.decide_end, RunEnd.decide_validation, Progress.count_window, Run.resume_epoch_logging,
     AccumulationWindow.__init__, AccumulationWindow.__iter__, MicroBatch.__init__,
 ]  # fmt: skip
 #: How Python 3.11 to 3.14 make strings and dictionaries.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
-from lumen.data.permutation import epoch_order
+from lumen.data.permutation import make_epoch_order
 from lumen.random import Domain, make_key, seed_generators
 from tests.helpers.tasks import FEATURES, quiet_trainer, regression_data
 
@@ -202,7 +202,7 @@ def by_hand(case, steps):
     losses, norms, states = [], [], []
     epoch = micro = done = 0
     while done < steps:
-        order = epoch_order(SAMPLES, SEED, epoch, shuffle=True)
+        order = make_epoch_order(SAMPLES, SEED, epoch, shuffle=True)
         pieces = [piece for piece in order.split(STEP) if case.ragged or len(piece) == STEP]
         if not case.ragged and SAMPLES % STEP >= BATCH:
             pieces.append(order[SAMPLES // STEP * STEP :][: SAMPLES % STEP // BATCH * BATCH])
@@ -322,7 +322,7 @@ def first_gradients(folder, strategy, accumulate):
 def test_first_gradients_in_float32_are_equal_within_rounding(tmp_path, group, strategy):
     ours = group(2).run(first_gradients, tmp_path, strategy, 2)[0]
     net, samples = build(Case()).float(), Samples(Case())
-    order = epoch_order(SAMPLES, SEED, 0, shuffle=True)[:STEP]
+    order = make_epoch_order(SAMPLES, SEED, 0, shuffle=True)[:STEP]
     loss_of(net, [values[order].float() for values in (samples.inputs, samples.targets, samples.tokens)],
             Case(tokens=True))[0].backward()  # fmt: skip
     for name, parameter in net.named_parameters():

@@ -161,4 +161,4 @@ def test_save_without_memory_for_copy_is_synchronous(tmp_path, asynchronous):
     else:
         assert "step-00000004: there is no memory for a copy, so training waits" in said
         checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
-        assert (checkpoint.tensor("extra", "task.grown") == 1).all()
+        assert (checkpoint.read_tensor("extra", "task.grown") == 1).all()

@@ -12,7 +12,7 @@ import pytest
 import lumen
 from lumen.cli import main
 from lumen.run import goodput as measuring
-from lumen.trainer import telling
+from lumen.trainer import status_messages
 from tests.helpers import ROOT
 from tests.helpers.tasks import Regression, loader
 
@@ -84,7 +84,7 @@ def test_steps_that_were_computed_again_are_not_productive(tmp_path):
 def test_goodput_is_printed_after_a_minute(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(measuring._of_process, "is_told", True)  # the time since these tests began is no start
     for minute_s, told in ((60.0, False), (0.0, True)):
-        monkeypatch.setattr(telling, "_WORTH_TELLING_S", minute_s)
+        monkeypatch.setattr(status_messages, "_MIN_REPORTED_S", minute_s)
         trainer = lumen.Trainer(max_steps=3, default_root_dir=tmp_path, enable_progress_bar=False)
         trainer.fit(Regression(), loader())
         assert ("\ngoodput " in capsys.readouterr().err) is told
@@ -102,7 +102,7 @@ def test_the_list_of_runs_tells_it(tmp_path, monkeypatch, capsys):
 
 
 def test_unwritable_goodput_record_does_not_end_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(telling, "_WORTH_TELLING_S", 0.0)
+    monkeypatch.setattr(status_messages, "_MIN_REPORTED_S", 0.0)
     place = tmp_path / "run" / measuring.FILE
 
     class Taken(lumen.Callback):

@@ -20,9 +20,9 @@ import yaml
 import lumen
 from lumen.cli import main
 from lumen.distributed import agent
-from lumen.distributed.cluster_environment import find
+from lumen.distributed.cluster_environment import find_cluster_process
 from lumen.errors import ConfigError
-from lumen.strategies.factory import make_strategy, processes_of
+from lumen.strategies.factory import choose_processes, make_strategy
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer, weights
 from tests.helpers.working_directory import clear_environment, commands_in
 
@@ -352,7 +352,7 @@ sys.exit(75)
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torch leaves the output of ranks open
 def test_a_rank_ends_by_itself_after_another(tmp_path, monkeypatch):
-    look = agent._look
+    look = agent._find_running_and_failed
 
     def look_just_before_one_ends(pids):
         found = look(pids)
@@ -361,7 +361,7 @@ def test_a_rank_ends_by_itself_after_another(tmp_path, monkeypatch):
             os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
         return found
 
-    monkeypatch.setattr(agent, "_look", look_just_before_one_ends)
+    monkeypatch.setattr(agent, "_find_running_and_failed", look_just_before_one_ends)
     failures = agent.run_workers(2, ["-c", FIRST_OF_TWO], tmp_path, [])
     gc.collect()  # while the warning is ignored
     assert {rank: failure.exitcode for rank, failure in failures.items()} == {0: 75, 1: 3}
@@ -616,13 +616,13 @@ SLURM = {
 
 
 def test_slurm_says_who_a_process_is():
-    found = find(SLURM)
+    found = find_cluster_process(SLURM)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (4, 5, 0, 1)
     assert (found.started_by, found.node, found.nodes) == ("SLURM", 2, 3)
     assert re.fullmatch(r"tcp://gpu03:(1[5-9]|2\d)\d{3}", found.address)
-    assert find({**SLURM, "SLURM_JOB_ID": "78"}).address != found.address
-    assert find({**SLURM, "MASTER_ADDR": "there", "MASTER_PORT": "99"}).address == "tcp://there:99"
-    assert find({**SLURM, "SLURM_NODELIST": "login1,gpu[1-2]"}).address.startswith("tcp://login1:")
+    assert find_cluster_process({**SLURM, "SLURM_JOB_ID": "78"}).address != found.address
+    assert find_cluster_process({**SLURM, "MASTER_ADDR": "there", "MASTER_PORT": "99"}).address == "tcp://there:99"
+    assert find_cluster_process({**SLURM, "SLURM_NODELIST": "login1,gpu[1-2]"}).address.startswith("tcp://login1:")
 
 
 @pytest.mark.parametrize(
@@ -630,7 +630,7 @@ def test_slurm_says_who_a_process_is():
     ids=["batch script", "interactive step", "one task"],
 )  # fmt: skip
 def test_one_process_of_slurm_is_alone(change):
-    assert find({**SLURM, **change}).world_size == 1
+    assert find_cluster_process({**SLURM, **change}).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -659,15 +659,15 @@ def test_requested_and_launched_processes_must_agree(monkeypatch, environment, o
 
 def test_a_strategy_follows_from_the_processes(monkeypatch):
     assert isinstance(make_strategy("auto", "cpu"), lumen.SingleDevice)
-    assert processes_of("auto", None, "cpu").world_size == processes_of(-1, None, "cpu").world_size == 1
+    assert choose_processes("auto", None, "cpu").world_size == choose_processes(-1, None, "cpu").world_size == 1
     asked = make_strategy("auto", "cpu", 2)
     assert isinstance(asked, lumen.DDP)
-    assert asked.processes.are_missing
+    assert asked.processes.must_be_started
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     mine = lumen.DDP(bucket_cap_mb=1)
     assert make_strategy(mine, "cpu", 2) is mine
-    assert (mine.processes.rank, mine.processes.world_size, mine.processes.are_missing) == (1, 2, False)
+    assert (mine.processes.rank, mine.processes.world_size, mine.processes.must_be_started) == (1, 2, False)
     assert mine.device == torch.device("cpu")
 
 

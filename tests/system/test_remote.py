@@ -24,13 +24,13 @@ import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import lumen
-from lumen.checkpoint import as_place, storage_of
+from lumen.checkpoint import as_path_or_url, get_storage
 from lumen.checkpoint.format import manifest, object_store
-from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, newest_valid, remove_checkpoint
-from lumen.checkpoint.format.manifest import new_file
+from lumen.checkpoint.format.folder import clean_leftovers, find_checkpoints, open_newest_valid, remove_checkpoint
+from lumen.checkpoint.format.manifest import create_hashed_file
 from lumen.checkpoint.format.object_store import ObjectStore
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.format.storage import exists
+from lumen.checkpoint.format.storage import path_exists
 from lumen.checkpoint.save.writer import write_checkpoint
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointGone, ConfigError
@@ -58,13 +58,13 @@ def bucket(server, monkeypatch, buckets=count()):  # noqa: B008 (one counter for
         monkeypatch.setenv(name, value)
     name = f"bucket-{next(buckets)}"
     store().mkdir(name)
-    return as_place(f"s3://{name}")
+    return as_path_or_url(f"s3://{name}")
 
 
 @pytest.fixture
 def memory():
     """A place in the memory of this process."""
-    yield as_place("memory://bucket")
+    yield as_path_or_url("memory://bucket")
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
@@ -114,7 +114,7 @@ def copy(path, other):
 
 
 def names(place):
-    return storage_of(place).names(place)
+    return get_storage(place).list_names(place)
 
 
 # ---------------------------------------------------------------------- places
@@ -122,18 +122,18 @@ def names(place):
 
 def files_of(checkpoint):
     """The objects of a checkpoint, by their names without what sets them apart from those of another save."""
-    found = storage_of(checkpoint).files(checkpoint)
+    found = get_storage(checkpoint).list_files(checkpoint)
     return {re.sub(r"-[0-9a-f]{8}\b", "", name): checkpoint / name for name in found}
 
 
 def test_urls_behave_as_paths_except_for_file_functions():
-    folder = as_place("s3://bucket/run/checkpoints/")
+    folder = as_path_or_url("s3://bucket/run/checkpoints/")
     path = folder / "step-1"
     assert str(path) == f"{path}" == "s3://bucket/run/checkpoints/step-1"
     assert (path.name, path.parent, path.with_name("b")) == ("step-1", folder, folder / "b")
-    assert {path, as_place(str(path)), pickle.loads(pickle.dumps(path))} == {path}
+    assert {path, as_path_or_url(str(path)), pickle.loads(pickle.dumps(path))} == {path}
     assert str(pickle.loads(pickle.dumps(path))) == str(path)
-    assert str(as_place("memory://a") / "b") == "memory://a/b"
+    assert str(as_path_or_url("memory://a") / "b") == "memory://a/b"
     assert not isinstance(path, Path)
     assert isinstance(path, PurePath)
     for use in (
@@ -152,8 +152,8 @@ def test_urls_behave_as_paths_except_for_file_functions():
 
 
 def test_urls_with_lost_slashes_or_wildcards_are_refused(tmp_path):
-    assert as_place(f"file://{tmp_path}") == as_place(tmp_path) == tmp_path
-    assert type(as_place("runs/a*b")) is type(tmp_path)
+    assert as_path_or_url(f"file://{tmp_path}") == as_path_or_url(tmp_path) == tmp_path
+    assert type(as_path_or_url("runs/a*b")) is type(tmp_path)
     with pytest.raises(ConfigError, match=r"s3:/bucket: pathlib takes slashes out of URLs\. Give a string"):
         lumen.ModelCheckpoint(dirpath=Path("s3://bucket"))
     with pytest.raises(ConfigError, match=r"'\*' would be a wildcard"):
@@ -163,11 +163,11 @@ def test_urls_with_lost_slashes_or_wildcards_are_refused(tmp_path):
 def test_checkpoints_are_written_found_and_read_there(place):
     folder = place / "run"
     assert find_checkpoints(folder) == []
-    assert newest_valid(folder, print) is None
+    assert open_newest_valid(folder, print) is None
     for step in (9, 10, 100, 1):
         assert_small(small(folder / f"step-{step}", value=float(step)), value=float(step))
     assert [path.name for path in find_checkpoints(folder)] == ["step-1", "step-9", "step-10", "step-100"]
-    assert newest_valid(folder, print).path == folder / "step-100"
+    assert open_newest_valid(folder, print).path == folder / "step-100"
     assert sorted(files_of(folder / "step-1")) == sorted(FILES)
     remove_checkpoint(folder / "step-1")
     assert [path.name for path in find_checkpoints(folder)] == ["step-9", "step-10", "step-100"]
@@ -192,7 +192,7 @@ def test_damaged_file_is_named_and_previous_checkpoint_used(memory, name):
         with pytest.raises(CheckpointDamaged, match="/step-2 is not there" if is_gone else file.name):
             Checkpoint.open(memory / "step-2")
         reports = []
-        assert newest_valid(memory, reports.append).path == memory / "step-1"
+        assert open_newest_valid(memory, reports.append).path == memory / "step-1"
         assert len(reports) == (not is_gone)
         MemoryFileSystem.store.clear()
 
@@ -207,9 +207,9 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(place, monkeypatch):
         patch.setattr(object_store, "remove_objects", fail)
         with pytest.raises(CheckpointError, match=r"cannot remove .*step-1: gone"):
             remove_checkpoint(path)
-    assert exists(path / "state.json")
+    assert path_exists(path / "state.json")
     assert find_checkpoints(place) == []
-    assert newest_valid(place, pytest.fail) is None
+    assert open_newest_valid(place, pytest.fail) is None
     assert_small(small(path, value=2.0), value=2.0)  # what is left is in nobody's way
 
 
@@ -228,10 +228,10 @@ def test_checkpoint_removed_before_verification_restarts_the_search(place, how):
         else:  # the manifest goes first
             drop(place / "step-2/manifest.json")
 
-    assert newest_valid(place, report).path == place / "step-4"
+    assert open_newest_valid(place, report).path == place / "step-4"
     assert [said[:17] for said in reports] == ["step-3 is damaged"]
     flip(place / "step-4/manifest.json")
-    assert newest_valid(place, reports.append).path == place / "step-1"
+    assert open_newest_valid(place, reports.append).path == place / "step-1"
     assert [said[:17] for said in reports[1:]] == ["step-4 is damaged", "step-3 is damaged"]
 
 
@@ -239,7 +239,7 @@ def test_checkpoint_removed_before_verification_restarts_the_search(place, how):
 def test_checkpoint_removed_during_verification_is_no_damage(place, how, monkeypatch):
     small(place / "step-1")
     last = files_of(small(place / "step-2"))["optimizer/00000-00000.safetensors"]
-    digest = manifest.sha256_of
+    digest = manifest.compute_sha256
 
     def removing(path, size):
         patch.undo()
@@ -251,14 +251,14 @@ def test_checkpoint_removed_during_verification_is_no_damage(place, how, monkeyp
         return digest(path, size)
 
     with monkeypatch.context() as patch:  # the place needs its environment
-        patch.setattr(manifest, "sha256_of", removing)
-        assert newest_valid(place, pytest.fail).path == place / "step-1"
+        patch.setattr(manifest, "compute_sha256", removing)
+        assert open_newest_valid(place, pytest.fail).path == place / "step-1"
 
 
 def test_checkpoint_removed_after_opening_raises_gone(place):
     checkpoint = Checkpoint.open(small(place / "step-1"))
     remove_checkpoint(place / "step-1")
-    for read in (partial(checkpoint.tensor, "model", "a"), partial(Checkpoint.open, checkpoint.path)):
+    for read in (partial(checkpoint.read_tensor, "model", "a"), partial(Checkpoint.open, checkpoint.path)):
         with pytest.raises(CheckpointGone, match=r"/step-1 is not there, or was removed while it was read"):
             read()
 
@@ -293,7 +293,7 @@ def test_what_was_never_a_checkpoint_is_left_alone(place, at, name):
     put(folder / name)
     with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
         write_checkpoint(folder, {"model": {"w": torch.ones(2)}}, {}, info={})
-    assert storage_of(folder).files(folder) == [name]
+    assert get_storage(folder).list_files(folder) == [name]
 
 
 def test_object_names_are_never_reused(place):
@@ -313,7 +313,7 @@ def test_what_another_process_does_is_seen_at_once(bucket):
     other.rm(f"{bucket.name}/step-1", recursive=True)
     assert [path.name for path in find_checkpoints(bucket)] == ["step-2"]
     assert names(bucket) == ["step-2"]
-    assert not exists(bucket / "step-1")
+    assert not path_exists(bucket / "step-1")
 
 
 # ---------------------------------------------------------------------- uploads
@@ -322,30 +322,30 @@ def test_what_another_process_does_is_seen_at_once(bucket):
 @pytest.mark.parametrize("megabytes", [1, 40], ids=["one request", "in parts"])
 def test_failed_upload_leaves_no_object_or_parts(bucket, megabytes):
     def upload(path):
-        with new_file(path) as file:
+        with create_hashed_file(path) as file:
             file.write(bytes(megabytes << 20))
             raise KeyError(path.name)
 
     with pytest.raises(KeyError):
         upload(bucket / "a")
-    assert not exists(bucket / "a")
+    assert not path_exists(bucket / "a")
     assert store().list_multipart_uploads(bucket.name) == []
 
 
 def test_wrong_object_size_after_upload_raises(memory, monkeypatch):
     monkeypatch.setattr(MemoryFile, "write", lambda self, data: super(MemoryFile, self).write(data[:-1]))
     with pytest.raises(CheckpointError, match=r"memory://bucket/a: it has 9 bytes instead of 10 after the upload"):  # noqa: SIM117
-        with new_file(memory / "a") as file:
+        with create_hashed_file(memory / "a") as file:
             file.write(bytes(10))
 
 
 def test_a_large_object_is_read_where_one_wants(bucket):
     data = os.urandom(40 << 20)
-    with new_file(bucket / "a") as file:
+    with create_hashed_file(bucket / "a") as file:
         file.write(data)
-    storage = storage_of(bucket)
+    storage = get_storage(bucket)
     assert storage.read(bucket / "a", len(data)) == data
-    read_into = storage.pieces(bucket, {"a": len(data)})
+    read_into = storage.make_piece_reader(bucket, {"a": len(data)})
     for start, size in ((0, 8), (17 << 20, 20 << 20), (37 << 20, 3 << 20)):
         into = memoryview(bytearray(size))
         assert read_into("a", start, into) == size
@@ -389,7 +389,7 @@ def test_to_read_many_tensors_takes_few_requests(memory, requests):
     checkpoint = Checkpoint.open(memory / "step-1")
     assert requests.total() < 20
     requests.clear()
-    assert all(torch.equal(checkpoint.tensor("model", name), tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(checkpoint.read_tensor("model", name), tensor) for name, tensor in tensors.items())
     mebibytes = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
     large = sum(tensor.nbytes > 2**20 for tensor in tensors.values())
     assert large == 4
@@ -402,7 +402,7 @@ def test_few_tensors_are_read_without_the_others(memory, requests):
     checkpoint = Checkpoint.open(memory / "step-1")
     requests.clear()
     for name in ("3.count", "99.half"):
-        assert torch.equal(checkpoint.tensor("model", name), tensors[name])
+        assert torch.equal(checkpoint.read_tensor("model", name), tensors[name])
     assert requests.total() == 2
 
 
@@ -410,7 +410,7 @@ def test_several_threads_read_one_checkpoint(place):
     tensors = mixed(place / "step-1")
     checkpoint = Checkpoint.open(place / "step-1")
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(partial(checkpoint.tensor, "model"), tensors))
+        found = list(threads.map(partial(checkpoint.read_tensor, "model"), tensors))
     assert all(map(torch.equal, found, tensors.values()))
 
 
@@ -419,7 +419,7 @@ def test_block_of_large_tensor_is_read_exactly(memory):
     write_checkpoint(memory / "step-1", {"model": {"w": tensor}}, {}, info={})
     checkpoint = Checkpoint.open(memory / "step-1")
     for rows, columns in ((7, 2500), (0, 1000)), ((1, 3000), (3, 998)), ((2998, 3000), (999, 1000)), ((5, 5), (0, 9)):
-        box = checkpoint.block("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+        box = checkpoint.read_block("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
         assert torch.equal(box, tensor[slice(*rows), slice(*columns)])
 
 
@@ -431,7 +431,7 @@ def test_object_shortened_after_opening_is_named(place, left):
     put(file, data_of(file)[:left])
     for name in ("w", "b"):
         with pytest.raises(CheckpointError, match=f"{file.name} (became shorter|cannot be read)"):
-            checkpoint.tensor("model", name)
+            checkpoint.read_tensor("model", name)
 
 
 MEMORY = """
@@ -657,7 +657,7 @@ def test_unavailable_store_is_no_damage_or_new_run(tmp_path, memory, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, method, fail)
-        for look in (partial(newest_valid, report=pytest.fail), find_checkpoints):
+        for look in (partial(open_newest_valid, report=pytest.fail), find_checkpoints):
             with pytest.raises(CheckpointError, match="cannot be read: ") as caught:
                 look(memory / "run")
             assert not isinstance(caught.value, CheckpointDamaged)
@@ -684,7 +684,7 @@ class Removing(lumen.Callback):
 
     def on_step_end(self, trainer, task):
         if trainer.global_step == 3:
-            trainer.run.saves.settle()
+            trainer.run.saves.finish_save()
             store().rm(trainer.checkpoint_callback.dirpath.name, recursive=True)
 
 
@@ -746,7 +746,7 @@ def test_a_kill_before_pruning_leaves_nothing_there(tmp_path, bucket):
             end = job.wait()
             assert (end.code == 0) == (strike is None), end.output
         (path,) = find_checkpoints(bucket / name)
-        assert storage_of(bucket).names(bucket / name) == [path.name]
+        assert get_storage(bucket).list_names(bucket / name) == [path.name]
         return json.loads((tmp_path / name / "end.json").read_text()), sorted(files_of(path))
 
     assert ended("struck", "validation", "pruning", None, "on_fit_end") == ended("whole")
@@ -822,7 +822,7 @@ def test_the_documentation_works_as_shown(tmp_path, bucket, monkeypatch, capsys)
     assert [path.name for path in found] == ["step-00000004", "step-00000008"]
     for words in others:
         assert main(words) == 0
-    wanted = Checkpoint.open(found[-1]).tensors("model")
+    wanted = Checkpoint.open(found[-1]).as_mapping("model")
     exported = safetensors.torch.load_file("gpt.safetensors")
     assert exported.keys() == set(wanted)
     assert all(torch.equal(exported[name], wanted[name]) for name in wanted)
@@ -845,7 +845,7 @@ def test_checkpoint_is_verified_once_despite_reading_the_seed(tmp_path, monkeypa
     words = ["fit", "--model=tests.helpers.cli_tasks.Line", "--data=tests.helpers.cli_tasks.Points", "--optimizer=SGD"]
     words += ["--trainer.name=line", "--trainer.enable_progress_bar=false", "--trainer.max_steps"]
     assert main([*words, "2"]) == 0
-    read, digest = Counter(), manifest.sha256_of
+    read, digest = Counter(), manifest.compute_sha256
 
     def counting(path, size):
         read[path.parent.name] += 1
@@ -854,7 +854,7 @@ def test_checkpoint_is_verified_once_despite_reading_the_seed(tmp_path, monkeypa
     for where in ("auto", "runs/line", "runs/line/checkpoints/step-00000002"):
         read.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "sha256_of", counting)
+            patch.setattr(manifest, "compute_sha256", counting)
             assert main([*words, "3", f"--trainer.resume={where}"]) == 0
         assert read["model"] == 1
         shutil.rmtree("runs/line/checkpoints/step-00000003", ignore_errors=True)

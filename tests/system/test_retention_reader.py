@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lumen
-from lumen.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from lumen.checkpoint import Checkpoint, find_checkpoints, open_newest_valid
 from lumen.checkpoint.format import manifest
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged
@@ -80,8 +80,8 @@ def read(path, after_opening):
     try:
         checkpoint = Checkpoint.open(path)
         after_opening(path)
-        model = dict(checkpoint.tensors("model"))
-        moments = dict(checkpoint.tensors("optimizer"))
+        model = dict(checkpoint.as_mapping("model"))
+        moments = dict(checkpoint.as_mapping("optimizer"))
     except CheckpointDamaged as error:
         return error
     assert all((tensor == checkpoint.info["step"] / 1024).all() for tensor in model.values())
@@ -112,7 +112,7 @@ def wait_until_removed(path):
 
 def test_newest_checkpoint_of_running_run_is_found(tmp_path, monkeypatch):
     """Although the one that was newest is removed meanwhile."""
-    digest, looked_at = manifest.sha256_of, set()
+    digest, looked_at = manifest.compute_sha256, set()
 
     def waiting(path, size):
         monkeypatch.undo()
@@ -123,8 +123,8 @@ def test_newest_checkpoint_of_running_run_is_found(tmp_path, monkeypatch):
     with running(tmp_path) as checkpoints:
         wait_until(lambda: read(found_in(checkpoints)[-1], lambda path: None) is None)
         for _ in range(3):
-            monkeypatch.setattr(manifest, "sha256_of", waiting)
-            assert newest_valid(checkpoints, pytest.fail).path > max(looked_at)
+            monkeypatch.setattr(manifest, "compute_sha256", waiting)
+            assert open_newest_valid(checkpoints, pytest.fail).path > max(looked_at)
     assert len(looked_at) == 3
 
 

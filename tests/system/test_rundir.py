@@ -65,7 +65,7 @@ def hold(connection, root, name, reuse, act=lambda run: None):
 
 
 def look(connection, path):
-    connection.send(RunDirectory.is_locked(path))
+    connection.send(RunDirectory.read_live_holder(path))
 
 
 def test_new_run_gets_new_directory_reused_the_same(tmp_path):
@@ -97,7 +97,7 @@ def test_simultaneous_processes_get_separate_directories(tmp_path):
 def test_second_job_error_names_the_holder(tmp_path):
     with Job(hold, tmp_path, "gpt", True) as job:
         path, _ = job.hear()
-        holder = RunDirectory.is_locked(path)
+        holder = RunDirectory.read_live_holder(path)
         assert holder == json.loads((path / ".lock").read_text())
         assert (holder["pid"], holder["host"]) == (job.process.pid, socket.gethostname())
         assert abs(time.time() - datetime.fromisoformat(holder["started"]).timestamp()) < 60
@@ -108,7 +108,7 @@ def test_second_job_error_names_the_holder(tmp_path):
             assert f"process {job.process.pid}" in str(third.hear())
         job.connection.send("release")
         assert job.hear() == "released"
-        assert RunDirectory.is_locked(path) is None
+        assert RunDirectory.read_live_holder(path) is None
         RunDirectory.claim(tmp_path, "gpt", reuse=True).release()
 
 
@@ -118,16 +118,16 @@ def test_the_same_process_cannot_hold_a_directory_twice(tmp_path):
         for root in (tmp_path, tmp_path / "link"):
             with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on"):
                 RunDirectory.claim(root, "gpt", reuse=True)
-            assert RunDirectory.is_locked(root / "gpt")["pid"] == os.getpid()
+            assert RunDirectory.read_live_holder(root / "gpt")["pid"] == os.getpid()
         with Job(look, run.path) as job:  # neither the refused claims nor the looks dropped the lock
             assert job.hear()["pid"] == os.getpid()
     run.release()
-    assert RunDirectory.is_locked(run.path) is None
+    assert RunDirectory.read_live_holder(run.path) is None
     with RunDirectory.claim(tmp_path, "gpt", reuse=True) as again:
         run.release()  # of the first holder: the second one keeps its lock
         with Job(hold, tmp_path, "gpt", True) as job:
             assert f"process {os.getpid()}" in str(job.hear())
-        assert RunDirectory.is_locked(again.path)
+        assert RunDirectory.read_live_holder(again.path)
 
 
 def fork_a_child(run):
@@ -141,7 +141,7 @@ def test_kill_frees_directory_despite_forked_child(tmp_path):
     with Job(hold, tmp_path, "gpt", True, fork_a_child) as job:
         path, child = job.hear()
         try:
-            assert RunDirectory.is_locked(path)["pid"] == job.process.pid
+            assert RunDirectory.read_live_holder(path)["pid"] == job.process.pid
             os.kill(job.process.pid, signal.SIGKILL)
             with RunDirectory.claim(tmp_path, "gpt", reuse=True) as run:
                 assert run.path == path
@@ -167,7 +167,7 @@ def test_child_that_outlives_its_job_can_claim(tmp_path):
         try:
             job.kill()
             deadline = time.monotonic() + 10
-            while (RunDirectory.is_locked(path) or {}).get("pid") != child:
+            while (RunDirectory.read_live_holder(path) or {}).get("pid") != child:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         finally:
@@ -177,7 +177,7 @@ def test_child_that_outlives_its_job_can_claim(tmp_path):
 def fork_a_child_that_meddles(run):
     child = os.fork()
     if child == 0:
-        held = RunDirectory.is_locked(run.path)
+        held = RunDirectory.read_live_holder(run.path)
         run.release()
         os._exit(0 if held["pid"] == os.getppid() else 1)
     _, status = os.waitpid(child, 0)
@@ -188,7 +188,7 @@ def test_forked_child_sees_but_cannot_release_the_lock(tmp_path):
     with Job(hold, tmp_path, "gpt", True, fork_a_child_that_meddles) as job:
         path, child_exit = job.hear()
         assert child_exit == 0
-        assert RunDirectory.is_locked(path)["pid"] == job.process.pid
+        assert RunDirectory.read_live_holder(path)["pid"] == job.process.pid
 
 
 def lock_and_let_go(connection, path):
@@ -244,9 +244,9 @@ def test_file_in_the_way_is_named(tmp_path):
     for _ in range(2):  # the failed claim holds nothing
         with pytest.raises(RunDirectoryError, match="gpt/checkpoints: File exists"):
             RunDirectory.claim(tmp_path, "gpt", reuse=True)
-        assert RunDirectory.is_locked(tmp_path / "gpt") is None
-    assert RunDirectory.is_locked(tmp_path / "file") is None
-    assert RunDirectory.is_locked(tmp_path / "none") is None
+        assert RunDirectory.read_live_holder(tmp_path / "gpt") is None
+    assert RunDirectory.read_live_holder(tmp_path / "file") is None
+    assert RunDirectory.read_live_holder(tmp_path / "none") is None
 
 
 def test_linked_lock_file_is_refused_and_target_kept(tmp_path):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import lumen
-from lumen.cli.commands import known
+from lumen.cli.commands import list_commands
 from tests.helpers import ROOT
 
 pytest.importorskip("mkdocs", reason="not proven here: it needs mkdocs-material and mkdocstrings, the extra `docs`")
@@ -47,7 +47,7 @@ def test_reference_has_every_export_and_command(site):
     found = [name for page in pages for name in re.findall(r'<h2 id="lumen\.(\w+)" class="doc doc-heading', page)]
     assert sorted(found) == sorted(lumen.__all__)
     commands = (site / "reference/commands.html").read_text()
-    for command in known():
+    for command in list_commands():
         assert f"usage: lumen {command} " in commands
 
 

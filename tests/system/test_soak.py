@@ -99,8 +99,8 @@ def ranks_of(job):
 
 def result():
     end = Checkpoint.open(find_checkpoints(Path("runs/run/checkpoints"))[-1])
-    parts = [(part, name) for part in ("model", "optimizer") for name in sorted(end.names(part))]
-    values = {each: end.tensor(*each).tolist() for each in parts}
+    parts = [(part, name) for part in ("model", "optimizer") for name in sorted(end.list_tensor_names(part))]
+    values = {each: end.read_tensor(*each).tolist() for each in parts}
     ended = [Path(f"ended-{rank}").read_text() for rank in range(2)]
     return end.info["step"], values, Path("runs/run/metrics.csv").read_bytes(), ended
 

@@ -90,7 +90,7 @@ def finish(job):
 def reached():
     """The rows of the record, and the parameters at the end, which are those of an undisturbed run or not."""
     end = Checkpoint.open(find_checkpoints(Path("runs/run/checkpoints"))[-1])
-    parameters = {name: end.tensor("model", name).tolist() for name in end.names("model")}
+    parameters = {name: end.read_tensor("model", name).tolist() for name in end.list_tensor_names("model")}
     return end.info["step"], Path("runs/run/metrics.csv").read_text(), parameters
 
 

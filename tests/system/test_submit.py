@@ -198,14 +198,14 @@ def job_in(text):
 
 
 READERS = {
-    engines.slurm: lambda text, folder: in_bash(text, "srun", folder),
-    engines.skypilot: lambda text, folder: in_bash(yaml.safe_load(text)["run"], "torchrun", folder),
-    engines.ray: lambda text, folder: next(
+    engines.make_slurm_script: lambda text, folder: in_bash(text, "srun", folder),
+    engines.make_skypilot_task: lambda text, folder: in_bash(yaml.safe_load(text)["run"], "torchrun", folder),
+    engines.make_ray_program: lambda text, folder: next(
         ast.literal_eval(node.value)
         for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and node.targets[0].id == "COMMAND"
     ),
-    engines.kubernetes: lambda text, folder: [
+    engines.make_kubernetes_job: lambda text, folder: [
         expanded(word)
         for word in job_in(text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
             "command"
@@ -221,7 +221,7 @@ def test_an_engine_reads_the_words_that_were_given(engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bin")
 
     @settings(max_examples=60, deadline=None, database=None)
-    @given(words=st.lists(TEXTS if engine is engines.kubernetes else TEXTS | BYTES, max_size=4))
+    @given(words=st.lists(TEXTS if engine is engines.make_kubernetes_job else TEXTS | BYTES, max_size=4))
     @example(words=["a\nb", "x\u2028y", "$(HOME) $$(X) ${Y} `z`", "{0} {words}", '"""', "'\\''", "\x85 \t\r"])
     def check(words):
         job = Job("run", tuple(words), 1, 1, 1, 0, "python", "/", image="a/b:1", gpu="H100")

@@ -113,9 +113,9 @@ def test_data_following_training_is_reported_without_workers():
 
 def test_finished_process_leaves_others_their_time(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "_PATIENCE_S", 0.2)
-    runs = worker.Pool(Make(LateOnRankZero), SIZE, tmp_path, 2, worker.libraries())
+    runs = worker.VariantPool(Make(LateOnRankZero), SIZE, tmp_path, 2, worker.list_libraries())
     try:
-        result = runs.run(Variant("two", 2, "ddp"), "fp64")
+        result = runs.run_variant(Variant("two", 2, "ddp"), "fp64")
     finally:
         runs.close()
     assert (result.failure, len(result.outcomes)) == (None, 2)

@@ -25,7 +25,7 @@ from tests.helpers.architecture import AROUND_THE_CORE, FLOORS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DOORS = {"lumen", "lumen.__main__"}
-MIXINS = {"LacksLightnings", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached"}
+MIXINS = {"LightningAttributeErrors", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached"}
 OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI", "RunView"} | MIXINS
 PUBLIC = [
     "AdvancedProfiler",
@@ -424,7 +424,7 @@ def test_a_run_and_its_parts_have_few_members(tmp_path):
     trainer.fit(Regression(), loader())
     parts = [part for part in vars(trainer.run).values() if type(part).__module__.startswith("lumen.run.")]
     parts.remove(trainer.plan)  # the user's settings, of which there are more
-    assert {type(part).__name__ for part in parts} >= {"Progress", "Loaders", "StepContext", "LoggedValues", "Ending"}
+    assert {type(part).__name__ for part in parts} >= {"Progress", "Loaders", "StepContext", "LoggedValues", "RunEnd"}
     for each in (trainer.run, *parts):
         members = {name for name in {*vars(each), *dir(type(each))} if not name.startswith("_")}
         assert len(members) <= 30, (type(each).__name__, sorted(members))
@@ -443,7 +443,7 @@ def test_callbacks_use_what_a_users_callback_may_use():
             owner = ast.unparse(node.value).rpartition(".")[2] if isinstance(node, ast.Attribute) else ""
             if owner in ("trainer", "_trainer"):
                 assert not node.attr.startswith("_"), f"{module}:{node.lineno}"
-            if isinstance(node, ast.ImportFrom) and module != "lumen.callbacks.used_trainer":
+            if isinstance(node, ast.ImportFrom) and module != "lumen.callbacks.callback_trainer":
                 assert (node.module, "Run") not in [(node.module, alias.name) for alias in node.names], module
 
 
@@ -464,14 +464,14 @@ def test_nobody_asks_what_a_place_is_kept_by():
             assert module in HOMES or not names & SIDES, f"{module}:{node.lineno}"
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass", "type"):
                 parts = {getattr(part, "id", getattr(part, "attr", None)) for part in ast.walk(node)}
-                asking += [module] * bool(parts & (SIDES | {"Storage", "storage", "storage_of"}))
+                asking += [module] * bool(parts & (SIDES | {"Storage", "storage", "get_storage"}))
     assert asking == ["lumen.checkpoint.format.storage"]
 
 
 def test_as_local_is_imported_only_where_needed():
     """Only modules with locks, logs or links may depend on a path of this machine."""
     assert {
-        module for module in SOURCES if "lumen.checkpoint.format.storage.as_local" in names_imported_by(module)
+        module for module in SOURCES if "lumen.checkpoint.format.storage.as_local_path" in names_imported_by(module)
     } == {"lumen.callbacks.checkpoint_names", "lumen.checkpoint.load.weights_source", "lumen.tools.runs.find"}
 
 
@@ -531,13 +531,17 @@ def test_interpreters_are_started_in_known_places():
         "lumen.internals.interpreters",
         "lumen.distributed.agent",
         "lumen.tools.submit.command",
-        "lumen.cli.words",  # prints its name
-        "lumen.trainer.telling",  # prints its name
+        "lumen.cli.command_words",  # prints its name
+        "lumen.trainer.status_messages",  # prints its name
     }
     for module, start in (("lumen.tools.convert.unpickle", "subprocess.run"), ("lumen.distributed.launch", "os.execv")):
-        assert "lumen.internals.interpreters.python_command" in names_imported_by(module), start
+        assert "lumen.internals.interpreters.make_python_command" in names_imported_by(module), start
     pool = ast.walk(SOURCES["lumen.tools.proof.worker"])
-    safe = [node for node in pool if isinstance(node, ast.With) and "safe_path()" in map(ast.unparse, contexts(node))]
+    safe = [
+        node
+        for node in pool
+        if isinstance(node, ast.With) and "protect_search_path()" in map(ast.unparse, contexts(node))
+    ]
     inside = {ast.unparse(call.func) for each in safe for call in ast.walk(each) if isinstance(call, ast.Call)}
     assert {"context.Process", "ensure_running"} <= inside
 
@@ -565,8 +569,8 @@ POSITIONAL_BOOLEANS = {
         "Trainer.test", "Trainer.validate", "WandbLogger.__init__", "WandbLogger.watch", "isolate_rng",
         "seed_everything",
     },
-    "torch's signature": {"ManualOptimizer.zero_grad", "Modes.choosing.noticed", "Teacher.train"},
-    "pickle gives arguments by position": {"_arrived"},
+    "torch's signature": {"ManualOptimizer.zero_grad", "SavedModes.keep_choices.noticed", "Teacher.train"},
+    "pickle gives arguments by position": {"_unpickle_request"},
     "Python gives a property its value by position": {"RunView.should_stop"},
 }  # fmt: skip
 #: Functions of Python and torch that take a boolean by position.
@@ -658,7 +662,7 @@ def test_capabilities_are_declared():
         for name, function in functions_in(tree)
         if "getattr(part, capability, False)" in ast.unparse(function)
     }
-    assert reading == {("lumen.data.iterable_style", "declares")}
+    assert reading == {("lumen.data.iterable_style", "has_capability")}
 
 
 # ---------------------------------------------------------------------- owners
@@ -684,7 +688,7 @@ CHANGING = {
 
 
 #: Protocols, which own no attribute, by the package whose objects they describe.
-DESCRIBED = {"AnyTrainer": "trainer", "UsedTrainer": "trainer", "AttachedRun": "run"}
+DESCRIBED = {"AnyTrainer": "trainer", "CallbackTrainer": "trainer", "AttachedRun": "run"}
 
 
 def owners_of_attributes():

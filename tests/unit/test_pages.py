@@ -10,7 +10,7 @@ import pytest
 
 import lumen
 from lumen.checkpoint.format.manifest import FORMAT_VERSION
-from lumen.internals.torch_versions import TRIED
+from lumen.internals.torch_versions import TESTED_VERSIONS
 from lumen.version import __version__
 from tests.helpers import communication
 from tests.helpers.architecture import FLOORS, ROOT, SOURCES
@@ -240,7 +240,7 @@ def test_installation_lists_every_extra_and_dependency():
 
 def test_versions_page_names_tested_torch_and_format():
     page = " ".join((HOME / "docs/versions.md").read_text().split())
-    *others, last = TRIED
+    *others, last = TESTED_VERSIONS
     assert f"torch {', '.join(others)} and {last}" in page
     assert f"this version reads format {FORMAT_VERSION}." in page
     assert f"version {__version__}," in page

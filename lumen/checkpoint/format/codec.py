@@ -66,13 +66,13 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
 
 def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) -> JSON:
     if isinstance(value, torch.Tensor):
-        return {_tensor_tag(value): _collect(value.detach(), tensors, where)}
+        return {_make_tensor_tag(value): _collect_tensor(value.detach(), tensors, where)}
     if id(value) in above:
         raise CheckpointError(f"{where}: this {type(value).__name__} contains itself. Remove the cycle.")
     if len(above) > _MAX_DEPTH:
         raise CheckpointError(f"{where}: nested more than {_MAX_DEPTH} deep. Flatten it.")
     inside, given = (*above, id(value)), type(value)
-    value = _python_scalar(value)
+    value = _as_python_scalar(value)
     if _SCALARS.get(given.__name__) is given:
         return {"$scalar": [given.__name__, _encode(value, tensors, where, inside)]}
     kind = type(value)
@@ -93,18 +93,18 @@ def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) ->
         tag, text = _LEAVES[kind]
         return {tag: text(value)}
     if kind is np.ndarray:
-        return {"$array": _collect(_array_as_tensor(value, where), tensors, where)}
+        return {"$array": _collect_tensor(_array_as_tensor(value, where), tensors, where)}
     if isinstance(value, Mapping | Sequence) and not isinstance(value, dict | list | tuple | str | bytes):
         plain = dict(value) if isinstance(value, Mapping) else list(value)  # of OmegaConf, for example
         return _encode(plain, tensors, where, inside)
-    raise _refusal(value, where)
+    raise _make_encoding_error(value, where)
 
 
 def _encode_dict(value: Any, tensors: Tensors, where: str, inside: tuple[int, ...]) -> JSON:
-    pairs = [(_python_scalar(key), item, _entry(where, key)) for key, item in value.items()]
+    pairs = [(_as_python_scalar(key), item, _format_entry_path(where, key)) for key, item in value.items()]
     for key, _, path in pairs:
         if type(key) not in _KEYS:
-            raise _refusal(key, f"{path} (a key)")
+            raise _make_encoding_error(key, f"{path} (a key)")
     if all(type(key) is str and not key.startswith("$") for key, _, _ in pairs):
         return {key: _encode(item, tensors, path, inside) for key, item, path in pairs}
     return {
@@ -119,11 +119,11 @@ def _encode_key(key: Any, path: str, inside: tuple[int, ...]) -> JSON:
     return encoded
 
 
-def _entry(where: str, key: Any) -> str:
+def _format_entry_path(where: str, key: Any) -> str:
     return f"{where}.{key}" if isinstance(key, str) else f"{where}[{key!r}]"
 
 
-def _python_scalar(value: Any) -> Any:
+def _as_python_scalar(value: Any) -> Any:
     """Return the equal Python scalar of a numpy scalar, or the value itself if there is no equal one (long double)."""
     if not isinstance(value, np.generic) or value.dtype.kind not in "biufUS":
         return value
@@ -131,7 +131,7 @@ def _python_scalar(value: Any) -> Any:
     return value if isinstance(scalar, np.longdouble) else scalar
 
 
-def _tensor_tag(tensor: torch.Tensor) -> str:
+def _make_tensor_tag(tensor: torch.Tensor) -> str:
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return "$tensor"
     if isinstance(tensor, nn.Parameter):
@@ -148,7 +148,7 @@ def _array_as_tensor(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
         ) from error
 
 
-def _collect(tensor: torch.Tensor, tensors: Tensors, where: str) -> str:
+def _collect_tensor(tensor: torch.Tensor, tensors: Tensors, where: str) -> str:
     name = where
     while name in tensors:  # {"a.b": x, "a": {"b": y}} gives one path twice
         name += "'"
@@ -156,7 +156,7 @@ def _collect(tensor: torch.Tensor, tensors: Tensors, where: str) -> str:
     return name
 
 
-def _refusal(value: Any, where: str) -> CheckpointError:
+def _make_encoding_error(value: Any, where: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: an object of type {type(value).__name__} cannot be saved; checkpoints hold plain data and tensors. "
         "Convert it to a dict, list, number, string or tensor (an Enum: its value), or leave it out."
@@ -199,7 +199,7 @@ def _decode_items(items: JSON, tensors: Mapping[str, torch.Tensor]) -> list[Any]
     return [_decode(item, tensors) for item in items]
 
 
-def named_dtype(name: str) -> torch.dtype:
+def get_dtype(name: str) -> torch.dtype:
     """Return the dtype of a name such as "bfloat16".
 
     Raises:
@@ -215,7 +215,7 @@ _DECODERS: dict[str, Callable[[JSON, Mapping[str, torch.Tensor]], Any]] = {
     "$float": lambda text, _: struct.unpack(">d", bytes.fromhex(text))[0],
     "$bytes": lambda text, _: base64.b64decode(text, validate=True),
     "$path": lambda text, _: Path(text),
-    "$dtype": lambda text, _: named_dtype(text),
+    "$dtype": lambda text, _: get_dtype(text),
     "$device": lambda text, _: torch.device(text),
     "$env": lambda text, _: Reference(text),
     "$tuple": lambda items, tensors: tuple(_decode_items(items, tensors)),

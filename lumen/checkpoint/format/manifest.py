@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
-from lumen.checkpoint.format.codec import JSON, decode, named_dtype
-from lumen.checkpoint.format.storage import MANIFEST, explained, readable, storage_of
+from lumen.checkpoint.format.codec import JSON, decode, get_dtype
+from lumen.checkpoint.format.storage import MANIFEST, explain_read_errors, explain_storage_errors, get_storage
 from lumen.errors import CheckpointDamaged, CheckpointError
 
-_PIECE_BYTES = 4 << 20  # size of a piece that stays in the processor's cache between hashing and writing
+_READ_BYTES = 4 << 20  # size of a piece that stays in the processor's cache between hashing and writing
 
 
 @final
@@ -33,8 +33,8 @@ class HashingWriter:
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         view = memoryview(data)
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
+        for start in range(0, len(view), _READ_BYTES):
+            piece = view[start : start + _READ_BYTES]
             self._sha256.update(piece)
             self._bytes += self._write(piece)
 
@@ -44,13 +44,13 @@ class HashingWriter:
 
 
 @contextmanager
-def new_file(path: PurePath) -> Iterator[HashingWriter]:
+def create_hashed_file(path: PurePath) -> Iterator[HashingWriter]:
     """Create a file with the guarantees of `Storage.create`.
 
     Raises:
         CheckpointError: The file exists, or the storage refuses.
     """
-    with explained("write", path), storage_of(path).create(path) as write:
+    with explain_storage_errors("write", path), get_storage(path).create(path) as write:
         yield HashingWriter(write)
 
 
@@ -60,19 +60,19 @@ def check_file(directory: PurePath, name: str, size: int, sha256: str | None) ->
     Raises:
         CheckpointDamaged: The file is outside the directory, or its size or checksum differs.
     """
-    storage, path = storage_of(directory), directory / name
+    storage, path = get_storage(directory), directory / name
     storage.check_inside(directory, name)
-    with readable(path):
-        if (found := storage.size_of(path)) != size:
+    with explain_read_errors(path):
+        if (found := storage.get_size(path)) != size:
             raise CheckpointDamaged(f"{path} has {found} bytes instead of {size}.")
-        if sha256 is not None and sha256_of(path, size) != sha256:
+        if sha256 is not None and compute_sha256(path, size) != sha256:
             raise CheckpointDamaged(f"{path} was changed: its checksum is wrong.")
 
 
-def sha256_of(path: PurePath, size: int) -> str:
+def compute_sha256(path: PurePath, size: int) -> str:
     """Return the checksum of a file of `size` bytes."""
-    storage, digest = storage_of(path), hashlib.sha256()
-    read_into = storage.pieces(path.parent, {path.name: size})
+    storage, digest = get_storage(path), hashlib.sha256()
+    read_into = storage.make_piece_reader(path.parent, {path.name: size})
     memory = memoryview(bytearray(min(size, storage.piece_bytes)))
     for start in range(0, size, storage.piece_bytes):
         piece = memory[: size - start]
@@ -86,9 +86,9 @@ def read_json(path: PurePath) -> dict[str, JSON]:
     Raises:
         CheckpointDamaged: The file is missing or holds anything else.
     """
-    storage = storage_of(path)
-    with readable(path):
-        data = storage.read(path, storage.size_of(path))
+    storage = get_storage(path)
+    with explain_read_errors(path):
+        data = storage.read(path, storage.get_size(path))
     return parse_json(path, data)
 
 
@@ -108,11 +108,11 @@ def parse_json(path: PurePath, data: bytes | bytearray) -> dict[str, JSON]:
 
 
 FORMAT_VERSION = 4
-_MOST_BYTES = 1 << 30  # ten thousand processes and a million tensors need less
+_MAX_BYTES = 1 << 30  # ten thousand processes and a million tensors need less
 STATE = "state.json"
 _FILE_NAME = re.compile(r"state\.json|[a-z_]+/[\w-]+\.safetensors", re.ASCII)
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
-_IN_HEAD = ("format", "lumen", "info", "files")
+_HEAD_KEYS = ("format", "lumen", "info", "files")
 Parsed = TypeVar("Parsed")
 
 
@@ -135,7 +135,7 @@ class StoredTensor(NamedTuple):
 
 
 @final
-class Head(NamedTuple):
+class ManifestHead(NamedTuple):
     """Manifest without its tensors.
 
     Attributes:
@@ -172,22 +172,22 @@ def digest(manifest: Mapping[str, JSON]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def text_of(manifest: Mapping[str, JSON]) -> bytes:
+def encode_manifest(manifest: Mapping[str, JSON]) -> bytes:
     """Return the bytes of a manifest's file: JSON in three lines.
 
     Line 1 is a checksum of the other lines, so that they can be verified without parsing. Line 2 is the part that a
     listing needs. Line 3 contains all tensors.
     """
     whole = {**manifest, "digest": digest(manifest)}
-    head = json.dumps({key: whole[key] for key in _IN_HEAD}, allow_nan=False)
-    rest = json.dumps({key: value for key, value in whole.items() if key not in _IN_HEAD}, allow_nan=False)
+    head = json.dumps({key: whole[key] for key in _HEAD_KEYS}, allow_nan=False)
+    rest = json.dumps({key: value for key, value in whole.items() if key not in _HEAD_KEYS}, allow_nan=False)
     lines = f"{head[1:-1]},\n{rest[1:]}".encode()
     return b'{"sha256": "%b",\n%b' % (hashlib.sha256(lines).hexdigest().encode(), lines)
 
 
-def is_unseen(path: PurePath) -> bool:
+def is_uncommitted(path: PurePath) -> bool:
     """Return True if a directory has no manifest, on a storage that cannot rename directories."""
-    return bool(storage_of(path).unseen(path.parent, [path]))
+    return bool(get_storage(path).find_uncommitted(path.parent, [path]))
 
 
 def is_committed(directory: PurePath) -> bool:
@@ -197,7 +197,7 @@ def is_committed(directory: PurePath) -> bool:
         CheckpointError: The user may not read the file.
     """
     try:
-        _read_text(directory)
+        _read_manifest_bytes(directory)
     except CheckpointDamaged:
         return False
     return True
@@ -210,39 +210,39 @@ def read_manifest(directory: PurePath) -> Manifest:
         CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
         CheckpointError: The manifest has another format version, or this user may not read it.
     """
-    return _parsed(directory, _read_text(directory), _parse)
+    return _parse_with(directory, _read_manifest_bytes(directory), _parse_manifest)
 
 
-def read_head(directory: PurePath) -> Head:
+def read_head(directory: PurePath) -> ManifestHead:
     """Read and verify a manifest without parsing its tensors.
 
     Raises:
         CheckpointDamaged: The manifest is missing, was changed, or contradicts itself.
         CheckpointError: The manifest has another format version, or this user may not read it.
     """
-    text = _read_text(directory)
+    text = _read_manifest_bytes(directory)
     if first := _FIRST_LINE.match(text):
         text = b"{%b}" % text[first.end() : text.find(b",\n", first.end())]
-    return _parsed(directory, text, _parse_head)
+    return _parse_with(directory, text, _parse_head)
 
 
-def _read_text(directory: PurePath) -> bytes:
+def _read_manifest_bytes(directory: PurePath) -> bytes:
     """Return the bytes of an intact manifest."""
-    storage, path = storage_of(directory), directory / MANIFEST
-    with readable(directory):
-        found = storage.look(path)
+    storage, path = get_storage(directory), directory / MANIFEST
+    with explain_read_errors(directory):
+        found = storage.get_status(path)
     if found is None:
         raise CheckpointDamaged(f"{directory} is no committed checkpoint: it has no {MANIFEST}.")
-    if found.size_bytes > _MOST_BYTES:
+    if found.size_bytes > _MAX_BYTES:
         raise CheckpointDamaged(
-            f"{path} has {found.size_bytes} bytes and is not read: a manifest has {_MOST_BYTES} at most."
+            f"{path} has {found.size_bytes} bytes and is not read: a manifest has {_MAX_BYTES} at most."
         )
     storage.check_inside(directory, MANIFEST)
-    with readable(path):
+    with explain_read_errors(path):
         text = bytes(storage.read(path, found.size_bytes))
     if first := _FIRST_LINE.match(text):
         is_right = hashlib.sha256(memoryview(text)[first.end() :]).hexdigest().encode() == first[1]
-    else:  # not written by `text_of`
+    else:  # not written by `encode_manifest`
         manifest = parse_json(path, text)
         is_right = manifest.get("digest") == digest(manifest)
     if not is_right:
@@ -250,7 +250,7 @@ def _read_text(directory: PurePath) -> bytes:
     return text
 
 
-def _parsed(directory: PurePath, text: bytes, parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
+def _parse_with(directory: PurePath, text: bytes, parse: Callable[[dict[str, JSON]], Parsed]) -> Parsed:
     """Parse a manifest of the current format version."""
     manifest = parse_json(path := directory / MANIFEST, text)
     if manifest.get("format") != FORMAT_VERSION:
@@ -264,46 +264,46 @@ def _parsed(directory: PurePath, text: bytes, parse: Callable[[dict[str, JSON]],
         raise CheckpointDamaged(f"{path} is malformed: {type(error).__name__}: {error}.") from error
 
 
-def _parse_head(manifest: dict[str, JSON]) -> Head:
-    files = {name: (_count(record["bytes"]), str(record["sha256"])) for name, record in manifest["files"].items()}
+def _parse_head(manifest: dict[str, JSON]) -> ManifestHead:
+    files = {name: (_check_count(record["bytes"]), str(record["sha256"])) for name, record in manifest["files"].items()}
     for name in files:
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"the file name {name!r} is not allowed: it could lie outside the checkpoint")
     if STATE not in files:
         raise ValueError(f"{STATE} is not listed")
-    return Head(files, dict(decode(manifest["info"], {})))
+    return ManifestHead(files, dict(decode(manifest["info"], {})))
 
 
-def _parse(manifest: dict[str, JSON]) -> Manifest:
+def _parse_manifest(manifest: dict[str, JSON]) -> Manifest:
     head = _parse_head(manifest)
     sections = {
-        section: {name: _parse_spec(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
+        section: {name: _parse_tensor(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
         for section, tensors in manifest["sections"].items()
     }
     aliases = dict(manifest["aliases"])
     for alias, name in aliases.items():
         if name not in sections["model"]:
             raise ValueError(f"{alias!r} is an alias of {name!r}, which is not there")
-    return Manifest(head.files, sections, _contents(head.files, sections), aliases, head.info)
+    return Manifest(head.files, sections, _group_tensors_by_file(head.files, sections), aliases, head.info)
 
 
-def _count(value: JSON) -> int:
+def _check_count(value: JSON) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"a count was expected, not {value!r}")
     return value
 
 
-def _parse_spec(where: str, tensor: JSON) -> StoredTensor:
-    shape = tuple(map(_count, tensor["shape"]))
+def _parse_tensor(where: str, tensor: JSON) -> StoredTensor:
+    shape = tuple(map(_check_count, tensor["shape"]))
     chunks = tuple(
-        Chunk(str(file), tuple(map(_count, offsets)), tuple(map(_count, chunk_shape)))
+        Chunk(str(file), tuple(map(_check_count, offsets)), tuple(map(_check_count, chunk_shape)))
         for file, offsets, chunk_shape in tensor["chunks"]
     )
-    _check_cover(where, shape, chunks)
-    return StoredTensor(named_dtype(tensor["dtype"]), shape, chunks)
+    _check_chunks_cover(where, shape, chunks)
+    return StoredTensor(get_dtype(tensor["dtype"]), shape, chunks)
 
 
-def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
+def _check_chunks_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
     """Check that chunks cover a shape exactly: all elements once, and no element outside."""
     if len(chunks) == 1 and (chunks[0].offsets, chunks[0].shape) == ((0,) * len(shape), shape):
         return
@@ -316,16 +316,16 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) 
     groups = [[chunk for chunk in chunks if math.prod(chunk.shape)]]
     while groups:
         group = groups.pop()
-        cuts = (_apart(group, dim) for dim in range(len(shape)))
+        cuts = (_split_at_cuts(group, dim) for dim in range(len(shape)))
         if halves := next((halves for halves in cuts if len(halves) > 1), []):
             groups += halves
             continue
         for one, other in combinations(group, 2):
-            if _overlap(one, other):
+            if _do_overlap(one, other):
                 raise ValueError(f"the chunks of {where} in {one.file} and {other.file} overlap")
 
 
-def _apart(chunks: list[Chunk], dim: int) -> list[list[Chunk]]:
+def _split_at_cuts(chunks: list[Chunk], dim: int) -> list[list[Chunk]]:
     """Group chunks so that a cut across `dim` through the whole tensor separates neighboring groups."""
     groups: list[list[Chunk]] = []
     end = 0
@@ -337,13 +337,13 @@ def _apart(chunks: list[Chunk], dim: int) -> list[list[Chunk]]:
     return groups
 
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
+def _do_overlap(one: Chunk, other: Chunk) -> bool:
     return all(
         o < p + m and p < o + n for o, n, p, m in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
     )
 
 
-def _contents(
+def _group_tensors_by_file(
     files: Mapping[str, Any], sections: Mapping[str, Mapping[str, StoredTensor]]
 ) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
     contents = {file: dict[str, tuple[torch.dtype, tuple[int, ...]]]() for file in files if file != STATE}

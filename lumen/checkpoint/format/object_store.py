@@ -16,15 +16,28 @@ from functools import lru_cache
 from pathlib import PurePath
 from typing import Any, final
 
-from lumen.checkpoint.format.storage import ADVICE, MANIFEST, Draft, ReadInto, Status, Storage, readable, temporary_name
+from lumen.checkpoint.format.storage import (
+    ADVICE,
+    MANIFEST,
+    Draft,
+    ReadInto,
+    Status,
+    Storage,
+    explain_read_errors,
+    make_temporary_path,
+)
 from lumen.errors import CheckpointError, ConfigError
 
-_PART_BYTES = 16 << 20  # part of an upload or a download: efficient for stores, and the extra memory for a tensor
-_AHEAD_BYTES = 1 << 20  # minimum size of a read, for headers and small tensors
-_MOST_BLOCKS = 64  # cached reads: tensors are read alternately from the files of up to 64 processes
+_UPLOAD_PART_BYTES = (
+    16 << 20
+)  # part of an upload or a download: efficient for stores, and the extra memory for a tensor
+_READ_AHEAD_BYTES = 1 << 20  # minimum size of a read, for headers and small tensors
+_MAX_CACHED_BLOCKS = 64  # cached reads: tensors are read alternately from the files of up to 64 processes
 
-_INSTALL = "{place} cannot be opened: {error}. For s3:// and gs:// `pip install 'lumen[remote]'` brings s3fs and gcsfs."
-_ADVICE_AT_START = {
+_INSTALL_HINTS = (
+    "{place} cannot be opened: {error}. For s3:// and gs:// `pip install 'lumen[remote]'` brings s3fs and gcsfs."
+)
+_STARTUP_ADVICE = {
     errno.ENOENT: "Create it (lumen makes no buckets), or choose another place.",
     errno.EACCES: "These credentials must be allowed to list, read, write and remove objects there.",
 }
@@ -35,63 +48,63 @@ class ObjectStore(Storage):
     """Storage that fsspec opens. Each query is one request without a cache, so that the answer is current."""
 
     quick_bytes = 0  # even small objects take time
-    piece_bytes = _PART_BYTES
+    piece_bytes = _UPLOAD_PART_BYTES
 
-    def look(self, path: PurePath) -> Status | None:
+    def get_status(self, path: PurePath) -> Status | None:
         """Return the status of an object or of a prefix of objects, or None if there is no such object."""
         try:
-            found = ask(path, "info")
+            found = call_filesystem(path, "info")
         except FileNotFoundError:
             return None
         return Status("file" if found["type"] == "file" else "directory", int(found.get("size") or 0))
 
-    def names(self, folder: PurePath) -> list[str]:
+    def list_names(self, folder: PurePath) -> list[str]:
         """Return the names in a directory with one request; an empty list for a missing directory."""
         try:
-            found = [str(name).rstrip("/") for name in ask(folder, "ls", detail=False)]
+            found = [str(name).rstrip("/") for name in call_filesystem(folder, "ls", detail=False)]
         except FileNotFoundError:
             return []
         return [name.rpartition("/")[2] for name in found if not str(folder).endswith(f"/{name.lstrip('/')}")]
 
-    def files(self, directory: PurePath) -> list[str]:
+    def list_files(self, directory: PurePath) -> list[str]:
         """Return the relative names of all objects below a directory with one request."""
-        found = [str(name).strip("/") for name in ask(directory, "find")]
-        root = _store_of(directory)[1].strip("/")
+        found = [str(name).strip("/") for name in call_filesystem(directory, "find")]
+        root = _open_filesystem(directory)[1].strip("/")
         return [name.removeprefix(root).lstrip("/") for name in found if f"{name}/".startswith(f"{root}/")]
 
-    def written_s(self, file: PurePath) -> float:
+    def get_write_time_s(self, file: PurePath) -> float:
         """Return the upload time of an object, in seconds since 1970, by the clock of the store."""
-        return float(ask(file, "modified").timestamp())
+        return float(call_filesystem(file, "modified").timestamp())
 
-    def with_manifest(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
+    def find_with_manifest(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
         """Return the directories that have a manifest, with one listing of the folder for several directories."""
         if len(directories) < 2:
-            return super().with_manifest(folder, directories)
-        with readable(folder):
-            found = {*self.files(folder)}
+            return super().find_with_manifest(folder, directories)
+        with explain_read_errors(folder):
+            found = {*self.list_files(folder)}
         return {each for each in directories if f"{each.name}/{MANIFEST}" in found}
 
-    def unseen(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
+    def find_uncommitted(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
         """Return the directories without a manifest."""
-        return {*directories} - self.with_manifest(folder, directories)
+        return {*directories} - self.find_with_manifest(folder, directories)
 
-    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
+    def make_piece_reader(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
         """Return a function that reads pieces of objects; a small piece is read and cached with its surroundings."""
 
-        @lru_cache(_MOST_BLOCKS)
+        @lru_cache(_MAX_CACHED_BLOCKS)
         def block(name: str, number: int) -> bytes:
-            start = number * _AHEAD_BYTES
-            return _fetched(directory / name, start, min(start + _AHEAD_BYTES, sizes[name]))
+            start = number * _READ_AHEAD_BYTES
+            return _fetch_bytes(directory / name, start, min(start + _READ_AHEAD_BYTES, sizes[name]))
 
         def read_into(name: str, start: int, view: memoryview) -> int:
             done = 0
             while done < len(view):
                 at, missing = start + done, len(view) - done
-                if missing < _AHEAD_BYTES:
-                    number, begin = divmod(at, _AHEAD_BYTES)
+                if missing < _READ_AHEAD_BYTES:
+                    number, begin = divmod(at, _READ_AHEAD_BYTES)
                     data = block(name, number)[begin : begin + missing]
                 else:
-                    data = _fetched(directory / name, at, at + min(missing, _PART_BYTES))
+                    data = _fetch_bytes(directory / name, at, at + min(missing, _UPLOAD_PART_BYTES))
                 if not data:
                     break
                 view[done : done + len(data)] = data
@@ -102,43 +115,43 @@ class ObjectStore(Storage):
 
     def check_writable(self, folder: PurePath) -> None:
         """Upload, read, list and remove a probe object; a remaining probe looks like the leftover of a killed save."""
-        probe = temporary_name(folder / "probe") / "state.json"
+        probe = make_temporary_path(folder / "probe") / "state.json"
         try:
             with self.create(probe) as write:
                 write(b"?")
             self.read(probe, 1)
-            self.names(folder)
-            ask(probe, "rm_file")
+            self.list_names(folder)
+            call_filesystem(probe, "rm_file")
         except OSError as error:
-            advice = _ADVICE_AT_START.get(error.errno or 0, ADVICE[errno.EREMOTE])
+            advice = _STARTUP_ADVICE.get(error.errno or 0, ADVICE[errno.EREMOTE])
             why = error.strerror or error
             raise CheckpointError(f"checkpoints cannot be kept in {folder}: {why}. {advice}") from error
 
     def begin(self, directory: PurePath) -> Draft:
         """Create a draft at the final path, which must be free."""
-        if self.look(directory) is not None:
+        if self.get_status(directory) is not None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory))
         return Draft(directory, directory, f"-{secrets.token_hex(4)}")
 
-    def directory(self, path: PurePath) -> AbstractContextManager[None]:
+    def make_directory(self, path: PurePath) -> AbstractContextManager[None]:
         """Do nothing: an object store has no directories."""
         return nullcontext()
 
     @contextmanager
     def create(self, path: PurePath) -> Iterator[Callable[[bytes | memoryview], int]]:
         """Upload an object piece by piece, and check its size; if the `with` block fails, no object is created."""
-        file, size = ask(path, "open", mode="wb", block_size=_PART_BYTES), 0
+        file, size = call_filesystem(path, "open", mode="wb", block_size=_UPLOAD_PART_BYTES), 0
 
         def write(data: bytes | memoryview) -> int:
             nonlocal size
-            with _translated(path):
+            with _translate_errors(path):
                 file.write(data)
             size += len(data)
             return len(data)
 
         try:
             yield write
-            with _translated(path):
+            with _translate_errors(path):
                 file.close()
         except BaseException:
             with suppress(AttributeError):
@@ -146,7 +159,7 @@ class ObjectStore(Storage):
             with suppress(Exception):
                 file.discard()
             raise
-        if (found := self.size_of(path)) != size:
+        if (found := self.get_size(path)) != size:
             raise OSError(errno.EREMOTE, f"it has {found} bytes instead of {size} after the upload", str(path))
 
     def commit(self, draft: Draft) -> None:
@@ -154,45 +167,45 @@ class ObjectStore(Storage):
 
     def rename(self, directory: PurePath, other: PurePath) -> None:
         """Copy all objects, the manifest last as in a save, and remove the originals."""
-        names = [] if self.unseen(directory.parent, [directory]) else self.files(directory)
+        names = [] if self.find_uncommitted(directory.parent, [directory]) else self.list_files(directory)
         for name in sorted(names, key=MANIFEST.__eq__):
-            ask(directory / name, "cp_file", path2=_store_of(other / name)[1])
+            call_filesystem(directory / name, "cp_file", path2=_open_filesystem(other / name)[1])
         self.remove(directory)
 
     def remove(self, directory: PurePath) -> None:
         """Remove the manifest first, then the other objects in any order."""
-        names = {*self.files(directory)} - {""}
+        names = {*self.list_files(directory)} - {""}
         if MANIFEST in names:
-            ask(directory / MANIFEST, "rm_file")
+            call_filesystem(directory / MANIFEST, "rm_file")
         if others := sorted(names - {MANIFEST}):
             remove_objects([directory / name for name in others])
-        if left := {*self.files(directory)} - {""}:  # s3fs does not report failed removals
+        if left := {*self.list_files(directory)} - {""}:  # s3fs does not report failed removals
             raise OSError(errno.EREMOTE, "the store did not remove it", str(directory / min(left)))
 
 
-def ask(place: PurePath, method: str, **options: Any) -> Any:
+def call_filesystem(place: PurePath, method: str, **options: Any) -> Any:
     """Call a method of the filesystem of a path and return its result; any exception becomes an OSError."""
-    with _translated(place):
-        store, name = _store_of(place)
+    with _translate_errors(place):
+        store, name = _open_filesystem(place)
         return getattr(store, method)(name, **options)
 
 
 def remove_objects(objects: Sequence[PurePath]) -> None:
     """Remove objects of one store, in any order."""
-    with _translated(objects[0].parent):
-        store, _ = _store_of(objects[0])
-        store.rm([_store_of(each)[1] for each in objects])
+    with _translate_errors(objects[0].parent):
+        store, _ = _open_filesystem(objects[0])
+        store.rm([_open_filesystem(each)[1] for each in objects])
 
 
-def _fetched(place: PurePath, start: int, end: int) -> bytes:
+def _fetch_bytes(place: PurePath, start: int, end: int) -> bytes:
     """Read bytes of an object with one request."""
-    data: bytes = ask(place, "cat_file", start=start, end=end)
+    data: bytes = call_filesystem(place, "cat_file", start=start, end=end)
     if len(data) > end - start:
         raise OSError(errno.EREMOTE, "the server sends whole files only", str(place))
     return data
 
 
-def _store_of(place: PurePath) -> tuple[Any, str]:
+def _open_filesystem(place: PurePath) -> tuple[Any, str]:
     """Return the filesystem of a path, and the path's name there; called each time, as a fork breaks filesystems."""
     import fsspec  # slow, and rarely needed
 
@@ -203,12 +216,12 @@ def _store_of(place: PurePath) -> tuple[Any, str]:
 
 
 @contextmanager
-def _translated(place: PurePath) -> Iterator[None]:
+def _translate_errors(place: PurePath) -> Iterator[None]:
     """Turn any exception of a protocol's package into an OSError with the closest error number."""
     try:
         yield
     except ImportError as error:
-        raise ConfigError(_INSTALL.format(place=place, error=error)) from error
+        raise ConfigError(_INSTALL_HINTS.format(place=place, error=error)) from error
     except ConfigError:
         raise
     except OSError as error:

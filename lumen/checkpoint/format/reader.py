@@ -20,21 +20,21 @@ from lumen.checkpoint.format.manifest import (
     Manifest,
     StoredTensor,
     check_file,
-    is_unseen,
+    is_uncommitted,
     read_json,
     read_manifest,
 )
-from lumen.checkpoint.format.safetensors_file import check_header, lies_in_order
-from lumen.checkpoint.format.storage import exists, readable, storage_of
-from lumen.data.nested import fill
-from lumen.distributed.dtensor import local_block, local_tensor
-from lumen.distributed.processes import ALONE, Processes
+from lumen.checkpoint.format.safetensors_file import check_header, is_contiguous_on_host
+from lumen.checkpoint.format.storage import explain_read_errors, get_storage, path_exists
+from lumen.data.nested import fill_tensor
+from lumen.distributed.dtensor import get_local_block, get_local_tensor
+from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch
-from lumen.internals.garbage import only_young_collected
+from lumen.internals.garbage import collect_young_only
 
-_PIECE_BYTES = 4 << 20  # size of one read when only part of each row is kept
+_READ_BYTES = 4 << 20  # size of one read when only part of each row is kept
 #: Entries of the state of a run, and their types in JSON.
-_KINDS: dict[str, type] = {"seed": int, "schedulers": list, "monitors": list, "ranks": list} | dict.fromkeys(
+_STATE_TYPES: dict[str, type] = {"seed": int, "schedulers": list, "monitors": list, "ranks": list} | dict.fromkeys(
     ("progress", "precision", "configured", "loggers", "metrics", "logged_as", "hyperparameters", "modes", "built",
      "data_hyperparameters", "extra_state", "settings", "data", "optimizer"), dict,
 )  # fmt: skip
@@ -56,17 +56,17 @@ class Checkpoint:
     averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]] = MappingProxyType({})
 
     def __init__(
-        self, path: PurePath, manifest: Manifest, state: dict[str, JSON], begins: Mapping[str, Mapping[str, int]]
+        self, path: PurePath, manifest: Manifest, state: dict[str, JSON], data_offsets: Mapping[str, Mapping[str, int]]
     ) -> None:
         self.path = path
         self.info = manifest.info
         self.state = state
         self.aliases = manifest.aliases
         self._sections = manifest.sections
-        self._begins = begins
+        self._data_offsets = data_offsets
         sizes = {name: size for name, (size, _) in manifest.files.items()}
-        self._pieces = partial(storage_of(path).pieces, path, sizes)
-        self._read_into = self._pieces()
+        self._open_reader = partial(get_storage(path).make_piece_reader, path, sizes)
+        self._read_into = self._open_reader()
 
     @staticmethod
     def open(
@@ -74,7 +74,7 @@ class Checkpoint:
         verify: Literal["checksums", "sizes"] = "checksums",
         *,
         sections: Sequence[str] | None = None,
-        processes: Processes = ALONE,
+        processes: Processes = SINGLE_PROCESS,
     ) -> Checkpoint:
         """Verify a checkpoint and open it. Collective: every one of `processes` must call this.
 
@@ -92,32 +92,32 @@ class Checkpoint:
             CheckpointError: The checkpoint has another format version, or this user may not read it. An error of one
                 process is raised on all.
         """
-        with only_young_collected():
-            return processes.together(partial(_open, path, verify, sections, processes))
+        with collect_young_only():
+            return processes.run_on_all(partial(_open_verified, path, verify, sections, processes))
 
-    def names(self, section: str) -> list[str]:
+    def list_tensor_names(self, section: str) -> list[str]:
         """Return the names of a section's tensors, in the order they were written."""
-        return list(self._section(section))
+        return list(self._get_section(section))
 
-    def spec(self, section: str, name: str) -> tuple[torch.dtype, torch.Size]:
+    def get_spec(self, section: str, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and shape of a tensor without reading it."""
-        spec = self._spec(section, name)
-        if averaged := self._averaged(section, name):
+        spec = self._get_stored_tensor(section, name)
+        if averaged := self._find_averaged(section, name):
             of, where, stored = averaged[0]
-            return of.spec(where, stored)[0], torch.Size(spec.shape)
+            return of.get_spec(where, stored)[0], torch.Size(spec.shape)
         return spec.dtype, torch.Size(spec.shape)
 
-    def tensor(self, section: str, name: str) -> torch.Tensor:
+    def read_tensor(self, section: str, name: str) -> torch.Tensor:
         """Read a tensor into new host memory.
 
         Raises:
             CheckpointMismatch: The checkpoint has no such tensor.
             CheckpointDamaged: The file of the tensor changed since the checkpoint was opened.
         """
-        shape = self._spec(section, name).shape
-        return self.block(section, name, (0,) * len(shape), shape)
+        shape = self._get_stored_tensor(section, name).shape
+        return self.read_block(section, name, (0,) * len(shape), shape)
 
-    def block(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read_block(self, section: str, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read a block of a tensor into new host memory; only the overlapping rows are read from the files.
 
         Args:
@@ -130,21 +130,21 @@ class Checkpoint:
             CheckpointMismatch: The checkpoint has no such tensor.
             CheckpointDamaged: The file of the tensor changed since the checkpoint was opened.
         """
-        spec = self._spec(section, name)
-        if averaged := self._averaged(section, name):
-            return _mean(of.block(where, stored, offsets, shape) for of, where, stored in averaged)
+        spec = self._get_stored_tensor(section, name)
+        if averaged := self._find_averaged(section, name):
+            return _average_blocks(of.read_block(where, stored, offsets, shape) for of, where, stored in averaged)
         data = torch.empty(math.prod(shape) * spec.dtype.itemsize, dtype=torch.uint8, device="cpu")
-        self._read(name, spec, offsets, data.reshape(*shape, spec.dtype.itemsize))
+        self._read_into_bytes(name, spec, offsets, data.reshape(*shape, spec.dtype.itemsize))
         return data.view(spec.dtype).reshape(tuple(shape))
 
-    def tensors(self, section: str, read: Callable[[str], torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
+    def as_mapping(self, section: str, read: Callable[[str], torch.Tensor] | None = None) -> Mapping[str, torch.Tensor]:
         """Return a section as a mapping that reads a tensor at each lookup.
 
         Args:
             section: "model", "optimizer" or "extra".
-            read: Function that returns the tensor of a name; default: `tensor` of this section.
+            read: Function that returns the tensor of a name; default: `read_tensor` of this section.
         """
-        return _Tensors(self._section(section), partial(self.tensor, section) if read is None else read)
+        return _TensorMapping(self._get_section(section), partial(self.read_tensor, section) if read is None else read)
 
     def copy_into(self, section: str, name: str, destination: torch.Tensor) -> None:
         """Read a tensor into an existing tensor on any device, in place; a sharded one receives this process's shard.
@@ -154,17 +154,17 @@ class Checkpoint:
                 cast); or `destination` is an expanded tensor, which cannot hold all values.
             CheckpointDamaged: The file of the tensor changed since the checkpoint was opened.
         """
-        spec, dtype = self._spec(section, name), self.spec(section, name)[0]
+        spec, dtype = self._get_stored_tensor(section, name), self.get_spec(section, name)[0]
         if destination.dtype != dtype or destination.shape != spec.shape or destination.is_meta:
             raise CheckpointMismatch(
                 f"{self.path}: {section}/{name} is {dtype} {list(spec.shape)}, but it would be read into "
                 f"{destination.dtype} {list(destination.shape)} on {destination.device}, and nothing is cast. "
                 "Build it as it was when this was saved."
             )
-        own, (offsets, shape) = local_tensor(destination.detach()), local_block(destination)
-        if not lies_in_order(own) or self._averaged(section, name):
-            values = self.block(section, name, offsets, shape).to(own.device)
-            fill(own, values)
+        own, (offsets, shape) = get_local_tensor(destination.detach()), get_local_block(destination)
+        if not is_contiguous_on_host(own) or self._find_averaged(section, name):
+            values = self.read_block(section, name, offsets, shape).to(own.device)
+            fill_tensor(own, values)
             if 0 in own.stride() and not torch.allclose(own, values, rtol=0.0, atol=0.0, equal_nan=True):
                 raise CheckpointMismatch(
                     f"{self.path}: {section}/{name} has different values where the model's, made by expand, has one in "
@@ -172,7 +172,7 @@ class Checkpoint:
                 )
         else:  # as_strided: a single element counts as contiguous whatever its stride is
             flat = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
-            self._read(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
+            self._read_into_bytes(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
 
     def with_averages(self, averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]]) -> Checkpoint:
         """Return a copy of this checkpoint that reads tensors of the section "model" as means of other tensors.
@@ -187,27 +187,27 @@ class Checkpoint:
         seen.averages = averages
         return seen
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Close the checkpoint's files, or free read-ahead memory; the checkpoint can still be read."""
-        self._read_into = self._pieces()
+        self._read_into = self._open_reader()
         for each in {id(of): of for averaged in self.averages.values() for of, _, _ in averaged}.values():
-            each.free()
+            each.release()
 
-    def _averaged(self, section: str, name: str) -> Sequence[tuple[Checkpoint, str, str]]:
+    def _find_averaged(self, section: str, name: str) -> Sequence[tuple[Checkpoint, str, str]]:
         return self.averages.get(name, ()) if section == "model" else ()
 
-    def _section(self, section: str) -> Mapping[str, StoredTensor]:
+    def _get_section(self, section: str) -> Mapping[str, StoredTensor]:
         if section not in self._sections:
             raise CheckpointMismatch(f"{self.path} has no section {section!r}, only {sorted(self._sections)}.")
         return self._sections[section]
 
-    def _spec(self, section: str, name: str) -> StoredTensor:
-        specs = self._section(section)
+    def _get_stored_tensor(self, section: str, name: str) -> StoredTensor:
+        specs = self._get_section(section)
         if name not in specs:
             raise CheckpointMismatch(f"{self.path} has no tensor {name!r} in {section!r} (it has {len(specs)} others).")
         return specs[name]
 
-    def _read(self, name: str, spec: StoredTensor, offsets: Sequence[int], data: torch.Tensor) -> None:
+    def _read_into_bytes(self, name: str, spec: StoredTensor, offsets: Sequence[int], data: torch.Tensor) -> None:
         """Read a block of a tensor as bytes, because not every dtype can be copied into a slice.
 
         Args:
@@ -231,11 +231,11 @@ class Checkpoint:
         row_shape = chunk.shape[1:]
         row_bytes = math.prod(row_shape) * data.shape[-1]
         rows = block[0] if block else slice(0, 1)
-        begin = self._begins[chunk.file][name] + rows.start * row_bytes
+        begin = self._data_offsets[chunk.file][name] + rows.start * row_bytes
         if data.is_contiguous() and data.numel() == (rows.stop - rows.start) * row_bytes:
             self._read_bytes(chunk.file, begin, data)
             return
-        several = max(1, _PIECE_BYTES // row_bytes)
+        several = max(1, _READ_BYTES // row_bytes)
         for row in range(0, len(data), several):
             target = data[row : row + several]
             piece = torch.empty((len(target), *row_shape, data.shape[-1]), dtype=torch.uint8, device="cpu")
@@ -245,15 +245,15 @@ class Checkpoint:
     def _read_bytes(self, file: str, begin: int, data: torch.Tensor) -> None:
         """Fill a contiguous uint8 tensor with the bytes of a file, starting at offset `begin`."""
         path, view = self.path / file, data.reshape(-1).numpy().data
-        with _present(self.path), readable(path):
+        with _explain_removal(self.path), explain_read_errors(path):
             count = self._read_into(file, begin, view)
         if count != len(view):
             raise CheckpointDamaged(f"{path} became shorter while it was read.")
 
 
-def _open(path: PurePath, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
+def _open_verified(path: PurePath, verify: str, sections: Sequence[str] | None, processes: Processes) -> Checkpoint:
     """Check sizes and headers of all files, and the checksums of this process's share of the files."""
-    with _present(path):
+    with _explain_removal(path):
         manifest = read_manifest(path)
         files = {n: each for n, each in manifest.files.items() if sections is None or n.partition("/")[0] in sections}
         largest_first = sorted(files, key=lambda name: -files[name][0])
@@ -273,13 +273,13 @@ def _read_state(path: PurePath) -> dict[str, Any]:
     state: dict[str, Any] = read_json(path / STATE)
     if {"progress", "seed"}.isdisjoint(state):  # not the state of a run
         return state
-    if wrong := [name for name, kind in _KINDS.items() if type(state.get(name)) is not kind]:
+    if wrong := [name for name, kind in _STATE_TYPES.items() if type(state.get(name)) is not kind]:
         raise CheckpointDamaged(f"{path / STATE} is malformed: {', '.join(wrong)}. Resume from a different checkpoint.")
     return state
 
 
 @contextmanager
-def _present(path: PurePath) -> Iterator[None]:
+def _explain_removal(path: PurePath) -> Iterator[None]:
     """Context of a read that reports a checkpoint which was removed meanwhile.
 
     Raises:
@@ -288,8 +288,8 @@ def _present(path: PurePath) -> Iterator[None]:
     try:
         yield
     except CheckpointDamaged as error:
-        with readable(path):
-            is_gone = is_unseen(path) or not exists(path)
+        with explain_read_errors(path):
+            is_gone = is_uncommitted(path) or not path_exists(path)
         if is_gone:
             raise CheckpointGone(
                 f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the "
@@ -298,7 +298,7 @@ def _present(path: PurePath) -> Iterator[None]:
         raise
 
 
-def _mean(blocks: Iterator[torch.Tensor]) -> torch.Tensor:
+def _average_blocks(blocks: Iterator[torch.Tensor]) -> torch.Tensor:
     """Return the mean of blocks, at least in float32; only one block is in memory in addition to the sum."""
     total = next(blocks)
     dtype, count = total.dtype, 1
@@ -311,7 +311,7 @@ def _mean(blocks: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 @final
-class _Tensors(Mapping[str, torch.Tensor]):
+class _TensorMapping(Mapping[str, torch.Tensor]):
     def __init__(self, names: Mapping[str, StoredTensor], read: Callable[[str], torch.Tensor]) -> None:
         self._names = names
         self._read = read

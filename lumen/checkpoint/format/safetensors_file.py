@@ -10,8 +10,8 @@ from pathlib import PurePath
 import torch
 
 from lumen.checkpoint.format.codec import JSON
-from lumen.checkpoint.format.manifest import new_file, parse_json
-from lumen.checkpoint.format.storage import readable, storage_of
+from lumen.checkpoint.format.manifest import create_hashed_file, parse_json
+from lumen.checkpoint.format.storage import explain_read_errors, get_storage
 from lumen.errors import CheckpointDamaged
 
 _DTYPES = {
@@ -22,11 +22,11 @@ _DTYPES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.complex64: "C64", torch.bool: "BOOL",
 }  # fmt: skip
-COPIED_TOGETHER = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch supports these
-_TOGETHER_BYTES = 1 << 20
+BATCHED_COPY_BYTES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch supports these
+_BATCHED_WRITE_BYTES = 1 << 20
 
 
-def is_known(dtype: torch.dtype) -> bool:
+def is_supported_dtype(dtype: torch.dtype) -> bool:
     """Return True if safetensors files can hold a dtype."""
     return dtype in _DTYPES
 
@@ -54,27 +54,27 @@ def write_safetensors(
     header: dict[str, JSON] = {"__metadata__": {"format": "pt"}}  # some readers require this entry
     end = 0
     for name in names:
-        header[name] = _entry(tensors[name].dtype, tuple(tensors[name].shape), end)
+        header[name] = _make_header_entry(tensors[name].dtype, tuple(tensors[name].shape), end)
         end = header[name]["data_offsets"][1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     value = tensors.__getitem__ if whole is None else whole
-    with new_file(path) as file:
+    with create_hashed_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for together in _together(tensors, names):
+        for together in _batch_small_tensors(tensors, names):
             several = [value(name) for name in together]
-            file.write(bytes_of(several[0] if len(several) == 1 else torch.cat([*map(flat, several)])))
+            file.write(as_bytes_view(several[0] if len(several) == 1 else torch.cat([*map(flatten_tensor, several)])))
     return file.record()
 
 
-def _together(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[list[str]]:
+def _batch_small_tensors(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[list[str]]:
     """Yield batches of names that are written at once, because many small writes are slow."""
     group: list[str] = []
     size = 0
     kind: torch.dtype | None = None
     for name in names:
         tensor = tensors[name]
-        if group and not (tensor.dtype == kind in COPIED_TOGETHER and size + tensor.nbytes <= _TOGETHER_BYTES):
+        if group and not (tensor.dtype == kind in BATCHED_COPY_BYTES and size + tensor.nbytes <= _BATCHED_WRITE_BYTES):
             yield group
             group, size = [], 0
         group.append(name)
@@ -96,14 +96,14 @@ def check_header(path: PurePath, tensors: Mapping[str, tuple[torch.dtype, tuple[
     Raises:
         CheckpointDamaged: The file holds something else; the message names the first difference.
     """
-    header, start, size = _header(path)
+    header, start, size = _read_raw_header(path)
     if odd := sorted(header.keys() ^ tensors.keys()):
         raise CheckpointDamaged(f"{path} and the manifest disagree: only one of them has the tensor {odd[0]!r}.")
     begins: dict[str, int] = {}
     end = 0
     try:
         for name in sorted(tensors, key=lambda name: header[name]["data_offsets"]):
-            expected = _entry(*tensors[name], end)
+            expected = _make_header_entry(*tensors[name], end)
             if header[name] != expected:
                 raise ValueError(f"the tensor {name!r} is {header[name]} instead of {expected}")
             begins[name] = start + end
@@ -121,7 +121,7 @@ def read_header(path: PurePath) -> dict[str, tuple[torch.dtype, tuple[int, ...]]
     Raises:
         CheckpointDamaged: The file is not a safetensors file, or has a dtype that torch lacks.
     """
-    header, _, _ = _header(path)
+    header, _, _ = _read_raw_header(path)
     known = {text: dtype for dtype, text in _DTYPES.items()}
     tensors = {}
     for name, entry in header.items():
@@ -135,12 +135,12 @@ def read_header(path: PurePath) -> dict[str, tuple[torch.dtype, tuple[int, ...]]
     return tensors
 
 
-def _header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
+def _read_raw_header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
     """Return the entries of a file's header, the offset at which the data begins and the file size, both in bytes."""
-    storage = storage_of(path)
-    with readable(path):
-        size = storage.size_of(path)
-        read_into = storage.pieces(path.parent, {path.name: size})
+    storage = get_storage(path)
+    with explain_read_errors(path):
+        size = storage.get_size(path)
+        read_into = storage.make_piece_reader(path.parent, {path.name: size})
         read_into(path.name, 0, memoryview(length := bytearray(min(8, size))))
         start = 8 + int.from_bytes(length, "little")
         if start > size:
@@ -151,7 +151,7 @@ def _header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
     return header, start, size
 
 
-def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, JSON]:
+def _make_header_entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, JSON]:
     """Return a tensor's entry in the header; `begin` counts from the end of the header."""
     offsets = [begin, begin + math.prod(shape) * dtype.itemsize]
     if dtype in _DTYPES:
@@ -159,24 +159,24 @@ def _entry(dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> dict[str, 
     return {"dtype": "U8", "shape": [*shape, dtype.itemsize], "data_offsets": offsets}
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def as_bytes_view(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes; a view without a copy if the tensor is contiguous on the host."""
-    return flat(tensor).view(torch.uint8).numpy().data
+    return flatten_tensor(tensor).view(torch.uint8).numpy().data
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def flatten_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements in one dimension; without a copy if the tensor is contiguous on the host.
 
     Raises:
         RuntimeError: The tensor's memory was freed.
     """
     plain = tensor.detach()
-    if not lies_in_order(plain):
+    if not is_contiguous_on_host(plain):
         plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
     # not reshape: it ignores freed memory, and a single element counts as contiguous with any stride
     return plain.as_strided((plain.numel(),), (1,))
 
 
-def lies_in_order(tensor: torch.Tensor) -> bool:
+def is_contiguous_on_host(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is contiguous on the host, without lazy conjugation or negation."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

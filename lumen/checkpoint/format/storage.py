@@ -18,12 +18,12 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar, final
 
 from lumen.console import logger as _log
 from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError
-from lumen.errors.arguments import local_path
+from lumen.errors.arguments import expand_path
 
 MANIFEST = "manifest.json"
 """The file that makes a checkpoint one: written last."""
 TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{8}")
-"""Names that `temporary_name` gives: what killed processes leave has one."""
+"""Names that `make_temporary_path` gives: what killed processes leave has one."""
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 ReadInto = Callable[[str, int, memoryview], int]
 """Fills memory with the bytes of a file, given its name, from an offset on; returns how many bytes there were."""
@@ -44,7 +44,7 @@ ADVICE = {
 
 
 @contextmanager
-def explained(verb: str, path: PurePath) -> Iterator[None]:
+def explain_storage_errors(verb: str, path: PurePath) -> Iterator[None]:
     """Turn an OSError of a storage into a CheckpointError: "cannot `verb` `path`", the reason, and advice."""
     try:
         yield
@@ -54,7 +54,7 @@ def explained(verb: str, path: PurePath) -> Iterator[None]:
 
 
 @contextmanager
-def readable(path: PurePath) -> Iterator[None]:
+def explain_read_errors(path: PurePath) -> Iterator[None]:
     """Turn an OSError into CheckpointDamaged for a missing or unreadable file, and otherwise into CheckpointError."""
     try:
         yield
@@ -65,7 +65,7 @@ def readable(path: PurePath) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def temporary_name(path: AnyPath) -> AnyPath:
+def make_temporary_path(path: AnyPath) -> AnyPath:
     """Return an unused name in the directory of a path; the suffix marks an unfinished file or directory."""
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
@@ -105,10 +105,11 @@ class Draft(NamedTuple):
 
 
 class Storage(ABC):
-    """Interface of a storage for checkpoints. A storage has no state; `storage_of` chooses one for a path.
+    """Interface of a storage for checkpoints. A storage has no state; `get_storage` chooses one for a path.
 
     A place is a pure path. Any code may join, name and compare places, but only the methods of a storage access them. A
-    storage raises OSError for all failures; `explained` and `readable` turn an OSError into a message for users.
+    storage raises OSError for all failures; `explain_storage_errors` and `explain_read_errors` turn an OSError into a
+    message for users.
 
     Every checkpoint that readers see is complete, even if a process or a machine dies. A save calls `begin` to get a
     draft. All processes `create` the draft's files, each durable when its `with` block ends. The manifest is the last
@@ -116,7 +117,7 @@ class Storage(ABC):
 
     * Local directory: the draft is a temporary directory next to the final path, and the commit is one rename.
     * Object store, which cannot rename: the draft is written to the final path, under unique names. The draft is
-      `unseen` until its manifest exists. The upload of the manifest completes the checkpoint.
+      `find_uncommitted` until its manifest exists. The upload of the manifest completes the checkpoint.
 
     `remove` works in reverse order: it first removes the name or the manifest, then the rest.
 
@@ -131,22 +132,22 @@ class Storage(ABC):
     # ---------------------------------------------------------------------- looking
 
     @abstractmethod
-    def look(self, path: PurePath) -> Status | None:
+    def get_status(self, path: PurePath) -> Status | None:
         """Return the status of a path, or None if it does not exist; follows links. One request in an object store."""
 
     @abstractmethod
-    def names(self, folder: PurePath) -> list[str]:
+    def list_names(self, folder: PurePath) -> list[str]:
         """Return the names in a directory; an object store returns an empty list for a missing directory."""
 
     @abstractmethod
-    def files(self, directory: PurePath) -> list[str]:
+    def list_files(self, directory: PurePath) -> list[str]:
         """Return the relative names of all files and links below a directory; "" if the path is a file or a link."""
 
     @abstractmethod
-    def written_s(self, file: PurePath) -> float:
+    def get_write_time_s(self, file: PurePath) -> float:
         """Return the time when a file was written, in seconds since 1970."""
 
-    def with_manifest(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
+    def find_with_manifest(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
         """Return the directories that have a manifest, without reading it; an object store needs one request.
 
         Raises:
@@ -154,13 +155,13 @@ class Storage(ABC):
         """
         found = set()
         for each in directories:
-            with readable(each):
-                status = self.look(each / MANIFEST)
+            with explain_read_errors(each):
+                status = self.get_status(each / MANIFEST)
             if status is not None and status.kind == "file":
                 found.add(each)
         return found
 
-    def unseen(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
+    def find_uncommitted(self, folder: PurePath, directories: Sequence[PurePath]) -> set[PurePath]:
         """Return the names in a folder that readers must ignore: drafts at their final path without a manifest.
 
         Raises:
@@ -171,7 +172,7 @@ class Storage(ABC):
     # ---------------------------------------------------------------------- reading
 
     @abstractmethod
-    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
+    def make_piece_reader(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
         """Return a thread-safe function that reads pieces of files in a directory; its caches are freed with it.
 
         Args:
@@ -179,20 +180,20 @@ class Storage(ABC):
             sizes: Sizes of the files in bytes, by relative name; no piece may reach beyond the end of its file.
         """
 
-    def size_of(self, file: PurePath) -> int:
+    def get_size(self, file: PurePath) -> int:
         """Return the size of a file in bytes.
 
         Raises:
             FileNotFoundError: The path does not exist.
         """
-        if (found := self.look(file)) is None:
+        if (found := self.get_status(file)) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
         return found.size_bytes
 
     def read(self, file: PurePath, size_bytes: int) -> bytearray:
         """Return the first bytes of a file; fewer if it is shorter."""
         data = bytearray(size_bytes)
-        count = self.pieces(file.parent, {file.name: size_bytes})(file.name, 0, memoryview(data))
+        count = self.make_piece_reader(file.parent, {file.name: size_bytes})(file.name, 0, memoryview(data))
         return data[:count]
 
     def check_inside(self, directory: PurePath, name: str) -> None:
@@ -221,7 +222,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def directory(self, path: PurePath) -> AbstractContextManager[None]:
+    def make_directory(self, path: PurePath) -> AbstractContextManager[None]:
         """Create a directory in an existing one, if it is missing; its names are durable when the `with` block ends."""
 
     @abstractmethod
@@ -237,7 +238,7 @@ class Storage(ABC):
 
     @abstractmethod
     def rename(self, directory: PurePath, other: PurePath) -> None:
-        """Rename a checkpoint durably; `unseen` leftovers at the old path are removed."""
+        """Rename a checkpoint durably; `find_uncommitted` leftovers at the old path are removed."""
 
     @abstractmethod
     def remove(self, directory: PurePath) -> None:
@@ -247,20 +248,20 @@ class Storage(ABC):
         """
 
 
-_MOST_OPEN = 64  # open files: tensors are read alternately from the files of up to 64 processes
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
+_MAX_OPEN_FILES = 64  # open files: tensors are read alternately from the files of up to 64 processes
+_ABSENT_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 
 
 @final
 class LocalStorage(Storage):
     """Local directories, including shared file systems."""
 
-    def look(self, path: PurePath) -> Status | None:
+    def get_status(self, path: PurePath) -> Status | None:
         """Return the status of a path, or None if it does not exist; calls `os.stat` once, which follows links."""
         try:
             found = os.stat(path)
         except OSError as error:
-            if error.errno not in _ABSENT:
+            if error.errno not in _ABSENT_ERRNOS:
                 raise
             return Status("other", 0) if os.path.islink(path) else None
         except ValueError:  # an invalid name, such as one with a null byte
@@ -268,28 +269,28 @@ class LocalStorage(Storage):
         mode = found.st_mode
         return Status("file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other", found.st_size)
 
-    def names(self, folder: PurePath) -> list[str]:
+    def list_names(self, folder: PurePath) -> list[str]:
         """Return the names in a directory, unordered."""
         return os.listdir(folder)
 
-    def files(self, directory: PurePath) -> list[str]:
+    def list_files(self, directory: PurePath) -> list[str]:
         """Return the relative names of all files and links below a directory; links are not followed."""
         root = Path(directory)
         if root.is_symlink() or not root.is_dir():
             return [""]
         return [str(each.relative_to(root)) for each in root.rglob("*") if each.is_symlink() or not each.is_dir()]
 
-    def written_s(self, file: PurePath) -> float:
+    def get_write_time_s(self, file: PurePath) -> float:
         """Return the modification time of a file, in seconds since 1970, by the clock of the file system."""
         return os.stat(file).st_mtime
 
-    def pieces(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
+    def make_piece_reader(self, directory: PurePath, sizes: Mapping[str, int]) -> ReadInto:
         """Return a function that reads pieces of files; each file is opened once."""
-        opened = lru_cache(_MOST_OPEN)(lambda name: _Descriptor(directory / name))
+        opened = lru_cache(_MAX_OPEN_FILES)(lambda name: _Descriptor(directory / name))
 
         def read_into(name: str, start: int, view: memoryview) -> int:
             file, done = opened(name), 0
-            while done < len(view) and (count := os.preadv(file.number, [view[done:]], start + done)):
+            while done < len(view) and (count := os.preadv(file.descriptor, [view[done:]], start + done)):
                 done += count
             return done
 
@@ -298,7 +299,7 @@ class LocalStorage(Storage):
     def check_inside(self, directory: PurePath, name: str) -> None:
         """Check that a name is a regular file; links within the directory are allowed."""
         path, above = directory / name, PurePath(name).parents[-2::-1]
-        with readable(path):
+        with explain_read_errors(path):
             modes = [os.lstat(each).st_mode for each in (*(directory / each for each in above), path)]
             if any(map(stat.S_ISLNK, modes)):
                 root, real = os.path.realpath(directory), os.path.realpath(path)
@@ -310,12 +311,12 @@ class LocalStorage(Storage):
 
     def begin(self, directory: PurePath) -> Draft:
         """Create a draft as a new temporary directory next to the final path."""
-        draft = Draft(temporary_name(directory), directory, "")
+        draft = Draft(make_temporary_path(directory), directory, "")
         make_directory(Path(draft.root))
         return draft
 
     @contextmanager
-    def directory(self, path: PurePath) -> Iterator[None]:
+    def make_directory(self, path: PurePath) -> Iterator[None]:
         """Create a directory if it is missing, and sync it at the end of the block.
 
         If a file has this name, or the directory is removed meanwhile, opening a file in the directory raises an error.
@@ -351,7 +352,7 @@ class LocalStorage(Storage):
             fsync_directory(directory.parent)
             return
         if not TEMPORARY.fullmatch(directory.name):
-            self.rename(directory, doomed := temporary_name(directory))
+            self.rename(directory, doomed := make_temporary_path(directory))
             directory = doomed
         shutil.rmtree(directory)
 
@@ -361,8 +362,8 @@ class _Descriptor:
     """Open file for reading, which is closed when this object is freed."""
 
     def __init__(self, path: PurePath) -> None:
-        self.number = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.number)
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 def make_directory(path: Path) -> None:
@@ -395,7 +396,7 @@ def fsync_directory(path: PurePath) -> None:
 _LOCAL = LocalStorage()
 
 
-def as_place(path: str | PurePath) -> PurePath:
+def as_path_or_url(path: str | PurePath) -> PurePath:
     """Return a local path, with `~` expanded, or a `Url`.
 
     Raises:
@@ -405,7 +406,7 @@ def as_place(path: str | PurePath) -> PurePath:
     if isinstance(path, Path) and re.match("[a-z][a-z0-9+.-]+:$", path.parts[0] if path.parts else ""):
         raise ConfigError(f"{text}: pathlib takes slashes out of URLs. Give a string instead.")
     if "://" not in text:
-        return local_path(text)
+        return expand_path(text)
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     if found := re.search(r"[*?\[\]]", text):
@@ -413,7 +414,7 @@ def as_place(path: str | PurePath) -> PurePath:
     return Url(text)
 
 
-def storage_of(place: PurePath) -> Storage:
+def get_storage(place: PurePath) -> Storage:
     """Return the storage of a path or URL."""
     if not isinstance(place, Url):
         return _LOCAL
@@ -422,23 +423,23 @@ def storage_of(place: PurePath) -> Storage:
     return ObjectStore()
 
 
-def as_local(place: PurePath) -> Path | None:
+def as_local_path(place: PurePath) -> Path | None:
     """Return the path for the operating system, used for locks, logs and links; None for a URL."""
-    return Path(place) if storage_of(place) is _LOCAL else None
+    return Path(place) if get_storage(place) is _LOCAL else None
 
 
-def exists(place: PurePath) -> bool:
+def path_exists(place: PurePath) -> bool:
     """Return True if a path exists, including a broken link; raise OSError if this cannot be determined."""
-    return storage_of(place).look(place) is not None
+    return get_storage(place).get_status(place) is not None
 
 
 def is_file(place: PurePath) -> bool:
     """Return True if a path is a file; raise OSError if this cannot be determined."""
-    found = storage_of(place).look(place)
+    found = get_storage(place).get_status(place)
     return found is not None and found.kind == "file"
 
 
 def is_dir(place: PurePath) -> bool:
     """Return True if a path is a directory or a prefix of objects; raise OSError if this cannot be determined."""
-    found = storage_of(place).look(place)
+    found = get_storage(place).get_status(place)
     return found is not None and found.kind == "directory"

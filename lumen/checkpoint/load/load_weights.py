@@ -16,17 +16,24 @@ from torch import nn
 
 from lumen.checkpoint.format.codec import Tensors, decode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.format.storage import as_place
-from lumen.checkpoint.load.weights_source import WEIGHTS, Weights, averaged, find_named, open_weights, unwrapped
-from lumen.checkpoint.named_tensors import extra_of, model_tensors
-from lumen.checkpoint.user_state import Additions
+from lumen.checkpoint.format.storage import as_path_or_url
+from lumen.checkpoint.load.weights_source import (
+    WEIGHTS,
+    Weights,
+    average_checkpoint,
+    find_checkpoint_at,
+    open_weights,
+    unwrap_names,
+)
+from lumen.checkpoint.named_tensors import get_extra_tensors, get_model_tensors
+from lumen.checkpoint.user_state import HookAdditions
 from lumen.console import logger as _log
-from lumen.data.nested import fill
-from lumen.distributed.dtensor import local_block, local_tensor
-from lumen.distributed.processes import ALONE, Processes
+from lumen.data.nested import fill_tensor
+from lumen.distributed.dtensor import get_local_block, get_local_tensor
+from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointMismatch
-from lumen.errors.arguments import local_path
-from lumen.internals.masking import first_unknown
+from lumen.errors.arguments import expand_path
+from lumen.internals.masking import find_first_unknown
 from lumen.internals.tensors import call_load_hooks, has_load_hooks
 from lumen.precision import convert_as_saved
 from lumen.task.data_module import DataModule
@@ -36,7 +43,9 @@ Owner = TypeVar("Owner", bound=TaskModule | DataModule)
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes = ALONE) -> None:
+def load_model(
+    model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, processes: Processes = SINGLE_PROCESS
+) -> None:
     """Copy a checkpoint's parameters and buffers into a model, in place; sharded tensors receive this process's shard.
 
     Collective: every one of `processes` must call this.
@@ -51,7 +60,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True,
         CheckpointMismatch: Names (if strict), shapes or dtypes differ; nothing was changed.
     """
     weights = Weights(str(checkpoint.path), strict=strict)
-    _fill(model, checkpoint, weights, processes, cast=False)
+    _fill_model(model, checkpoint, weights, processes, cast=False)
 
 
 @torch.no_grad()
@@ -67,22 +76,24 @@ def load_weights(model: nn.Module, weights: Weights, processes: Processes) -> No
     """
     sections = WEIGHTS if weights.average is None else None
     with open_weights(str(weights.path), processes, sections) as checkpoint:
-        _fill(model, averaged(checkpoint, weights.average, processes), weights, processes, cast=True)
-        _log.info("parameters from %s", checkpoint.path if local_path(weights.path).is_dir() else weights.path)
+        _fill_model(model, average_checkpoint(checkpoint, weights.average, processes), weights, processes, cast=True)
+        _log.info("parameters from %s", checkpoint.path if expand_path(weights.path).is_dir() else weights.path)
 
 
-def _fill(model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool) -> None:
+def _fill_model(
+    model: nn.Module, checkpoint: Checkpoint, weights: Weights, processes: Processes, *, cast: bool
+) -> None:
     """Find the source of every tensor, refuse mismatches, and only then copy. Collective."""
-    tensors, aliases = model_tensors(model)
+    tensors, aliases = get_model_tensors(model)
     try:
-        sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
+        sources = processes.run_on_all(lambda: _match_names(tensors, aliases, checkpoint, weights, cast=cast))
     except CheckpointMismatch:
-        if not processes.together(lambda: _call_load_hooks(model, checkpoint)):
+        if not processes.run_on_all(lambda: _call_load_hooks(model, checkpoint)):
             raise
-        tensors, aliases = model_tensors(model)
-        sources = processes.together(lambda: _match(tensors, aliases, checkpoint, weights, cast=cast))
-    processes.together(lambda: _copy(tensors, sources, checkpoint))
-    dtypes = [(checkpoint.spec("model", source)[0], tensors[name].dtype) for name, source in sources.items()]
+        tensors, aliases = get_model_tensors(model)
+        sources = processes.run_on_all(lambda: _match_names(tensors, aliases, checkpoint, weights, cast=cast))
+    processes.run_on_all(lambda: _copy_tensors(tensors, sources, checkpoint))
+    dtypes = [(checkpoint.get_spec("model", source)[0], tensors[name].dtype) for name, source in sources.items()]
     if casts := Counter(f"{saved} to {own}" for saved, own in dtypes if saved != own):
         kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
         _log.info("%s: cast %s", weights.path, kinds)
@@ -93,21 +104,23 @@ def _call_load_hooks(model: nn.Module, checkpoint: Checkpoint) -> bool:
     hooked = {f"{name}." if name else "": module for name, module in model.named_modules() if has_load_hooks(module)}
     for prefix, module in hooked.items():
         device = next((each.device for each in chain(module.buffers(), module.parameters())), None)
-        names = [name for name in checkpoint.names("model") if name.startswith(prefix)]
-        state = {name: checkpoint.tensor("model", name).to(device) for name in names}
+        names = [name for name in checkpoint.list_tensor_names("model") if name.startswith(prefix)]
+        state = {name: checkpoint.read_tensor("model", name).to(device) for name in names}
         call_load_hooks(module, state, prefix)
     return bool(hooked)
 
 
-def _copy(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> None:
+def _copy_tensors(tensors: Tensors, sources: dict[str, str], checkpoint: Checkpoint) -> None:
     for name, source in sources.items():
-        if checkpoint.spec("model", source)[0] == tensors[name].dtype:
+        if checkpoint.get_spec("model", source)[0] == tensors[name].dtype:
             checkpoint.copy_into("model", source, tensors[name])
         else:
-            fill(local_tensor(tensors[name]), checkpoint.block("model", source, *local_block(tensors[name])))
+            fill_tensor(
+                get_local_tensor(tensors[name]), checkpoint.read_block("model", source, *get_local_block(tensors[name]))
+            )
 
 
-def _match(
+def _match_names(
     tensors: Tensors, aliases: dict[str, str], checkpoint: Checkpoint, weights: Weights, *, cast: bool
 ) -> dict[str, str]:
     """Return the stored name of each tensor to fill, by its name in the model.
@@ -118,10 +131,10 @@ def _match(
     names = {name: [name] for name in tensors}
     for alias, name in aliases.items():
         names[name].append(alias)
-    offered, unused = _renamed(checkpoint, weights, [*tensors, *aliases])
+    offered, unused = _apply_renames(checkpoint, weights, [*tensors, *aliases])
     found = {name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()}
     missing = [
-        name for name, own in names.items() if not (found[name] or any(_matches(weights.ignore, n) for n in own))
+        name for name, own in names.items() if not (found[name] or any(_matches_any(weights.ignore, n) for n in own))
     ]
     used = {source for each in found.values() for source in each}
     unexpected = sorted({source: name for name, source in reversed(offered.items()) if source not in used}.values())
@@ -130,11 +143,11 @@ def _match(
         "only in the checkpoint": unexpected,
         "patterns that match nothing": unused,
     }
-    complaints = [f"{what}: {_some(which)}" for what, which in lists.items() if which]
-    wrong = list(_wrong(checkpoint, tensors, found, cast=cast))
+    complaints = [f"{what}: {_format_some_names(which)}" for what, which in lists.items() if which]
+    wrong = list(_describe_mismatches(checkpoint, tensors, found, cast=cast))
     if tensors and not used:
         wrong.append("no name is in both")
-    if wrong and not cast and not complaints and _differ_in_dtype_only(checkpoint, tensors, found):
+    if wrong and not cast and not complaints and _differ_only_in_dtype(checkpoint, tensors, found):
         saved_with = checkpoint.state["precision"].get("name", "fp32, bf16 or fp16")
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved by a run with precision: {saved_with}, whose parameters have other dtypes: "
@@ -143,14 +156,14 @@ def _match(
     if wrong or (weights.strict and complaints):
         raise CheckpointMismatch(
             f"{weights.path} holds the weights of another model: {'; '.join([*complaints, *wrong[:8]])}. "
-            f"{_advice(missing, unexpected, wrong, cast=cast)}"
+            f"{_format_advice(missing, unexpected, wrong, cast=cast)}"
         )
     for complaint in complaints:
         _log.warning("%s: %s", weights.path, complaint)
     return {name: each[0] for name, each in found.items() if each}
 
 
-def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+def _apply_renames(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Return stored names by their renamed names, and the patterns without a match.
 
     Args:
@@ -161,15 +174,15 @@ def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> 
     offered: dict[str, str] = {}
     hits = Counter[str]()
     seen = set(known)
-    stored = [*checkpoint.names("model"), *checkpoint.aliases]
-    plain = _unwrapped(stored, weights, seen)
+    stored = [*checkpoint.list_tensor_names("model"), *checkpoint.aliases]
+    plain = _match_without_wrappers(stored, weights, seen)
     for name in stored:
         renamed = plain.get(name, name)
         for pattern, replacement in weights.rename.items():
             renamed, count = re.subn(pattern, replacement, renamed)
             hits[pattern] += count
         seen.add(renamed)
-        if _matches(weights.ignore, renamed):
+        if _matches_any(weights.ignore, renamed):
             continue
         if renamed in offered:
             raise CheckpointMismatch(
@@ -177,13 +190,13 @@ def _renamed(checkpoint: Checkpoint, weights: Weights, known: Iterable[str]) -> 
                 "Make the patterns narrower, or ignore one of the two by a name of its own."
             )
         offered[renamed] = checkpoint.aliases.get(name, name)
-    unmatched = [pattern for pattern in weights.ignore if not any(_matches([pattern], name) for name in seen)]
+    unmatched = [pattern for pattern in weights.ignore if not any(_matches_any([pattern], name) for name in seen)]
     return offered, [*(pattern for pattern in weights.rename if not hits[pattern]), *unmatched]
 
 
-def _unwrapped(stored: Iterable[str], weights: Weights, known: set[str]) -> dict[str, str]:
+def _match_without_wrappers(stored: Iterable[str], weights: Weights, known: set[str]) -> dict[str, str]:
     """Return the model's name of each stored name that differs only by the name of a wrapper."""
-    plain = {name: each for name, each in unwrapped(stored).items() if each != name}
+    plain = {name: each for name, each in unwrap_names(stored).items() if each != name}
     if weights.rename or plain.keys() & known or not known & set(plain.values()):
         return {}
     example = next(iter(plain.items()))
@@ -191,16 +204,18 @@ def _unwrapped(stored: Iterable[str], weights: Weights, known: set[str]) -> dict
     return plain
 
 
-def _matches(patterns: Iterable[str], name: str) -> bool:
+def _matches_any(patterns: Iterable[str], name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
-def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]], *, cast: bool) -> Iterator[str]:
+def _describe_mismatches(
+    checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]], *, cast: bool
+) -> Iterator[str]:
     """Describe tensors that cannot be copied: different shapes or dtypes, or different values for tied tensors."""
     for name, found in sources.items():
         tensor = tensors[name]
         for source in found:
-            dtype, shape = checkpoint.spec("model", source)
+            dtype, shape = checkpoint.get_spec("model", source)
             casts = cast or source in checkpoint.averages  # averages may have another dtype
             castable = casts and dtype.is_floating_point and tensor.is_floating_point() and not tensor.is_meta
             if shape != tensor.shape or not (dtype == tensor.dtype or castable):
@@ -208,31 +223,35 @@ def _wrong(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str
                 break
         else:
             for source in found[1:]:
-                one, other = (checkpoint.block("model", each, *local_block(tensor)) for each in (found[0], source))
+                one, other = (
+                    checkpoint.read_block("model", each, *get_local_block(tensor)) for each in (found[0], source)
+                )
                 if not torch.equal(one, other):
                     yield f"{name}: the model ties {found[0]} and {source}, which differ in the checkpoint"
 
 
-def _differ_in_dtype_only(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]]) -> bool:
-    pairs = [(checkpoint.spec("model", source), tensors[name]) for name, found in sources.items() for source in found]
+def _differ_only_in_dtype(checkpoint: Checkpoint, tensors: Tensors, sources: dict[str, list[str]]) -> bool:
+    pairs = [
+        (checkpoint.get_spec("model", source), tensors[name]) for name, found in sources.items() for source in found
+    ]
     same_shapes = all(shape == tensor.shape for (_, shape), tensor in pairs)
     return same_shapes and any(dtype != tensor.dtype for (dtype, _), tensor in pairs)
 
 
-def _advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast: bool) -> str:
+def _format_advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast: bool) -> str:
     if not cast:
         lenient = ", or load with strict=False to leave names that differ alone." if not wrong else "."
         return f"Build the model with the checkpoint's hyperparameters{lenient}"
     advice = "Say with `rename` what the model calls the same tensors, and with `ignore` which to leave alone."
-    return _guess(missing, unexpected) + advice
+    return _suggest_rename(missing, unexpected) + advice
 
 
-def _guess(missing: list[str], unexpected: list[str]) -> str:
+def _suggest_rename(missing: list[str], unexpected: list[str]) -> str:
     """Suggest the `rename` that matches most names, if the names differ by a prefix."""
-    tails = {tail: name for name in unexpected for tail in _tails(name)}
+    tails = {tail: name for name in unexpected for tail in _iterate_suffixes(name)}
     beginnings = Counter[tuple[str, str]]()
     for name in missing:
-        if tail := next((tail for tail in _tails(name) if tail in tails), None):
+        if tail := next((tail for tail in _iterate_suffixes(name) if tail in tails), None):
             beginnings[tails[tail].removesuffix(tail), name.removesuffix(tail)] += 1
     if not beginnings:
         return ""
@@ -240,20 +259,20 @@ def _guess(missing: list[str], unexpected: list[str]) -> str:
     return f"rename={json.dumps({'^' + re.escape(old): new})} would fit {count} of them. "
 
 
-def _tails(name: str) -> Iterator[str]:
+def _iterate_suffixes(name: str) -> Iterator[str]:
     """Yield `a.b.c`, `b.c` and `c` for `a.b.c`."""
     words = name.split(".")
     return (".".join(words[start:]) for start in range(len(words)))
 
 
-def _some(names: list[str]) -> str:
+def _format_some_names(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 # ---------------------------------------------------------------------- tasks and data modules from a checkpoint
 
 
-def build(
+def build_from_checkpoint(
     kind: type[Owner],
     path: str | PurePath,
     overrides: Mapping[str, Any],
@@ -270,36 +289,36 @@ def build(
         strict: Refuse missing and unexpected names of parameters. Default: `strict_loading` of the task.
         average: The weights to load into a task, as in `TaskModule.load_from_checkpoint`.
     """
-    checkpoint = find_named(as_place(path))
+    checkpoint = find_checkpoint_at(as_path_or_url(path))
     if issubclass(kind, DataModule):
-        built = _built(kind, checkpoint, "data_hyperparameters", overrides)
-        built.load_state_dict(decode(checkpoint.state["datamodule"], checkpoint.tensors("extra")))
+        built = _build_object(kind, checkpoint, "data_hyperparameters", overrides)
+        built.load_state_dict(decode(checkpoint.state["datamodule"], checkpoint.as_mapping("extra")))
         return built
-    checkpoint = averaged(checkpoint, average)
-    task = _built(kind, checkpoint, "hyperparameters", overrides)
-    task._configure()
+    checkpoint = average_checkpoint(checkpoint, average)
+    task = _build_object(kind, checkpoint, "hyperparameters", overrides)
+    task._call_configure_model()
     convert_as_saved(task, checkpoint.state["precision"])
     load_model(task, checkpoint, strict=task.strict_loading if strict is None else strict)
-    load_own_states(task, checkpoint, extra_of(task, checkpoint))
-    task._note_filled()
+    load_task_states(task, checkpoint, get_extra_tensors(task, checkpoint))
+    task._mark_filled()
     return task
 
 
-def load_own_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
+def load_task_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[str, torch.Tensor]) -> None:
     """Call `set_extra_state` of modules, and the task's `on_load_checkpoint`."""
     states = decode(checkpoint.state["extra_state"], extra)
     for name, module in task.named_modules():
         if name in states and type(module).set_extra_state is not nn.Module.set_extra_state:
             module.set_extra_state(states[name])
-    task.on_load_checkpoint(Additions(type(task).__name__, decode(checkpoint.state["task"], extra)))
+    task.on_load_checkpoint(HookAdditions(type(task).__name__, decode(checkpoint.state["task"], extra)))
 
 
-def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mapping[str, Any]) -> Owner:
+def _build_object(kind: type[Owner], checkpoint: Checkpoint, hint: str, overrides: Mapping[str, Any]) -> Owner:
     """Build an object of a class from the hyperparameters of a checkpoint."""
-    saved = decode(checkpoint.state[of], checkpoint.tensors("extra"))
-    kept = {name: value for name, value in _without_those_of_bases(kind, saved).items() if name not in overrides}
+    saved = decode(checkpoint.state[hint], checkpoint.as_mapping("extra"))
+    kept = {name: value for name, value in _drop_base_class_arguments(kind, saved).items() if name not in overrides}
     for name, value in kept.items():  # a third-party checkpoint must not read environment variables
-        if (unknown := first_unknown(value)) is not None:
+        if (unknown := find_first_unknown(value)) is not None:
             raise CheckpointMismatch(
                 f"{checkpoint.path} does not hold the hyperparameter {name}, which may be a secret: it has {unknown} "
                 f"in its place. Give the value: load_from_checkpoint(PATH, {name}=...)."
@@ -314,7 +333,7 @@ def _built(kind: type[Owner], checkpoint: Checkpoint, of: str, overrides: Mappin
         ) from error
 
 
-def _without_those_of_bases(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_base_class_arguments(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters without those accepted only by a base class, which the class itself passes to the base."""
     taken = inspect.signature(kind).parameters
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):

@@ -15,33 +15,38 @@ from torch import nn
 
 from lumen.checkpoint.format.codec import decode
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.load.config_diff import changed_hyperparameters, compare_modes, differences, listed
-from lumen.checkpoint.load.load_weights import load_model, load_own_states
-from lumen.checkpoint.load.weights_source import Part, without
-from lumen.checkpoint.named_tensors import extra_of, tensors_as_saved
+from lumen.checkpoint.load.config_diff import (
+    find_changed_hyperparameters,
+    find_changed_settings,
+    format_changes,
+    log_mode_differences,
+)
+from lumen.checkpoint.load.load_weights import load_model, load_task_states
+from lumen.checkpoint.load.weights_source import Part, format_parts_without
+from lumen.checkpoint.named_tensors import get_extra_tensors, get_tensors_as_saved
 from lumen.checkpoint.optimizer_state import (
-    groups_of,
-    kind_of,
+    describe_class,
+    get_group_names,
     load_gradients,
     load_optimizer_states,
-    load_rest,
+    load_remaining_state,
     names_as_ids,
-    regroup,
+    restore_groups,
 )
-from lumen.checkpoint.rank_state import load_values
-from lumen.checkpoint.settings import HOW_TO_STEP, Setting, settings
-from lumen.checkpoint.user_state import Additions, ambiguous, load_states
+from lumen.checkpoint.rank_state import load_logged_values
+from lumen.checkpoint.settings import STEP_MEANS_KEYS, Setting, flatten_settings
+from lumen.checkpoint.user_state import HookAdditions, load_states, make_ambiguous_key_error
 from lumen.console import logger as _log
-from lumen.distributed.culprit import Frame
+from lumen.distributed.process_location import Frame
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, LumenError
-from lumen.errors.arguments import first_names
-from lumen.internals.garbage import only_young_collected
-from lumen.internals.optimizers import has_stepped
+from lumen.errors.arguments import format_first_names
+from lumen.internals.garbage import collect_young_only
+from lumen.internals.optimizers import mark_as_stepped
 from lumen.run.plan import Progress
 from lumen.run.run import Run
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-_MOVED_BY_SCHEDULERS = (*_RATES, "momentum", "betas", "weight_decay")
+_RATE_KEYS = ("lr", "initial_lr", "max_lr", "min_lr")
+_MOVED_BY_SCHEDULERS = (*_RATE_KEYS, "momentum", "betas", "weight_decay")
 
 
 def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
@@ -56,22 +61,22 @@ def load_model_and_data(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
     """
 
     def load_states() -> None:
-        with malformed_is_damaged(checkpoint, while_loading=True):
-            extra = extra_of(run.task, checkpoint)
+        with treat_malformed_as_damaged(checkpoint, while_loading=True):
+            extra = get_extra_tensors(run.task, checkpoint)
             if "model" in parts:
-                load_own_states(run.task, checkpoint, extra)
+                load_task_states(run.task, checkpoint, extra)
             if "data" in parts and run.loaders.datamodule is not None:
                 run.loaders.datamodule.load_state_dict(decode(checkpoint.state["datamodule"], extra))
             if "progress" in parts and run.stage == "fit":
-                _hand_back(run, decode(checkpoint.state["on_save_checkpoint"], extra), checkpoint.path)
+                _call_load_hooks(run, decode(checkpoint.state["on_save_checkpoint"], extra), checkpoint.path)
 
     if "model" in parts:
         load_model(run.task, checkpoint, processes=run.processes)
-    run.processes.together(load_states)
+    run.processes.run_on_all(load_states)
 
 
 @contextmanager
-def malformed_is_damaged(checkpoint: Checkpoint | None, *, while_loading: bool = False) -> Iterator[None]:
+def treat_malformed_as_damaged(checkpoint: Checkpoint | None, *, while_loading: bool = False) -> Iterator[None]:
     """Context of a resumed run that turns errors due to values of a wrong type into CheckpointDamaged.
 
     Args:
@@ -86,7 +91,7 @@ def malformed_is_damaged(checkpoint: Checkpoint | None, *, while_loading: bool =
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         frames = [Frame(each.filename, each.lineno or 0, each.name) for each in extract_tb(error.__traceback__)]
-        is_users = any(frame.is_users if while_loading else not frame.is_internal for frame in frames)
+        is_users = any(frame.is_in_user_code if while_loading else not frame.is_internal for frame in frames)
         if isinstance(error, RuntimeError):  # most RuntimeErrors concern devices, memory or other processes
             is_users |= type(error) is not RuntimeError or not any("/optim/" in frame.file for frame in frames)
         if checkpoint is None or is_users or isinstance(error, LumenError):
@@ -98,7 +103,7 @@ def malformed_is_damaged(checkpoint: Checkpoint | None, *, while_loading: bool =
         ) from error
 
 
-def _hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
+def _call_load_hooks(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
     """Call `on_load_checkpoint` of each callback with its saved additions.
 
     Args:
@@ -109,18 +114,18 @@ def _hand_back(run: Run, saved: Mapping[str, Any], path: PurePath) -> None:
     Raises:
         ConfigError: Several callbacks have the key of one entry.
     """
-    loading = run.hooks.of_callbacks("on_load_checkpoint")
+    loading = run.hooks.list_callback_hooks("on_load_checkpoint")
     keys = Counter(callback.state_key for callback, _ in loading)
     for key in saved:
         if keys[key] > 1:
-            raise ambiguous(key)
+            raise make_ambiguous_key_error(key)
     for callback, hook in loading:
-        hook(Additions(callback.state_key, saved.get(callback.state_key, {})))
+        hook(HookAdditions(callback.state_key, saved.get(callback.state_key, {})))
     if lost := ", ".join(saved.keys() - {each.state_key for each in run.hooks.callbacks}):
         _log.warning("%s holds what %s added, which this run does not have", path, lost)
 
 
-def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
+def restore_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
     """Restore a run from a checkpoint, after the model was loaded and the optimizers were built.
 
     Collective: every rank must call this.
@@ -137,47 +142,47 @@ def load_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], contin
     """
 
     def load() -> None:
-        with malformed_is_damaged(checkpoint, while_loading=True):
-            _load_run(run, checkpoint, parts, continue_records=continue_records)
+        with treat_malformed_as_damaged(checkpoint, while_loading=True):
+            _restore_run(run, checkpoint, parts, continue_records=continue_records)
 
-    with only_young_collected():
-        run.processes.together(load)
-    checkpoint.free()  # the run keeps the object for its path
+    with collect_young_only():
+        run.processes.run_on_all(load)
+    checkpoint.release()  # the run keeps the object for its path
 
 
-def _load_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, continue_records: bool) -> None:
-    extra = extra_of(run.task, checkpoint)
+def _restore_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, continue_records: bool) -> None:
+    extra = get_extra_tensors(run.task, checkpoint)
     of_run = ("progress", "metrics", "modes", "callbacks", "precision", "configured")
     needed = (*of_run, "schedulers", "monitors", "loggers")
     state = {name: decode(checkpoint.state[name], extra) for name in needed}
     if "progress" in parts:
-        run.progress.become(Progress(**state["progress"]))
+        run.progress.copy_from(Progress(**state["progress"]))
         run.values.restore(state["metrics"], decode(checkpoint.state["logged_as"], extra))
-        compare_modes(run, checkpoint)
+        log_mode_differences(run, checkpoint)
         _load_modes(run.task, state["modes"])
         load_states(run.hooks.callbacks, state["callbacks"], checkpoint.path)
     if "optimizer" in parts:
         run.precision.load_state_dict(state["precision"])
         if "progress" in parts:
-            regroup(run.task, run.optim.optimizer, checkpoint)
+            restore_groups(run.task, run.optim.optimizer, checkpoint)
         _load_optimizer(run, checkpoint)
     _load_groups(run, checkpoint, parts, state["configured"])
     if "optimizer" in parts:
-        load_rest(run.task, run.optim.optimizer, checkpoint)
+        load_remaining_state(run.task, run.optim.optimizer, checkpoint)
     if "schedulers" in parts:
         _load_schedulers(run, checkpoint, state, exact="optimizer" in parts)
     else:
-        _move_schedulers(run)
+        _advance_schedulers(run)
     if "data" in parts:
-        load_values(run, checkpoint)
-        run.records.restore_row(decode(checkpoint.state.get("kept_row"), extra))
+        load_logged_values(run, checkpoint)
+        run.records.restore_kept_row(decode(checkpoint.state.get("kept_row"), extra))
     else:
-        run.progress.leave_epoch()
+        run.progress.return_before_epoch()
     if continue_records:
         load_states(run.records.loggers, state["loggers"], checkpoint.path)
-        run.records.continue_records(state["loggers"])
-    if changed := changed_hyperparameters(run, checkpoint):
-        _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, listed(changed))
+        run.records.keep_logger_states(state["loggers"])
+    if changed := find_changed_hyperparameters(run, checkpoint):
+        _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, format_changes(changed))
 
 
 def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
@@ -194,52 +199,52 @@ def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
 
 def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
     saved, optimizer = checkpoint.state["optimizer"], run.optim.optimizer
-    groups = groups_of(run.task, optimizer)
-    if saved["class"] != kind_of(optimizer) or [group["params"] for group in saved["groups"]] != groups:
+    groups = get_group_names(run.task, optimizer)
+    if saved["class"] != describe_class(optimizer) or [group["params"] for group in saved["groups"]] != groups:
         there, here = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved with {saved['class']} over {[len(g['params']) for g in saved['groups']]} "
-            f"parameters per group; this run has {kind_of(optimizer)} over {[len(g) for g in groups]}"
-            f"{_named('there', there - here)}{_named('here', here - there)}. "
+            f"parameters per group; this run has {describe_class(optimizer)} over {[len(g) for g in groups]}"
+            f"{_describe_names('there', there - here)}{_describe_names('here', here - there)}. "
             "Resume with the optimizer and the parameter groups it was saved with, or "
-            f"{without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
+            f"{format_parts_without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
         )
     parameters, wrong = dict(run.task.named_parameters()), []
     for name in saved["state"]:  # find parameters with another shape or dtype
-        (dtype, shape), own = checkpoint.spec("model", name), parameters[name]
+        (dtype, shape), own = checkpoint.get_spec("model", name), parameters[name]
         if (own.dtype, own.shape) != (dtype, shape):
             wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(own.shape)} {own.dtype} in the model")
     if wrong:
         raise CheckpointMismatch(
             f"{checkpoint.path} holds the optimizer's state of other parameters: {'; '.join(wrong[:8])}. "
-            f"Build the model as it was when this was saved, or {without(checkpoint, 'optimizer')}."
+            f"Build the model as it was when this was saved, or {format_parts_without(checkpoint, 'optimizer')}."
         )
     load_optimizer_states(run.task, optimizer, checkpoint)
     if run.optim.manual is not None:
-        run.optim.manual.keep(load_gradients(run.task, checkpoint))
+        run.optim.manual.restore_gradients(load_gradients(run.task, checkpoint))
 
 
-def _named(where: str, names: Collection[str]) -> str:
-    return f"; only {where}: {first_names(sorted(names))}" if names else ""
+def _describe_names(where: str, names: Collection[str]) -> str:
+    return f"; only {where}: {format_first_names(sorted(names))}" if names else ""
 
 
 def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], configuration: dict[str, Setting]) -> None:
     """Restore the groups' options; learning rates belong to the schedulers, counters to the optimizer's state."""
     saved = checkpoint.state["optimizer"]["groups"]
-    tensors = tensors_as_saved(run.task, checkpoint, "optimizer")
+    tensors = get_tensors_as_saved(run.task, checkpoint, "optimizer")
     parameters, groups = dict(run.task.named_parameters()), run.optim.optimizer.param_groups
     if not parts & {"optimizer", "schedulers"}:
         return
     if len(saved) != len(groups):
         raise CheckpointMismatch(
             f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has {len(groups)}. "
-            f"Resume with these groups, or {without(checkpoint, 'optimizer', 'schedulers')}."
+            f"Resume with these groups, or {format_parts_without(checkpoint, 'optimizer', 'schedulers')}."
         )
     for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
-        for key in values.keys() - HOW_TO_STEP:
+        for key in values.keys() - STEP_MEANS_KEYS:
             value = names_as_ids(decode(values[key], tensors), parameters)
-            moved = {*settings(f"groups[{number}].{key}", value)} - configuration.items()
-            is_rate = "schedulers" in parts and key in _RATES and key in group
+            moved = {*flatten_settings(f"groups[{number}].{key}", value)} - configuration.items()
+            is_rate = "schedulers" in parts and key in _RATE_KEYS and key in group
             is_option = "optimizer" in parts and key not in _MOVED_BY_SCHEDULERS and moved
             if parts >= {"optimizer", "schedulers"} or is_rate or is_option:
                 group[key] = value
@@ -254,15 +259,15 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
     if found != saved:
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
-            f"Resume with the configuration it was saved with, or {without(checkpoint, 'schedulers')}."
+            f"Resume with the configuration it was saved with, or {format_parts_without(checkpoint, 'schedulers')}."
         )
     for config, scheduler_state, monitor in zip(schedulers, state["schedulers"], state["monitors"], strict=True):
         config.restore(scheduler_state, monitor)
         optimizer = getattr(config.scheduler, "optimizer", None)
         if run.progress.step and optimizer is not None:
-            has_stepped(optimizer)
+            mark_as_stepped(optimizer)
     lengths = {where: value for where, value in configuration.items() if where.startswith("lengths")}
-    for old, new in differences(lengths, run.optim.configured).values():
+    for old, new in find_changed_settings(lengths, run.optim.configured).values():
         _log.warning(
             "lr_scheduler: the schedule ends after %s moves in %s, and after %s here. The new length counts from the "
             "next move on, at which the learning rate jumps.", old, checkpoint.path, new,
@@ -270,18 +275,18 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
     goes_on = {
         where: value
         for where, value in configuration.items()
-        if where not in lengths and (exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATES)
+        if where not in lengths and (exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATE_KEYS)
     }
-    if changed := differences(goes_on, run.optim.configured):
+    if changed := find_changed_settings(goes_on, run.optim.configured):
         _log.warning(
             "the optimizer or its schedule is configured otherwise than in %s: %s. The checkpoint's values count, so "
             "that it goes on exactly. For the configured ones, %s",
-            checkpoint.path, listed(changed), without(checkpoint, "schedulers"),
+            checkpoint.path, format_changes(changed), format_parts_without(checkpoint, "schedulers"),
         )  # fmt: skip
-    run.optim.keep_settings(goes_on)
+    run.optim.record_saved_settings(goes_on)
 
 
-def _move_schedulers(run: Run) -> None:
+def _advance_schedulers(run: Run) -> None:
     """Move new schedulers to the run's step as if epochs had equal lengths; skip schedulers with a monitor."""
     progress = run.progress
     in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # in complete epochs

@@ -15,33 +15,41 @@ from typing import Literal, TypeAlias, final, get_args
 
 import torch
 
-from lumen.checkpoint.format.folder import find_moments, newest_committed, newest_valid, read_info
+from lumen.checkpoint.format.folder import find_moments, find_newest_committed, open_newest_valid, read_info
 from lumen.checkpoint.format.manifest import Chunk, Manifest, StoredTensor, read_json, read_manifest
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.safetensors_file import check_header, read_header
-from lumen.checkpoint.format.storage import MANIFEST, as_local, as_place, exists, is_dir, is_file, readable
+from lumen.checkpoint.format.storage import (
+    MANIFEST,
+    as_local_path,
+    as_path_or_url,
+    explain_read_errors,
+    is_dir,
+    is_file,
+    path_exists,
+)
 from lumen.console import logger as _log
-from lumen.distributed.processes import ALONE, Processes
+from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError, LumenError
-from lumen.errors.arguments import local_path
-from lumen.internals.compiler import WRAPPED
+from lumen.errors.arguments import expand_path
+from lumen.internals.compiler import WRAPPED_NAME
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHTS = ("model", "extra")  # sections that hold parameters and the averages of callbacks
-_OF_HUBS = (INDEX, SINGLE)
-_OF_DDP = "module."
-_WORDS = ("auto", "last", "best")
+_HUB_FILE_NAMES = (INDEX, SINGLE)
+_DDP_PREFIX = "module."
+_RESUME_WORDS = ("auto", "last", "best")
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
-_WEB = ("http://", "https://")  # servers without listings, which often send only whole files
+_URL_PATTERN = ("http://", "https://")  # servers without listings, which often send only whole files
 Part: TypeAlias = Literal["model", "optimizer", "schedulers", "progress", "data"]
 PARTS: frozenset[Part] = frozenset(get_args(Part))
 PARAMETERS = "parameters"
 _SEVERAL = re.compile(r"(last|best):([0-9]+)")
 _PACKED = torch.float4_e2m1fn_x2  # two numbers per byte; torch cannot cast this dtype
-_KEPT_BY = {"last": "keep_last", "best": "save_top_k"}
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-_CONVERT = (
+_AVERAGE_OWNERS = {"last": "keep_last", "best": "save_top_k"}
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_CONVERT_HINT = (
     "{path} is a pickle, which could run any code when it is read; Lumen reads none. {what}: "
     "lumen convert {name} {stem}"
 )
@@ -96,11 +104,11 @@ def as_weights(path: Weights | str | Path) -> Weights:
     return path if isinstance(path, Weights) else Weights(path)
 
 
-def unwrapped(names: Iterable[str]) -> dict[str, str]:
+def unwrap_names(names: Iterable[str]) -> dict[str, str]:
     """Return names without the prefixes of `torch.compile` (anywhere) and DDP (if all names begin with `module.`)."""
-    plain = {name: name.replace(f"{WRAPPED}.", "") for name in names}
-    if all(name.startswith(_OF_DDP) for name in plain.values()):
-        plain = {name: each.removeprefix(_OF_DDP) for name, each in plain.items()}
+    plain = {name: name.replace(f"{WRAPPED_NAME}.", "") for name in names}
+    if all(name.startswith(_DDP_PREFIX) for name in plain.values()):
+        plain = {name: each.removeprefix(_DDP_PREFIX) for name, each in plain.items()}
     return plain
 
 
@@ -110,11 +118,11 @@ def refuse_pickle(path: str) -> None:
     Raises:
         ConfigError: The file is a pickle, such as `model.pt`; the message says how to convert it.
     """
-    place = local_path(path.partition("?")[0])
-    if place.suffix in PICKLES and not place.is_dir():
+    place = expand_path(path.partition("?")[0])
+    if place.suffix in PICKLE_SUFFIXES and not place.is_dir():
         what, name = ("Download it and convert it", place.name) if "://" in path else ("Convert it once", str(place))
         stem = quote(f"{place.stem}.safetensors")
-        raise ConfigError(_CONVERT.format(path=path, what=what, name=quote(name), stem=stem))
+        raise ConfigError(_CONVERT_HINT.format(path=path, what=what, name=quote(name), stem=stem))
 
 
 def is_weights(path: Weights | str | PurePath) -> bool:
@@ -123,32 +131,36 @@ def is_weights(path: Weights | str | PurePath) -> bool:
     Raises:
         CheckpointError: The URL cannot be reached, or this user may not read it.
     """
-    return isinstance(path, Weights) or _kind(path) == "weights"
+    return isinstance(path, Weights) or _find_kind(path) == "weights"
 
 
-def _kind(path: str | PurePath) -> Literal["checkpoint", "run", "weights"]:
+def _find_kind(path: str | PurePath) -> Literal["checkpoint", "run", "weights"]:
     """Return the kind of a path; "run" for a run, its folder of checkpoints, or a missing path."""
-    if str(path).startswith(_WEB):
+    if str(path).startswith(_URL_PATTERN):
         return "weights"
-    place = as_place(path)
-    if place.suffix == ".safetensors" and as_local(place) is None:  # a local run directory may have such a name
+    place = as_path_or_url(path)
+    if place.suffix == ".safetensors" and as_local_path(place) is None:  # a local run directory may have such a name
         return "weights"
-    with readable(place):
-        if exists(place / MANIFEST):
+    with explain_read_errors(place):
+        if path_exists(place / MANIFEST):
             return "checkpoint"
-        if str(path) in _WORDS or is_dir(place / "checkpoints"):
+        if str(path) in _RESUME_WORDS or is_dir(place / "checkpoints"):
             return "run"
-        are_files = place.suffix == ".safetensors" or is_file(place) or any(exists(place / name) for name in _OF_HUBS)
+        are_files = (
+            place.suffix == ".safetensors"
+            or is_file(place)
+            or any(path_exists(place / name) for name in _HUB_FILE_NAMES)
+        )
         return "weights" if are_files else "run"
 
 
 def find_checkpoint(
     where: str,
     folder: PurePath,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
     *,
     sections: Sequence[str] | None = None,
-    beside: Sequence[PurePath] = (),
+    other_folders: Sequence[PurePath] = (),
 ) -> Checkpoint | None:
     """Open the checkpoint of a `resume` or `ckpt_path` setting. Collective: every one of `processes` must call this.
 
@@ -159,7 +171,7 @@ def find_checkpoint(
         processes: The processes that open the checkpoint together, each byte verified by one; default: only this
             process.
         sections: The sections to verify; only these can be read, as in `Checkpoint.open`.
-        beside: Other directories in which the run saves, for "auto" and "last".
+        other_folders: Other directories in which the run saves, for "auto" and "last".
 
     Returns:
         The opened checkpoint; None only for "auto" without any checkpoint.
@@ -168,12 +180,12 @@ def find_checkpoint(
         CheckpointError: There is no such checkpoint, or the given checkpoint is damaged.
         ConfigError: The path is that of a pickle.
     """
-    is_named, folder = processes.on_rank_zero(partial(_place, where, folder))
+    is_named, folder = processes.run_on_rank_zero(partial(_resolve_setting, where, folder))
     if is_named:
         return Checkpoint.open(folder, sections=sections, processes=processes)
-    beside = beside if where in ("auto", "last") else ()
+    other_folders = other_folders if where in ("auto", "last") else ()
     read = () if where == "best" else sections
-    newest = newest_valid(folder, _log.warning, processes, sections=read, beside=beside)
+    newest = open_newest_valid(folder, _log.warning, processes, sections=read, other_folders=other_folders)
     if where == "best" and newest is not None:
         best = newest.info.get("best")
         if not best:
@@ -183,36 +195,36 @@ def find_checkpoint(
             )
         return Checkpoint.open(folder / Path(best).name, sections=sections, processes=processes)
     if newest is None:
-        processes.on_rank_zero(partial(_check_none_needed, where, [folder, *beside]))
+        processes.run_on_rank_zero(partial(_check_none_needed, where, [folder, *other_folders]))
     return newest
 
 
-def find_named(path: PurePath, processes: Processes = ALONE) -> Checkpoint:
+def find_checkpoint_at(path: PurePath, processes: Processes = SINGLE_PROCESS) -> Checkpoint:
     """Open the checkpoint at a path as `find_checkpoint` does, but take every string as a path, also "last"."""
-    where = f"./{path}" if str(path) in _WORDS else str(path)
+    where = f"./{path}" if str(path) in _RESUME_WORDS else str(path)
     checkpoint = find_checkpoint(where, path, processes)
     assert checkpoint is not None  # only "auto" may return None
     return checkpoint
 
 
-def _place(where: str, folder: PurePath) -> tuple[bool, PurePath]:
+def _resolve_setting(where: str, folder: PurePath) -> tuple[bool, PurePath]:
     """Return True and the path of the checkpoint that a setting names, or False and the folder to choose from."""
-    if where in _WORDS:
+    if where in _RESUME_WORDS:
         return False, folder
-    path = as_place(where)
+    path = as_path_or_url(where)
     refuse_pickle(where)
-    if (kind := _kind(where)) == "weights":
+    if (kind := _find_kind(where)) == "weights":
         raise CheckpointError(
             f"{where} holds weights, but no run to go on from and no hyperparameters. "
             "Start a new run from them with Trainer(init_from=...), or load them into a task that you built."
         )
-    with readable(path):
+    with explain_read_errors(path):
         return kind == "checkpoint", path / "checkpoints" if kind == "run" and is_dir(path / "checkpoints") else path
 
 
 def _check_none_needed(where: str, folders: Sequence[PurePath]) -> None:
     folder = " and ".join(map(str, folders))
-    if any(map(newest_committed, folders)):
+    if any(map(find_newest_committed, folders)):
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged; nothing was changed. Set trainer.resume to null for a new run."
         )
@@ -239,59 +251,65 @@ def open_weights(path: str, processes: Processes, sections: Sequence[str] | None
         CheckpointError: The weights do not exist, or cannot be fetched.
         CheckpointDamaged: A file is incomplete, or an index names a file that is not in its directory.
     """
-    if "://" not in path or not processes.on_rank_zero(partial(is_weights, path)):
-        yield open_here(as_place(path), processes, sections)
+    if "://" not in path or not processes.run_on_rank_zero(partial(is_weights, path)):
+        yield open_shared_weights(as_path_or_url(path), processes, sections)
         return
     with ExitStack() as cleaning:
 
         def fetch() -> Path:
             return _fetch(path, Path(cleaning.enter_context(TemporaryDirectory(prefix="lumen-"))))
 
-        place = processes.once_per_node(fetch)
-        yield processes.together(lambda: _open(place, verify="sizes" if processes.local_rank else "checksums"))
+        place = processes.run_once_per_node(fetch)
+        yield processes.run_on_all(
+            lambda: _open_in_process(place, verify="sizes" if processes.local_rank else "checksums")
+        )
         processes.barrier()  # all processes have read the files
 
 
-def check_there(path: str | PurePath) -> None:
+def check_weights_path(path: str | PurePath) -> None:
     """Refuse a local path that cannot hold weights; a URL is not checked.
 
     Raises:
         CheckpointError: The path does not exist.
         ConfigError: The path holds pickles, which are never read.
     """
-    place = as_local(as_place(path))
+    place = as_local_path(as_path_or_url(path))
     if place is None:
         return
-    if not exists(place):
+    if not path_exists(place):
         raise CheckpointError(f"{path} does not exist. Give a checkpoint, a run, or safetensors files.")
-    for each in sorted(place.glob("*")) if _kind(path) == "run" else ():
+    for each in sorted(place.glob("*")) if _find_kind(path) == "run" else ():
         refuse_pickle(str(each))
 
 
-def open_here(path: PurePath, processes: Processes, sections: Sequence[str] | None = WEIGHTS) -> Checkpoint:
+def open_shared_weights(path: PurePath, processes: Processes, sections: Sequence[str] | None = WEIGHTS) -> Checkpoint:
     """Open weights at a path that all processes can read, as `open_weights` does. Collective."""
 
     def look() -> Literal["checkpoint", "run", "weights"]:
-        check_there(path)
-        return _kind(path)
+        check_weights_path(path)
+        return _find_kind(path)
 
-    kind = processes.on_rank_zero(look)
+    kind = processes.run_on_rank_zero(look)
     if kind == "checkpoint":
         return Checkpoint.open(path, sections=sections, processes=processes)
-    return processes.together(partial(_open, path)) if kind == "weights" else find_named(path, processes)
+    return (
+        processes.run_on_all(partial(_open_in_process, path))
+        if kind == "weights"
+        else find_checkpoint_at(path, processes)
+    )
 
 
-def _open(path: PurePath, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
+def _open_in_process(path: PurePath, verify: Literal["checksums", "sizes"] = "checksums") -> Checkpoint:
     """Open a checkpoint's parameters, or third-party safetensors files, in this process alone."""
-    if exists(path / MANIFEST):
+    if path_exists(path / MANIFEST):
         return Checkpoint.open(path, verify, sections=WEIGHTS)
     if is_file(path):
         return _open_files(path.parent, [path.name])
-    if not exists(path / INDEX):
+    if not path_exists(path / INDEX):
         return _open_files(path, [SINGLE])
     placed = _read_index(path)
     checkpoint = _open_files(path, sorted(set(placed.values())))
-    if absent := sorted(placed.keys() - set(checkpoint.names("model"))):
+    if absent := sorted(placed.keys() - set(checkpoint.list_tensor_names("model"))):
         raise CheckpointDamaged(f"{path / INDEX} names {absent[0]!r}, which no file of it holds.")
     return checkpoint
 
@@ -357,17 +375,17 @@ def _fetch(url: str, folder: Path) -> Path:
 # ---------------------------------------------------------------------- parts
 
 
-def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[Part]:
+def choose_parts(parts: Iterable[str] | None, resume: str | None) -> frozenset[Part]:
     """Return the parts of a checkpoint that a run resumes from.
 
     Raises:
         ConfigError: There is no such part, or the choice contradicts `resume`.
     """
-    if given is None:
+    if parts is None:
         return PARTS
-    chosen = frozenset(part for part in PARTS if part in given)
-    if not chosen or set(given) - PARTS:
-        raise ConfigError(f"resume_parts: expected some of {', '.join(get_args(Part))}; found {given}.")
+    chosen = frozenset(part for part in PARTS if part in parts)
+    if not chosen or set(parts) - PARTS:
+        raise ConfigError(f"resume_parts: expected some of {', '.join(get_args(Part))}; found {parts}.")
     if resume in (None, "auto", "last"):
         raise ConfigError(
             f'resume_parts says what a new run takes over from "best" or a path, but resume is {resume}: a run that '
@@ -380,7 +398,7 @@ def choose_parts(given: Iterable[str] | None, resume: str | None) -> frozenset[P
     return chosen
 
 
-def without(checkpoint: Checkpoint, *parts: str) -> str:
+def format_parts_without(checkpoint: Checkpoint, *parts: str) -> str:
     """Return advice: the setting that resumes from all parts but some."""
     rest = ", ".join(each for each in get_args(Part) if each not in parts)
     return f"start a new run from it with resume: {checkpoint.path} and resume_parts: [{rest}]"
@@ -389,8 +407,8 @@ def without(checkpoint: Checkpoint, *parts: str) -> str:
 # ---------------------------------------------------------------------- averages
 
 
-def averaged(
-    checkpoint: Checkpoint, average: str | Sequence[str | PurePath] | None, processes: Processes = ALONE
+def average_checkpoint(
+    checkpoint: Checkpoint, average: str | Sequence[str | PurePath] | None, processes: Processes = SINGLE_PROCESS
 ) -> Checkpoint:
     """Return a checkpoint whose parameters are read as averages. Collective: every one of `processes` must call this.
 
@@ -413,27 +431,29 @@ def averaged(
         CheckpointDamaged: A checkpoint given by its path is damaged.
     """
     if average is None:
-        return evaluated(checkpoint)
+        return apply_evaluated_average(checkpoint)
     if average == PARAMETERS:
         return checkpoint
     if not isinstance(average, str):
-        return _mean_of(checkpoint, {str(each): open_here(as_place(str(each)), processes) for each in average})
+        return _make_mean_checkpoint(
+            checkpoint, {str(each): open_shared_weights(as_path_or_url(str(each)), processes) for each in average}
+        )
     if several := _SEVERAL.fullmatch(average):
-        found = _several(checkpoint, several[1], int(several[2]), processes)
-        return _mean_of(checkpoint, {str(each.path): each for each in found})
-    return processes.together(partial(_kept, checkpoint, average))
+        found = _open_several(checkpoint, several[1], int(several[2]), processes)
+        return _make_mean_checkpoint(checkpoint, {str(each.path): each for each in found})
+    return processes.run_on_all(partial(_select_average, checkpoint, average))
 
 
-def evaluated(checkpoint: Checkpoint) -> Checkpoint:
+def apply_evaluated_average(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint that is read with the weights that validations evaluated: an average, or the parameters."""
     if (where := checkpoint.info.get("evaluated")) is None:
         return checkpoint
-    kept, names = set(checkpoint.names("extra")), checkpoint.names("model")
+    kept, names = set(checkpoint.list_tensor_names("extra")), checkpoint.list_tensor_names("model")
     places = {name: f"{where}.{name}" for name in names}
     return checkpoint.with_averages({name: [(checkpoint, "extra", at)] for name, at in places.items() if at in kept})
 
 
-def is_mean(average: str | Sequence[str] | None) -> bool:
+def is_mean_of_checkpoints(average: str | Sequence[str] | None) -> bool:
     """Return True if an average is the mean of several checkpoints, which needs only their parameters."""
     return average is not None and (not isinstance(average, str) or _SEVERAL.fullmatch(average) is not None)
 
@@ -441,11 +461,11 @@ def is_mean(average: str | Sequence[str] | None) -> bool:
 # ---------------------------------------------------------------------- the mean of several checkpoints
 
 
-def _several(checkpoint: Checkpoint, which: str, count: int, processes: Processes) -> list[Checkpoint]:
+def _open_several(checkpoint: Checkpoint, which: str, count: int, processes: Processes) -> list[Checkpoint]:
     """Return the last or the best checkpoints of a directory, oldest first; damaged checkpoints are skipped."""
-    look: Callable[[], list[PurePath]] = partial(_last if which == "last" else _best, checkpoint)
+    look: Callable[[], list[PurePath]] = partial(_list_last if which == "last" else _list_best, checkpoint)
     found: list[Checkpoint] = []
-    for path in processes.on_rank_zero(look) if count else ():
+    for path in processes.run_on_rank_zero(look) if count else ():
         try:
             found.append(Checkpoint.open(path, sections=WEIGHTS, processes=processes))
         except CheckpointDamaged as error:
@@ -454,11 +474,11 @@ def _several(checkpoint: Checkpoint, which: str, count: int, processes: Processe
             return sorted(found, key=lambda each: int(each.info["step"]))
     raise ConfigError(
         f"average {which}:{count}: {checkpoint.path.parent} has {len(found)} whole checkpoints of these. Ask for "
-        f"fewer, at least 1; {_KEPT_BY[which]} of ModelCheckpoint says how many are kept."
+        f"fewer, at least 1; {_AVERAGE_OWNERS[which]} of ModelCheckpoint says how many are kept."
     )
 
 
-def _last(checkpoint: Checkpoint) -> list[PurePath]:
+def _list_last(checkpoint: Checkpoint) -> list[PurePath]:
     """Return a checkpoint and the earlier ones in its directory, newest first, one for each step."""
     moments = find_moments(checkpoint.path.parent)
     if checkpoint.path.name not in {path.name for path in moments.values()}:
@@ -469,7 +489,7 @@ def _last(checkpoint: Checkpoint) -> list[PurePath]:
     return [moments[step] for step in sorted(moments, reverse=True) if step <= int(checkpoint.info["step"])]
 
 
-def _best(checkpoint: Checkpoint) -> list[PurePath]:
+def _list_best(checkpoint: Checkpoint) -> list[PurePath]:
     """Return the best checkpoints of a directory according to its newest checkpoint, best first."""
     folder, moments = checkpoint.path.parent, find_moments(checkpoint.path.parent)
     ranked = read_info(moments[max(moments)]).get("ranked") if moments else None
@@ -482,7 +502,7 @@ def _best(checkpoint: Checkpoint) -> list[PurePath]:
     return [folder / name for name in ranked if name in there]
 
 
-def _mean_of(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkpoint:
+def _make_mean_checkpoint(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkpoint:
     """Return a checkpoint whose parameters and running statistics are the means of other checkpoints, given by path.
 
     Raises:
@@ -490,30 +510,35 @@ def _mean_of(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkp
     """
     if not others:
         raise ConfigError("average: there is no checkpoint in the list. Give the paths of several.")
-    checkpoint, others = evaluated(checkpoint), {where: evaluated(each) for where, each in others.items()}
-    if wrong := [problem for where, other in others.items() for problem in _differences(checkpoint, where, other)]:
+    checkpoint, others = (
+        apply_evaluated_average(checkpoint),
+        {where: apply_evaluated_average(each) for where, each in others.items()},
+    )
+    if wrong := [
+        problem for where, other in others.items() for problem in _find_mean_conflicts(checkpoint, where, other)
+    ]:
         more = "; ..." if len(wrong) > 4 else ""
         raise CheckpointMismatch(
             f"no mean can be made with other tensors than {checkpoint.path} has: {'; '.join(wrong[:4])}{more}. Give "
             "checkpoints of one run, or of runs of one model."
         )
     _log.info("the mean of %s", ", ".join(others))
-    kinds = {name: checkpoint.spec("model", name)[0] for name in checkpoint.names("model")}
+    kinds = {name: checkpoint.get_spec("model", name)[0] for name in checkpoint.list_tensor_names("model")}
     for name in checkpoint.info.get("copied", ()):
         kinds.pop(name, None)
     numbers = [name for name, dtype in kinds.items() if dtype.is_floating_point or dtype.is_complex]
     return checkpoint.with_averages({name: [(each, "model", name) for each in others.values()] for name in numbers})
 
 
-def _differences(checkpoint: Checkpoint, where: str, other: Checkpoint) -> list[str]:
+def _find_mean_conflicts(checkpoint: Checkpoint, where: str, other: Checkpoint) -> list[str]:
     """Describe tensors of another checkpoint that have no mean with the tensors of the first."""
-    ours, theirs = (dict.fromkeys(each.names("model")) | each.aliases for each in (checkpoint, other))
+    ours, theirs = (dict.fromkeys(each.list_tensor_names("model")) | each.aliases for each in (checkpoint, other))
     found = [f"{n} is {'not' if n in ours else 'only'} in {where}" for n in sorted(ours.keys() ^ theirs.keys())]
     if not found and ours != theirs:
         found = [f"{where} ties others"]
-    for name in sorted({*checkpoint.names("model")} & {*other.names("model")}):
-        dtype, shape = other.spec("model", name)
-        if (dtype, shape) != checkpoint.spec("model", name):
+    for name in sorted({*checkpoint.list_tensor_names("model")} & {*other.list_tensor_names("model")}):
+        dtype, shape = other.get_spec("model", name)
+        if (dtype, shape) != checkpoint.get_spec("model", name):
             found.append(f"{name} is {tuple(shape)} {dtype} in {where}")
         elif dtype == _PACKED:
             found.append(f"{name} is {dtype}, packed numbers that have no mean")
@@ -523,13 +548,13 @@ def _differences(checkpoint: Checkpoint, where: str, other: Checkpoint) -> list[
 # ---------------------------------------------------------------------- averages in one checkpoint
 
 
-def _kept(checkpoint: Checkpoint, average: str) -> Checkpoint:
+def _select_average(checkpoint: Checkpoint, average: str) -> Checkpoint:
     """Return a checkpoint whose parameters are read from averages in the same checkpoint."""
     if not checkpoint.state:
         raise ConfigError(
             f"average {average}: it is kept in checkpoints of Lumen, and {checkpoint.path} has plain weights."
         )
-    found = _all_kept(checkpoint)
+    found = _list_averages(checkpoint)
     chosen = [average] if average in found else [where for where in found if f".{average}." in f".{where}."]
     if len(chosen) == 1:
         averages = found[chosen[0]].items()
@@ -539,17 +564,17 @@ def _kept(checkpoint: Checkpoint, average: str) -> Checkpoint:
     raise ConfigError(f"average {average}: {checkpoint.path} has {what} of that name. {there}")
 
 
-def _all_kept(checkpoint: Checkpoint) -> dict[str, dict[str, tuple[str, str]]]:
+def _list_averages(checkpoint: Checkpoint) -> dict[str, dict[str, tuple[str, str]]]:
     """Return the groups of tensors that replace parameters: Lookahead's slow weights, and averages of callbacks."""
-    parameters = set(checkpoint.names("model"))
+    parameters = set(checkpoint.list_tensor_names("model"))
     found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
-    slow = [name for name in checkpoint.names("optimizer") if name.endswith(".slow")]
+    slow = [name for name in checkpoint.list_tensor_names("optimizer") if name.endswith(".slow")]
     candidates = [("Lookahead", ("optimizer", name), name.removesuffix(".slow")) for name in slow]
-    for name in checkpoint.names("extra"):
+    for name in checkpoint.list_tensor_names("extra"):
         ends = [at for at, letter in enumerate(name) if letter == "." and name[at + 1 :] in parameters]
         if ends and name.startswith("callbacks."):
             candidates.append((name[: ends[0]], ("extra", name), name[ends[0] + 1 :]))
     for where, place, parameter in candidates:
-        if parameter in parameters and checkpoint.spec(*place)[1] == checkpoint.spec("model", parameter)[1]:
+        if parameter in parameters and checkpoint.get_spec(*place)[1] == checkpoint.get_spec("model", parameter)[1]:
             found[where][parameter] = place
     return found

@@ -17,36 +17,43 @@ import torch
 
 from lumen.checkpoint.format.codec import Tensors
 from lumen.checkpoint.format.folder import read_info, remove_checkpoints
-from lumen.checkpoint.format.storage import Storage, storage_of
+from lumen.checkpoint.format.storage import Storage, get_storage
 from lumen.checkpoint.optimizer_state import keeps_unknown_state
-from lumen.checkpoint.save.collect import COUNTS, Collected, check_savable, collect, moving_tensors, refuse_non_finite
+from lumen.checkpoint.save.collect import (
+    INFO_COUNTERS,
+    CheckpointContents,
+    check_savable,
+    collect_contents,
+    get_trained_tensors,
+    refuse_non_finite,
+)
 from lumen.checkpoint.save.snapshot import Snapshot
 from lumen.checkpoint.save.writer import Sections, WritePlan, plan_writes, write_checkpoint
 from lumen.checkpoint.settings import Setting
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
-from lumen.internals.garbage import only_young_collected
+from lumen.internals.garbage import collect_young_only
 from lumen.run.run import Run
 
 _CGROUP = "/sys/fs/cgroup"  # memory limits of this process in a container
 _NO_MEMORY = re.compile("can't allocate memory|out of memory", re.I)  # torch's messages for host and CUDA memory
-_TENSOR_BYTES = 16 << 10  # fixed cost of writing a tensor, as the number of bytes with the same cost
+_OVERHEAD_PER_TENSOR_BYTES = 16 << 10  # fixed cost of writing a tensor, as the number of bytes with the same cost
 
 
-class Account(Protocol):
+class SaveCallback(Protocol):
     """Function that `save` calls on every rank once a save has ended."""
 
     def __call__(self, *, committed: bool) -> Iterable[PurePath]:
         """Return the paths of the checkpoints to remove, the same on every rank."""
 
 
-def _keep_all(*, committed: bool) -> Iterable[PurePath]:
+def _remove_nothing(*, committed: bool) -> Iterable[PurePath]:
     return ()
 
 
 @final
-class Saves:
+class CheckpointSaver:
     """Checkpoint saves of a run: written immediately, or copied immediately and written in a thread during training.
 
     At most one save is in progress. Every process copies its blocks and writes them in its thread. The threads
@@ -56,8 +63,9 @@ class Saves:
 
     Args:
         run: The run whose state is saved.
-        check_home: Function that raises an error if the run's directory was removed; None: no check on this rank.
-        are_on: The trainer saves checkpoints.
+        check_run_directory: Function that raises an error if the run's directory was removed; None: no check on this
+            rank.
+        is_enabled: The trainer saves checkpoints.
         stays: A resumed run keeps the directory of the run that it resumes.
         switches: Arguments of the trainer that change the computed values; checkpoints record them.
 
@@ -65,8 +73,8 @@ class Saves:
         are_on: The trainer saves checkpoints.
         stays: A resumed run keeps the directory of the run that it resumes.
         switches: Arguments of the trainer that change the computed values; checkpoints record them.
-        path: Directory of the save in progress, the same on every rank; None if there is no such save or `settle` ended
-            it.
+        path: Directory of the save in progress, the same on every rank; None if there is no such save or `finish_save`
+            ended it.
         moment: The `moment` of the save in progress, as given to `save`.
         checks_update: The optimizer is of a class that neither torch nor Lumen defines, and has made no update yet.
     """
@@ -75,22 +83,24 @@ class Saves:
         self,
         run: Run,
         *,
-        check_home: Callable[[], None] | None,
-        are_on: bool,
+        check_run_directory: Callable[[], None] | None,
+        is_enabled: bool,
         stays: bool,
         switches: Mapping[str, Setting],
     ) -> None:
-        self.are_on, self.stays, self.switches = are_on, stays, switches
+        self.is_enabled, self.stays, self.switches = is_enabled, stays, switches
         self.path: PurePath | None = None
-        self._check_home = check_home or (lambda: None)
+        self._check_run_directory = check_run_directory or (lambda: None)
         self.moment: Any = None
         self.checks_update = False
-        self._account: Account = _keep_all
+        self._on_save_end: SaveCallback = _remove_nothing
         self._run = run
         self._processes = run.processes
-        self._thread = ThreadPoolExecutor(1, "lumen-save", torch.cuda.set_device, (_cuda_index(run.strategy.device),))
+        self._thread = ThreadPoolExecutor(
+            1, "lumen-save", torch.cuda.set_device, (_get_cuda_index(run.strategy.device),)
+        )
         self._writing: Future[None] | None = None
-        self._chores: list[Future[None]] = []  # removals and reservations that the thread does
+        self._removals: list[Future[None]] = []  # removals and reservations that the thread does
         self._snapshot = Snapshot()
         self._is_reserved = False
 
@@ -101,7 +111,7 @@ class Saves:
         *,
         asynchronous: bool | None = False,
         moment: Any = None,
-        account: Account = _keep_all,
+        on_save_end: SaveCallback = _remove_nothing,
     ) -> None:
         """Save the run at the end of this step. Collective: every rank must call this.
 
@@ -110,8 +120,8 @@ class Saves:
             info: Plain data that a listing of runs shows.
             asynchronous: True: copy now and write in a thread; False: write now; None: choose the faster way.
             moment: An identifier of the current moment; the attribute `moment` holds it while the save is in progress.
-            account: Function called on every rank once the save has ended, with `committed`. The function returns the
-                paths of the checkpoints to remove, the same on every rank.
+            on_save_end: Function called on every rank once the save has ended, with `committed`. The function returns
+                the paths of the checkpoints to remove, the same on every rank.
 
         Raises:
             CheckpointError: The save, or the previous one, failed; existing checkpoints are unchanged.
@@ -119,27 +129,27 @@ class Saves:
                 committed.
         """
         try:
-            self.settle()
-            self.check_home()
-            self._run.records.write_row()  # records end with this step
-            with self._run.records.goodput.within("checkpoint"), only_young_collected():
-                under_way = self._write_or_begin(path, collect(self._run, info), asynchronous=asynchronous)
+            self.finish_save()
+            self.check_run_directory()
+            self._run.records.write_pending_row()  # records end with this step
+            with self._run.records.goodput.measure_bucket("checkpoint"), collect_young_only():
+                under_way = self._write_or_submit(path, collect_contents(self._run, info), asynchronous=asynchronous)
         except BaseException:
-            account(committed=False)
+            on_save_end(committed=False)
             raise
         if under_way:
-            self.path, self.moment, self._account = path, moment, account
+            self.path, self.moment, self._on_save_end = path, moment, on_save_end
         else:
-            self._processes.on_rank_zero(partial(remove_checkpoints, account(committed=True)))
+            self._processes.run_on_rank_zero(partial(remove_checkpoints, on_save_end(committed=True)))
 
     def save_once(self, path: PurePath, info: Mapping[str, Any]) -> None:
         """Save, unless this restarted run already saved this moment at the path. Collective; arguments as in `save`."""
         run = self._run
         started_again = run.checkpoint is not None and self.stays
-        if not (started_again and self._processes.on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
+        if not (started_again and self._processes.run_on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
             self.save(path, info)
 
-    def check_begin(self) -> None:
+    def check_first_save(self) -> None:
         """Check before training that Lumen's own data can be saved; the first update is checked later. Collective.
 
         Raises:
@@ -148,57 +158,59 @@ class Saves:
         check_savable(self._run)
         self.checks_update = keeps_unknown_state(self._run.optim.optimizer)
 
-    def check_home(self) -> None:
+    def check_run_directory(self) -> None:
         """Check that the run's directory still exists. Collective: every rank must call this.
 
         Raises:
             RunDirectoryError: The directory was removed or replaced.
         """
-        self._processes.on_rank_zero(self._check_home)
+        self._processes.run_on_rank_zero(self._check_run_directory)
 
-    def _write_or_begin(self, path: PurePath, collected: Collected, *, asynchronous: bool | None) -> bool:
+    def _write_or_submit(self, path: PurePath, collected: CheckpointContents, *, asynchronous: bool | None) -> bool:
         """Write a checkpoint, or begin writing; return True if the save is in progress. Collective."""
         processes = self._processes
-        processes.together(self.wait)
+        processes.run_on_all(self.wait)
         plan = plan_writes(collected.sections, processes, collected.trained)
-        at_least = storage_of(path).quick_bytes
-        pays = self._pays(plan, at_least, asynchronous=asynchronous)
-        copies = self._copied(path, plan, asynchronous=asynchronous) if pays else None
+        at_least = get_storage(path).quick_bytes
+        pays = self._should_write_in_thread(plan, at_least, asynchronous=asynchronous)
+        copies = self._copy_tensors(path, plan, asynchronous=asynchronous) if pays else None
         if copies is None:
-            _write(path, collected, plan, processes)
+            _write_checkpoint(path, collected, plan, processes)
             return False
-        copy, others = replace(plan, tensors=copies), processes.beside()
+        copy, others = replace(plan, tensors=copies), processes.for_thread()
 
         def write() -> None:
-            others.together(self._snapshot.wait)
-            _write(path, collected, copy, others)
+            others.run_on_all(self._snapshot.wait)
+            _write_checkpoint(path, collected, copy, others)
             self._run.ending.vote.note_save()
 
         self._writing = self._submit(write)
         return True
 
-    def _pays(self, plan: WritePlan, at_least: int = Storage.quick_bytes, *, asynchronous: bool | None) -> bool:
+    def _should_write_in_thread(
+        self, plan: WritePlan, at_least: int = Storage.quick_bytes, *, asynchronous: bool | None
+    ) -> bool:
         """Return True if a thread should write the save. Collective unless `asynchronous` is given.
 
         Default: if writing is slow, and the copies need at most half of the free memory.
         """
         if asynchronous is not None:
             return asynchronous
-        available = sys.maxsize if self._is_reserved else _available_bytes()
+        available = sys.maxsize if self._is_reserved else _get_available_bytes()
         sizes = [tensor.nbytes for tensors in plan.tensors.values() for tensor in tensors.values()]
-        shares = self._processes.gather((self._processes.node, sum(sizes), len(sizes), available))
+        shares = self._processes.all_gather((self._processes.node, sum(sizes), len(sizes), available))
         taken = Counter[int]()
         for node, nbytes, _, _ in shares:
             taken[node] += nbytes
         fits = all(taken[node] <= available / 2 for node, _, _, available in shares)
-        return fits and taken.total() + _TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
+        return fits and taken.total() + _OVERHEAD_PER_TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
 
-    def _copied(self, path: PurePath, plan: WritePlan, *, asynchronous: bool | None) -> dict[str, Tensors] | None:
+    def _copy_tensors(self, path: PurePath, plan: WritePlan, *, asynchronous: bool | None) -> dict[str, Tensors] | None:
         """Return copies of this process's blocks; None if some process lacks memory for its copies. Collective."""
 
         def take() -> dict[str, Tensors] | None:
             try:
-                return self._snapshot.take(plan.tensors)
+                return self._snapshot.start_copy(plan.tensors)
             except (RuntimeError, MemoryError) as error:
                 if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
                     raise
@@ -209,8 +221,8 @@ class Saves:
                     ) from error
                 return None
 
-        copies = self._processes.together(take)
-        (missing,) = self._processes.sum([float(copies is None)])
+        copies = self._processes.run_on_all(take)
+        (missing,) = self._processes.all_reduce_sum([float(copies is None)])
         if not missing:
             return copies
         _log.warning("%s: there is no memory for a copy, so training waits until it is written", path.name)
@@ -218,17 +230,17 @@ class Saves:
         self._is_reserved = False
         return None
 
-    def reserve(self, *, asynchronous: bool | None) -> None:
+    def reserve_memory(self, *, asynchronous: bool | None) -> None:
         """Allocate the memory for copies in a thread, because the allocation is slower than a copy. Collective."""
-        sections, trained = self._processes.together(partial(moving_tensors, self._run))
+        sections, trained = self._processes.run_on_all(partial(get_trained_tensors, self._run))
         plan = plan_writes(sections, self._processes, trained)
-        if self._pays(plan, asynchronous=asynchronous):
-            self._processes.beside()
-            self._chores.append(self._thread.submit(self._reserve, plan.tensors))
+        if self._should_write_in_thread(plan, asynchronous=asynchronous):
+            self._processes.for_thread()
+            self._removals.append(self._thread.submit(self._reserve_memory, plan.tensors))
 
-    def _reserve(self, tensors: Sections) -> None:
-        with suppress(RuntimeError, MemoryError):  # `_copied` handles the error
-            self._snapshot.reserve(tensors)
+    def _reserve_memory(self, tensors: Sections) -> None:
+        with suppress(RuntimeError, MemoryError):  # `_copy_tensors` handles the error
+            self._snapshot.reserve_memory(tensors)
             self._is_reserved = True
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
@@ -243,7 +255,7 @@ class Saves:
 
     @property
     def has_ended(self) -> bool:
-        """True if all ranks know that the save in progress ended on some rank; `settle` then completes the save."""
+        """True if all ranks know that the save in progress ended on some rank; `finish_save` then completes the save."""
         return self._run.ending.vote.save_ended
 
     @property
@@ -270,12 +282,12 @@ class Saves:
         Raises:
             CheckpointError: A checkpoint could not be removed.
         """
-        wait(self._chores)
-        chores, self._chores = self._chores, []
+        wait(self._removals)
+        chores, self._removals = self._removals, []
         for chore in chores:
             chore.result()
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait for the save in progress, and call its `account`. Collective: every rank must call this.
 
         Raises:
@@ -284,24 +296,24 @@ class Saves:
         """
         if self.path is None and not self._run.ending.vote.save_ended:
             return
-        account, self._account = self._account, _keep_all
+        account, self._on_save_end = self._on_save_end, _remove_nothing
         try:
-            with self._run.records.goodput.within("checkpoint"):
-                self._processes.together(self.wait)
+            with self._run.records.goodput.measure_bucket("checkpoint"):
+                self._processes.run_on_all(self.wait)
         except BaseException:
             account(committed=False)
             raise
         finally:
             self.path = self.moment = None
-            self._run.ending.vote.acknowledge()
+            self._run.ending.vote.acknowledge_save()
         doomed = account(committed=True)
         if self._processes.rank == 0:
-            self._chores.append(self._submit(partial(remove_checkpoints, doomed)))
+            self._removals.append(self._submit(partial(remove_checkpoints, doomed)))
 
     def close(self) -> None:
         """Wait for the save in progress, log its error if any, and free the memory of the copies."""
         try:
-            with self._processes.explained():
+            with self._processes.explain_lost_ranks():
                 self.wait()
         except Exception as error:  # the run has already ended with another error, which must stay visible
             _log.error("the save under way failed: %s", error)
@@ -309,9 +321,9 @@ class Saves:
         self._snapshot.close()
 
 
-def _write(path: PurePath, collected: Collected, plan: WritePlan, processes: Processes) -> None:
+def _write_checkpoint(path: PurePath, collected: CheckpointContents, plan: WritePlan, processes: Processes) -> None:
     refuse_non_finite(collected, plan.tensors["model"], processes)
-    with only_young_collected():
+    with collect_young_only():
         write_checkpoint(
             path, plan, collected.state, aliases=collected.aliases, info=collected.info, processes=processes
         )
@@ -321,27 +333,27 @@ def _has_counts(path: PurePath, progress: Mapping[str, Any]) -> bool:
     """Return True if a checkpoint at a path was saved at this step, epoch and micro-batch."""
     with suppress(CheckpointDamaged):
         info = read_info(path)
-        return all(info[name] == progress[name] for name in COUNTS)
+        return all(info[name] == progress[name] for name in INFO_COUNTERS)
     return False
 
 
-def _cuda_index(device: torch.device) -> int:
+def _get_cuda_index(device: torch.device) -> int:
     """Return the index of a CUDA device for `set_device` in a thread; -1 for other devices, which changes nothing."""
     if device.type != "cuda":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _available_bytes() -> int:
+def _get_available_bytes() -> int:
     """Return the memory in bytes that processes on this machine can still allocate; a huge number if it is unknown."""
-    machine = _number_in("/proc/meminfo", r"^MemAvailable: +([0-9]+) kB$")
-    limit = _number_in(f"{_CGROUP}/memory.max", "^([0-9]+)$")
-    used = _number_in(f"{_CGROUP}/memory.stat", "^anon ([0-9]+)$")
+    machine = _read_number("/proc/meminfo", r"^MemAvailable: +([0-9]+) kB$")
+    limit = _read_number(f"{_CGROUP}/memory.max", "^([0-9]+)$")
+    used = _read_number(f"{_CGROUP}/memory.stat", "^anon ([0-9]+)$")
     container = sys.maxsize if limit is None or used is None else limit - used
     return min(container, sys.maxsize if machine is None else machine << 10)
 
 
-def _number_in(file: str, pattern: str) -> int | None:
+def _read_number(file: str, pattern: str) -> int | None:
     try:
         found = re.search(pattern, Path(file).read_text(), re.M)
     except OSError:

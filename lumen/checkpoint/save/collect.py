@@ -13,40 +13,40 @@ import torch
 from torch import nn
 
 from lumen.checkpoint.format.codec import JSON, Tensors, encode
-from lumen.checkpoint.named_tensors import describe_sharding, model_tensors
-from lumen.checkpoint.optimizer_state import capture_optimizer, parameter_names
-from lumen.checkpoint.rank_state import own_values
-from lumen.checkpoint.save.writer import check_same, check_tensors
-from lumen.checkpoint.settings import data_read, modes_of, trainer_settings
-from lumen.checkpoint.user_state import Additions, ambiguous, states_of
+from lumen.checkpoint.named_tensors import describe_sharding, get_model_tensors
+from lumen.checkpoint.optimizer_state import capture_optimizer, map_parameter_names
+from lumen.checkpoint.rank_state import collect_logged_values
+from lumen.checkpoint.save.writer import check_same_on_ranks, check_tensors
+from lumen.checkpoint.settings import get_data_fingerprints, get_modes, get_trainer_settings
+from lumen.checkpoint.user_state import HookAdditions, collect_states, make_ambiguous_key_error
 from lumen.console import logger as _log
 from lumen.distributed.dtensor import is_sharded
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
-from lumen.strategies import by_data_rank, sync_buffers
-from lumen.task.hyperparameters import HasHyperparameters, recorded_hparams
+from lumen.strategies import select_by_data_rank, sync_buffers
+from lumen.task.hyperparameters import HasHyperparameters, get_recorded_hparams
 from lumen.task.teacher import is_running_statistic
 
-COUNTS = ("step", "epoch", "micro_batches")  # counters of the run's progress that a checkpoint shows
+INFO_COUNTERS = ("step", "epoch", "micro_batches")  # counters of the run's progress that a checkpoint shows
 
 
-def logger_states(run: Run) -> dict[str, Any]:
+def get_logger_states(run: Run) -> dict[str, Any]:
     """Return the states of all loggers, including loggers of the resumed run that this run lacks."""
-    return run.records.absent | states_of(run.records.loggers)
+    return run.records.absent_logger_states | collect_states(run.records.loggers)
 
 
-def _of_user(run: Run) -> dict[str, Any]:
+def _collect_user_states(run: Run) -> dict[str, Any]:
     """Return the states of the task, the data module and the callbacks."""
     datamodule = run.loaders.datamodule
     return {
-        "callbacks": {key: state for key, state in states_of(run.hooks.callbacks).items() if state},
+        "callbacks": {key: state for key, state in collect_states(run.hooks.callbacks).items() if state},
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
-        **_added_by_hooks(run),
+        **_collect_hook_additions(run),
     }
 
 
-def _added_by_hooks(run: Run) -> dict[str, Any]:
+def _collect_hook_additions(run: Run) -> dict[str, Any]:
     """Call `on_save_checkpoint` of the callbacks and then of the task.
 
     Returns:
@@ -57,16 +57,19 @@ def _added_by_hooks(run: Run) -> dict[str, Any]:
         ConfigError: Two callbacks with additions share a key.
     """
     of_callbacks: dict[str, dict[str, Any]] = {}
-    for callback, hook in run.hooks.of_callbacks("on_save_checkpoint"):
-        if added := _added(key := callback.state_key, hook):
+    for callback, hook in run.hooks.list_callback_hooks("on_save_checkpoint"):
+        if added := _call_save_hook(key := callback.state_key, hook):
             if key in of_callbacks:
-                raise ambiguous(key)
+                raise make_ambiguous_key_error(key)
             of_callbacks[key] = added
-    return {"on_save_checkpoint": of_callbacks, "task": _added(type(run.task).__name__, run.task.on_save_checkpoint)}
+    return {
+        "on_save_checkpoint": of_callbacks,
+        "task": _call_save_hook(type(run.task).__name__, run.task.on_save_checkpoint),
+    }
 
 
-def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    added = Additions(owner, {})
+def _call_save_hook(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    added = HookAdditions(owner, {})
     if isinstance(returned := hook(added), Mapping):  # Lightning 1 allowed this
         added.update(returned)
     for key in added:
@@ -74,7 +77,7 @@ def _added(owner: str, hook: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     return dict(added)
 
 
-def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
+def capture_run(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dict[str, str], dict[str, Any]]:
     """Return all data that a resumed run needs, except for values that differ between processes.
 
     Args:
@@ -88,29 +91,29 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
         CheckpointError: An entry is neither plain data nor a tensor; the message names its path.
     """
     task, datamodule, extra = run.task, run.loaders.datamodule, Tensors()
-    model, aliases = model_tensors(task)
+    model, aliases = get_model_tensors(task)
     stateful = [each for each in task.named_modules() if type(each[1]).get_extra_state is not nn.Module.get_extra_state]
     entries: dict[str, Any] = {
         "seed": run.seed,
         "progress": dict(vars(run.progress)),
         "precision": run.precision.state_dict(),
         "schedulers": [config.scheduler.state_dict() for config in run.optim.schedulers],
-        "monitors": [(config.known, config.unread) for config in run.optim.schedulers],
+        "monitors": [(config.has_value, config.unread) for config in run.optim.schedulers],
         "configured": run.optim.configured,
-        "loggers": logger_states(run) if run.records.before_evaluation is None else run.records.before_evaluation,
+        "loggers": get_logger_states(run) if run.records.before_evaluation is None else run.records.before_evaluation,
         "metrics": run.values.newest,
         "logged_as": run.values.options,
         "kept_row": run.records.kept_row if run.progress.validation_due else None,
-        "hyperparameters": recorded_hparams(task),
-        "data_hyperparameters": recorded_hparams(datamodule) if isinstance(datamodule, HasHyperparameters) else {},
+        "hyperparameters": get_recorded_hparams(task),
+        "data_hyperparameters": get_recorded_hparams(datamodule) if isinstance(datamodule, HasHyperparameters) else {},
         "extra_state": {name: module.get_extra_state() for name, module in stateful},
-        "modes": modes_of(task),
+        "modes": get_modes(task),
         "built": run.optim.built,
-        "settings": trainer_settings(run),
-        "data": data_read(run),
+        "settings": get_trainer_settings(run),
+        "data": get_data_fingerprints(run),
     }
     if complete:
-        entries |= _of_user(run)
+        entries |= _collect_user_states(run)
     state = {name: encode(entry, extra, name) for name, entry in entries.items()}
     state["optimizer"], optimizer = _capture_optimizer(run)
     sections = {"model": model, "optimizer": optimizer, "extra": extra}
@@ -118,7 +121,7 @@ def capture(run: Run, *, complete: bool = True) -> tuple[dict[str, Tensors], dic
     return sections, aliases, state
 
 
-def _copied_buffers(task: nn.Module) -> list[str]:
+def _list_unaveraged_buffers(task: nn.Module) -> list[str]:
     """Return names of floating-point buffers that a mean of checkpoints does not average."""
     buffers = [(name, each) for name, each in task.named_buffers() if each.is_floating_point()]
     return [name for name, each in buffers if not is_running_statistic(name, each)]
@@ -128,8 +131,8 @@ def _capture_optimizer(run: Run) -> tuple[dict[str, JSON], Tensors]:
     """Return the optimizer's state and its tensors, including gradients kept by a task with manual optimization."""
     tensors = Tensors()
     captured = capture_optimizer(run.task, run.optim.optimizer, run.optim.built_groups, tensors)
-    if run.optim.manual is not None and (kept := run.optim.manual.kept_gradients()):
-        names = parameter_names(run.task)
+    if run.optim.manual is not None and (kept := run.optim.manual.get_kept_gradients()):
+        names = map_parameter_names(run.task)
         given = {names[id(parameter)]: gradient for parameter, gradient in kept.items()}
         captured["gradients"] = {name: encode({"grad": each}, tensors, name) for name, each in given.items()}
     return captured, tensors
@@ -141,7 +144,9 @@ def check_savable(run: Run) -> None:
     Raises:
         CheckpointError: An entry cannot be saved; the message names the entry.
     """
-    run.processes.together(lambda: check_tensors(capture(run, complete=False)[0] | {"ranks": own_values(run)[1]}))
+    run.processes.run_on_all(
+        lambda: check_tensors(capture_run(run, complete=False)[0] | {"ranks": collect_logged_values(run)[1]})
+    )
 
 
 def check_first_state(run: Run) -> None:
@@ -155,7 +160,7 @@ def check_first_state(run: Run) -> None:
         check_tensors({"optimizer": (tensors := _capture_optimizer(run)[1])})
         return tensors
 
-    check_same({"optimizer": run.processes.together(check)}, run.processes)
+    check_same_on_ranks({"optimizer": run.processes.run_on_all(check)}, run.processes)
     run.saves.checks_update = False
 
 
@@ -173,7 +178,7 @@ def check_additions(run: Run) -> None:
 
     def check() -> None:
         try:
-            said = _of_user(run)
+            said = _collect_user_states(run)
         except LumenError:
             raise
         except Exception as error:
@@ -189,11 +194,11 @@ def check_additions(run: Run) -> None:
             encode(entry, extra, name)
         check_tensors({"extra": extra})
 
-    run.processes.together(check)
+    run.processes.run_on_all(check)
 
 
 @final
-class Collected(NamedTuple):
+class CheckpointContents(NamedTuple):
     """Contents of one checkpoint. Afterwards the run changes only the values of its tensors.
 
     Attributes:
@@ -212,7 +217,7 @@ class Collected(NamedTuple):
     trained: list[str]
 
 
-def collect(run: Run, info: Mapping[str, Any]) -> Collected:
+def collect_contents(run: Run, info: Mapping[str, Any]) -> CheckpointContents:
     """Collect a run's state, and let its loggers save. Collective: every rank must call this.
 
     Raises:
@@ -225,36 +230,36 @@ def collect(run: Run, info: Mapping[str, Any]) -> Collected:
         run.step.nonfinite.flush()
         for logger in run.records.loggers:
             logger.save()
-        return *capture(run), own_values(run)
+        return *capture_run(run), collect_logged_values(run)
 
     processes = run.processes
-    run.records.guard.settle()
+    run.records.guard.wait_for_comparison()
     sync_buffers(run.strategy, run.task)
-    sections, aliases, state, (values, tensors) = processes.together(own)
-    state["ranks"] = by_data_rank(processes.gather_on_zero((run.strategy.data_rank, values)))
+    sections, aliases, state, (values, tensors) = processes.run_on_all(own)
+    state["ranks"] = select_by_data_rank(processes.gather_on_rank_zero((run.strategy.data_rank, values)))
     # callbacks of other ranks may have different states or none
     shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
     sections["extra"] = shared | tensors
-    shown = {name: vars(run.progress)[name] for name in COUNTS}
-    shown |= {"metrics": dict(run.values.newest), "copied": _copied_buffers(run.task)}
+    shown = {name: vars(run.progress)[name] for name in INFO_COUNTERS}
+    shown |= {"metrics": dict(run.values.newest), "copied": _list_unaveraged_buffers(run.task)}
     for callback in run.hooks.callbacks:  # path of the weights that validations evaluate
         if kept := callback.evaluated_state:
             shown["evaluated"] = f"callbacks.{callback.state_key}.{kept}"
-    return Collected(sections, aliases, state, shown | dict(info), _trained(run))
+    return CheckpointContents(sections, aliases, state, shown | dict(info), _list_trained_names(run))
 
 
-def moving_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
+def get_trained_tensors(run: Run) -> tuple[dict[str, Tensors], list[str]]:
     """Return the tensors of model and optimizer (nearly all bytes of a checkpoint), and names of trained parameters."""
-    return {"model": model_tensors(run.task)[0], "optimizer": _capture_optimizer(run)[1]}, _trained(run)
+    return {"model": get_model_tensors(run.task)[0], "optimizer": _capture_optimizer(run)[1]}, _list_trained_names(run)
 
 
-def _trained(run: Run) -> list[str]:
+def _list_trained_names(run: Run) -> list[str]:
     """Return names of the parameters that the optimizer updates, the same on all processes."""
-    names = parameter_names(run.task)
+    names = map_parameter_names(run.task)
     return [names[id(parameter)] for parameter in run.optim.parameters]
 
 
-def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor], processes: Processes) -> None:
+def refuse_non_finite(collected: CheckpointContents, tensors: Mapping[str, torch.Tensor], processes: Processes) -> None:
     """Refuse to save parameters that are NaN or infinite. Collective: every rank must call this.
 
     Args:
@@ -276,10 +281,10 @@ def refuse_non_finite(collected: Collected, tensors: Mapping[str, torch.Tensor],
             )
 
     trained = {name: tensors[name] for name in collected.trained if name in tensors}
-    processes.conclude(partial(_not_finite, trained), refuse)
+    processes.run_and_conclude(partial(_find_non_finite, trained), refuse)
 
 
-def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _find_non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return names of tensors with NaN or infinity, by minimum and maximum, because `isfinite` needs more memory."""
     alike: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = defaultdict(dict)
     for name, tensor in tensors.items():

@@ -10,12 +10,12 @@ from typing import final
 import numpy as np
 import torch
 
-from lumen.checkpoint.format.safetensors_file import COPIED_TOGETHER, bytes_of, lies_in_order
+from lumen.checkpoint.format.safetensors_file import BATCHED_COPY_BYTES, as_bytes_view, is_contiguous_on_host
 from lumen.internals.memory import empty_host_cache
 from lumen.internals.tensors import copy_all
 
 Key = tuple[str, str]
-_FEW = 1 << 15  # elements up to which torch copies with one thread
+_SMALL_TENSOR_BYTES = 1 << 15  # elements up to which torch copies with one thread
 _ALIGNED = 64  # alignment in bytes of each tensor in a block
 
 
@@ -31,22 +31,24 @@ class Snapshot:
         self._buffers: dict[Key, torch.Tensor] = {}
         self._copied: list[torch.cuda.Event] = []
 
-    def reserve(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def reserve_memory(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Allocate memory for copies of tensors of these shapes, and touch all of it."""
-        new = _buffers_for({key: tensor for key, tensor in _flat(sections).items() if key not in self._buffers})
+        new = _allocate_buffers(
+            {key: tensor for key, tensor in _flatten_sections(sections).items() if key not in self._buffers}
+        )
         for buffer in new.values():
-            np.asarray(bytes_of(buffer))[:: mmap.PAGESIZE] = 0
+            np.asarray(as_bytes_view(buffer))[:: mmap.PAGESIZE] = 0
         self._buffers |= new
 
-    def take(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    def start_copy(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
         """Begin to copy tensors of any device and strides.
 
-        `wait` ends the copy. The copies are valid until the next `take`.
+        `wait` ends the copy. The copies are valid until the next `start_copy`.
         """
-        tensors = _flat(sections)
+        tensors = _flatten_sections(sections)
         kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
         kept = {key: each for key, each in self._buffers.items() if kinds.get(key) == (each.dtype, each.shape)}
-        self._buffers = kept | _buffers_for({key: tensor for key, tensor in tensors.items() if key not in kept})
+        self._buffers = kept | _allocate_buffers({key: tensor for key, tensor in tensors.items() if key not in kept})
         copies: dict[str, dict[str, torch.Tensor]] = {section: {} for section in sections}
         small: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (section, name), tensor in tensors.items():
@@ -54,7 +56,7 @@ class Snapshot:
             if _is_small(tensor):
                 small.append((buffer, tensor))
             else:
-                _copy(tensor, buffer)
+                _start_copy(tensor, buffer)
         if small:
             copy_all(*map(list, zip(*small, strict=True)))
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
@@ -74,25 +76,27 @@ class Snapshot:
             empty_host_cache()
 
 
-def _flat(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch.Tensor]:
+def _flatten_sections(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[Key, torch.Tensor]:
     return {(section, name): tensor for section, tensors in sections.items() for name, tensor in tensors.items()}
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
     """Return True if a tensor should be copied in one call with others: it is small, and its memory was not freed."""
-    if tensor.numel() > _FEW or not (tensor.is_cpu and tensor.dtype in COPIED_TOGETHER and tensor.is_contiguous()):
+    if tensor.numel() > _SMALL_TENSOR_BYTES or not (
+        tensor.is_cpu and tensor.dtype in BATCHED_COPY_BYTES and tensor.is_contiguous()
+    ):
         return False
     return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
 
 
-def _buffers_for(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+def _allocate_buffers(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
     plain = {
         key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items() if not tensor.is_cuda
     }
-    return plain | pinned_like({key: tensor for key, tensor in tensors.items() if tensor.is_cuda})
+    return plain | allocate_pinned_like({key: tensor for key, tensor in tensors.items() if tensor.is_cuda})
 
 
-def pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+def allocate_pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
     """Return pinned tensors like the given ones, several per block, because torch rounds blocks up to a power of two.
 
     The largest tensors come first, and smaller tensors fill the blocks.
@@ -115,8 +119,8 @@ def pinned_like(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
     }
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    if not lies_in_order(source):
+def _start_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if not is_contiguous_on_host(source):
         target.copy_(source, non_blocking=source.is_cuda)
     else:  # one thread saturates the memory bandwidth; torch's threads wait for one another if all cores are busy
-        np.copyto(np.asarray(bytes_of(target)), np.asarray(bytes_of(source)))
+        np.copyto(np.asarray(as_bytes_view(target)), np.asarray(as_bytes_view(source)))

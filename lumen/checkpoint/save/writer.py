@@ -16,18 +16,25 @@ from typing import Any, final
 import torch
 
 from lumen.checkpoint.format.codec import JSON, Tensors, encode
-from lumen.checkpoint.format.folder import refuse_foreign, set_aside
-from lumen.checkpoint.format.manifest import FORMAT_VERSION, STATE, new_file, text_of
+from lumen.checkpoint.format.folder import refuse_foreign_path, set_aside_damaged
+from lumen.checkpoint.format.manifest import FORMAT_VERSION, STATE, create_hashed_file, encode_manifest
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.safetensors_file import write_safetensors
-from lumen.checkpoint.format.storage import MANIFEST, Draft, exists, explained, readable, storage_of
-from lumen.distributed.dtensor import copies, is_first, is_sharded, local_block, local_tensor
-from lumen.distributed.processes import ALONE, Processes
+from lumen.checkpoint.format.storage import (
+    MANIFEST,
+    Draft,
+    explain_read_errors,
+    explain_storage_errors,
+    get_storage,
+    path_exists,
+)
+from lumen.distributed.dtensor import get_local_block, get_local_tensor, get_replica, holds_first_shard, is_sharded
+from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointDamaged, CheckpointError
 from lumen.version import __version__
 
 MAX_FILE_BYTES = 2 << 30
-_ON_ALL = ("model", "optimizer")  # sections whose plain tensors every process holds
+_CHECKED_ON_ALL_RANKS = ("model", "optimizer")  # sections whose plain tensors every process holds
 Sections = Mapping[str, Mapping[str, torch.Tensor]]
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 Written = tuple[dict[str, JSON], dict[str, dict[str, JSON]]]  # files and descriptions of tensors, as in the manifest
@@ -41,7 +48,7 @@ def write_checkpoint(
     aliases: Mapping[str, str] = MappingProxyType({}),
     info: Mapping[str, Any],
     max_file_bytes: int = MAX_FILE_BYTES,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
 ) -> None:
     """Write a checkpoint that is either complete or absent under its name, even after a kill or power loss.
 
@@ -66,7 +73,7 @@ def write_checkpoint(
             unchanged, and no partial checkpoint remains under `directory`.
     """
     plan = sections if isinstance(sections, WritePlan) else plan_writes(sections, processes)
-    storage, state_bytes, head = storage_of(directory), b"", dict[str, JSON]()
+    storage, state_bytes, head = get_storage(directory), b"", dict[str, JSON]()
 
     def begin() -> Draft:
         """Refuse, before any work, data that cannot be saved or committed, and create the draft."""
@@ -74,40 +81,44 @@ def write_checkpoint(
         head.update(format=FORMAT_VERSION, lumen=__version__, info=_encode_info(info), aliases=dict(aliases))
         state_bytes = json.dumps(state, allow_nan=False).encode()
         if holds_damaged := _holds_damaged(directory):
-            refuse_foreign(directory)
-        with explained("write", directory):
+            refuse_foreign_path(directory)
+        with explain_storage_errors("write", directory):
             try:
                 return storage.begin(directory)
             except FileExistsError:  # a damaged checkpoint must be renamed first
                 if not holds_damaged:
                     raise
-                set_aside(directory)
+                set_aside_damaged(directory)
                 return storage.begin(directory)
 
     def commit(draft: Draft, written: Callable[[], list[Written]]) -> None:
         """Write the state and, last, the manifest; then commit. After an error, remove the draft."""
-        with explained("write", directory):
+        with explain_storage_errors("write", directory):
             try:
-                files, sections = _merged(written(), plan.specs)
+                files, sections = _merge_written(written(), plan.specs)
                 files[STATE] = _write_bytes(draft.root / STATE, state_bytes)
-                _write_bytes(draft.root / MANIFEST, text_of(head | {"files": files, "sections": sections}))
+                _write_bytes(draft.root / MANIFEST, encode_manifest(head | {"files": files, "sections": sections}))
                 Checkpoint.open(draft.root, verify="sizes")  # check the files as a reader does
                 if draft.root != draft.directory and _holds_damaged(directory):
-                    set_aside(directory)
+                    set_aside_damaged(directory)
                 storage.commit(draft)
             except BaseException:
                 with suppress(OSError):
                     storage.remove(draft.root)
                 raise
 
-    draft = processes.on_rank_zero(begin)
-    processes.conclude(partial(_write_files, draft, plan, max_file_bytes, processes.rank), partial(commit, draft))
+    draft = processes.run_on_rank_zero(begin)
+    processes.run_and_conclude(
+        partial(_write_files, draft, plan, max_file_bytes, processes.rank), partial(commit, draft)
+    )
 
 
-def _merged(written: Iterable[Written], specs: Mapping[str, Mapping[str, TensorSpec]]) -> Written:
+def _merge_written(written: Iterable[Written], specs: Mapping[str, Mapping[str, TensorSpec]]) -> Written:
     """Merge the files of all processes, and the descriptions of all tensors with all of their chunks."""
     files: dict[str, JSON] = {}
-    sections = {section: {name: _describe(each, []) for name, each in own.items()} for section, own in specs.items()}
+    sections = {
+        section: {name: _describe_tensor(each, []) for name, each in own.items()} for section, own in specs.items()
+    }
     for records, described in written:
         files |= records
         for section, tensors in described.items():
@@ -128,8 +139,8 @@ def _encode_info(info: Mapping[str, Any]) -> JSON:
 
 def _holds_damaged(directory: PurePath) -> bool:
     """Return True if a path exists but is not an intact checkpoint; raise CheckpointError if it is intact."""
-    with readable(directory):
-        if not exists(directory):
+    with explain_read_errors(directory):
+        if not path_exists(directory):
             return False
     try:
         Checkpoint.open(directory)
@@ -144,22 +155,22 @@ def _write_files(draft: Draft, plan: WritePlan, max_file_bytes: int, rank: int) 
     """Write this process's files; return their sizes and checksums, and the file of each block."""
     files: dict[str, JSON] = {}
     described: dict[str, dict[str, JSON]] = {section: {} for section in plan.tensors}
-    storage = storage_of(draft.root)
-    with explained("write", draft.root):
+    storage = get_storage(draft.root)
+    with explain_storage_errors("write", draft.root):
         for section, tensors in plan.tensors.items():
             if not tensors:
                 continue
-            with storage.directory(draft.root / section):
-                for index, held in enumerate(_bounded(tensors, max_file_bytes)):
+            with storage.make_directory(draft.root / section):
+                for index, held in enumerate(_split_into_files(tensors, max_file_bytes)):
                     file = f"{section}/{rank:05d}-{index:05d}{draft.mark}.safetensors"
                     files[file] = write_safetensors(draft.root / file, held)
                     for name, tensor in held.items():
                         chunk = [file, list(plan.offsets[section][name]), list(tensor.shape)]
-                        described[section][name] = _describe(plan.specs[section][name], [chunk])
+                        described[section][name] = _describe_tensor(plan.specs[section][name], [chunk])
     return files, described
 
 
-def _bounded(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[Tensors]:
+def _split_into_files(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterator[Tensors]:
     """Yield the tensors of each file, so that only a file with a single tensor exceeds `max_file_bytes`."""
     group, size = Tensors(), 0
     for name, tensor in tensors.items():
@@ -172,13 +183,13 @@ def _bounded(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Iterat
         yield group
 
 
-def _describe(spec: TensorSpec, chunks: list[JSON]) -> JSON:
+def _describe_tensor(spec: TensorSpec, chunks: list[JSON]) -> JSON:
     dtype, shape = spec
     return {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "chunks": chunks}
 
 
 def _write_bytes(path: PurePath, data: bytes) -> dict[str, int | str]:
-    with new_file(path) as file:
+    with create_hashed_file(path) as file:
         file.write(data)
     return file.record()
 
@@ -217,18 +228,18 @@ def plan_writes(sections: Sections, processes: Processes, trained: Container[str
     Raises:
         CheckpointError: A tensor cannot be saved, or the processes have different ones; the message names it.
     """
-    processes.together(partial(check_tensors, sections))
-    check_same(sections, processes)
-    return processes.together(partial(_own_plan, sections, processes, trained))
+    processes.run_on_all(partial(check_tensors, sections))
+    check_same_on_ranks(sections, processes)
+    return processes.run_on_all(partial(_plan_own_blocks, sections, processes, trained))
 
 
-def _own_plan(sections: Sections, processes: Processes, trained: Container[str] | None) -> WritePlan:
+def _plan_own_blocks(sections: Sections, processes: Processes, trained: Container[str] | None) -> WritePlan:
     """Return the blocks of this process; all processes take the same decisions in the same order."""
     loads: dict[int, list[tuple[int, int]]] = {}  # bytes assigned to each replica, by the number of replicas
 
     def has_turn(tensor: torch.Tensor) -> bool:
         """Assign a tensor to the replica with the fewest bytes; return True if this process has that replica."""
-        index, count = copies(tensor, processes)
+        index, count = get_replica(tensor, processes)
         heap = loads.setdefault(count, [(0, each) for each in range(count)])
         load, writer = heap[0]
         heapreplace(heap, (load + tensor.nbytes, writer))
@@ -237,8 +248,10 @@ def _own_plan(sections: Sections, processes: Processes, trained: Container[str] 
     def is_ours(section: str, name: str, tensor: torch.Tensor) -> bool:
         """Return True if this process writes a tensor, or its shard of the tensor."""
         if is_sharded(tensor):  # one copy of each shard is written; an empty tensor by the first process
-            return has_turn(tensor) and (local_tensor(tensor).numel() > 0 or (not tensor.numel() and is_first(tensor)))
-        if section not in _ON_ALL:  # no other process has it
+            return has_turn(tensor) and (
+                get_local_tensor(tensor).numel() > 0 or (not tensor.numel() and holds_first_shard(tensor))
+            )
+        if section not in _CHECKED_ON_ALL_RANKS:  # no other process has it
             return True
         if section == "optimizer" or trained is None or name in trained:  # equal on all processes
             return has_turn(tensor)
@@ -252,13 +265,13 @@ def _own_plan(sections: Sections, processes: Processes, trained: Container[str] 
         if processes.world_size > 1:
             largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
             ours = {name for name, tensor in largest_first if is_ours(section, name, tensor)}
-        blocks[section] = {name: local_tensor(tensor) for name, tensor in tensors.items() if name in ours}
-        offsets[section] = {name: local_block(tensors[name])[0] for name in blocks[section]}
+        blocks[section] = {name: get_local_tensor(tensor) for name, tensor in tensors.items() if name in ours}
+        offsets[section] = {name: get_local_block(tensors[name])[0] for name in blocks[section]}
         specs[section] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return WritePlan(blocks, offsets, specs)
 
 
-def check_same(sections: Sections, processes: Processes) -> None:
+def check_same_on_ranks(sections: Sections, processes: Processes) -> None:
     """Refuse tensors that differ between processes. Collective: every rank must call this.
 
     Raises:
@@ -271,13 +284,13 @@ def check_same(sections: Sections, processes: Processes) -> None:
         + (f" cut up by {getattr(tensor, 'placements', ())}" if is_sharded(tensor) else "")
         for section, tensors in sections.items()
         for name, tensor in tensors.items()
-        if section in _ON_ALL or is_sharded(tensor)
+        if section in _CHECKED_ON_ALL_RANKS or is_sharded(tensor)
     }
     ordered = dict(sorted(specs.items()))
-    digests = processes.gather(hashlib.sha256(repr(ordered).encode()).digest())
+    digests = processes.all_gather(hashlib.sha256(repr(ordered).encode()).digest())
     if len(set(digests)) == 1:
         return
-    held = processes.gather(ordered)
+    held = processes.all_gather(ordered)
     rank, other = next((rank, other) for rank, other in enumerate(held) if other != held[0])
     name = next(name for name in sorted({*held[0], *other}) if held[0].get(name) != other.get(name))
     raise CheckpointError(
@@ -307,6 +320,6 @@ def _is_plain_dense(tensor: torch.Tensor) -> bool:
     if is_sharded(tensor):
         sharded: Any = tensor
         summed = not any(placement.is_partial() for placement in sharded.placements)
-        return summed and _is_plain_dense(local_tensor(tensor))
+        return summed and _is_plain_dense(get_local_tensor(tensor))
     wrapper = hasattr(tensor, "__tensor_flatten__")  # the data is in inner tensors
     return not (wrapper or tensor.is_quantized or tensor.is_meta) and tensor.layout == torch.strided

@@ -6,18 +6,18 @@ import sys
 from contextlib import redirect_stdout, suppress
 from typing import Any, final
 
-from lumen.cli import tell
+from lumen.cli import print_error
 from lumen.cli.command_line import CLI
+from lumen.cli.command_words import HelpShown
 from lumen.cli.commands import Words
-from lumen.cli.users_error import show as show_error
-from lumen.cli.words import Shown
+from lumen.cli.user_errors import print_user_error as show_error
 from lumen.errors import ConfigError, LumenError
 from lumen.tools.check import COMMAND
-from lumen.tools.check.look import look
-from lumen.tools.check.show import Report, show, show_json
-from lumen.tools.check.trial import Trial
-from lumen.tools.terminal import first_line
-from lumen.trainer.logs import LogSettings, console_log
+from lumen.tools.check.checks import check_training
+from lumen.tools.check.report import CheckReport, print_json_report, print_report
+from lumen.tools.check.trial import CheckTrial
+from lumen.tools.terminal import get_first_line
+from lumen.trainer.logs import LogSettings, log_to_console
 
 _MORE = (
     "Runs forward and backward of a few micro-batches. Takes what `lumen fit` takes, trains nothing and writes "
@@ -41,35 +41,37 @@ def run(words: list[str]) -> int:
     asked, words = options().parse_known_args(words)
     if asked.samples < 0:
         raise ConfigError(f"--samples: expected a number of at least 0, found {asked.samples}.")
-    report = Report()
+    report = CheckReport()
     try:
-        with redirect_stdout(sys.stderr), suppress(Shown):  # Output of user code goes to stderr.
-            _Look(report, asked.samples, words)
+        with redirect_stdout(sys.stderr), suppress(HelpShown):  # Output of user code goes to stderr.
+            _CheckCLI(report, asked.samples, words)
             if not report.title:  # --print_config has printed the config.
                 return 0
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _failed(report, error, as_text=not asked.json)
-    code = report.exit_code(strict=asked.strict)
-    show_json(report, code) if asked.json else show(report)
+        return _show_failure(report, error, as_text=not asked.json)
+    code = report.get_exit_code(strict=asked.strict)
+    print_json_report(report, code) if asked.json else print_report(report)
     return code
 
 
-def _failed(report: Report, error: BaseException, *, as_text: bool) -> int:
+def _show_failure(report: CheckReport, error: BaseException, *, as_text: bool) -> int:
     """Print the findings before an error, and the error. Errors of user code have a traceback."""
     if not isinstance(error, LumenError):
-        report.add("first steps", "wrong", "failed", f"it fails with {first_line(error)}", "Its traceback is below.")
-    elif not report.all_of("wrong"):
+        report.add(
+            "first steps", "wrong", "failed", f"it fails with {get_first_line(error)}", "Its traceback is below."
+        )
+    elif not report.list_findings("wrong"):
         report.add("first steps", "wrong", "failed", str(error))
     if report.title:
-        show(report) if as_text else show_json(report, 2)
-    tell(error) if isinstance(error, LumenError) else show_error(error)
+        print_report(report) if as_text else print_json_report(report, 2)
+    print_error(error) if isinstance(error, LumenError) else show_error(error)
     return 2
 
 
 @final
-class _Look(CLI):
+class _CheckCLI(CLI):
     """Command line of `fit` that checks the training instead of running it.
 
     Args:
@@ -80,25 +82,25 @@ class _Look(CLI):
 
     _program = "lumen"
 
-    def __init__(self, report: Report, samples: int, words: list[str]) -> None:
+    def __init__(self, report: CheckReport, samples: int, words: list[str]) -> None:
         self._report, self._samples = report, samples
         super().__init__(args=["fit", *words])
 
     def _build_and_run(self) -> None:
-        config = self._own(self.config)
-        wanted = self._processes(config.trainer)
-        if wanted.world_size > 1 and not wanted.are_missing:
+        config = self._get_command_settings(self.config)
+        wanted = self._find_processes(config.trainer)
+        if wanted.world_size > 1 and not wanted.must_be_started:
             said = "lumen check looks at a run with one process, but torchrun or SLURM has started"
             raise ConfigError(f"{said} {wanted.world_size}. Run it without them.")
         asked = config.trainer.strategy
         config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy = 1, 1, "auto"
-        with console_log(LogSettings("WARNING"), shown=False):
-            self._build(self._processes(config.trainer))
-            self._describe(wanted.world_size, asked)
-            trial = Trial(self.trainer, self.model, self.datamodule, self._configure, wanted.world_size)
-            look(self._report, trial, self._samples)
+        with log_to_console(LogSettings("WARNING"), shown=False):
+            self._build(self._find_processes(config.trainer))
+            self._add_description(wanted.world_size, asked)
+            trial = CheckTrial(self.trainer, self.model, self.datamodule, self._configure, wanted.world_size)
+            check_training(self._report, trial, self._samples)
 
-    def _describe(self, processes: int, strategy: Any) -> None:
+    def _add_description(self, processes: int, strategy: Any) -> None:
         report, trainer = self._report, self.trainer
         data = "" if self.datamodule is None else f" on {type(self.datamodule).__name__}"
         report.title = f"lumen check: {trainer.name or type(self.model).__name__.lower()}"

@@ -18,23 +18,23 @@ from typing import final
 from torch.utils.data import DataLoader
 
 from lumen.callbacks import ModelCheckpoint
-from lumen.checkpoint.save.collect import capture
-from lumen.console import size
-from lumen.data.combined import loaders_in
-from lumen.data.nested import tensors
+from lumen.checkpoint.save.collect import capture_run
+from lumen.console import format_bytes
+from lumen.data.combined import list_loaders
+from lumen.data.nested import iterate_tensors
 from lumen.errors import ConfigError
 from lumen.run.plan import EpochLengths, Plan
 from lumen.run.run import Run
-from lumen.run.scheduler_config import horizon_of, unfinished
+from lumen.run.scheduler_config import iterate_unfinished, make_horizon
 from lumen.task.hooks import texts_of
 from lumen.tools.check.data import is_map_style
-from lumen.tools.check.show import Report, duration, every, shortened
-from lumen.tools.check.trial import Trial
-from lumen.tools.terminal import counted, first_line
+from lumen.tools.check.report import CheckReport, format_every, format_rough_duration, shorten_rows
+from lumen.tools.check.trial import CheckTrial
+from lumen.tools.terminal import format_count, get_first_line
 
 
 @final
-class Course:
+class RunLength:
     """Length of a run.
 
     Args:
@@ -49,65 +49,65 @@ class Course:
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:
-        self.lengths = run.loaders.epoch_lengths()
-        self.per_epoch = None if self.lengths is None else self.lengths.of(0)
+        self.lengths = run.loaders.get_epoch_lengths()
+        self.per_epoch = None if self.lengths is None else self.lengths.get_length(0)
         self.done: int = run.checkpoint.state["progress"]["step"] if run.checkpoint else 0
         self.steps: int | None = None
         with suppress(ConfigError):
-            self.steps = plan.total_steps(self.lengths)
+            self.steps = plan.count_total_steps(self.lengths)
 
     @property
     def epochs(self) -> float | None:
         """Number of epochs, which may be a fraction, or None if unknown."""
         return self.steps / self.per_epoch if self.steps and self.per_epoch else None
 
-    def epoch_ends(self, every: int = 1) -> Sequence[int]:
-        """Return the last steps of every `every`-th epoch, for the remaining epochs that the run completes."""
+    def list_epoch_ends(self, every: int = 1) -> Sequence[int]:
+        """Return the last steps of every `format_every`-th epoch, for the remaining epochs that the run completes."""
         lengths, length = self.lengths, self.per_epoch
         if lengths is None or not self.steps or not length:
             return []
-        first, last = lengths.whole_epochs(self.done), lengths.whole_epochs(self.steps)
+        first, last = lengths.count_whole_epochs(self.done), lengths.count_whole_epochs(self.steps)
         epochs = range(first - first % every + every, last + 1, every)
-        if lengths.until(last) == last * length:  # All epochs have the same length, and there may be many.
+        if lengths.count_steps_before(last) == last * length:  # All epochs have the same length, and there may be many.
             return range(epochs.start * length, epochs.stop * length, every * length)
-        return [lengths.until(epoch) for epoch in epochs]
+        return [lengths.count_steps_before(epoch) for epoch in epochs]
 
 
-def validation_steps(plan: Plan, course: Course) -> Sequence[int] | None:
+def list_validation_steps(plan: Plan, course: RunLength) -> Sequence[int] | None:
     """Return the remaining steps after which a validation runs, or None if unknown in advance."""
     if course.steps is None or plan.val_every_s is not None:
         return None
     if plan.val_every_n_steps is not None:
-        found = _multiples(plan.val_every_n_steps, course)
+        found = _list_multiples(plan.val_every_n_steps, course)
         nth = plan.val_every_n_epochs
         if nth == 1:
             return found
         lengths = course.lengths
-        return None if lengths is None else [at for at in found if (lengths.whole_epochs(at - 1) + 1) % nth == 0]
+        return None if lengths is None else [at for at in found if (lengths.count_whole_epochs(at - 1) + 1) % nth == 0]
     if plan.val_every_epoch_fraction is None or course.lengths is None or not course.per_epoch:
         return None
     if plan.val_every_epoch_fraction == 1.0:
-        return course.epoch_ends(plan.val_every_n_epochs)
-    return _in_fractions(plan, course.steps, course.done, course.lengths)
+        return course.list_epoch_ends(plan.val_every_n_epochs)
+    return _list_fraction_steps(plan, course.steps, course.done, course.lengths)
 
 
-def _in_fractions(plan: Plan, steps: int, done: int, lengths: EpochLengths) -> list[int]:
-    fraction, found, epoch = plan.val_every_epoch_fraction or 1.0, list[int](), lengths.whole_epochs(done)
-    while (begin := lengths.until(epoch)) < steps:
+def _list_fraction_steps(plan: Plan, steps: int, done: int, lengths: EpochLengths) -> list[int]:
+    fraction, found, epoch = plan.val_every_epoch_fraction or 1.0, list[int](), lengths.count_whole_epochs(done)
+    while (begin := lengths.count_steps_before(epoch)) < steps:
         for part in range(1, int(1 / fraction + 1e-9) + 1 if (epoch + 1) % plan.val_every_n_epochs == 0 else 0):
-            at = begin + math.ceil(part * fraction * lengths.of(epoch) - 1e-9)
+            at = begin + math.ceil(part * fraction * lengths.get_length(epoch) - 1e-9)
             if done < at <= steps and at not in found[-1:]:
                 found.append(at)
         epoch += 1
     return found
 
 
-def saving_steps(saver: ModelCheckpoint, course: Course) -> Sequence[int]:
+def list_saving_steps(saver: ModelCheckpoint, course: RunLength) -> Sequence[int]:
     """Return the remaining steps that save a checkpoint, without checkpoints saved by time or for a new best."""
     if course.steps is None:
         return []
-    by_steps: Sequence[int] = _multiples(saver.every_n_train_steps, course) if saver.every_n_train_steps else []
-    by_epochs = course.epoch_ends(saver.every_n_epochs) if saver.every_n_epochs else []
+    by_steps: Sequence[int] = _list_multiples(saver.every_n_train_steps, course) if saver.every_n_train_steps else []
+    by_epochs = course.list_epoch_ends(saver.every_n_epochs) if saver.every_n_epochs else []
     at_end = [course.steps] if saver.at_end else []
     alone = by_steps if not by_epochs else by_epochs if not by_steps else None
     if alone is not None and (not at_end or course.steps in alone):
@@ -115,7 +115,7 @@ def saving_steps(saver: ModelCheckpoint, course: Course) -> Sequence[int]:
     return sorted({*by_steps, *by_epochs, *at_end})
 
 
-def strip(moments: Sequence[int], course: Course, width: int) -> str:
+def draw_timeline(moments: Sequence[int], course: RunLength, width: int) -> str:
     """Return a line that represents the rest of the run, with a mark for each event.
 
     Args:
@@ -129,34 +129,34 @@ def strip(moments: Sequence[int], course: Course, width: int) -> str:
     return "".join("╵" if after > before else "·" for before, after in pairwise(counts))
 
 
-def _multiples(every: int, course: Course) -> range:
+def _list_multiples(every: int, course: RunLength) -> range:
     return range(course.done - course.done % every + every, (course.steps or 0) + 1, every)
 
 
 _SECTION = "schedule"
 _BARS, _WIDTH, _GROUPS_SHOWN, _NAME_SHOWN = "▁▂▃▄▅▆▇█", 28, 8, 18
-_BUDGET_S, _IDLE = 4.0, 0.1
+_BUDGET_S, _MAX_IDLE_SHARE = 4.0, 0.1
 
 
-def look_at_schedule(report: Report, trial: Trial, run: Run, course: Course) -> None:
+def check_schedule(report: CheckReport, trial: CheckTrial, run: Run, course: RunLength) -> None:
     """Report the length of the run, and draw its learning rates."""
-    _tell_length(report, trial, course)
-    _tell_validations(report, trial, run, course)
-    horizon = horizon_of(run.plan, run.loaders.epoch_lengths(), resumed=run.checkpoint is not None)
-    for name, end, moves in unfinished(run.optim.schedulers, horizon):
+    _report_length(report, trial, course)
+    _report_validations(report, trial, run, course)
+    horizon = make_horizon(run.plan, run.loaders.get_epoch_lengths(), resumed=run.checkpoint is not None)
+    for name, end, moves in iterate_unfinished(run.optim.schedulers, horizon):
         text = f"{name} ends after {end} moves, but the run makes {moves}: the learning rate stops on its way"
         report.add(_SECTION, "suspicious", "schedule.length", text)
     if trial.task.automatic_optimization and course.steps is not None:
-        _draw_rates(report, trial, run, course)
+        _report_rates(report, trial, run, course)
     else:
         by_hand = "the task moves its schedules itself" if course.steps is not None else "its length is not known"
         report.add(_SECTION, "note", "rates", f"learning rates over the run are not drawn: {by_hand}")
 
 
-def _tell_length(report: Report, trial: Trial, course: Course) -> None:
+def _report_length(report: CheckReport, trial: CheckTrial, course: RunLength) -> None:
     plan = trial.plan
     report.facts["steps"], report.facts["steps_per_epoch"] = course.steps, course.per_epoch
-    per_epoch = "" if course.per_epoch is None else f" of {counted(course.per_epoch, 'step')}"
+    per_epoch = "" if course.per_epoch is None else f" of {format_count(course.per_epoch, 'step')}"
     if course.steps is None:
         limits = {"max_epochs": plan.max_epochs, "max_steps": plan.max_steps, "max_time": plan.max_time_s}
         said = ", ".join(f"{name} {value:g}" for name, value in limits.items() if value is not None)
@@ -165,88 +165,88 @@ def _tell_length(report: Report, trial: Trial, course: Course) -> None:
     epochs = "" if course.epochs is None else f": {course.epochs:.4g} epochs{per_epoch}"
     begun = f", {course.done:,} of them are made" if course.done else ""
     timed = ", or until max_time" if plan.max_time_s is not None else ""
-    report.add(_SECTION, "ok", "length", f"{counted(course.steps, 'step')}{epochs}{begun}{timed}")
+    report.add(_SECTION, "ok", "length", f"{format_count(course.steps, 'step')}{epochs}{begun}{timed}")
 
 
-def _tell_validations(report: Report, trial: Trial, run: Run, course: Course) -> None:
+def _report_validations(report: CheckReport, trial: CheckTrial, run: Run, course: RunLength) -> None:
     if not run.loaders.evaluation:
         return
-    plan, steps = trial.plan, validation_steps(trial.plan, course)
+    plan, steps = trial.plan, list_validation_steps(trial.plan, course)
     count = None if steps is None else len(steps)
     report.facts["validations"] = count
     nth = "" if plan.val_every_n_epochs == 1 else f" of every {plan.val_every_n_epochs} epochs"
     if plan.val_every_n_steps is not None:
-        when = every(plan.val_every_n_steps, "step")
+        when = format_every(plan.val_every_n_steps, "step")
     elif plan.val_every_s is not None:
         when = f"every {plan.val_every_s:g} s"
     elif plan.val_every_epoch_fraction == 1.0:
-        when, nth = every(plan.val_every_n_epochs, "epoch"), ""
+        when, nth = format_every(plan.val_every_n_epochs, "epoch"), ""
     else:
         when = f"{1 / (plan.val_every_epoch_fraction or 1):.3g} times an epoch"
     if count == 0:
         text = f"validation: {when}{nth}, which the run does not get to"
         report.add(_SECTION, "suspicious", "validation.never", text)
         return
-    times = "" if count is None else f", {counted(count, 'time')}"
+    times = "" if count is None else f", {format_count(count, 'time')}"
     report.add(_SECTION, "ok", "validation", f"validation: {when}{nth}{times}")
 
 
 # ---------------------------------------------------------------------- learning rates
 
 
-def _draw_rates(report: Report, trial: Trial, run: Run, course: Course) -> None:
+def _report_rates(report: CheckReport, trial: CheckTrial, run: Run, course: RunLength) -> None:
     moved = [each for each in run.optim.schedulers if each.monitor is not None]
     if waits := ", ".join(f"{type(each.scheduler).__name__} for {each.monitor}" for each in moved):
         report.add(_SECTION, "note", "rates.plateau", f"{waits}: it waits for its monitor and is not drawn")
-    curves, why = _curves(run, course)
+    curves, why = _compute_curves(run, course)
     if not curves or not curves[0]:
         return
-    named = _told_apart(run, curves)
-    rows = shortened([_row(name, curve) for name, curve in named.items()], _GROUPS_SHOWN)
+    named = _group_equal_curves(run, curves)
+    rows = shorten_rows([_make_row(name, curve) for name, curve in named.items()], _GROUPS_SHOWN)
     if not why:
-        rows += _moments(trial, run, course, min(_WIDTH, len(curves[0])))
+        rows += _draw_timelines(trial, run, course, min(_WIDTH, len(curves[0])))
     last = course.done + len(curves[0]) if run.optim.schedulers else course.steps or 0
     report.add(_SECTION, "ok", "rates", f"learning rates from step {course.done + 1:,} to {last:,}{why}", rows=rows)
     report.facts["rates"] = {
         name: {"first": curve[0], "most": max(curve), "last": curve[-1]} for name, curve in named.items()
     }
-    _judge(report, run, curves, is_whole=not why)
+    _check_curves(report, run, curves, is_whole=not why)
 
 
-def _moments(trial: Trial, run: Run, course: Course, width: int) -> list[list[str]]:
+def _draw_timelines(trial: CheckTrial, run: Run, course: RunLength, width: int) -> list[list[str]]:
     """Return rows that mark validations and checkpoints, to show below the learning rates."""
-    validations = validation_steps(trial.plan, course) if run.loaders.evaluation else None
-    saves = saving_steps(trial.savers[0], course) if trial.savers else []
+    validations = list_validation_steps(trial.plan, course) if run.loaders.evaluation else None
+    saves = list_saving_steps(trial.savers[0], course) if trial.savers else []
     named = ("validation", validations or []), ("checkpoint", saves)
-    return [[name, strip(steps, course, width), f"{len(steps):,}"] for name, steps in named if steps]
+    return [[name, draw_timeline(steps, course, width), f"{len(steps):,}"] for name, steps in named if steps]
 
 
-def _curves(run: Run, course: Course) -> tuple[list[list[float]], str]:
+def _compute_curves(run: Run, course: RunLength) -> tuple[list[list[float]], str]:
     """Return the learning rate of each group at every step, and the reason if steps are missing."""
     groups, began_s, why = run.optim.optimizer.param_groups, time.perf_counter(), ""
     if not run.optim.schedulers:
         return [[float(group["lr"])] * min(course.steps or 0, _WIDTH) for group in groups], ""
     curves: list[list[float]] = [[] for _ in groups]
     lengths = course.lengths
-    epoch = 0 if lengths is None else lengths.whole_epochs(course.done)
+    epoch = 0 if lengths is None else lengths.count_whole_epochs(course.done)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns if schedulers step before the optimizer.
         try:
             for step in range(course.done + 1, (course.steps or 0) + 1):
                 for curve, group in zip(curves, groups, strict=True):
                     curve.append(float(group["lr"]))
-                ends = lengths is not None and step == lengths.until(epoch + 1)
+                ends = lengths is not None and step == lengths.count_steps_before(epoch + 1)
                 epoch += ends
-                _move(run, step, epoch if ends else None)
+                _step_schedulers(run, step, epoch if ends else None)
                 if not step % 1000 and time.perf_counter() - began_s > _BUDGET_S:
                     why = f" of {course.steps:,}, as far as a few seconds allow"
                     break
         except Exception as error:  # A custom scheduler may fail here.
-            why = f", where it ends by {first_line(error)}"
+            why = f", where it ends by {get_first_line(error)}"
     return curves, why
 
 
-def _move(run: Run, step: int, ended: int | None) -> None:
+def _step_schedulers(run: Run, step: int, ended: int | None) -> None:
     """Step the schedulers as after an optimizer step, which may end an epoch."""
     units = max(run.progress.units, 1.0) / max(run.progress.step, 1)
     for config in run.optim.schedulers:
@@ -257,25 +257,25 @@ def _move(run: Run, step: int, ended: int | None) -> None:
             config.move_to(units * step, counted=True)
 
 
-def _told_apart(run: Run, curves: list[list[float]]) -> dict[str, Sequence[float]]:
+def _group_equal_curves(run: Run, curves: list[list[float]]) -> dict[str, Sequence[float]]:
     """Return the distinct curves by the names of the parameter groups that share them."""
     groups: dict[tuple[float, ...], list[str]] = {}
     for number, (group, curve) in enumerate(zip(run.optim.optimizer.param_groups, curves, strict=True)):
         groups.setdefault(tuple(curve), []).append(str(group.get("name") or number))
-    return {_in_words(names): curve for curve, names in groups.items()}
+    return {_describe_groups(names): curve for curve, names in groups.items()}
 
 
-def _in_words(names: list[str]) -> str:
+def _describe_groups(names: list[str]) -> str:
     return f"group {names[0]}" if len(names) == 1 else f"groups {names[0]}..{names[-1]}"
 
 
-def _row(name: str, curve: Sequence[float]) -> list[str]:
+def _make_row(name: str, curve: Sequence[float]) -> list[str]:
     most = max(curve)
     name = name if len(name) <= _NAME_SHOWN else f"{name[: _NAME_SHOWN - 1]}…"
-    return [name, sparkline(curve), f"{curve[0]:.3g} → {most:.3g} → {curve[-1]:.3g}"]
+    return [name, draw_sparkline(curve), f"{curve[0]:.3g} → {most:.3g} → {curve[-1]:.3g}"]
 
 
-def sparkline(curve: Sequence[float]) -> str:
+def draw_sparkline(curve: Sequence[float]) -> str:
     """Return a curve as one line of block characters, from 0 to its maximum. Each block is the mean of its part.
 
     Args:
@@ -288,10 +288,10 @@ def sparkline(curve: Sequence[float]) -> str:
     return "".join(_BARS[min(7, int(sum(part) / len(part) / most * 7.999))] for part in parts)
 
 
-def _judge(report: Report, run: Run, curves: list[list[float]], *, is_whole: bool) -> None:
+def _check_curves(report: CheckReport, run: Run, curves: list[list[float]], *, is_whole: bool) -> None:
     flat = [number for number, curve in enumerate(curves) if curve[0] == 0.0]
     if flat:
-        whose = _in_words(list(map(str, flat)))
+        whose = _describe_groups(list(map(str, flat)))
         begins = min(len([*takewhile(lambda rate: not rate, curves[number])]) for number in flat)
         steps = "at the first step" if begins == 1 else f"for the first {begins:,} steps"
         report.add(
@@ -300,24 +300,24 @@ def _judge(report: Report, run: Run, curves: list[list[float]], *, is_whole: boo
             "Begin a warm-up above 0, and let it move every step: lumen.optim has such schedules."
             if run.optim.schedulers else "Set lr.",
         )  # fmt: skip
-    idle = next((n for n in (_idle(curve) for curve in curves) if n is not None), None)
+    idle = next((n for n in (_count_idle_steps(curve) for curve in curves) if n is not None), None)
     if is_whole and idle is not None and not flat:
         text = f"the learning rate is 0 for the last {idle:,} of {len(curves[0]):,} steps"
         report.add(_SECTION, "suspicious", "rates.idle", text)
 
 
-def _idle(curve: Sequence[float]) -> int | None:
+def _count_idle_steps(curve: Sequence[float]) -> int | None:
     """Return the number of final steps with a learning rate of 0, or None if they are few."""
     most = max(curve)
     zeros = len([*takewhile(lambda rate: rate <= 1e-9 * most, reversed(curve))])
-    return zeros if zeros > max(1.0, _IDLE * len(curve)) and most else None
+    return zeros if zeros > max(1.0, _MAX_IDLE_SHARE * len(curve)) and most else None
 
 
-def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
+def check_monitors(report: CheckReport, trial: CheckTrial, run: Run) -> None:
     """Report monitors that the first batches do not log and no method of the task or callbacks mentions."""
     waiting = [*trial.monitors]
     waiting += [("lr_scheduler", each.monitor) for each in run.optim.schedulers if each.monitor is not None]
-    names = trial.witness.names
+    names = trial.observer.names
     known, mentioned = names | {name.partition("/")[0] for name in names}, None
     for who, name in dict.fromkeys(waiting):
         if name in known:
@@ -334,9 +334,9 @@ def look_at_monitors(report: Report, trial: Trial, run: Run) -> None:
 _SLOWER, _WORTH_SAYING_S = 1.5, 0.02
 
 
-def look_at_time(report: Report, trial: Trial, run: Run, course: Course) -> float | None:
+def check_time(report: CheckReport, trial: CheckTrial, run: Run, course: RunLength) -> float | None:
     """Report the estimated time, compare the loader with the step, and return the estimate in seconds, or None."""
-    witness = trial.witness
+    witness = trial.observer
     if not witness.compute_s:
         report.add("time", "note", "time", "no step was timed")
         return None
@@ -347,30 +347,34 @@ def look_at_time(report: Report, trial: Trial, run: Run, course: Course) -> floa
     wait_s = statistics.median(witness.waited_s[1:] or witness.waited_s or [0.0]) / trial.processes
     run_s = None
     if course.steps is not None:
-        run_s = (course.steps - course.done) * (step_s + wait_s) + _validation_s(trial, run, course)
+        run_s = (course.steps - course.done) * (step_s + wait_s) + _estimate_validation_s(trial, run, course)
     report.facts["time"] = {"step_s": step_s, "wait_s": wait_s, "run_s": run_s}
-    said = f"{duration(step_s)} a step, and {duration(wait_s)} of waiting for its data"
+    said = f"{format_rough_duration(step_s)} a step, and {format_rough_duration(wait_s)} of waiting for its data"
     said += f"; estimated by {witness.micro_batches} micro-batches"
     limit_s = trial.plan.max_time_s
-    shorter = f"; max_time ends it after {duration(limit_s)}" if limit_s and limit_s < (run_s or 0.0) else ""
-    report.add("time", "ok", "time", said if run_s is None else f"about {duration(run_s)}: {said}{shorter}")
-    _compare_loader(report, run, step_s, wait_s, per_step)
+    shorter = (
+        f"; max_time ends it after {format_rough_duration(limit_s)}" if limit_s and limit_s < (run_s or 0.0) else ""
+    )
+    report.add(
+        "time", "ok", "time", said if run_s is None else f"about {format_rough_duration(run_s)}: {said}{shorter}"
+    )
+    _check_loader_speed(report, run, step_s, wait_s, per_step)
     return run_s
 
 
-def _validation_s(trial: Trial, run: Run, course: Course) -> float:
-    batches = [trial.plan.batches("validate", each) for each in run.loaders.evaluation]
-    steps = validation_steps(trial.plan, course)
-    if not trial.witness.validation_s or steps is None:
+def _estimate_validation_s(trial: CheckTrial, run: Run, course: RunLength) -> float:
+    batches = [trial.plan.count_batches("validate", each) for each in run.loaders.evaluation]
+    steps = list_validation_steps(trial.plan, course)
+    if not trial.observer.validation_s or steps is None:
         return 0.0
-    one_s = min(trial.witness.validation_s)
+    one_s = min(trial.observer.validation_s)
     return len(steps) * one_s * sum(each or 0 for each in batches) / trial.processes
 
 
-def _compare_loader(report: Report, run: Run, step_s: float, wait_s: float, micro_batches: int) -> None:
+def _check_loader_speed(report: CheckReport, run: Run, step_s: float, wait_s: float, micro_batches: int) -> None:
     if wait_s <= _SLOWER * step_s or wait_s / micro_batches < _WORTH_SAYING_S:
         return
-    loaders = [each for _, each in loaders_in(run.loaders.sources.get("fit")) if isinstance(each, DataLoader)]
+    loaders = [each for _, each in list_loaders(run.loaders.sources.get("fit")) if isinstance(each, DataLoader)]
     now = max((each.num_workers for each in loaders), default=0)
     wanted, cores = math.ceil((wait_s + step_s * bool(now)) / step_s) * max(now, 1), os.cpu_count() or 1
     workers = min(wanted, cores)
@@ -381,7 +385,7 @@ def _compare_loader(report: Report, run: Run, step_s: float, wait_s: float, micr
         advice = "Make samples cheaper: decode or resize them once, before the run."
     report.add(
         "time", "note" if makes_own else "suspicious", "loader.slow",
-        f"the loader is slower than the step: {duration(wait_s)} for the data of one, {duration(step_s)} to compute it",
+        f"the loader is slower than the step: {format_rough_duration(wait_s)} for the data of one, {format_rough_duration(step_s)} to compute it",
         advice,
     )  # fmt: skip
 
@@ -389,30 +393,37 @@ def _compare_loader(report: Report, run: Run, step_s: float, wait_s: float, micr
 # ---------------------------------------------------------------------- checkpoints
 
 
-def look_at_checkpoints(report: Report, trial: Trial, run: Run, course: Course, run_s: float | None) -> None:
+def check_checkpoints(report: CheckReport, trial: CheckTrial, run: Run, course: RunLength, run_s: float | None) -> None:
     """Report the directory of the checkpoints, and if the disk has room for them."""
     if not trial.savers:
         report.add("checkpoints", "note", "checkpoints", "none are saved: enable_checkpointing is False")
         return
-    sections, _, _ = capture(run, complete=False)  # includes the optimizer's present state
-    one_bytes = sum(each.numel() * each.element_size() for part in sections.values() for each in tensors(dict(part)))
+    sections, _, _ = capture_run(run, complete=False)  # includes the optimizer's present state
+    one_bytes = sum(
+        each.numel() * each.element_size() for part in sections.values() for each in iterate_tensors(dict(part))
+    )
     report.facts["checkpoint_bytes"] = one_bytes
     for saver in trial.savers:
-        _look_at_saver(report, trial, saver, course, run_s, one_bytes)
+        _check_checkpoint_callback(report, trial, saver, course, run_s, one_bytes)
 
 
-def _look_at_saver(
-    report: Report, trial: Trial, saver: ModelCheckpoint, course: Course, run_s: float | None, one_bytes: int
+def _check_checkpoint_callback(
+    report: CheckReport,
+    trial: CheckTrial,
+    saver: ModelCheckpoint,
+    course: RunLength,
+    run_s: float | None,
+    one_bytes: int,
 ) -> None:
     trainer = trial.trainer
     place: PurePath = saver.given_dirpath or trainer.default_root_dir / str(trainer.name) / "checkpoints"
-    saves = _saves(saver, course, run_s)
-    kept = _kept(saver, saves, course)
+    saves = _estimate_saves(saver, course, run_s)
+    kept = _estimate_kept(saver, saves, course)
     most = None if kept is None else one_bytes * (kept + 1)  # saved before an old one is removed
-    count = "" if saves is None else f", about {counted(saves, 'time')}"
+    count = "" if saves is None else f", about {format_count(saves, 'time')}"
     held = "all are kept" if kept is None else f"{kept} kept"
-    disk = "" if most is None else f": up to {size(most)}"
-    rows = [[str(place)], [f"saved {_when(saver)}{count}; {held}, {size(one_bytes)} each{disk}"]]
+    disk = "" if most is None else f": up to {format_bytes(most)}"
+    rows = [[str(place)], [f"saved {_describe_rules(saver)}{count}; {held}, {format_bytes(one_bytes)} each{disk}"]]
     if not isinstance(place, Path):
         report.add("checkpoints", "note", "checkpoints", "their place is remote and was not looked at", rows=rows)
         return
@@ -424,22 +435,24 @@ def _look_at_saver(
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         report.add("checkpoints", "wrong", "checkpoints.writable", f"{there} cannot be written to", rows=rows)
     elif (most or one_bytes * max(saves or 1, 1)) > free:
-        text = f"{size(free)} are free, which is not enough for all"
+        text = f"{format_bytes(free)} are free, which is not enough for all"
         report.add("checkpoints", "suspicious", "checkpoints.room", text, rows=rows)
     else:
-        report.add("checkpoints", "ok", "checkpoints", f"there is room for them: {size(free)} are free", rows=rows)
+        report.add(
+            "checkpoints", "ok", "checkpoints", f"there is room for them: {format_bytes(free)} are free", rows=rows
+        )
 
 
-def _saves(saver: ModelCheckpoint, course: Course, run_s: float | None) -> int | None:
+def _estimate_saves(saver: ModelCheckpoint, course: RunLength, run_s: float | None) -> int | None:
     """Return the approximate number of saved checkpoints, or None if unknown."""
     if course.steps is None:
         return None
-    saves = len(saving_steps(saver, course))
+    saves = len(list_saving_steps(saver, course))
     saves += int((run_s or 0.0) // saver.train_time_interval_s)  # The interval may be infinite.
     return max(saves, 1)
 
 
-def _kept(saver: ModelCheckpoint, saves: int | None, course: Course) -> int | None:
+def _estimate_kept(saver: ModelCheckpoint, saves: int | None, course: RunLength) -> int | None:
     """Return the most checkpoints at the end of the run, or None if unknown."""
     if -1 in (saver.keep_last, saver.save_top_k):
         return saves
@@ -451,11 +464,11 @@ def _kept(saver: ModelCheckpoint, saves: int | None, course: Course) -> int | No
     return kept if saves is None else min(kept, saves)
 
 
-def _when(saver: ModelCheckpoint) -> str:
+def _describe_rules(saver: ModelCheckpoint) -> str:
     parts = [
-        every(saver.every_n_train_steps, "step") if saver.every_n_train_steps else "",
-        every(saver.every_n_epochs, "epoch") if saver.every_n_epochs else "",
-        f"every {duration(saver.train_time_interval_s)}" if saver.train_time_interval_s < math.inf else "",
+        format_every(saver.every_n_train_steps, "step") if saver.every_n_train_steps else "",
+        format_every(saver.every_n_epochs, "epoch") if saver.every_n_epochs else "",
+        f"every {format_rough_duration(saver.train_time_interval_s)}" if saver.train_time_interval_s < math.inf else "",
         f"at a new best {saver.monitor}" if saver.on_best and saver.monitor is not None else "",
         "at the end" if saver.at_end else "",
     ]

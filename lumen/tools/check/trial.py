@@ -21,27 +21,27 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lumen.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, savers_of
+from lumen.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer, get_checkpoint_callbacks
 from lumen.checkpoint import check_savable
 from lumen.console import logger
 from lumen.errors import DataError
-from lumen.loop.fit import train
-from lumen.loop.micro_batch import unnoticed
+from lumen.loop.fit import train_run
+from lumen.loop.micro_batch import undo_forward_effects
 from lumen.random import GeneratorStates
 from lumen.run.plan import Plan
 from lumen.run.run import Run
 from lumen.task.hooks import check_training
 from lumen.task.steps import read_output
 from lumen.task.task_module import TaskModule
-from lumen.tools.bystanders import BYSTANDERS
-from lumen.tools.check.show import Part, largest, parts_of
-from lumen.trainer.prepare import begin_training, roll_back
-from lumen.trainer.session import join_callbacks, opened
+from lumen.tools.check.report import BatchLeaf, describe_leaves, find_largest
+from lumen.tools.side_effect_callbacks import SIDE_EFFECT_CALLBACKS
+from lumen.trainer.prepare import begin_training, remove_newer_checkpoints
+from lumen.trainer.session import join_callbacks, open_run
 from lumen.trainer.trainer import Trainer
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
 
-_BY_CLASSES = (functional.cross_entropy, functional.nll_loss)
-_BINARY = (functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy)
+_CLASS_LOSSES = (functional.cross_entropy, functional.nll_loss)
+_BINARY_LOSSES = (functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy)
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -93,7 +93,7 @@ class FirstInput(NamedTuple):
 
 @final
 @dataclass
-class Seen:
+class ForwardObservations:
     """Observations of one forward.
 
     Attributes:
@@ -106,10 +106,10 @@ class Seen:
 
 
 @final
-class _Losses(TorchFunctionMode):
+class _LossObserver(TorchFunctionMode):
     """Function mode that records calls of torch's classification losses."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: ForwardObservations) -> None:
         super().__init__()
         self._seen = seen
 
@@ -117,11 +117,11 @@ class _Losses(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _BY_CLASSES and func not in _BINARY:
+        if func not in _CLASS_LOSSES and func not in _BINARY_LOSSES:
             return func(*args, **kwargs)
         found = None
         with suppress(TypeError, ValueError, IndexError):  # The loss function raises its own error for bad arguments.
-            found = _look(func, dict(inspect.signature(func).bind(*args, **kwargs).arguments))
+            found = _observe_loss(func, dict(inspect.signature(func).bind(*args, **kwargs).arguments))
         if found is not None:
             self._seen.losses.append(found)
             if found.is_out_of_range and found.least is not None and args[0].device.type != "cpu":
@@ -135,10 +135,10 @@ class _Losses(TorchFunctionMode):
         return value
 
 
-def _look(func: Callable[..., Any], given: dict[str, Any]) -> ClassLoss | None:
+def _observe_loss(func: Callable[..., Any], given: dict[str, Any]) -> ClassLoss | None:
     outputs, target = given["input"], given["target"]
     is_mean = given.get("reduction", "mean") == "mean" and given.get("weight") is None
-    if func in _BINARY:
+    if func in _BINARY_LOSSES:
         return ClassLoss(2, is_mean and given.get("pos_weight") is None, None)
     classes = outputs.shape[1 if outputs.dim() > 1 else 0]
     if target.is_floating_point():
@@ -150,7 +150,9 @@ def _look(func: Callable[..., Any], given: dict[str, Any]) -> ClassLoss | None:
     return ClassLoss(classes, is_mean, None, int(labels.min()), int(labels.max()), some)
 
 
-def _see_first(names: Mapping[nn.Module, str], seen: Seen, module: nn.Module, args: tuple[Any, ...]) -> None:
+def _observe_first_layer(
+    names: Mapping[nn.Module, str], seen: ForwardObservations, module: nn.Module, args: tuple[Any, ...]
+) -> None:
     """Record the input of the first of some layers, as a forward pre-hook of all modules."""
     given = args[0] if args and module in names and seen.first is None else None
     if isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel() > 1:
@@ -160,24 +162,24 @@ def _see_first(names: Mapping[nn.Module, str], seen: Seen, module: nn.Module, ar
 
 
 @contextmanager
-def _looking_into(task: nn.Module) -> Iterator[Seen]:
+def _probe_forwards(task: nn.Module) -> Iterator[ForwardObservations]:
     """Record observations of the forwards of a task while the context is open."""
     layers: dict[nn.Module, str] = {each: name for name, each in task.named_modules() if isinstance(each, _LAYERS)}
-    seen = Seen()
-    with _Losses(seen), register_module_forward_pre_hook(partial(_see_first, layers, seen)):
+    seen = ForwardObservations()
+    with _LossObserver(seen), register_module_forward_pre_hook(partial(_observe_first_layer, layers, seen)):
         yield seen
 
 
-LOOKED_INTO = 3  # number of micro-batches; later micro-batches are only timed
-_LEAST, _MOST, _BUDGET_S = 6, 40, 4.0
+MAX_PROBED_BATCHES = 3  # number of micro-batches; later micro-batches are only timed
+_MIN_STEPS, _MAX_STEPS, _BUDGET_S = 6, 40, 4.0
 
 
-class Enough(Exception):
+class TrialFinished(Exception):
     """Signal that ends the trial run, raised after enough steps."""
 
 
 @final
-class Gradients:
+class GradientSummary:
     """Gradients of the first micro-batch or the first step, before clipping.
 
     Args:
@@ -211,7 +213,7 @@ class Gradients:
 
 
 @final
-class Witness(Callback):
+class TrialObserver(Callback):
     """Callback that records the first validation batches and the first steps of a run, and then ends the run.
 
     Attributes:
@@ -231,18 +233,18 @@ class Witness(Callback):
         names: Names of the logged values.
     """
 
-    def __init__(self, *, looks_inside: bool) -> None:
-        self.batch: list[Part] | None = None
-        self.validation: dict[int, list[Part]] = {}
+    def __init__(self, *, probes_forwards: bool) -> None:
+        self.batch: list[BatchLeaf] | None = None
+        self.validation: dict[int, list[BatchLeaf]] = {}
         self.losses, self.compute_s, self.waited_s = list[float](), list[float](), list[float]()
         self.step_s, self.validation_s = list[float](), list[float]()
-        self.seen, self.seen_in_validation = list[Seen](), list[Seen]()
+        self.seen, self.seen_in_validation = list[ForwardObservations](), list[ForwardObservations]()
         self.micro_batches = 0
-        self.gradients: Gradients | None = None
-        self.twins: tuple[float, float] | None = None
+        self.gradients: GradientSummary | None = None
+        self.equal_losses: tuple[float, float] | None = None
         self.changed = ""
         self.names: set[str] = set()
-        self._looks_inside = looks_inside
+        self._probes_forwards = probes_forwards
         self._probe = ExitStack()
         self._began_s = self._at_s = self._step_at_s = self._waited_before_s = 0.0
         self._updates = 0
@@ -254,16 +256,16 @@ class Witness(Callback):
         self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Record the loader's first batch, and start to observe the forward."""
-        self.validation.setdefault(dataloader_idx, parts_of(batch))
-        self._look_inside(task, self.seen_in_validation)
-        self._at_s = _now(trainer)
+        self.validation.setdefault(dataloader_idx, describe_leaves(batch))
+        self._run_probed(task, self.seen_in_validation)
+        self._at_s = _get_synchronized_time(trainer)
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Record the duration of the step."""
         self.end_probes()
-        self.validation_s.append(_now(trainer) - self._at_s)
+        self.validation_s.append(_get_synchronized_time(trainer) - self._at_s)
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the logged names."""
@@ -274,13 +276,13 @@ class Witness(Callback):
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Describe the first batch, and observe the forwards of the first batches."""
         if self.batch is None:
-            self.batch, self._began_s = parts_of(batch), time.perf_counter()
-            if self._looks_inside and task.automatic_optimization:
+            self.batch, self._began_s = describe_leaves(batch), time.perf_counter()
+            if self._probes_forwards and task.automatic_optimization:
                 with suppress(Exception):  # The step itself will raise the error.
-                    self._try_changed(trainer, task, batch, batch_idx)
-        if self.micro_batches < LOOKED_INTO:
-            self._look_inside(task, self.seen)
-        self._at_s = _now(trainer)
+                    self._compare_changed_batch(trainer, task, batch, batch_idx)
+        if self.micro_batches < MAX_PROBED_BATCHES:
+            self._run_probed(task, self.seen)
+        self._at_s = _get_synchronized_time(trainer)
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
         """Stop observing the forward, and record the loss."""
@@ -292,22 +294,22 @@ class Witness(Callback):
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the time, and the first gradients."""
         if task.automatic_optimization:
-            self._time(trainer)
+            self._get_time(trainer)
             if self.gradients is None:
-                self.gradients = Gradients(task, trainer)
+                self.gradients = GradientSummary(task, trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Skip all updates but the last two. The first of these creates the optimizer's state."""
         if not task.automatic_optimization:
             return
         if self.gradients is not None and not self.waited_s:
-            self.gradients = Gradients(task, trainer, is_whole=True)
+            self.gradients = GradientSummary(task, trainer, is_whole=True)
         done, took_s = self.micro_batches + 1, time.perf_counter() - self._began_s
-        has_enough = (done >= _LEAST and took_s > _BUDGET_S) or done >= _MOST or _is_last(trainer)
+        has_enough = (done >= _MIN_STEPS and took_s > _BUDGET_S) or done >= _MAX_STEPS or _is_last(trainer)
         self._is_over = self._is_over or has_enough
         if self._is_over:
             self._updates += 1
-            self._step_at_s = _now(trainer)
+            self._step_at_s = _get_synchronized_time(trainer)
         else:
             trainer.skip_update()
 
@@ -316,19 +318,19 @@ class Witness(Callback):
         self.end_probes()
         self.micro_batches += 1
         if not task.automatic_optimization:
-            self._time(trainer)
-            self._is_over = self.micro_batches >= LOOKED_INTO + 1 or _is_last(trainer)
+            self._get_time(trainer)
+            self._is_over = self.micro_batches >= MAX_PROBED_BATCHES + 1 or _is_last(trainer)
             self._updates = 2
         waited_s = trainer.run.step.counters.waited_s
         if waited_s > self._waited_before_s:
             self.waited_s.append(waited_s - self._waited_before_s)
             self._waited_before_s = waited_s
         if self._step_at_s:
-            self.step_s.append(_now(trainer) - self._step_at_s)
+            self.step_s.append(_get_synchronized_time(trainer) - self._step_at_s)
             self._step_at_s = 0.0
         late = time.perf_counter() - self._began_s > 5 * _BUDGET_S  # may be within a long step
         if (self._is_over and (self._updates > 1 or _is_last(trainer))) or (late and self.micro_batches > 1):
-            raise Enough
+            raise TrialFinished
 
     def end_probes(self) -> None:
         """Stop observing forwards."""
@@ -336,49 +338,49 @@ class Witness(Callback):
 
     # ------------------------------------------------------------------ within
 
-    def _look_inside(self, task: TaskModule, seen: list[Seen]) -> None:
+    def _run_probed(self, task: TaskModule, seen: list[ForwardObservations]) -> None:
         self.end_probes()
-        if self._looks_inside:
-            seen.append(self._probe.enter_context(_looking_into(task)))
+        if self._probes_forwards:
+            seen.append(self._probe.enter_context(_probe_forwards(task)))
 
-    def _time(self, trainer: Trainer) -> None:
-        took_s = _now(trainer) - self._at_s
-        if self.micro_batches >= LOOKED_INTO or not self.compute_s:
+    def _get_time(self, trainer: Trainer) -> None:
+        took_s = _get_synchronized_time(trainer) - self._at_s
+        if self.micro_batches >= MAX_PROBED_BATCHES or not self.compute_s:
             self.compute_s.append(took_s)
         else:
             self.compute_s[0] = took_s  # the newest time is used until a micro-batch is only timed
 
-    def _try_changed(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+    def _compare_changed_batch(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Compare the loss of a batch with the loss after changing its largest tensor, with the same random numbers."""
-        found = largest(batch)
+        found = find_largest(batch)
         if found is None:
             return
         self.changed, tensor = found
         before, states = tensor.clone(), GeneratorStates()
-        one = self._loss(trainer, batch, batch_idx)
+        one = self._compute_loss(trainer, batch, batch_idx)
         states.restore()
         try:
             with torch.no_grad():
                 is_float = before.is_floating_point()
                 tensor.copy_(before * 0.5 + 0.25 * torch.randn_like(before) if is_float else before.flip(-1))
             states.restore()
-            other = self._loss(trainer, batch, batch_idx)
+            other = self._compute_loss(trainer, batch, batch_idx)
         finally:
             with torch.no_grad():
                 tensor.copy_(before)
             states.restore()
         if one is not None and other is not None:
-            self.twins = one, other
+            self.equal_losses = one, other
 
-    def _loss(self, trainer: Trainer, batch: Any, batch_idx: int) -> float | None:
+    def _compute_loss(self, trainer: Trainer, batch: Any, batch_idx: int) -> float | None:
         run = trainer.run
-        with unnoticed(run), run.precision.forward(), torch.no_grad():
-            output = run.strategy.call("training_step", *run.calls.arguments("training_step", batch, batch_idx, 0))
+        with undo_forward_effects(run), run.precision.forward(), torch.no_grad():
+            output = run.strategy.call("training_step", *run.calls.get_arguments("training_step", batch, batch_idx, 0))
             loss, _ = read_output(output)
         return None if loss is None else float(loss)
 
 
-def _now(trainer: Trainer) -> float:
+def _get_synchronized_time(trainer: Trainer) -> float:
     """Return the time after the device has completed all work."""
     if trainer.strategy.device.type == "cuda":
         torch.cuda.synchronize(trainer.strategy.device)
@@ -389,11 +391,11 @@ def _is_last(trainer: Trainer) -> bool:
     return bool(trainer.num_training_batches != float("inf") and trainer.is_last_batch)
 
 
-_LEFT_OUT = (*BYSTANDERS, BatchSizeFinder, LearningRateFinder, Timer)
+_EXCLUDED_CALLBACKS = (*SIDE_EFFECT_CALLBACKS, BatchSizeFinder, LearningRateFinder, Timer)
 
 
 @final
-class Trial:
+class CheckTrial:
     """Run of `fit` up to its first steps.
 
     Args:
@@ -420,52 +422,52 @@ class Trial:
         join_callbacks(trainer, "fit", task)
         self.plan: Plan = trainer.plan
         callbacks: list[Callback] = trainer.callbacks
-        self.savers = savers_of(callbacks) if trainer.enable_checkpointing else []
+        self.savers = get_checkpoint_callbacks(callbacks) if trainer.enable_checkpointing else []
         watched = (each for each in callbacks if isinstance(each, (EarlyStopping, ModelCheckpoint)))
         self.monitors = [(type(each).__name__, str(each.monitor)) for each in watched if each.monitor is not None]
         finders = (each for each in callbacks if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
         self.finders = [type(each).__name__ for each in finders]
-        self.witness = Witness(looks_inside=not trainer.compilation.setting)
-        self.said: list[str] = []
+        self.observer = TrialObserver(probes_forwards=not trainer.compilation.setting)
+        self.warnings: list[str] = []
 
     @contextmanager
-    def opened(self) -> Iterator[Run]:
+    def open_run(self) -> Iterator[Run]:
         """Open the run as a context manager. `begin` makes the first steps."""
         check_training(self.task, self.data, optimizer_given=self._configure is not None)
-        self._leave_no_traces()
-        with self._heard(), opened(self.trainer, "fit", self.task, self.data, None) as run:
+        self._disable_side_effects()
+        with self._capture_warnings(), open_run(self.trainer, "fit", self.task, self.data, None) as run:
             try:
                 yield run
             finally:
-                self.witness.end_probes()
+                self.observer.end_probes()
 
     def begin(self, run: Run) -> None:
         """Prepare the training, and make the first steps of a run that was just opened."""
-        self.witness.end_probes()
+        self.observer.end_probes()
         begin_training(self.trainer, run, self._configure)
         if run.ending.limit_reached is not None:
             return
         if self.savers:
             check_savable(run)
         # Other schedules stay at their start, because their curves are drawn from there.
-        with suppress(Enough), run.optim.moving(lambda config: config.interval == "hand"):
-            if (left_out := train(run)) is not None:
-                roll_back(self.trainer, run, left_out)
-        self.witness.names |= {name for each in run.log.train.published().values() for name in each}
+        with suppress(TrialFinished), run.optim.select_schedulers(lambda config: config.interval == "hand"):
+            if (left_out := train_run(run)) is not None:
+                remove_newer_checkpoints(self.trainer, run, left_out)
+        self.observer.names |= {name for each in run.log.train.map_published_names().values() for name in each}
         run.log.end_step()
         run.log.end_epoch()
 
-    def _leave_no_traces(self) -> None:
-        kept = [each for each in self.trainer.callbacks if not isinstance(each, _LEFT_OUT)]
+    def _disable_side_effects(self) -> None:
+        kept = [each for each in self.trainer.callbacks if not isinstance(each, _EXCLUDED_CALLBACKS)]
         processes = self.processes if self.task.automatic_optimization else 1
-        self.trainer._leave_no_traces(
-            [*kept, self.witness], "WARNING", sanity_batches=2,
+        self.trainer._disable_side_effects(
+            [*kept, self.observer], "WARNING", sanity_batches=2,
             accumulate={epoch: number * processes for epoch, number in self.plan.accumulate.items()},
             val_every_n_steps=None, val_every_epoch_fraction=None, val_every_s=None,
         )  # fmt: skip
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
+    def _capture_warnings(self) -> Iterator[None]:
         """Collect Lumen's warnings while the context is open, without showing them."""
         handler = BufferingHandler(sys.maxsize)
         handler.setLevel(logging.WARNING)
@@ -476,4 +478,4 @@ class Trial:
                 yield
         finally:
             logger.removeHandler(handler)
-            self.said += dict.fromkeys(record.getMessage() for record in handler.buffer)
+            self.warnings += dict.fromkeys(record.getMessage() for record in handler.buffer)

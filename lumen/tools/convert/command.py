@@ -6,11 +6,11 @@ import re
 
 from lumen.cli.commands import Words
 from lumen.cli.yaml_text import dump_yaml
-from lumen.console import size, stderr, stdout
+from lumen.console import format_bytes, stderr, stdout
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
+from lumen.errors.arguments import expand_path
 from lumen.tools.convert import COMMAND
-from lumen.tools.convert.unpickle import Converted, Request, convert
+from lumen.tools.convert.unpickle import Converted, Request, convert_pickle
 
 _MORE = (
     "A process of its own reads the pickle with torch's weights_only reader, which runs no code that the file names. "
@@ -35,13 +35,13 @@ def options() -> Words:
 def run(words: list[str]) -> int:
     """Convert the file, print a summary, and return 0."""
     given = options().read(words)
-    output = local_path(given.output)
-    request = Request(given.key, given.module, dict(map(_pair, given.rename)))
-    _show(str(output), given.source, convert(local_path(given.source), output, request))
+    output = expand_path(given.output)
+    request = Request(given.key, given.module, dict(map(_parse_pair, given.rename)))
+    _print_result(str(output), given.source, convert_pickle(expand_path(given.source), output, request))
     return 0
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_pair(text: str) -> tuple[str, str]:
     pattern, equals, replacement = text.partition("=")
     if not equals:
         raise ConfigError(f"--rename {text}: write PATTERN=TEXT, such as ^model\\.=net.")
@@ -52,11 +52,11 @@ def _pair(text: str) -> tuple[str, str]:
     return pattern, replacement
 
 
-def _show(output: str, source: str, found: Converted) -> None:
+def _print_result(output: str, source: str, found: Converted) -> None:
     kinds = ", ".join(f"{number} {kind}" for kind, number in found.dtypes.items())
     where = f"{source}, {found.key}" if found.key else source
     total = sum(found.dtypes.values())
-    print(f"{output}: {total} tensors ({kinds}), {size(found.tensor_bytes)}, from {where}", file=stderr)
+    print(f"{output}: {total} tensors ({kinds}), {format_bytes(found.tensor_bytes)}, from {where}", file=stderr)
     if found.unwrapped:
         name, short = found.unwrapped
         print(f"removed the names of wrappers (DDP, torch.compile), such as {name} -> {short}", file=stderr)

@@ -26,21 +26,21 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from lumen.checkpoint.format.safetensors_file import is_known, write_safetensors
-from lumen.checkpoint.format.storage import temporary_name
-from lumen.checkpoint.load.weights_source import unwrapped
-from lumen.console import size
+from lumen.checkpoint.format.safetensors_file import is_supported_dtype, write_safetensors
+from lumen.checkpoint.format.storage import make_temporary_path
+from lumen.checkpoint.load.weights_source import unwrap_names
+from lumen.console import format_bytes
 from lumen.distributed.worker import end_with_parent
 from lumen.errors import CheckpointError, ConfigError
-from lumen.internals.compiler import WRAPPED
-from lumen.internals.interpreters import python_command
+from lumen.internals.compiler import WRAPPED_NAME
+from lumen.internals.interpreters import make_python_command
 from lumen.internals.tensors import EXTRA_STATE
-from lumen.tools.terminal import check_free
+from lumen.tools.terminal import check_output_free
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")  # the keys in Lightning's checkpoints
-_REFUSED = re.compile(r"GLOBAL ([\w.]+)|Unsupported (?:class|type) ([\w.]+)")
-_LEAST_S, _LEAST_BYTES = 60, 2**30  # for the smallest file; larger files may take more
-_MOST_CHARACTERS, _DEEPEST = 1_000_000, 50  # A small pickle can repeat hyperparameters endlessly.
+_REFUSED_TYPES = re.compile(r"GLOBAL ([\w.]+)|Unsupported (?:class|type) ([\w.]+)")
+_MIN_S, _MIN_BYTES = 60, 2**30  # for the smallest file; larger files may take more
+_MAX_CHARACTERS, _MAX_DEPTH = 1_000_000, 50  # A small pickle can repeat hyperparameters endlessly.
 
 
 @final
@@ -83,7 +83,7 @@ class Converted:
     not_plain: list[str]
 
 
-def convert(source: Path, output: Path, request: Request) -> Converted:
+def convert_pickle(source: Path, output: Path, request: Request) -> Converted:
     """Write the tensors of a pickle as a safetensors file; another process reads the pickle.
 
     Args:
@@ -99,14 +99,14 @@ def convert(source: Path, output: Path, request: Request) -> Converted:
         raise CheckpointError(f"there is no file {source}.")
     if output.suffix != ".safetensors":
         raise ConfigError(f"{output}: tensors are written as safetensors. Name a .safetensors file.")
-    check_free(output, str(output))
-    temporary = temporary_name(output)
-    words = python_command(__name__, str(source), str(output), json.dumps(asdict(request)), str(temporary))
+    check_output_free(output, str(output))
+    temporary = make_temporary_path(output)
+    words = make_python_command(__name__, str(source), str(output), json.dumps(asdict(request)), str(temporary))
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     finally:
         temporary.unlink(missing_ok=True)  # The subprocess removes the file too, unless it was killed.
-    answer = _answer(done.stdout)
+    answer = _read_answer(done.stdout)
     if "refused" in answer:
         raise CheckpointError(answer["refused"])
     if "wrong" in answer:
@@ -116,7 +116,7 @@ def convert(source: Path, output: Path, request: Request) -> Converted:
     return Converted(**answer)
 
 
-def _answer(text: str) -> dict[str, Any]:
+def _read_answer(text: str) -> dict[str, Any]:
     """Return the answer in the last line of the subprocess's output; empty if the subprocess was killed."""
     with suppress(ValueError, IndexError):
         found = json.loads(text.splitlines()[-1])
@@ -137,8 +137,8 @@ def main(source: str, output: str, request: str, temporary: str) -> None:
         temporary: An unused path in the same directory. The file is removed on return and on SIGTERM.
     """
     try:
-        content = _read(Path(source))
-        answer = asdict(_write(content, Path(source), Path(temporary), Request(**json.loads(request))))
+        content = _read_pickle(Path(source))
+        answer = asdict(_write_tensors(content, Path(source), Path(temporary), Request(**json.loads(request))))
         Path(output).hardlink_to(temporary)
     except FileExistsError:
         answer = {"wrong": f"{output}: it exists, and nothing is overwritten. Choose another name."}
@@ -152,7 +152,7 @@ def main(source: str, output: str, request: str, temporary: str) -> None:
     print(json.dumps(answer))
 
 
-def bound(source: Path) -> None:
+def limit_resources(source: Path) -> None:
     """Limit the memory and CPU time of this process by the size of a file, and end it with its parent."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # sys.exit makes `finally` blocks run.
     end_with_parent()
@@ -161,22 +161,24 @@ def bound(source: Path) -> None:
     if answer.poll(0):  # The parent has ended already and reads no answer.
         sys.exit(128 + signal.SIGTERM)
     torch.set_num_threads(1)  # Each thread would reserve memory that it does not use.
-    seconds = _LEAST_S + source.stat().st_size // (10 * 2**20)
-    signal.signal(signal.SIGXCPU, partial(_refuse, source, seconds))
-    _limit(resource.RLIMIT_CPU, seconds, seconds + 10)
+    seconds = _MIN_S + source.stat().st_size // (10 * 2**20)
+    signal.signal(signal.SIGXCPU, partial(_exit_with_error, source, seconds))
+    _set_limit(resource.RLIMIT_CPU, seconds, seconds + 10)
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + 2 * _most_bytes(source)  # twice: the tensors read, and their copies
-        _limit(resource.RLIMIT_AS, most, most)
+        most = pages * resource.getpagesize() + 2 * _estimate_max_bytes(
+            source
+        )  # twice: the tensors read, and their copies
+        _set_limit(resource.RLIMIT_AS, most, most)
 
 
-def _limit(kind: int, soft: int, hard: int) -> None:
+def _set_limit(kind: int, soft: int, hard: int) -> None:
     present = resource.getrlimit(kind)[1]
     hard = hard if present == resource.RLIM_INFINITY else min(hard, present)
     resource.setrlimit(kind, (min(soft, hard), hard))
 
 
-def _refuse(source: Path, seconds: int, number: int, frame: FrameType | None) -> NoReturn:
+def _exit_with_error(source: Path, seconds: int, number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # SIGXCPU is sent each second until the hard limit.
     raise CheckpointError(
         f"{source} takes more than {seconds} s of the processor to read, too much for its size. Where it is trusted, "
@@ -184,19 +186,19 @@ def _refuse(source: Path, seconds: int, number: int, frame: FrameType | None) ->
     )
 
 
-def _most_bytes(source: Path) -> int:
+def _estimate_max_bytes(source: Path) -> int:
     """Return the most bytes of tensors to write. Tensors may share memory in a pickle, but not in safetensors."""
-    return 4 * source.stat().st_size + _LEAST_BYTES
+    return 4 * source.stat().st_size + _MIN_BYTES
 
 
-def _read(source: Path) -> Any:
+def _read_pickle(source: Path) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
-    except CheckpointError:  # raised by `_refuse`
+    except CheckpointError:  # raised by `_exit_with_error`
         raise
     except Exception as error:
         said = str(error)
-        if found := _REFUSED.search(said):
+        if found := _REFUSED_TYPES.search(said):
             raise CheckpointError(
                 f"{source} asks for {found[1] or found[2]}, to make an object of its own, but no code that a file "
                 "names is run. Where it is trusted, save its tensors alone: torch.save(model.state_dict(), FILE)."
@@ -205,12 +207,12 @@ def _read(source: Path) -> Any:
         raise CheckpointError(f"{source} cannot be read as torch.save writes files: {why}") from error
 
 
-def _write(content: Any, source: Path, output: Path, request: Request) -> Converted:
-    key, found = _tensors(content, source, request.key)
+def _write_tensors(content: Any, source: Path, output: Path, request: Request) -> Converted:
+    key, found = _find_tensors(content, source, request.key)
     short = {name: name for name, value in found.items() if isinstance(value, torch.Tensor)}
     if not (request.module or request.rename):  # Both refer to the names in the file.
-        short = unwrapped(short)
-    names = {name: _renamed(each, request) for name, each in short.items()}
+        short = unwrap_names(short)
+    names = {name: _rename_tensor(each, request) for name, each in short.items()}
     tensors = {new: found[name].detach() for name, new in names.items() if new is not None}
     if not tensors:
         parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
@@ -219,25 +221,25 @@ def _write(content: Any, source: Path, output: Path, request: Request) -> Conver
         twice = [new for new, count in Counter(names.values()).items() if count > 1 and new is not None]
         raise ConfigError(f"--rename: several tensors would be called {twice[0]}.")
     for name, tensor in tensors.items():
-        if not is_known(tensor.dtype) or tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
+        if not is_supported_dtype(tensor.dtype) or tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
             kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}"
             raise ConfigError(f"{source}: {name} is a {kind}, which safetensors files do not have. Leave it out.")
-    if (total := sum(tensor.nbytes for tensor in tensors.values())) > _most_bytes(source):
+    if (total := sum(tensor.nbytes for tensor in tensors.values())) > _estimate_max_bytes(source):
         widest = max(tensors, key=lambda name: tensors[name].nbytes)
         raise CheckpointError(
-            f"{source} has {size(source.stat().st_size)}, but its tensors have {size(total)} where none shares memory, "
-            f"{widest} {size(tensors[widest].nbytes)}. At most {size(_most_bytes(source))} are written. Leave tensors "
+            f"{source} has {format_bytes(source.stat().st_size)}, but its tensors have {format_bytes(total)} where none shares memory, "
+            f"{widest} {format_bytes(tensors[widest].nbytes)}. At most {format_bytes(_estimate_max_bytes(source))} are written. Leave tensors "
             "out by --module, or save them without those that are expanded or repeated."
         )
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_safetensors(output, tensors)
-    plain, not_plain = _hyperparameters(content)
+    plain, not_plain = _get_plain_hyperparameters(content)
     dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()))
     changed = next(([name, each] for name, each in short.items() if each != name), [])
     return Converted(key, dtypes, total, changed, [name for name in found if name not in names], plain, not_plain)
 
 
-def _tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[str, Any]]:
+def _find_tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[str, Any]]:
     """Return the key of the dictionary of tensors in a pickle, and the dictionary."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"{source} holds a {type(content).__name__}, expected a dictionary of tensors.")
@@ -245,14 +247,14 @@ def _tensors(content: Any, source: Path, key: str | None) -> tuple[str, Mapping[
     inside = {name: value for name, value in parts.items() if isinstance(value, Mapping) and _holds_tensors(value)}
     if key is not None:
         if key not in inside:
-            raise ConfigError(f"--key {key}: there are no tensors. {_there(inside)}")
+            raise ConfigError(f"--key {key}: there are no tensors. {_describe_location(inside)}")
         return key, inside[key]
     if not inside and _holds_tensors(content):
         return "", content
     if "state_dict" in inside or len(inside) == 1:
         key = "state_dict" if "state_dict" in inside else next(iter(inside))
         return key, inside[key]
-    raise ConfigError(f"{source}: which tensors are meant is not clear. {_there(inside)}")
+    raise ConfigError(f"{source}: which tensors are meant is not clear. {_describe_location(inside)}")
 
 
 def _holds_tensors(value: Mapping[Any, Any]) -> bool:
@@ -260,14 +262,14 @@ def _holds_tensors(value: Mapping[Any, Any]) -> bool:
     return has_names and any(isinstance(each, torch.Tensor) for each in value.values())
 
 
-def _there(inside: Mapping[str, Any]) -> str:
+def _describe_location(inside: Mapping[str, Any]) -> str:
     return f"Give --key, one of {', '.join(inside)}." if inside else "It holds no dictionary of names and tensors."
 
 
-def _renamed(name: str, request: Request) -> str | None:
+def _rename_tensor(name: str, request: Request) -> str | None:
     """Return the new name of a tensor, or None if the tensor is not requested."""
     prefix = f"{request.module}." if request.module else ""
-    name = name.replace(f"{WRAPPED}.", "")
+    name = name.replace(f"{WRAPPED_NAME}.", "")
     if not name.startswith(prefix):
         return None
     name = name.removeprefix(prefix)
@@ -276,36 +278,36 @@ def _renamed(name: str, request: Request) -> str | None:
     return name
 
 
-def _hyperparameters(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _get_plain_hyperparameters(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the hyperparameters that JSON can hold, and the names of the others."""
     parts = {key: content[key] for key in _HYPERPARAMETERS if content.get(key)}
     others = [key for key, part in parts.items() if not isinstance(part, Mapping)]
     found = {name: value for key, part in parts.items() if key not in others for name, value in part.items()}
-    plain, left = {}, _MOST_CHARACTERS
+    plain, left = {}, _MAX_CHARACTERS
     for name, value in found.items():
         try:
-            left = _left(value, left)
+            left = _count_left_characters(value, left)
             plain[str(name)] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError):
             others.append(str(name))
     return plain, others
 
 
-def _left(value: Any, left: int, depth: int = 0) -> int:
+def _count_left_characters(value: Any, left: int, depth: int = 0) -> int:
     """Return the characters left of a budget after a value. A pickle may repeat one part of a value many times.
 
     Raises:
         ValueError: The value exceeds the budget, or is nested too deeply.
     """
     left -= len(value) if isinstance(value, str) else 1
-    if left < 0 or depth > _DEEPEST:
+    if left < 0 or depth > _MAX_DEPTH:
         raise ValueError
     inside = [*value, *value.values()] if isinstance(value, Mapping) else value
     for each in inside if isinstance(inside, list | tuple) else ():
-        left = _left(each, left, depth + 1)
+        left = _count_left_characters(each, left, depth + 1)
     return left
 
 
 if __name__ == "__main__":
-    bound(Path(sys.argv[1]))
+    limit_resources(Path(sys.argv[1]))
     main(*sys.argv[1:])

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from lumen.cli.commands import Words
-from lumen.console import size, stdout
+from lumen.console import format_bytes, stdout
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path
+from lumen.errors.arguments import expand_path
 from lumen.tools.export import COMMAND
-from lumen.tools.export.weights import Exported, export
-from lumen.trainer.logs import LogSettings, console_log
+from lumen.tools.export.weights import Exported, export_weights
+from lumen.trainer.logs import LogSettings, log_to_console
 
 _MORE = (
     "The file has the names of the task's state_dict and is read by safetensors.torch.load_file alone; a tied tensor "
@@ -56,7 +56,7 @@ def options() -> Words:
 def run(words: list[str]) -> int:
     """Export the weights or the model, print a summary, and return 0."""
     given = options().read(words)
-    output = local_path(given.output)
+    output = expand_path(given.output)
     *others, source = given.source
     if others and given.average:
         said = f"{len(given.source)} sources are one mean already. Give one of them."
@@ -64,16 +64,16 @@ def run(words: list[str]) -> int:
     average: Any = given.source if others else given.average
     dtype = getattr(torch, given.dtype) if given.dtype else None
     settings: dict[str, Any] = {"which": given.which, "module": given.module, "average": average, "dtype": dtype}
-    with console_log(LogSettings("INFO")):
+    with log_to_console(LogSettings("INFO")):
         if given.format != "safetensors":
-            return _as_model(given, source, output, partial(export, source, **settings))
-        shard = _bytes(given.max_shard_size) if given.max_shard_size else None
-        exported = export(source, output, **settings, max_shard_bytes=shard)
-    _show(output, exported, given.dtype, f"the {len(given.source)} sources" if others else given.average)
+            return _export_model(given, source, output, partial(export_weights, source, **settings))
+        shard = _parse_bytes(given.max_shard_size) if given.max_shard_size else None
+        exported = export_weights(source, output, **settings, max_shard_bytes=shard)
+    _print_result(output, exported, given.dtype, f"the {len(given.source)} sources" if others else given.average)
     return 0
 
 
-def _as_model(given: Namespace, source: str, output: Path, weights: Callable[[Path], Exported]) -> int:
+def _export_model(given: Namespace, source: str, output: Path, weights: Callable[[Path], Exported]) -> int:
     from lumen.tools.export.formats import check_format, write_format  # a slow import
 
     if given.max_shard_size:
@@ -84,17 +84,17 @@ def _as_model(given: Namespace, source: str, output: Path, weights: Callable[[Pa
     return 0
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text)
     if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
         raise ConfigError(f"--max_shard_size: expected a size such as 5GB or 500MB, found {text!r}.")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def _show(output: Path, exported: Exported, dtype: str | None, average: str | None) -> None:
+def _print_result(output: Path, exported: Exported, dtype: str | None, average: str | None) -> None:
     kinds = {str(kind).removeprefix("torch."): number for kind, number in exported.dtypes.items()}
     total, by_kind = sum(kinds.values()), ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-    what = f"{total} tensors ({by_kind}), {size(exported.tensor_bytes)} in {len(exported.files)} files"
+    what = f"{total} tensors ({by_kind}), {format_bytes(exported.tensor_bytes)} in {len(exported.files)} files"
     print(f"{output}: {what.removesuffix(' in 1 files')}, from {exported.source}", file=stdout)
     if dtype and (others := total - kinds.get(dtype, 0)):
         print(f"{others} of them hold no floating-point numbers and are as saved", file=stdout)

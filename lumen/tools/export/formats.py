@@ -20,16 +20,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lumen.checkpoint.format.storage import temporary_name
+from lumen.checkpoint.format.storage import make_temporary_path
 from lumen.cli.command_line import CLI
-from lumen.cli.words import config_of_run
-from lumen.data.nested import convert, move, tensors
+from lumen.cli.command_words import find_run_config
+from lumen.data.nested import iterate_tensors, map_leaves, move_batch
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.internals.tensors import EXTRA_STATE
 from lumen.task.data_module import DataModule
-from lumen.task.hooks import overrides
+from lumen.task.hooks import is_overridden
 from lumen.task.task_module import TaskModule
-from lumen.tools.terminal import check_free
+from lumen.tools.terminal import check_output_free
 
 _ON_ONE_CPU = (
     "--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.accelerator=cpu", "--trainer.strategy=auto",
@@ -42,7 +42,7 @@ _CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5}  # other dtypes: 1e-2
 
 
 @final
-class Call(NamedTuple):
+class ForwardCall(NamedTuple):
     """Arguments of a call of a module."""
 
     args: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 @final
-class Model(NamedTuple):
+class ExportedModel(NamedTuple):
     """A task with the weights to export.
 
     Attributes:
@@ -65,16 +65,16 @@ class Model(NamedTuple):
     data: DataModule | None
     dtype: torch.dtype | None
 
-    def call(self) -> Call:
+    def make_call(self) -> ForwardCall:
         """Return example arguments of the part, from `example_input_array` or a batch of the data."""
         example = getattr(self.task, "example_input_array", None)
-        call = _as_call(self.task, self._batch() if example is None else example)
-        return call if self.part is self.task else _seen_by(self.part, self.task, call)
+        call = _make_call(self.task, self._read_batch() if example is None else example)
+        return call if self.part is self.task else _capture_call(self.part, self.task, call)
 
-    def _batch(self) -> Any:
+    def _read_batch(self) -> Any:
         for owner in (self.data, self.task):
             for stage, name in _LOADERS.items():
-                if owner is not None and overrides(owner, name):
+                if owner is not None and is_overridden(owner, name):
                     owner.prepare_data()
                     owner.setup(stage)
                     loader = getattr(owner, name)()
@@ -97,7 +97,7 @@ def check_format(kind: str, output: Path) -> None:
     if output.suffix != _SUFFIXES[kind] and (_SUFFIXES[kind] or output.suffix in (".safetensors", ".pt2", ".onnx")):
         expected = f"a {_SUFFIXES[kind]} file" if _SUFFIXES[kind] else "a directory"
         raise ConfigError(f"--output {output}: --format {kind} writes {expected}. Name one.")
-    check_free(output, f"--output {output}")
+    check_output_free(output, f"--output {output}")
     needed = {"onnx": ("onnx", "onnxscript"), "huggingface": ("transformers",)}.get(kind, ())
     if missing := [name for name in needed if find_spec(name) is None]:
         raise ConfigError(f"--format {kind}: it needs {' and '.join(missing)}. pip install {' '.join(missing)}")
@@ -120,16 +120,18 @@ def write_format(kind: str, source: str, output: Path, module: str | None, weigh
         ConfigError: The run has no config, or the model cannot be written in this format.
         CheckpointMismatch: The model built from the config has other tensors.
     """
-    temporary = temporary_name(output)
+    temporary = make_temporary_path(output)
     temporary.mkdir()
     try:
         weights(temporary / "weights.safetensors")
-        model = _filled(source, module, load_file(temporary / "weights.safetensors"))
+        model = _fill_model(source, module, load_file(temporary / "weights.safetensors"))
         written = temporary / output.name
         with torch.no_grad():
-            call = model.call() if kind in _CALLED else Call((), {})
+            call = model.make_call() if kind in _CALLED else ForwardCall((), {})
             model.part.to(model.dtype)
-            checked = _WRITERS[kind](model, Call(*move(tuple(call), torch.device("cpu"), model.dtype)), written)
+            checked = _WRITERS[kind](
+                model, ForwardCall(*move_batch(tuple(call), torch.device("cpu"), model.dtype)), written
+            )
         check_format(kind, output)  # Another process may have created the output meanwhile.
         os.rename(written, output)
     finally:
@@ -137,8 +139,8 @@ def write_format(kind: str, source: str, output: Path, module: str | None, weigh
     return checked
 
 
-def _filled(source: str, module: str | None, saved: dict[str, torch.Tensor]) -> Model:
-    files = config_of_run(source)
+def _fill_model(source: str, module: str | None, saved: dict[str, torch.Tensor]) -> ExportedModel:
+    files = find_run_config(source)
     if not files:
         raise ConfigError(
             f"--format: {source} is no run with a config.yaml, which would say how its model is built. Give such a "
@@ -157,28 +159,30 @@ def _filled(source: str, module: str | None, saved: dict[str, torch.Tensor]) -> 
     if why:
         raise CheckpointMismatch(f"{files[0]} describes another model than {source} holds: {why}")
     floating = {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()}
-    return Model(task, part, made.datamodule, floating.pop() if len(floating) == 1 else None)
+    return ExportedModel(task, part, made.datamodule, floating.pop() if len(floating) == 1 else None)
 
 
-def _as_call(module: nn.Module, batch: Any) -> Call:
+def _make_call(module: nn.Module, batch: Any) -> ForwardCall:
     """Return a batch as arguments of `forward`: only the leading elements or the keys that `forward` takes."""
     parameters = inspect.signature(module.forward).parameters.values()
     if isinstance(batch, dict):
         known = {each.name for each in parameters if each.kind is not each.VAR_POSITIONAL}
         named = {name: value for name, value in batch.items() if name in known}
-        return Call((), named) if named else Call((batch,), {})
+        return ForwardCall((), named) if named else ForwardCall((batch,), {})
     if not isinstance(batch, list | tuple):
-        return Call((batch,), {})
+        return ForwardCall((batch,), {})
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return Call(tuple(batch), {})
+        return ForwardCall(tuple(batch), {})
     needed = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
-    return Call(tuple(batch[: max(1, len(needed))]), {})
+    return ForwardCall(tuple(batch[: max(1, len(needed))]), {})
 
 
-def _seen_by(part: nn.Module, task: nn.Module, call: Call) -> Call:
+def _capture_call(part: nn.Module, task: nn.Module, call: ForwardCall) -> ForwardCall:
     """Return the arguments that a part receives when the task is called."""
-    calls: list[Call] = []
-    handle = part.register_forward_pre_hook(lambda _, args, kwargs: calls.append(Call(args, kwargs)), with_kwargs=True)
+    calls: list[ForwardCall] = []
+    handle = part.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(ForwardCall(args, kwargs)), with_kwargs=True
+    )
     with handle, torch.no_grad():
         task(*call.args, **call.kwargs)
     if not calls:
@@ -189,14 +193,16 @@ def _seen_by(part: nn.Module, task: nn.Module, call: Call) -> Call:
 # ---------------------------------------------------------------------- formats
 
 
-def _write_program(model: Model, call: Call, output: Path) -> str:
-    program = torch.export.export(model.part, call.args, call.kwargs, dynamic_shapes=_any_batch(model.part, call))
+def _write_program(model: ExportedModel, call: ForwardCall, output: Path) -> str:
+    program = torch.export.export(
+        model.part, call.args, call.kwargs, dynamic_shapes=_make_dynamic_shapes(model.part, call)
+    )
     torch.export.save(program, output)
-    return _compared(model.part(*call.args, **call.kwargs), program.module()(*call.args, **call.kwargs))
+    return _describe_difference(model.part(*call.args, **call.kwargs), program.module()(*call.args, **call.kwargs))
 
 
-def _write_onnx(model: Model, call: Call, output: Path) -> str:
-    shapes = _any_batch(model.part, call)
+def _write_onnx(model: ExportedModel, call: ForwardCall, output: Path) -> str:
+    shapes = _make_dynamic_shapes(model.part, call)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own code
         program = torch.onnx.export(
@@ -206,26 +212,26 @@ def _write_onnx(model: Model, call: Call, output: Path) -> str:
     program.save(str(output), external_data=False)
     if find_spec("onnxruntime") is None:
         return "not checked, for onnxruntime is not installed"
-    return _compared(model.part(*call.args, **call.kwargs), program(*call.args, **call.kwargs))
+    return _describe_difference(model.part(*call.args, **call.kwargs), program(*call.args, **call.kwargs))
 
 
-def _any_batch(part: nn.Module, call: Call) -> dict[str, Any]:
+def _make_dynamic_shapes(part: nn.Module, call: ForwardCall) -> dict[str, Any]:
     """Return dynamic shapes for the arguments: the first dimension is the batch and may change."""
     given = inspect.signature(part.forward).bind(*call.args, **call.kwargs).arguments
 
     def shape(value: Any) -> Any:
         return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.ndim else None
 
-    return {name: convert(value, shape) for name, value in given.items()}
+    return {name: map_leaves(value, shape) for name, value in given.items()}
 
 
-def _compared(ours: Any, theirs: Any) -> str:
+def _describe_difference(ours: Any, theirs: Any) -> str:
     """Compare the outputs of the written program with the model's, and describe the difference.
 
     Raises:
         ConfigError: The outputs differ too much.
     """
-    pairs = list(zip(tensors(ours), tensors(theirs), strict=True))
+    pairs = list(zip(iterate_tensors(ours), iterate_tensors(theirs), strict=True))
     furthest = max((float((one - two).abs().max()) for one, two in pairs if one.numel()), default=0.0)
     for one, two in pairs:
         close = _CLOSE.get(one.dtype, 1e-2)
@@ -234,14 +240,14 @@ def _compared(ours: Any, theirs: Any) -> str:
     return f"checked, its numbers are at most {furthest:.3g} from the model's"
 
 
-def _write_pretrained(model: Model, _: Call, output: Path) -> str:
+def _write_pretrained(model: ExportedModel, _: ForwardCall, output: Path) -> str:
     kind = import_module("transformers").PreTrainedModel
     found = {name: each for name, each in model.part.named_modules() if isinstance(each, kind)}
     outermost = [name for name in found if sum(f"{name}.".startswith(above and f"{above}.") for above in found) == 1]
     if len(outermost) != 1:
         there = f"has {', '.join(outermost)}. Choose one by --module" if found else "has none"
         raise ConfigError(f"--format huggingface: it writes one model of transformers, and the task {there}.")
-    chosen: Any = _merged(model.part, found[outermost[0]])
+    chosen: Any = _merge_adapter(model.part, found[outermost[0]])
     chosen.save_pretrained(output)
     for owner in (model.task, model.data):
         for value in vars(owner).values() if owner is not None else ():
@@ -253,7 +259,7 @@ def _write_pretrained(model: Model, _: Call, output: Path) -> str:
     return f"checked, {type(chosen).__name__}.from_pretrained reads the same bits"
 
 
-def _merged(part: nn.Module, chosen: nn.Module) -> nn.Module:
+def _merge_adapter(part: nn.Module, chosen: nn.Module) -> nn.Module:
     """Return a transformers model, with its peft adapter, if any, merged into the weights."""
     wraps = getattr(sys.modules.get("peft"), "PeftModel", ())
     for each in part.modules():

@@ -17,35 +17,35 @@ from typing import Literal, final
 
 import torch
 
-from lumen.checkpoint.format.folder import newest_valid
-from lumen.checkpoint.format.manifest import STATE, new_file
+from lumen.checkpoint.format.folder import open_newest_valid
+from lumen.checkpoint.format.manifest import STATE, create_hashed_file
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.format.safetensors_file import is_known, write_safetensors
+from lumen.checkpoint.format.safetensors_file import is_supported_dtype, write_safetensors
 from lumen.checkpoint.format.storage import (
     MANIFEST,
-    as_place,
-    exists,
-    explained,
+    as_path_or_url,
+    explain_read_errors,
+    explain_storage_errors,
     fsync_directory,
     is_dir,
-    readable,
-    temporary_name,
+    make_temporary_path,
+    path_exists,
 )
 from lumen.checkpoint.load import weights_source
 from lumen.checkpoint.load.weights_source import (
     INDEX,
-    PICKLES,
+    PICKLE_SUFFIXES,
     SINGLE,
     WEIGHTS,
-    averaged,
+    average_checkpoint,
     find_checkpoint,
-    find_named,
-    is_mean,
+    find_checkpoint_at,
+    is_mean_of_checkpoints,
 )
 from lumen.console import logger as _log
 from lumen.distributed.processes import Processes
 from lumen.errors import CheckpointDamaged, CheckpointGone, CheckpointMismatch, ConfigError
-from lumen.tools.terminal import check_free
+from lumen.tools.terminal import check_output_free
 
 _ONE_FILE = ".safetensors"
 _FILES = re.compile(rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(INDEX)}")
@@ -74,7 +74,7 @@ class Exported:
     averaged: int
 
 
-def export(
+def export_weights(
     source: str, output: Path, *, which: Literal["last", "best"] = "last", module: str | None = None,
     average: str | Sequence[str] | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None,
 ) -> Exported:  # fmt: skip
@@ -89,7 +89,7 @@ def export(
             appears complete or not at all.
         which: Checkpoint of a run: "last" for the newest valid checkpoint, or "best".
         module: Name of a submodule of the task. Only its tensors are exported, by their names in the submodule.
-        average: The average to write in place of the parameters, as in `averaged`.
+        average: The average to write in place of the parameters, as in `average_checkpoint`.
         dtype: The dtype of the floating-point tensors. Default: as saved.
         max_shard_bytes: Most bytes of tensors in one file of a directory. A larger tensor gets its own file.
 
@@ -100,18 +100,20 @@ def export(
     """
     _check_output(output, max_shard_bytes)
     with (
-        _beside(output) as temporary,
-        _opened(source, which, (*WEIGHTS, STATE) if average is None or is_mean(average) else None) as checkpoint,
+        _make_temporary_directory(output) as temporary,
+        _open_source(
+            source, which, (*WEIGHTS, STATE) if average is None or is_mean_of_checkpoints(average) else None
+        ) as checkpoint,
     ):
         _report_extra_state(checkpoint, module)
-        read = averaged(checkpoint, average)
-        stored = _stored(read, module)
-        tensors = {name: _described(read, of, dtype) for name, of in stored.items()}
+        read = average_checkpoint(checkpoint, average)
+        stored = _map_stored_names(read, module)
+        tensors = {name: _make_meta_tensor(read, of, dtype) for name, of in stored.items()}
 
         def value(name: str) -> torch.Tensor:
-            return _cast(name, read.tensor("model", stored[name]), tensors[name].dtype)
+            return _cast_tensor(name, read.read_tensor("model", stored[name]), tensors[name].dtype)
 
-        files = _write(temporary, output, tensors, value, max_shard_bytes)
+        files = _write_files(temporary, output, tensors, value, max_shard_bytes)
         first: dict[str, str] = {}
         tied = {name: first[of] for name, of in stored.items() if first.setdefault(of, name) != name}
         dtypes, size = Counter(each.dtype for each in tensors.values()), sum(each.nbytes for each in tensors.values())
@@ -123,21 +125,23 @@ def export(
 
 
 @contextmanager
-def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterator[Checkpoint]:
+def _open_source(source: str, which: str, sections: tuple[str, ...] | None) -> Iterator[Checkpoint]:
     """Open and verify the checkpoint or weights to export. `sections` limits the readable tensors; None means all."""
     weights_source.refuse_pickle(source)
-    path = as_place(source)
-    with readable(path):
+    path = as_path_or_url(source)
+    with explain_read_errors(path):
         is_files = weights_source.is_weights(source)
-        is_checkpoint = not is_files and (exists(path / MANIFEST) or (exists(path / STATE) and is_dir(path / "model")))
+        is_checkpoint = not is_files and (
+            path_exists(path / MANIFEST) or (path_exists(path / STATE) and is_dir(path / "model"))
+        )
         is_run = is_dir(path) and not is_checkpoint and not is_files
         folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
     if which == "best" and not is_run:
         raise ConfigError(f"--which best: {source} is no run. Give the directory of one.")
     if is_checkpoint:
-        yield _opened_checkpoint(path, sections)
+        yield _open_checkpoint(path, sections)
     elif is_run:
-        checkpoint = find_checkpoint("best", folder) if which == "best" else find_named(path)
+        checkpoint = find_checkpoint("best", folder) if which == "best" else find_checkpoint_at(path)
         assert checkpoint is not None  # Only "auto" may return None.
         yield checkpoint
     elif sections is None:
@@ -147,11 +151,11 @@ def _opened(source: str, which: str, sections: tuple[str, ...] | None) -> Iterat
             yield weights
 
 
-def _opened_checkpoint(path: PurePath, sections: tuple[str, ...] | None) -> Checkpoint:
+def _open_checkpoint(path: PurePath, sections: tuple[str, ...] | None) -> Checkpoint:
     try:
         return Checkpoint.open(path, sections=sections)
     except CheckpointDamaged as error:
-        good = newest_valid(path.parent, lambda _: None)
+        good = open_newest_valid(path.parent, lambda _: None)
         instead = f"{good.path} is whole." if good else "No other one beside it is whole."
         what = "" if isinstance(error, CheckpointGone) else f"{path} is damaged, and nothing was written: "
         raise CheckpointDamaged(f"{what}{error} {instead}") from error
@@ -166,9 +170,9 @@ def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
         )
 
 
-def _stored(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
+def _map_stored_names(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
     """Return the stored name of each tensor to write, by its name in the output."""
-    stored = {name: name for name in checkpoint.names("model")} | checkpoint.aliases
+    stored = {name: name for name in checkpoint.list_tensor_names("model")} | checkpoint.aliases
     prefix = "" if module is None else f"{module}."
     chosen = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
     if module is not None and not chosen:
@@ -183,18 +187,18 @@ def _stored(checkpoint: Checkpoint, module: str | None) -> dict[str, str]:
 
 def _check_output(output: Path, max_shard_bytes: int | None) -> None:
     """Raise early if the output cannot be written."""
-    if output.suffix in PICKLES:
+    if output.suffix in PICKLE_SUFFIXES:
         raise ConfigError(f"--output {output}: export writes no pickles. Name a .safetensors file or a directory.")
     if max_shard_bytes is not None and output.suffix == _ONE_FILE:
         raise ConfigError(f"--output {output}: --max_shard_size may make several files. Name a directory.")
-    check_free(output, f"--output {output}")
+    check_output_free(output, f"--output {output}")
 
 
 @contextmanager
-def _beside(output: Path) -> Iterator[Path]:
+def _make_temporary_directory(output: Path) -> Iterator[Path]:
     """Create a temporary directory next to the output. A lock shows other exports that the directory is in use."""
-    _remove_left_overs(output)
-    temporary = temporary_name(output)
+    _remove_leftovers(output)
+    temporary = make_temporary_path(output)
     try:
         temporary.mkdir()
         descriptor = os.open(temporary, os.O_DIRECTORY)
@@ -212,16 +216,16 @@ def _beside(output: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _remove_left_overs(output: Path) -> None:
+def _remove_leftovers(output: Path) -> None:
     """Remove temporary directories of killed exports. Directories with any other content stay."""
     left_over = re.compile(rf"{re.escape(output.name)}\.tmp-[0-9a-f]{{8}}")
     with suppress(OSError):
         for path in [path for path in output.parent.iterdir() if left_over.fullmatch(path.name)]:
             with suppress(OSError):
-                _remove_left_over(path, output.name)
+                _remove_leftover(path, output.name)
 
 
-def _remove_left_over(path: Path, name: str) -> None:
+def _remove_leftover(path: Path, name: str) -> None:
     descriptor = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another export writes to the directory
@@ -235,7 +239,7 @@ def _remove_left_over(path: Path, name: str) -> None:
         os.close(descriptor)
 
 
-def _write(
+def _write_files(
     temporary: Path,
     output: Path,
     tensors: Mapping[str, torch.Tensor],
@@ -243,7 +247,7 @@ def _write(
     max_shard_bytes: int | None,
 ) -> list[str]:
     """Write all files to a temporary directory, rename them, and return the names of the safetensors files."""
-    groups = _groups(tensors, math.inf if max_shard_bytes is None else max_shard_bytes)
+    groups = _split_into_files(tensors, math.inf if max_shard_bytes is None else max_shard_bytes)
     files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     if len(groups) == 1:
         files = [output.name if output.suffix == _ONE_FILE else SINGLE]
@@ -252,9 +256,9 @@ def _write(
     if len(groups) > 1:
         placed = {name: file for file, group in zip(files, groups, strict=True) for name in group}
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": placed}
-        with new_file(temporary / INDEX) as writer:
+        with create_hashed_file(temporary / INDEX) as writer:
             writer.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
-    with explained("write", output):
+    with explain_storage_errors("write", output):
         fsync_directory(temporary)
         _check_output(output, max_shard_bytes)  # Another process may have created the output meanwhile.
         os.rename(temporary / files[0] if output.suffix == _ONE_FILE else temporary, output)
@@ -262,7 +266,7 @@ def _write(
     return files
 
 
-def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[str, torch.Tensor]]:
+def _split_into_files(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[str, torch.Tensor]]:
     """Return the tensors of each file, in order."""
     groups: list[dict[str, torch.Tensor]] = [{}]
     left = max_bytes
@@ -275,12 +279,12 @@ def _groups(tensors: Mapping[str, torch.Tensor], max_bytes: float) -> list[dict[
     return groups
 
 
-def _described(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+def _make_meta_tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.Tensor:
     """Return a meta tensor of the dtype and shape to write."""
-    saved, shape = checkpoint.spec("model", name)
+    saved, shape = checkpoint.get_spec("model", name)
     castable = saved.is_floating_point and saved != _PACKED
     written = dtype if dtype is not None and castable else saved
-    if not is_known(written):
+    if not is_supported_dtype(written):
         raise CheckpointMismatch(
             f"{checkpoint.path}: {name} is {written}, which safetensors files do not have"
             + (". Give a --dtype." if castable else ". Leave it out with --module.")
@@ -288,7 +292,7 @@ def _described(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> 
     return torch.empty(shape, dtype=written, device="meta")
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast a tensor, and log how many values overflow in the new dtype."""
     if tensor.dtype == dtype:
         return tensor

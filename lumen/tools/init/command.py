@@ -18,7 +18,7 @@ _MORE = (
     "table tells the classes of a CSV's rows; transformers holds a model of that library (lumen[transformers])."
 )
 _TEMPLATES = Path(__file__).parent / "templates"
-_NAME_THERE = "starter"  # the name of each template's package, config and test
+_TEMPLATE_NAME = "starter"  # the name of each template's package, config and test
 _CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # present if somebody ran the template itself
 
 
@@ -35,22 +35,22 @@ def run(words: list[str]) -> int:
     """Create a directory with a project and return 0."""
     given = options().read(words)
     project = Path(given.directory).expanduser()
-    name = package_name(project.resolve().name)
+    name = make_package_name(project.resolve().name)
     _check_free(project)
     template = _TEMPLATES / given.template
     files = [path.relative_to(template) for path in sorted(template.rglob("*")) if path.is_file()]
     for path in (each for each in files if _CACHES.isdisjoint(each.parts)):
-        target = project / str(path).replace(_NAME_THERE, name)
+        target = project / str(path).replace(_TEMPLATE_NAME, name)
         target.parent.mkdir(parents=True, exist_ok=True)
         text = (template / path).read_text(encoding="utf-8")
-        target.write_text(text.replace(_NAME_THERE, name), encoding="utf-8")
+        target.write_text(text.replace(_TEMPLATE_NAME, name), encoding="utf-8")
     steps = [f"cd {project}", f"lumen fit --config {name}.yaml", "python -m pytest"]
     print(f"{project} is a project now: {given.template}, package {name}. README.md says more.", file=stdout)
     print(*(f"  {step}" for step in steps), sep="\n", file=stdout)
     return 0
 
 
-def package_name(name: str) -> str:
+def make_package_name(name: str) -> str:
     """Return a package name similar to a text: an identifier that no other importable module has."""
     near = re.sub(r"\W+", "_", name).strip("_").lower()
     if not near:

@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, final
 
 import lumen
-from lumen.errors.arguments import says_nothing
+from lumen.errors.arguments import is_neutral_argument
 from lumen.errors.lightning_names import INSTEAD, INSTEAD_IN_LOG
-from lumen.tools.migrate.source import Item, Items, Source
+from lumen.tools.migrate.source import EditableSource, ItemEditor, SourceItem
 
 
 @final
-class Change(NamedTuple):
+class ArgumentChange(NamedTuple):
     """Change of one argument.
 
     Attributes:
@@ -29,12 +29,12 @@ class Change(NamedTuple):
 
 
 @final
-class Unknown:
+class UnknownValue:
     """Value of an argument that is not a literal."""
 
 
-UNKNOWN, KEPT = Unknown(), object()
-_OUT, _STAYS = Change({}), Change()
+UNKNOWN, UNCHANGED = UnknownValue(), object()
+_REMOVED, _KEPT_SENTENCE = ArgumentChange({}), ArgumentChange()
 
 
 #: Argument names of Lightning's constructors in order, for classes whose order differs in Lumen.
@@ -99,81 +99,87 @@ _UNUSED = (
 _TO_DDP = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find_unused_parameters_false")
 
 
-def _flag(on: Mapping[str, Any]) -> Callable[[Any], Change]:
+def _make_flag_change(on: Mapping[str, Any]) -> Callable[[Any], ArgumentChange]:
     """Return a rule that replaces an argument that is on, and removes one that is off."""
-    return lambda value: _STAYS if value is UNKNOWN else Change(on if value else {})
+    return lambda value: _KEPT_SENTENCE if value is UNKNOWN else ArgumentChange(on if value else {})
 
 
-def _strategy(value: Any) -> Change:
+def _change_strategy(value: Any) -> ArgumentChange:
     name = value.lower() if isinstance(value, str) else ""
     if name in ("ddp_find_unused_parameters_true", "ddp_notebook_find_unused_parameters_true"):
-        return Change(None, _UNUSED)
+        return ArgumentChange(None, _UNUSED)
     if name.startswith(_TO_DDP) or name in ("fsdp_native", "fsdp_cpu_offload"):
-        return Change({"strategy": name[: 4 if name.startswith("fsdp") else 3]})
+        return ArgumentChange({"strategy": name[: 4 if name.startswith("fsdp") else 3]})
     if name.startswith("deepspeed"):
         said = f"strategy: {name} is unknown. Use fsdp, which keeps parameters and optimizer in shards too."
-        return Change(None, said)
+        return ArgumentChange(None, said)
     said = "strategy: dp is not built. Use ddp, with a process for each device."
-    return Change(None, said) if name == "dp" else _STAYS
+    return ArgumentChange(None, said) if name == "dp" else _KEPT_SENTENCE
 
 
-def _accelerator(value: Any) -> Change:
+def _change_accelerator(value: Any) -> ArgumentChange:
     if isinstance(value, str) and value.startswith(("dp", "ddp")):  # in Lightning 1.0 to 1.4
-        change = _strategy(value)
-        return Change({"strategy": KEPT, **(change.arguments or {})}, change.sentence)
+        change = _change_strategy(value)
+        return ArgumentChange({"strategy": UNCHANGED, **(change.arguments or {})}, change.sentence)
     known = value is UNKNOWN or value is None or value in ("auto", "cpu", "cuda", "gpu", "mps")
-    return _STAYS if known else Change(None, f"accelerator: there is no support for {value}.")
+    return _KEPT_SENTENCE if known else ArgumentChange(None, f"accelerator: there is no support for {value}.")
 
 
-def _gpus(value: Any) -> Change:
+def _change_gpus(value: Any) -> ArgumentChange:
     if value is UNKNOWN:
-        return Change({"accelerator": "gpu", "devices": KEPT}, 'gpus: 0 or None would mean accelerator="cpu".')
+        return ArgumentChange(
+            {"accelerator": "gpu", "devices": UNCHANGED}, 'gpus: 0 or None would mean accelerator="cpu".'
+        )
     if value in (None, 0, "0", []):
-        return _OUT
-    devices = _devices(value)
-    return Change({"accelerator": "gpu", **(devices.arguments or {"devices": value})}, devices.sentence)
+        return _REMOVED
+    devices = _change_devices(value)
+    return ArgumentChange({"accelerator": "gpu", **(devices.arguments or {"devices": value})}, devices.sentence)
 
 
-def _devices(value: Any) -> Change:
+def _change_devices(value: Any) -> ArgumentChange:
     several = [each for each in value.split(",") if each] if isinstance(value, str) and "," in value else value
-    return Change({"devices": len(several)}, _WHICH) if isinstance(several, list | tuple) else _STAYS
+    return ArgumentChange({"devices": len(several)}, _WHICH) if isinstance(several, list | tuple) else _KEPT_SENTENCE
 
 
-def _checkpoint_callback(value: Any) -> Change:
+def _change_checkpoint_callback(value: Any) -> ArgumentChange:
     if isinstance(value, bool):
-        return Change({"enable_checkpointing": value})
-    return Change(None, f"checkpoint_callback: {INSTEAD['checkpoint_callback']}")
+        return ArgumentChange({"enable_checkpointing": value})
+    return ArgumentChange(None, f"checkpoint_callback: {INSTEAD['checkpoint_callback']}")
 
 
-def _precision(value: Any) -> Change:
+def _change_precision(value: Any) -> ArgumentChange:
     if value in ("16-true", "fp16-true"):
-        return Change(None, _PRECISION)
+        return ArgumentChange(None, _PRECISION)
     if isinstance(value, str) and value.startswith("transformer-engine"):
-        return Change(None, "precision: there is none by the Transformer Engine. Use bf16.")
-    return _STAYS
+        return ArgumentChange(None, "precision: there is none by the Transformer Engine. Use bf16.")
+    return _KEPT_SENTENCE
 
 
 #: Rules for arguments whose change depends on their value.
-_BY_VALUE: Mapping[tuple[str, str], Callable[[Any], Change]] = {
-    ("Trainer", "accelerator"): _accelerator,
-    ("Trainer", "barebones"): _flag(
+_BY_VALUE: Mapping[tuple[str, str], Callable[[Any], ArgumentChange]] = {
+    ("Trainer", "accelerator"): _change_accelerator,
+    ("Trainer", "barebones"): _make_flag_change(
         {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     ),
-    ("Trainer", "checkpoint_callback"): _checkpoint_callback,
-    ("Trainer", "devices"): _devices,
-    ("Trainer", "gpus"): _gpus,
-    ("Trainer", "precision"): _precision,
+    ("Trainer", "checkpoint_callback"): _change_checkpoint_callback,
+    ("Trainer", "devices"): _change_devices,
+    ("Trainer", "gpus"): _change_gpus,
+    ("Trainer", "precision"): _change_precision,
     ("Trainer", "progress_bar_refresh_rate"): lambda value: (
-        Change({"enable_progress_bar": False}) if value == 0 else _OUT
+        ArgumentChange({"enable_progress_bar": False}) if value == 0 else _REMOVED
     ),
-    ("Trainer", "reload_dataloaders_every_epoch"): _flag({"reload_dataloaders_every_n_epochs": 1}),
-    ("Trainer", "resume_from_checkpoint"): lambda value: Change({"resume": KEPT}, _FROM_PATH) if value else _OUT,
-    ("Trainer", "strategy"): _strategy,
-    ("Trainer", "val_check_interval"): lambda value: Change(None, _STEPS) if type(value) is int else _STAYS,
+    ("Trainer", "reload_dataloaders_every_epoch"): _make_flag_change({"reload_dataloaders_every_n_epochs": 1}),
+    ("Trainer", "resume_from_checkpoint"): lambda value: (
+        ArgumentChange({"resume": UNCHANGED}, _FROM_PATH) if value else _REMOVED
+    ),
+    ("Trainer", "strategy"): _change_strategy,
+    ("Trainer", "val_check_interval"): lambda value: (
+        ArgumentChange(None, _STEPS) if type(value) is int else _KEPT_SENTENCE
+    ),
     ("Trainer", "weights_summary"): lambda value: (
-        Change({"enable_model_summary": value is UNKNOWN}) if value in (None, UNKNOWN) else _OUT
+        ArgumentChange({"enable_model_summary": value is UNKNOWN}) if value in (None, UNKNOWN) else _REMOVED
     ),
-    ("CLI", "seed_everything_default"): lambda value: _OUT if value is False else _STAYS,
+    ("CLI", "seed_everything_default"): lambda value: _REMOVED if value is False else _KEPT_SENTENCE,
 }
 #: New names of the arguments of methods; None removes the argument.
 METHODS: Mapping[str, Mapping[str, str | None]] = {
@@ -189,7 +195,7 @@ METHODS: Mapping[str, Mapping[str, str | None]] = {
 _STORAGE = "storage_options: keys of object stores are those of their own environment variables."
 
 
-def change_of(owner: str, name: str, value: Any = UNKNOWN) -> Change:
+def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
     """Return the change of an argument of a constructor.
 
     Args:
@@ -197,36 +203,45 @@ def change_of(owner: str, name: str, value: Any = UNKNOWN) -> Change:
         name: Name of the argument in Lightning.
         value: Value of the argument, or `UNKNOWN` if it is not plain data.
     """
-    if (rule := _BY_VALUE.get((owner, name))) is not None and (change := rule(value)) is not _STAYS:
+    if (rule := _BY_VALUE.get((owner, name))) is not None and (change := rule(value)) is not _KEPT_SENTENCE:
         return change
-    if name in _accepted(owner) or owner == "LambdaCallback":
-        return _STAYS
+    if name in _list_accepted(owner) or owner == "LambdaCallback":
+        return _KEPT_SENTENCE
     kind = getattr(lumen, owner)
     said = getattr(kind, "INSTEAD", {}).get(name) or (_OF_DDP.get(name, "") if owner == "DDP" else "")
     use = _USE.fullmatch(said)
-    to = _RENAMED.get(owner, {}).get(name) or (use[1] if use is not None and use[1] in _accepted(owner) else None)
+    to = _RENAMED.get(owner, {}).get(name) or (use[1] if use is not None and use[1] in _list_accepted(owner) else None)
     if to is not None:
-        again = change_of(owner, to, value)
-        return again if again.arguments is not None else Change({to: KEPT}, again.sentence)
-    if _is_off(value) or name in _NONE_NEEDED or says_nothing(kind, name, value) or said.startswith("Leave it out"):
-        return _OUT
+        again = get_change(owner, to, value)
+        return again if again.arguments is not None else ArgumentChange({to: UNCHANGED}, again.sentence)
+    if (
+        _is_off(value)
+        or name in _NONE_NEEDED
+        or is_neutral_argument(kind, name, value)
+        or said.startswith("Leave it out")
+    ):
+        return _REMOVED
     stays = not said or owner in _ALL_STAY or name in _STAY.get(owner, ())
     what = f"{name} of {owner}" if stays else f"{name} of {owner} is left out"
-    return Change(None if stays else {}, f"{what}. {said or f'{owner} has no argument {name}.'}")
+    return ArgumentChange(None if stays else {}, f"{what}. {said or f'{owner} has no argument {name}.'}")
 
 
-def change_of_method(method: str, name: str) -> Change:
+def get_method_change(method: str, name: str) -> ArgumentChange:
     """Return the change of an argument of a method."""
     owner = lumen.TaskModule if method in ("log", "log_dict") else lumen.Trainer
     found = getattr(lumen.Tuner if method in ("lr_find", "scale_batch_size") else owner, method)
     takes = inspect.signature(found).parameters
     if name in takes or name not in METHODS[method]:
-        return _STAYS
+        return _KEPT_SENTENCE
     to = METHODS[method][name]
-    return Change({to: KEPT}) if to is not None else Change({}, _STORAGE if name == "storage_options" else "")
+    return (
+        ArgumentChange({to: UNCHANGED})
+        if to is not None
+        else ArgumentChange({}, _STORAGE if name == "storage_options" else "")
+    )
 
 
-def positions(name: str, owner: str) -> tuple[list[str], list[str]]:
+def list_positional_names(name: str, owner: str) -> tuple[list[str], list[str]]:
     """Return the positional argument names of Lightning's class `name` and of Lumen's class `owner`."""
     parameters = inspect.signature(getattr(lumen, owner)).parameters.values()
     ours = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -234,7 +249,7 @@ def positions(name: str, owner: str) -> tuple[list[str], list[str]]:
 
 
 @cache
-def _accepted(owner: str) -> frozenset[str]:
+def _list_accepted(owner: str) -> frozenset[str]:
     """Return the names of the arguments of a Lumen class."""
     return frozenset(inspect.signature(getattr(lumen, owner)).parameters)
 
@@ -248,7 +263,7 @@ _Kind = Literal["python", "yaml"]
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*$")
 
 
-def written(value: Any, kind: _Kind) -> str:
+def format_value(value: Any, kind: _Kind) -> str:
     """Return plain data as Python or YAML source."""
     if isinstance(value, str):
         return value if kind == "yaml" and _PLAIN.match(value) else f'"{value}"'
@@ -260,73 +275,73 @@ _ENDLESS = 1000  # Lightning's max_epochs if no argument limits a run
 
 
 @final
-class Calls:
+class CallEditor:
     """Editor of the arguments of calls.
 
     Args:
         source: The text of the file.
         note: Function that records a note on a line.
-        fits: True if the project calls a trainer's `fit`.
+        is_accepted: True if the project calls a trainer's `fit`.
     """
 
-    def __init__(self, source: Source, note: Callable[[int, str], None], *, fits: bool) -> None:
-        self._source, self._note, self._fits = source, note, fits
+    def __init__(self, source: EditableSource, note: Callable[[int, str], None], *, is_accepted: bool) -> None:
+        self._source, self._note, self._is_accepted = source, note, is_accepted
 
-    def method(self, node: ast.Call, method: str) -> None:
+    def edit_method(self, node: ast.Call, method: str) -> None:
         """Edit the arguments of a call of a method of the trainer, the tuner or the task."""
-        items = Items(self._source, node)
+        items = ItemEditor(self._source, node)
         for item in items.all:
             if item.name is not None:
-                self._apply(items, item, change_of_method(method, item.name))
-        items.finish()
+                self._apply_change(items, item, get_method_change(method, item.name))
+        items.apply_edits()
 
-    def constructor(self, node: ast.Call | ast.Dict, theirs: str, owner: str) -> None:
+    def edit_constructor(self, node: ast.Call | ast.Dict, lightning_name: str, owner: str) -> None:
         """Edit the arguments of a class.
 
         Args:
             node: The call, or a dictionary of its arguments.
-            theirs: Name of the Lightning class.
+            lightning_name: Name of the Lightning class.
             owner: Name of the Lumen class.
         """
-        items, shifted = Items(self._source, node), False
-        their_order, our_order = positions(theirs, owner)
+        items, shifted = ItemEditor(self._source, node), False
+        their_order, our_order = list_positional_names(lightning_name, owner)
         for number, item in enumerate(items.all):
             positional = item.name is None and items.is_call and self._source.text[item.start] != "*"
             name = their_order[number] if positional and number < len(their_order) else item.name
             if name is None:
                 continue
-            change = change_of(owner, name, _literal(item.value))
+            change = get_change(owner, name, _parse_literal(item.value))
             moved = positional and (shifted or our_order[number : number + 1] != [name])
-            self._apply(items, item, change)
+            self._apply_change(items, item, change)
             shifted = shifted or change.arguments is not None
             if moved and change.arguments is None and not change.sentence:
                 self._source.replace(item.start, item.start, f"{name}=")
             if owner == "CLI" and name == "trainer_defaults" and isinstance(item.value, ast.Dict):
-                self.constructor(item.value, "Trainer", "Trainer")
+                self.edit_constructor(item.value, "Trainer", "Trainer")
         is_limited = bool({item.name for item in items.all} & {*_LIMITS, None})
-        if owner == "Trainer" and items.is_call and self._fits and not is_limited:
+        if owner == "Trainer" and items.is_call and self._is_accepted and not is_limited:
             items.add(f"max_epochs={_ENDLESS}")
-        items.finish()
+        items.apply_edits()
 
-    def _apply(self, items: Items, item: Item, change: Change) -> None:
+    def _apply_change(self, items: ItemEditor, item: SourceItem, change: ArgumentChange) -> None:
         if change.sentence:
-            self._note(self._source.line_of(item.start), change.sentence)
+            self._note(self._source.get_line_number(item.start), change.sentence)
         if change.arguments is None:
             return
         if not change.arguments:
             items.remove(item)
-        elif [*change.arguments.values()] == [KEPT]:
+        elif [*change.arguments.values()] == [UNCHANGED]:
             items.rename(item, next(iter(change.arguments)))
         else:
-            texts = [self._source.of(item.value) if value is KEPT else written(value, "python")
+            texts = [self._source.get_text(item.value) if value is UNCHANGED else format_value(value, "python")
                      for value in change.arguments.values()]  # fmt: skip
-            parts = [f"{items.name_of(key)}{text}" for key, text in zip(change.arguments, texts, strict=True)]
-            before = self._source.text[self._source.line_start(item.start) : item.start]
+            parts = [f"{items.format_name(key)}{text}" for key, text in zip(change.arguments, texts, strict=True)]
+            before = self._source.text[self._source.find_line_start(item.start) : item.start]
             between = ", " if before.strip() else f",{self._source.newline}{before}"
             self._source.replace(item.start, item.end, between.join(parts))
 
 
-def _literal(node: ast.expr) -> Any:
+def _parse_literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

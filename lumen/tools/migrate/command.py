@@ -17,20 +17,20 @@ import yaml
 from lumen.cli.commands import Words
 from lumen.console import console, stderr, stdout
 from lumen.errors import ConfigError
-from lumen.errors.lightning_names import LIGHTNINGS
+from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.tools.migrate import COMMAND
-from lumen.tools.migrate.config import Config
-from lumen.tools.migrate.names import Names
-from lumen.tools.migrate.project import Classes, Read, files_of, unsaved
-from lumen.tools.migrate.python import Editor, Note, names_used
-from lumen.tools.terminal import counted, table_console
+from lumen.tools.migrate.config import ConfigEditor
+from lumen.tools.migrate.names import FileNames
+from lumen.tools.migrate.project import ParsedFile, ProjectClasses, find_unsaved, list_files
+from lumen.tools.migrate.python import FileEditor, MigrationNote, iterate_used_names
+from lumen.tools.terminal import format_count, make_table_console
 
 _MORE = (
     "Prints the edits as a diff, which `git apply` takes, and on stderr what has to be thought about, with file and "
     "line. No code of the project is run. Exit code: 0; 1 if a file could not be read, and the others were; 2 if "
     "nothing was done: a wrong command line, or edits that git could not take back."
 )
-_ANY = re.compile(rf"\b({'|'.join(sorted(LIGHTNINGS, reverse=True))})\b")
+_ANY = re.compile(rf"\b({'|'.join(sorted(LIGHTNING_PACKAGES, reverse=True))})\b")
 _REQUIRED = re.compile(r"(?<![\w/.-])(pytorch[-_]lightning|lightning)(?=$|[\s\"'\[<>=~!;,:])")
 _SAID_OF_NOTEBOOKS = "a notebook is not edited. Write what it imports and gives to the trainer by hand, as in the diff."
 _SAID_OF_PACKAGES = "put lumen in the place of Lightning."
@@ -38,7 +38,7 @@ _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 
 @final
-class Migrated(NamedTuple):
+class MigratedFile(NamedTuple):
     """Edits of one file.
 
     Attributes:
@@ -54,7 +54,7 @@ class Migrated(NamedTuple):
     before: str = ""
     after: str = ""
     encoding: str = "utf-8"
-    notes: tuple[Note, ...] = ()
+    notes: tuple[MigrationNote, ...] = ()
     problem: str | None = None
 
 
@@ -71,18 +71,18 @@ def run(words: list[str]) -> int:
     """Show or make the edits, and return the exit code."""
     given = options().read(words)
     path = Path(os.path.expanduser(given.path))
-    found = migrate(path)
+    found = migrate_project(path)
     edited = [each for each in found if each.after != each.before]
     if given.write:
-        _write(edited, force=given.force)
+        _write_edits(edited, force=given.force)
     else:
         for each in edited:
-            _print_diff(_diff(each, _shown(each.path, path)))
-    _report(found, edited, path, written=given.write)
+            _print_diff(_iterate_diff(each, _format_path(each.path, path)))
+    _print_report(found, edited, path, written=given.write)
     return int(any(each.problem for each in found))
 
 
-def migrate(path: Path) -> list[Migrated]:
+def migrate_project(path: Path) -> list[MigratedFile]:
     """Return the edits of all files of a project that use Lightning.
 
     Args:
@@ -91,50 +91,50 @@ def migrate(path: Path) -> list[Migrated]:
     Raises:
         ConfigError: The path does not exist.
     """
-    python: dict[Path, tuple[Read, str]] = {}
-    found: list[Migrated] = []
+    python: dict[Path, tuple[ParsedFile, str]] = {}
+    found: list[MigratedFile] = []
     rest: list[tuple[Path, str, str]] = []
-    for file in files_of(path):
+    for file in list_files(path):
         try:
-            text, encoding = _read(file)
+            text, encoding = _read_file(file)
             if file.suffix in (".py", ".pyi"):
                 tree = ast.parse(text)
-                python[file] = (Read(text, tree, Names(tree)), encoding)
+                python[file] = (ParsedFile(text, tree, FileNames(tree)), encoding)
             else:
                 rest.append((file, text, encoding))
         except RecursionError:
-            found.append(Migrated(file, problem="it is nested too deeply."))
+            found.append(MigratedFile(file, problem="it is nested too deeply."))
         except SyntaxError as error:
-            found.append(Migrated(file, problem=f"line {error.lineno or 1}: it is no Python: {error.msg}."))
+            found.append(MigratedFile(file, problem=f"line {error.lineno or 1}: it is no Python: {error.msg}."))
         except (OSError, UnicodeError, ValueError) as error:
-            found.append(Migrated(file, problem=f"it cannot be read: {error}."))
-    classes = Classes(read for read, _ in python.values())
-    used = frozenset(word for read, _ in python.values() for word in names_used(read.tree))
+            found.append(MigratedFile(file, problem=f"it cannot be read: {error}."))
+    classes = ProjectClasses(read for read, _ in python.values())
+    used = frozenset(word for read, _ in python.values() for word in iterate_used_names(read.tree))
     for file, (read, encoding) in python.items():
-        after, notes = Editor(read, classes, used).edit()
-        found.append(Migrated(file, read.text, after, encoding, tuple(notes)))
+        after, notes = FileEditor(read, classes, used).edit()
+        found.append(MigratedFile(file, read.text, after, encoding, tuple(notes)))
     is_lightnings = any(read.names.every for read, _ in python.values())
-    found += [_other(file, text, encoding, is_lightnings=is_lightnings) for file, text, encoding in rest]
+    found += [_migrate_other(file, text, encoding, is_lightnings=is_lightnings) for file, text, encoding in rest]
     return sorted(each for each in found if each.problem or each.notes or each.after != each.before)
 
 
-def _other(file: Path, text: str, encoding: str, *, is_lightnings: bool) -> Migrated:
+def _migrate_other(file: Path, text: str, encoding: str, *, is_lightnings: bool) -> MigratedFile:
     """Return the edits of a file that is not Python."""
     if file.suffix in (".yaml", ".yml") and (is_lightnings or _ANY.search(text)):
         try:
-            after, notes = Config(text).edit()
+            after, notes = ConfigEditor(text).edit()
         except yaml.YAMLError as error:
             problem = f"it is no YAML: {getattr(error, 'problem', None) or error}." if _ANY.search(text) else None
-            return Migrated(file, problem=problem)
+            return MigratedFile(file, problem=problem)
         if notes or after != text or not _REQUIRED.search(text):
-            return Migrated(file, text, after, encoding, tuple(notes))
+            return MigratedFile(file, text, after, encoding, tuple(notes))
     if file.suffix == ".ipynb":
-        return Migrated(file, notes=(Note(1, _SAID_OF_NOTEBOOKS),) if _ANY.search(text) else ())
+        return MigratedFile(file, notes=(MigrationNote(1, _SAID_OF_NOTEBOOKS),) if _ANY.search(text) else ())
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _REQUIRED.search(line.split("#")[0])]
-    return Migrated(file, text, text, encoding, tuple(Note(number, _SAID_OF_PACKAGES) for number in lines))
+    return MigratedFile(file, text, text, encoding, tuple(MigrationNote(number, _SAID_OF_PACKAGES) for number in lines))
 
 
-def _read(file: Path) -> tuple[str, str]:
+def _read_file(file: Path) -> tuple[str, str]:
     """Return the text of a file, with its line endings unchanged, and its encoding."""
     content, encoding = file.read_bytes(), "utf-8"
     if file.suffix in (".py", ".pyi"):
@@ -144,13 +144,13 @@ def _read(file: Path) -> tuple[str, str]:
     return content.decode(encoding), encoding
 
 
-def _write(edited: list[Migrated], *, force: bool) -> None:
+def _write_edits(edited: list[MigratedFile], *, force: bool) -> None:
     """Write the edited files.
 
     Raises:
         ConfigError: Git could not undo the edits, and `force` is False.
     """
-    lost = {} if force else unsaved(each.path for each in edited)
+    lost = {} if force else find_unsaved(each.path for each in edited)
     if lost:
         said = "\n".join(f"  {file} {why}" for file, why in lost.items())
         raise ConfigError(
@@ -160,14 +160,14 @@ def _write(edited: list[Migrated], *, force: bool) -> None:
         each.path.write_bytes(each.after.encode(each.encoding))
 
 
-def _shown(file: Path, path: Path) -> str:
+def _format_path(file: Path, path: Path) -> str:
     """Return the path of a file for messages and diffs, relative to the working directory or to the project."""
     relative = os.path.relpath(file)
     inside = not relative.startswith("..")
     return Path(relative if inside else os.path.relpath(file, path if path.is_dir() else path.parent)).as_posix()
 
 
-def _diff(each: Migrated, name: str) -> Iterator[str]:
+def _iterate_diff(each: MigratedFile, name: str) -> Iterator[str]:
     """Yield the lines of a unified diff for `git apply`."""
     before, after = (io.StringIO(text, newline="\n").readlines() for text in (each.before, each.after))
     for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
@@ -181,32 +181,36 @@ def _print_diff(lines: Iterable[str]) -> None:
         return
     from rich.text import Text
 
-    terminal = table_console()
+    terminal = make_table_console()
     for line in lines:
         style = "bold" if line.startswith(("---", "+++")) else _COLOURS.get(line[0], "")
         terminal.print(Text(line, style), end="", soft_wrap=True)
 
 
-def _report(found: list[Migrated], edited: list[Migrated], path: Path, *, written: bool) -> None:
+def _print_report(found: list[MigratedFile], edited: list[MigratedFile], path: Path, *, written: bool) -> None:
     """Print the notes, the problems and a summary to stderr."""
-    notes = [(f"{_shown(each.path, path)}:{note.line}", note.sentence) for each in found for note in each.notes]
+    notes = [(f"{_format_path(each.path, path)}:{note.line}", note.sentence) for each in found for note in each.notes]
     if stdout.isatty() and stderr.isatty() and edited and not written:
         print(file=stderr)
     if notes:
         print("To think about:", file=stderr)
     for where, sentence in notes:
-        _say(where, sentence)
+        _print_sentence(where, sentence)
     for each in found:
         if each.problem:
-            _say(_shown(each.path, path), f"not edited: {each.problem}", style="bold red")
+            _print_sentence(_format_path(each.path, path), f"not edited: {each.problem}", style="bold red")
     lines = sum(line.startswith(("+", "-")) and not line.startswith(("+++", "---"))
-                for each in edited for line in _diff(each, ""))  # fmt: skip
-    what = f"{counted(len(edited), 'file')}, {counted(lines, 'line')} of the diff; " if edited else "nothing to edit"
+                for each in edited for line in _iterate_diff(each, ""))  # fmt: skip
+    what = (
+        f"{format_count(len(edited), 'file')}, {format_count(lines, 'line')} of the diff; "
+        if edited
+        else "nothing to edit"
+    )
     end = "" if not edited else "written" if written else "`--write` makes these edits"
-    print(f"{what}{end}; {counted(len(notes), 'place')} to think about", file=stderr)
+    print(f"{what}{end}; {format_count(len(notes), 'place')} to think about", file=stderr)
 
 
-def _say(where: str, sentence: str, style: str = "bold") -> None:
+def _print_sentence(where: str, sentence: str, style: str = "bold") -> None:
     from rich.text import Text
 
     console.print(Text.assemble((f"{where}: ", style), sentence), soft_wrap=True)

@@ -9,21 +9,21 @@ from typing import Any, final
 import yaml
 
 from lumen.cli.classes import of_lightning
-from lumen.errors.lightning_names import LIGHTNINGS
-from lumen.tools.migrate.arguments import KEPT, UNKNOWN, change_of, written
-from lumen.tools.migrate.names import short_name
-from lumen.tools.migrate.python import Note
-from lumen.tools.migrate.source import Source
+from lumen.errors.lightning_names import LIGHTNING_PACKAGES
+from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, format_value, get_change
+from lumen.tools.migrate.names import get_short_name
+from lumen.tools.migrate.python import MigrationNote
+from lumen.tools.migrate.source import EditableSource
 
 _OF_HYDRA = re.compile("_[a-z]+_")
-_OF_LIGHTNING = re.compile(rf"({'|'.join(LIGHTNINGS)})(\.\w+)+")
+_OF_LIGHTNING = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
 _COMMANDS = ("fit", "validate", "test", "predict")
 _CKPT_PATH = "For fit, what it goes on from is trainer.resume: auto, last, best or the path of a run or checkpoint."
 _MONITOR = "lr_schedule"
 
 
 @final
-class Config:
+class ConfigEditor:
     """Editor of one config.
 
     Args:
@@ -34,79 +34,79 @@ class Config:
     """
 
     def __init__(self, text: str) -> None:
-        self._source = Source(text)
-        self._notes: dict[Note, None] = {}
+        self._source = EditableSource(text)
+        self._notes: dict[MigrationNote, None] = {}
         self._roots = [node for node in yaml.compose_all(text, yaml.SafeLoader) if isinstance(node, yaml.MappingNode)]
 
-    def edit(self) -> tuple[str, list[Note]]:
+    def edit(self) -> tuple[str, list[MigrationNote]]:
         """Return the text with all edits, and the notes."""
         for root in self._roots:
-            self._look_at_top(root)
-            for node in _nodes(root):
-                self._look_at_class(node)
-        return self._source.edited(), sorted(self._notes)
+            self._edit_top(root)
+            for node in _iterate_mappings(root):
+                self._edit_class(node)
+        return self._source.apply_edits(), sorted(self._notes)
 
-    def _note(self, node: yaml.Node, sentence: str) -> None:
-        self._notes[Note(node.start_mark.line + 1, sentence)] = None
+    def _add_note(self, node: yaml.Node, sentence: str) -> None:
+        self._notes[MigrationNote(node.start_mark.line + 1, sentence)] = None
 
-    def _look_at_top(self, root: yaml.MappingNode) -> None:
+    def _edit_top(self, root: yaml.MappingNode) -> None:
         keys = {key.value: value for key, value in root.value if isinstance(key, yaml.ScalarNode)}
         trainer = keys.get("trainer")
         if isinstance(trainer, yaml.MappingNode):
-            self._arguments(trainer, "Trainer")
-            self._rest_of_cli(root, keys)
+            self._edit_arguments(trainer, "Trainer")
+            self._edit_cli_settings(root, keys)
         for command in _COMMANDS:
             if isinstance(keys.get(command), yaml.MappingNode):
-                self._look_at_top(keys[command])
+                self._edit_top(keys[command])
 
-    def _rest_of_cli(self, root: yaml.MappingNode, keys: dict[str, yaml.Node]) -> None:
+    def _edit_cli_settings(self, root: yaml.MappingNode, keys: dict[str, yaml.Node]) -> None:
         """Edit the settings outside `trainer`."""
         gone = {"weights_only"} & {*keys}
         path = keys.get("ckpt_path")
-        if path is not None and _plain(path) is None:
+        if path is not None and _as_plain(path) is None:
             gone.add("ckpt_path")
         elif path is not None:
-            self._note(path, f"ckpt_path: {_CKPT_PATH}")
-        self._remove(root, gone)
+            self._add_note(path, f"ckpt_path: {_CKPT_PATH}")
+        self._remove_entries(root, gone)
         schedule = keys.get("lr_scheduler")
-        given = _entries(schedule).get("init_args")
-        monitor = _entries(given).get("monitor")
+        given = _get_entries(schedule).get("init_args")
+        monitor = _get_entries(given).get("monitor")
         if monitor is not None and isinstance(given, yaml.MappingNode) and isinstance(schedule, yaml.MappingNode):
-            self._remove(given, {"monitor"}, owner=(schedule, "init_args"))
+            self._remove_entries(given, {"monitor"}, owner=(schedule, "init_args"))
             column = " " * root.start_mark.column
-            at = self._end_of(schedule)
-            text = f"{column}{_MONITOR}: {{monitor: {self._text(monitor)}}}{self._source.newline}"
+            at = self._find_end(schedule)
+            text = f"{column}{_MONITOR}: {{monitor: {self._get_text(monitor)}}}{self._source.newline}"
             before = "" if self._source.text[:at].endswith(("\n", "\r")) or at == 0 else self._source.newline
             self._source.replace(at, at, before + text)
 
-    def _end_of(self, node: yaml.Node) -> int:
+    def _find_end(self, node: yaml.Node) -> int:
         """Return the offset of the line after the last line of a value."""
-        last = _last_scalar(node)
-        return self._source.line_end(max(last.start_mark.index, last.end_mark.index - 1))
+        last = _find_last_scalar(node)
+        return self._source.find_line_end(max(last.start_mark.index, last.end_mark.index - 1))
 
-    def _look_at_class(self, node: yaml.MappingNode) -> None:
+    def _edit_class(self, node: yaml.MappingNode) -> None:
         """Rename the classes in a mapping, and edit their arguments."""
         for key, value in node.value:  # A config may name a callback without class_path.
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                new = self._rename(each) or ""
-                given = _entries(node).get("init_args")
+                new = self._rename_class(each) or ""
+                given = _get_entries(node).get("init_args")
                 if new.startswith("lumen.") and _OF_HYDRA.fullmatch(str(key.value)):
-                    self._arguments(node, short_name(new))
+                    self._edit_arguments(node, get_short_name(new))
                 elif new.startswith("lumen.") and key.value == "class_path" and isinstance(given, yaml.MappingNode):
-                    self._arguments(given, short_name(new), (node, "init_args"))
+                    self._edit_arguments(given, get_short_name(new), (node, "init_args"))
 
-    def _rename(self, node: yaml.Node) -> str | None:
+    def _rename_class(self, node: yaml.Node) -> str | None:
         """Replace the name of a Lightning class by the name of Lumen's class, and return that name, or None."""
         if not isinstance(node, yaml.ScalarNode) or not _OF_LIGHTNING.fullmatch(node.value):
             return None
         found = of_lightning(node.value)
         if found is None or found.name is None:
-            self._note(node, f"{node.value}: {found.instead if found else 'It is a module of Lightning.'}")
+            self._add_note(node, f"{node.value}: {found.instead if found else 'It is a module of Lightning.'}")
             return None
-        self._replace(node, found.name)
+        self._replace_text(node, found.name)
         return found.name
 
-    def _arguments(
+    def _edit_arguments(
         self, node: yaml.MappingNode, owner: str, within: tuple[yaml.MappingNode, str] | None = None
     ) -> None:
         """Edit the arguments of a class."""
@@ -115,54 +115,54 @@ class Config:
             name = key.value.removesuffix("+")
             if name == "class_path" or _OF_HYDRA.fullmatch(name):
                 continue
-            change = change_of(owner, name, _plain(value))
+            change = get_change(owner, name, _as_plain(value))
             if change.sentence:
-                self._note(key, change.sentence)
+                self._add_note(key, change.sentence)
             if change.arguments:
-                self._put(node, key, value, change.arguments)
+                self._replace_entry(node, key, value, change.arguments)
             elif change.arguments is not None:
                 gone.add(key.value)
-        self._remove(node, gone, owner=within)
+        self._remove_entries(node, gone, owner=within)
 
-    def _put(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
+    def _replace_entry(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
         """Replace one entry by the new entries."""
         between = ", " if node.flow_style else f"{self._source.newline}{' ' * key.start_mark.column}"
-        if len(new) == 1 and next(iter(new.values())) is KEPT:
+        if len(new) == 1 and next(iter(new.values())) is UNCHANGED:
             self._source.replace(key.start_mark.index, key.end_mark.index, next(iter(new)))
             return
-        texts = (self._text(value) if each is KEPT else written(each, "yaml") for each in new.values())
+        texts = (self._get_text(value) if each is UNCHANGED else format_value(each, "yaml") for each in new.values())
         entries = map("{}: {}".format, new, texts)
         self._source.replace(key.start_mark.index, value.end_mark.index, between.join(entries))
 
-    def _text(self, node: yaml.Node) -> str:
+    def _get_text(self, node: yaml.Node) -> str:
         return self._source.text[node.start_mark.index : node.end_mark.index]
 
-    def _replace(self, node: yaml.ScalarNode, text: str) -> None:
+    def _replace_text(self, node: yaml.ScalarNode, text: str) -> None:
         quote = node.style if node.style in ("'", '"') else ""
         self._source.replace(node.start_mark.index, node.end_mark.index, f"{quote}{text}{quote}")
 
-    def _remove(
+    def _remove_entries(
         self, node: yaml.MappingNode, names: set[str], owner: tuple[yaml.MappingNode, str] | None = None
     ) -> None:
         """Remove entries. A mapping that would be empty is removed with its key in the owner, if given."""
         entries = node.value
         if names and owner is not None and all(key.value in names for key, _ in entries):
-            self._remove(owner[0], {owner[1]})
+            self._remove_entries(owner[0], {owner[1]})
             return
         for number, (key, value) in enumerate(entries):
             if key.value not in names:
                 continue
             start, end = key.start_mark.index, value.end_mark.index
-            first = self._source.line_start(start)
+            first = self._source.find_line_start(start)
             if number + 1 < len(entries) and (node.flow_style or self._source.text[first:start].strip() == "-"):
                 self._source.replace(start, entries[number + 1][0].start_mark.index, "")
             elif not node.flow_style:
-                self._source.replace(first, self._end_of(value), "")
+                self._source.replace(first, self._find_end(value), "")
             else:
                 self._source.replace(entries[number - 1][1].end_mark.index if number else start, end, "")
 
 
-def _last_scalar(node: yaml.Node) -> yaml.Node:
+def _find_last_scalar(node: yaml.Node) -> yaml.Node:
     """Return the last node in a value: YAML puts the end of a block at the beginning of the next block."""
     while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
@@ -170,12 +170,12 @@ def _last_scalar(node: yaml.Node) -> yaml.Node:
     return node
 
 
-def _entries(node: yaml.Node | None) -> dict[str, yaml.Node]:
+def _get_entries(node: yaml.Node | None) -> dict[str, yaml.Node]:
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     return {key.value: value for key, value in pairs if isinstance(key, yaml.ScalarNode)}
 
 
-def _nodes(node: yaml.Node, seen: frozenset[int] = frozenset()) -> Iterator[yaml.MappingNode]:
+def _iterate_mappings(node: yaml.Node, seen: frozenset[int] = frozenset()) -> Iterator[yaml.MappingNode]:
     """Yield every mapping in a node, without following cycles."""
     if id(node) in seen:
         return
@@ -183,10 +183,10 @@ def _nodes(node: yaml.Node, seen: frozenset[int] = frozenset()) -> Iterator[yaml
         yield node
     children = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
     for child in children if isinstance(node, yaml.CollectionNode) else ():
-        yield from _nodes(child, seen | {id(node)})
+        yield from _iterate_mappings(child, seen | {id(node)})
 
 
-def _plain(node: yaml.Node) -> Any:
+def _as_plain(node: yaml.Node) -> Any:
     """Return a value as plain data, or `UNKNOWN` if it contains an interpolation."""
     try:
         value = yaml.safe_load(yaml.serialize(node))

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import NamedTuple, final
 
 import lumen
-from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNINGS, RENAMED
-from lumen.tools.migrate.source import COMMENT, Source
+from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES, RENAMED
+from lumen.tools.migrate.source import COMMENT, EditableSource
 
 _MODULES = (
     "accelerators apply_func argparse base batch_size_finder callback callbacks checkpoint cli combined_loader "
@@ -39,7 +39,7 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 @final
-class New(NamedTuple):
+class LumenName(NamedTuple):
     """Replacement for a name of Lightning.
 
     Attributes:
@@ -51,35 +51,35 @@ class New(NamedTuple):
     name: str
 
 
-def short_name(full: str) -> str:
+def get_short_name(full: str) -> str:
     """Return the last part of a full name."""
     return full.rpartition(".")[2]
 
 
 def is_module(full: str) -> bool:
     """Return True if a full name of Lightning is a package or module."""
-    return full in LIGHTNINGS or short_name(full) in MODULES
+    return full in LIGHTNING_PACKAGES or get_short_name(full) in MODULES
 
 
-def new_name(full: str) -> New | None:
+def find_new_name(full: str) -> LumenName | None:
     """Return the replacement for a class or function of Lightning, or None if Lumen has no counterpart."""
-    short = short_name(full)
+    short = get_short_name(full)
     if short == "__version__":
-        return New("lumen", short)
+        return LumenName("lumen", short)
     if full.split(".")[1:2] == ["fabric"] or full.startswith("lightning_fabric."):
-        return New("lumen", short) if short == "seed_everything" else None
+        return LumenName("lumen", short) if short == "seed_everything" else None
     if short in lumen.__all__:
-        return New("lumen", short)
+        return LumenName("lumen", short)
     to = RENAMED.get(short) or ELSEWHERE.get(short)
     if to is None:
         return None
     module, _, name = to.rpartition(".")
-    return None if module == "lumen" and name not in lumen.__all__ else New(module, name)
+    return None if module == "lumen" and name not in lumen.__all__ else LumenName(module, name)
 
 
-def instead_of(full: str) -> str:
+def find_replacement(full: str) -> str:
     """Return a sentence on what to write in place of a name without counterpart."""
-    short = short_name(full)
+    short = get_short_name(full)
     if full.split(".")[1:2] == ["fabric"] or short == "Fabric" or full.startswith("lightning_fabric"):
         return "Lumen has no Fabric: write the loop as training_step of a TaskModule."
     return INSTEAD_OF_CLASSES.get(short) or _FUNCTIONS.get(short) or f"Lumen has no {short}."
@@ -97,7 +97,7 @@ _FUNCTIONS: Mapping[str, str] = {
 
 
 @final
-class Binding(NamedTuple):
+class ImportBinding(NamedTuple):
     """Name that an import binds to an object of Lightning.
 
     Attributes:
@@ -114,7 +114,7 @@ class Binding(NamedTuple):
 
 
 @final
-class Names:
+class FileNames:
     """Names of a file that are bound to objects of Lightning, and all other bound names.
 
     Args:
@@ -122,32 +122,34 @@ class Names:
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self.bindings: dict[str, Binding] = {}
-        self.every: list[Binding] = []
+        self.bindings: dict[str, ImportBinding] = {}
+        self.every: list[ImportBinding] = []
         self.stars: list[ast.ImportFrom] = []
         self.others: dict[str, str] = {}
         self.bound: set[str] = set()
         for node in ast.walk(tree):
-            self._note(node)
+            self._record_binding(node)
         kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
         functions = [each for each in ast.walk(tree) if isinstance(each, kinds)]
         #: Lightning's names that a function of the file rebinds, so that a use is ambiguous.
-        self.unclear = {_stored(node) for function in functions for node in ast.walk(function)} & {*self.bindings}
+        self.unclear = {_get_stored_name(node) for function in functions for node in ast.walk(function)} & {
+            *self.bindings
+        }
         #: Names that the file also assigns, for example as a fallback for a failed import.
-        self.assigned = {_stored(node) for node in ast.walk(tree)} - self.unclear
+        self.assigned = {_get_stored_name(node) for node in ast.walk(tree)} - self.unclear
 
-    def _note(self, node: ast.AST) -> None:
+    def _record_binding(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 package = alias.name.split(".")[0]
                 full = alias.name if alias.asname else package
-                self._bind(alias.asname or package, full, alias, node)
+                self._add_binding(alias.asname or package, full, alias, node)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if alias.name == "*" and (node.module or "").split(".")[0] in LIGHTNINGS and not node.level:
+                if alias.name == "*" and (node.module or "").split(".")[0] in LIGHTNING_PACKAGES and not node.level:
                     self.stars.append(node)
                 full = f"{'.' * node.level}{node.module or ''}.{alias.name}"
-                self._bind(alias.asname or alias.name, full, alias, node)
+                self._add_binding(alias.asname or alias.name, full, alias, node)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             self.bound.add(node.id)
         elif isinstance(node, ast.arg):
@@ -155,37 +157,37 @@ class Names:
         elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             self.bound.add(node.name)
 
-    def _bind(self, local: str, full: str, alias: ast.alias, statement: ast.Import | ast.ImportFrom) -> None:
-        if full.split(".")[0] in LIGHTNINGS:
+    def _add_binding(self, local: str, full: str, alias: ast.alias, statement: ast.Import | ast.ImportFrom) -> None:
+        if full.split(".")[0] in LIGHTNING_PACKAGES:
             if alias.name != "*":
-                self.every.append(Binding(local, full, alias, statement))
+                self.every.append(ImportBinding(local, full, alias, statement))
                 self.bindings[local] = self.every[-1]
         else:
             self.bound.add(local)
             self.others[local] = full
 
-    def full(self, node: ast.AST) -> str | None:
+    def get_full_name(self, node: ast.AST) -> str | None:
         """Return the full name of the imported object that a name or attribute in the file refers to, or None."""
         if isinstance(node, ast.Attribute):
-            owner = self.full(node.value)
+            owner = self.get_full_name(node.value)
             return None if owner is None else f"{owner}.{node.attr}"
         if not isinstance(node, ast.Name) or node.id in self.unclear:
             return None
         return self.bindings[node.id].full if node.id in self.bindings else self.others.get(node.id)
 
-    def of_lightning(self, node: ast.AST) -> str | None:
+    def get_lightning_name(self, node: ast.AST) -> str | None:
         """Return the full name of the Lightning object that a name in the file refers to, or None."""
-        full = self.full(node)
-        return full if full is not None and full.split(".")[0] in LIGHTNINGS else None
+        full = self.get_full_name(node)
+        return full if full is not None and full.split(".")[0] in LIGHTNING_PACKAGES else None
 
-    def root(self, node: ast.AST) -> Binding | None:
+    def get_binding(self, node: ast.AST) -> ImportBinding | None:
         """Return the binding that a name or the beginning of a dotted name refers to, or None."""
         while isinstance(node, ast.Attribute):
             node = node.value
         return self.bindings.get(node.id) if isinstance(node, ast.Name) and node.id not in self.unclear else None
 
 
-def _stored(node: ast.AST) -> str:
+def _get_stored_name(node: ast.AST) -> str:
     """Return the name that a node binds, or an empty string."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
@@ -196,7 +198,7 @@ _UNCLEAR = "{} is something else in a function of this file. Rename one of them,
 
 
 @final
-class Imports:
+class ImportEditor:
     """Editor of the uses of Lightning's names and, after them, of the imports.
 
     Args:
@@ -204,98 +206,100 @@ class Imports:
         names: The names of the file that are bound to objects of Lightning.
     """
 
-    def __init__(self, source: Source, names: Names) -> None:
+    def __init__(self, source: EditableSource, names: FileNames) -> None:
         self._source, self._names = source, names
-        self._kept: set[Binding] = set()
-        self._wanted: defaultdict[Binding, list[New]] = defaultdict(list)
+        self._kept: set[ImportBinding] = set()
+        self._wanted: defaultdict[ImportBinding, list[LumenName]] = defaultdict(list)
         is_free = names.others["lumen"] == "lumen" if "lumen" in names.others else "lumen" not in names.bound
         modules = [each.local for each in names.every if is_module(each.full)]
         kept = [local for local in modules if local in names.assigned] or ([] if is_free else modules)
         self._package = next(iter(kept), "lumen")
 
-    def use(self, node: ast.expr) -> str | None:
+    def rename_use(self, node: ast.expr) -> str | None:
         """Rename a use of an object of Lightning.
 
         Returns:
             The full name in Lightning if the object has no counterpart, or None if the use was renamed.
         """
-        full, binding = self._names.of_lightning(node), self._names.root(node)
+        full, binding = self._names.get_lightning_name(node), self._names.get_binding(node)
         assert full is not None
         assert binding is not None
-        start, end = self._source.span(node)
-        new = None if is_module(full) else new_name(full)
+        start, end = self._source.get_span(node)
+        new = None if is_module(full) else find_new_name(full)
         if new is None:
             self._kept.add(binding)
             return None if is_module(full) else full
-        text = self._local(binding) if isinstance(node, ast.Name) else self._through_module(binding, new)
+        text = (
+            self._get_local_name(binding) if isinstance(node, ast.Name) else self._rename_through_module(binding, new)
+        )
         if text != self._source.text[start:end]:
             self._source.replace(start, end, text)
         return None
 
-    def _through_module(self, binding: Binding, new: New) -> str:
+    def _rename_through_module(self, binding: ImportBinding, new: LumenName) -> str:
         self._wanted[binding].append(new)
         if new.module == "lumen":
             return f"{self._package}.{new.name}"
         return new.name if self._is_free(new) else f"_{new.name}"
 
-    def _local(self, binding: Binding) -> str:
+    def _get_local_name(self, binding: ImportBinding) -> str:
         """Return the new local name of an imported object."""
-        new = new_name(binding.full)
+        new = find_new_name(binding.full)
         is_kept = binding.alias.asname is not None or binding.local in self._names.assigned
         if new is None or is_kept or not self._is_free(new):
             return binding.local
         return new.name
 
-    def _is_free(self, new: New) -> bool:
+    def _is_free(self, new: LumenName) -> bool:
         """Return True if the file binds the name to no other object."""
         same = (f"{new.module}.{new.name}", f"typing.{new.name}")
         bound = new.name in self._names.bound and self._names.others.get(new.name) not in same
         ours = self._names.bindings.get(new.name)
-        return not bound and (ours is None or new_name(ours.full) == new)
+        return not bound and (ours is None or find_new_name(ours.full) == new)
 
     # ------------------------------------------------------------------ the statements
 
-    def finish(self, tree: ast.Module) -> list[tuple[int, str]]:
+    def write_imports(self, tree: ast.Module) -> list[tuple[int, str]]:
         """Rewrite the imports, after all uses were renamed.
 
         Returns:
             Lines that still import Lightning, each with a note.
         """
         left: list[tuple[int, str]] = []
-        for block in _blocks(tree) if self._names.every else ():
+        for block in _iterate_blocks(tree) if self._names.every else ():
             written: set[str] = set()
-            for run in self._runs(block):
-                lines = self._lines(run, written, left)
-                start, end = self._source.span(run[0])[0], self._source.span(run[-1])[1]
+            for run in self._iterate_import_runs(block):
+                lines = self._make_import_lines(run, written, left)
+                start, end = self._source.get_span(run[0])[0], self._source.get_span(run[-1])[1]
                 if not lines and len(block) > len(run) and self._is_alone(start, end):
-                    self._source.replace(self._source.line_start(start), self._source.line_end(end - 1), "")
+                    self._source.replace(self._source.find_line_start(start), self._source.find_line_end(end - 1), "")
                 else:
-                    text = f"{self._source.newline}{self._source.indent(start)}".join(lines or ["import lumen"])
+                    text = f"{self._source.newline}{self._source.get_indent(start)}".join(lines or ["import lumen"])
                     if text != self._source.text[start:end]:
                         self._source.replace(start, end, text)
         return left
 
     def _is_alone(self, start: int, end: int) -> bool:
         """Return True if the lines of a span have no other text, except comments."""
-        before = self._source.text[self._source.line_start(start) : start]
-        behind = self._source.text[end : self._source.line_end(end - 1)].strip()
+        before = self._source.text[self._source.find_line_start(start) : start]
+        behind = self._source.text[end : self._source.find_line_end(end - 1)].strip()
         return not before.strip() and (not behind or behind.startswith("#"))
 
-    def _runs(self, block: list[ast.stmt]) -> Iterator[list[ast.Import | ast.ImportFrom]]:
+    def _iterate_import_runs(self, block: list[ast.stmt]) -> Iterator[list[ast.Import | ast.ImportFrom]]:
         """Yield runs of consecutive Lightning imports without a comment between them."""
         run: list[ast.Import | ast.ImportFrom] = []
         ours = {id(binding.statement) for binding in self._names.every}
         for before, statement in pairwise([None, *block]):
             if not isinstance(statement, ast.Import | ast.ImportFrom) or id(statement) not in ours:
                 continue
-            if run and (run[-1] is not before or self._comments([run[-1], statement])):
+            if run and (run[-1] is not before or self._list_comments([run[-1], statement])):
                 yield run
                 run = []
             run.append(statement)
         if run:
             yield run
 
-    def _lines(
+    def _make_import_lines(
         self, run: list[ast.Import | ast.ImportFrom], written: set[str], left: list[tuple[int, str]]
     ) -> list[str]:
         """Return the new lines that replace consecutive imports."""
@@ -303,7 +307,7 @@ class Imports:
         of_modules: defaultdict[str, list[str]] = defaultdict(list)
         bindings = {id(binding.alias): binding for binding in self._names.every}
 
-        def need(new: New, local: str) -> None:
+        def need(new: LumenName, local: str) -> None:
             if self._names.others.get(local) in (f"{new.module}.{new.name}", f"typing.{new.name}"):
                 return
             of_modules[new.module].append(new.name if local == new.name else f"{new.name} as {local}")
@@ -314,26 +318,28 @@ class Imports:
                 if binding is None:
                     plain.append(ast.unparse(alias))
                     continue
-                new, of_module = new_name(binding.full), is_module(binding.full)
+                new, of_module = find_new_name(binding.full), is_module(binding.full)
                 is_unclear, wanted = binding.local in self._names.unclear, self._wanted[binding]
                 if new is not None and not of_module and not is_unclear:
-                    need(new, self._local(binding))
+                    need(new, self._get_local_name(binding))
                 elif not of_module or is_unclear or binding in self._kept:
-                    said = _UNCLEAR if is_unclear else f"{short_name(binding.full)}: {instead_of(binding.full)}"
+                    said = (
+                        _UNCLEAR if is_unclear else f"{get_short_name(binding.full)}: {find_replacement(binding.full)}"
+                    )
                     left.append((statement.lineno, said.format(binding.local)))
                     if isinstance(statement, ast.Import):
                         plain.append(ast.unparse(alias))
                     else:
                         of_modules[statement.module or ""].append(ast.unparse(alias))
                 else:
-                    wanted = wanted or [New("lumen", "")]
+                    wanted = wanted or [LumenName("lumen", "")]
                 for each in dict.fromkeys(wanted):
                     if each.module != "lumen":
                         need(each, each.name if self._is_free(each) else f"_{each.name}")
                     elif "lumen" not in self._names.others:
                         plain.append("lumen" if self._package == "lumen" else f"lumen as {self._package}")
         lines = [f"import {each}" for each in plain]
-        comments = self._comments(run)
+        comments = self._list_comments(run)
         for module, several in of_modules.items():
             fresh = [each for each in dict.fromkeys(several) if f"{module}.{each}" not in written]
             written.update(f"{module}.{each}" for each in fresh)
@@ -343,11 +349,11 @@ class Imports:
         written.update(fresh_lines)
         return [*comments, *fresh_lines]
 
-    def _comments(self, run: list[ast.Import | ast.ImportFrom]) -> list[str]:
-        return COMMENT.findall(self._source.text[self._source.span(run[0])[0] : self._source.span(run[-1])[1]])
+    def _list_comments(self, run: list[ast.Import | ast.ImportFrom]) -> list[str]:
+        return COMMENT.findall(self._source.text[self._source.get_span(run[0])[0] : self._source.get_span(run[-1])[1]])
 
 
-def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+def _iterate_blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
     """Yield all lists of statements in a tree."""
     for node in ast.walk(tree):
         blocks = (getattr(node, field, None) for field in ("body", "orelse", "finalbody"))

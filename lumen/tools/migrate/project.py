@@ -13,8 +13,8 @@ from typing import NamedTuple, final
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.errors.lightning_names import LIGHTNINGS
-from lumen.tools.migrate.names import Names, new_name, short_name
+from lumen.errors.lightning_names import LIGHTNING_PACKAGES
+from lumen.tools.migrate.names import FileNames, find_new_name, get_short_name
 
 _BASES = {
     lumen.TaskModule: "task",
@@ -25,13 +25,13 @@ _BASES = {
     lumen.Trainer: "trainer",
 }
 #: Directories to skip if git does not list the project's files.
-_NOT_OURS = ("__pycache__", "node_modules", "site-packages", "lightning_logs", "wandb", "mlruns")
+_FOREIGN_FOLDERS = ("__pycache__", "node_modules", "site-packages", "lightning_logs", "wandb", "mlruns")
 _SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".ipynb", ".toml", ".cfg", ".txt", ".lock")
 _NAMED = ("Pipfile", "Dockerfile", "Makefile")
 
 
 @final
-class Read(NamedTuple):
+class ParsedFile(NamedTuple):
     """Python file that was parsed.
 
     Attributes:
@@ -42,33 +42,33 @@ class Read(NamedTuple):
 
     text: str
     tree: ast.Module
-    names: Names
+    names: FileNames
 
 
 @final
-class Classes:
+class ProjectClasses:
     """Classes of a project, by their base classes.
 
     Args:
         files: All Python files.
     """
 
-    def __init__(self, files: Iterable[Read]) -> None:
+    def __init__(self, files: Iterable[ParsedFile]) -> None:
         self._kinds: dict[str, str] = {}
         found = [(node, file.names) for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
-        while len(kinds := {each[0].name: kind for each in found if (kind := self.kind(*each))}) > len(self._kinds):
+        while len(kinds := {each[0].name: kind for each in found if (kind := self.get_kind(*each))}) > len(self._kinds):
             self._kinds = kinds
         self._defined = {node.name: (node, names) for node, names in found}
-        tasks = [node for node, names in found if self.kind(node, names) == "task"]
+        tasks = [node for node, names in found if self.get_kind(node, names) == "task"]
         steps = [each for node in tasks for each in node.body if getattr(each, "name", "") == "training_step"]
         #: Set of values over all training steps: True if the step returns a dictionary.
         self.steps_return = {_returns_dictionary(each) for each in steps}
 
-    def kind(self, node: ast.ClassDef, names: Names) -> str | None:
+    def get_kind(self, node: ast.ClassDef, names: FileNames) -> str | None:
         """Return the kind of a class: task, data module, callback, cli, logger or trainer; None for other classes."""
-        return next((kind for base in node.bases if (kind := self._kind_of_base(base, names)) is not None), None)
+        return next((kind for base in node.bases if (kind := self._get_base_kind(base, names)) is not None), None)
 
-    def constructed(self, name: str) -> str | None:
+    def get_constructed_class(self, name: str) -> str | None:
         """Return the full name of the Lightning class whose constructor a project class inherits, or None."""
         seen: set[str] = set()
         while name in self._defined and name not in seen:
@@ -76,20 +76,20 @@ class Classes:
             node, names = self._defined[name]
             if not node.bases or any(getattr(each, "name", "") == "__init__" for each in node.body):
                 return None
-            if (full := names.of_lightning(node.bases[0])) is not None:
+            if (full := names.get_lightning_name(node.bases[0])) is not None:
                 return full
             name = getattr(node.bases[0], "attr", getattr(node.bases[0], "id", ""))
         return None
 
-    def _kind_of_base(self, base: ast.expr, names: Names) -> str | None:
-        full = names.full(base)
-        if full is not None and full.split(".")[0] in ("lumen", *LIGHTNINGS):
-            new = new_name(full)
+    def _get_base_kind(self, base: ast.expr, names: FileNames) -> str | None:
+        full = names.get_full_name(base)
+        if full is not None and full.split(".")[0] in ("lumen", *LIGHTNING_PACKAGES):
+            new = find_new_name(full)
             kind = getattr(lumen, new.name, None) if new is not None and new.module == "lumen" else None
             if not inspect.isclass(kind):
                 return None
             return next((name for owner, name in _BASES.items() if issubclass(kind, owner)), None)
-        short = short_name(full) if full is not None else getattr(base, "attr", getattr(base, "id", ""))
+        short = get_short_name(full) if full is not None else getattr(base, "attr", getattr(base, "id", ""))
         return self._kinds.get(short)
 
 
@@ -103,7 +103,7 @@ def _returns_dictionary(step: ast.AST) -> bool:
     return any(isinstance(each, ast.Dict) for each in returned) or "dict" in called
 
 
-def files_of(path: Path) -> list[Path]:
+def list_files(path: Path) -> list[Path]:
     """Return the files of a project that may need edits: files that git does not ignore, or all without git.
 
     Raises:
@@ -113,25 +113,25 @@ def files_of(path: Path) -> list[Path]:
         raise ConfigError(f"there is no file or directory {path}.")
     if path.is_file():
         return [path]
-    listed = _tracked(path, "--cached", "--others", "--exclude-standard")
-    found: Iterable[Path] = map(path.joinpath, filter(None, listed.split("\0"))) if listed else _walk(path)
-    ours = (each for each in found if _is_ours(each.relative_to(path)))
+    listed = _list_tracked(path, "--cached", "--others", "--exclude-standard")
+    found: Iterable[Path] = map(path.joinpath, filter(None, listed.split("\0"))) if listed else _walk_files(path)
+    ours = (each for each in found if _is_project_file(each.relative_to(path)))
     return sorted({each for each in ours if each.is_file() and not each.is_symlink()})
 
 
-def _walk(path: Path) -> Iterator[Path]:
+def _walk_files(path: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(path):
         ours = (name for name in folders if not Path(folder, name, "pyvenv.cfg").exists())
-        folders[:] = [name for name in ours if name not in _NOT_OURS]
+        folders[:] = [name for name in ours if name not in _FOREIGN_FOLDERS]
         yield from (Path(folder, name) for name in files)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_project_file(path: Path) -> bool:
     hidden = any(part.startswith(".") for part in path.parts[:-1])
     return not hidden and (path.suffix in _SUFFIXES or path.name in _NAMED)
 
 
-def _tracked(directory: Path, *words: str) -> str:
+def _list_tracked(directory: Path, *words: str) -> str:
     """Return the files that git lists in a directory, each ended by a zero byte; empty without a repository.
 
     The repository may be untrusted, and its config can name programs. Listing runs no filters; file system monitors,
@@ -146,11 +146,11 @@ def _tracked(directory: Path, *words: str) -> str:
     return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
 
 
-def unsaved(files: Iterable[Path]) -> Mapping[Path, str]:
+def find_unsaved(files: Iterable[Path]) -> Mapping[Path, str]:
     """Return the files whose present contents are not in git's index, with the reason."""
     found: dict[Path, str] = {}
     for file in files:
-        entry, text = _tracked(file.parent, "--stage", "--", file.name).split(), file.read_bytes()
+        entry, text = _list_tracked(file.parent, "--stage", "--", file.name).split(), file.read_bytes()
         if not entry:
             found[file] = "is not in git"
             continue

@@ -9,13 +9,13 @@ from typing import NamedTuple, final
 
 import lumen
 from lumen.checkpoint.user_state import INSTEAD as INSTEAD_OF_KEYS
-from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNINGS, NOT_IN_CLI
+from lumen.errors.lightning_names import ATTRIBUTES, LIGHTNING_PACKAGES, NOT_IN_CLI
 from lumen.task.hooks import HOOKS, NOT_CALLED
 from lumen.task.steps import NOT_GIVEN
-from lumen.tools.migrate.arguments import METHODS, Calls
-from lumen.tools.migrate.names import Imports, instead_of, is_module, new_name, short_name
-from lumen.tools.migrate.project import Classes, Read
-from lumen.tools.migrate.source import Source
+from lumen.tools.migrate.arguments import METHODS, CallEditor
+from lumen.tools.migrate.names import ImportEditor, find_new_name, find_replacement, get_short_name, is_module
+from lumen.tools.migrate.project import ParsedFile, ProjectClasses
+from lumen.tools.migrate.source import EditableSource
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -36,7 +36,7 @@ _OWN_OPTIMIZER_STEP = (
 
 
 @final
-class Methods:
+class MethodEditor:
     """Editor of the methods of classes: edits signatures where possible, and notes the other methods.
 
     Args:
@@ -44,10 +44,10 @@ class Methods:
         note: Function that records a note on a node.
     """
 
-    def __init__(self, source: Source, note: Callable[[ast.AST, str], None]) -> None:
+    def __init__(self, source: EditableSource, note: Callable[[ast.AST, str], None]) -> None:
         self._source, self._note = source, note
 
-    def look_at(self, owner: ast.ClassDef, kind: str) -> None:
+    def edit_methods(self, owner: ast.ClassDef, kind: str) -> None:
         """Edit or note all methods of a class.
 
         Args:
@@ -60,12 +60,12 @@ class Methods:
             if name in not_called:
                 self._note(method, f"{name} is not called. {not_called[name]}")
             elif kind in ("task", "callback"):
-                self._signature(method, kind)
+                self._edit_signature(method, kind)
         for each in owner.body:
             if isinstance(each, ast.Assign) and kind == "task" and isinstance(each.targets[0], ast.Name):
-                self.look_at_flag(each)
+                self.check_flag(each)
 
-    def look_at_flag(self, node: ast.Assign) -> None:
+    def check_flag(self, node: ast.Assign) -> None:
         """Note an assignment to an attribute of the task that has another meaning in Lumen."""
         for target in node.targets:
             name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
@@ -74,7 +74,7 @@ class Methods:
             if name == "truncated_bptt_steps":
                 self._note(node, NOT_CALLED["task"]["truncated_bptt_steps"])
 
-    def _signature(self, method: _Function, kind: str) -> None:
+    def _edit_signature(self, method: _Function, kind: str) -> None:
         arguments = method.args
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         if method.name in _STEPS and kind == "task":
@@ -92,9 +92,9 @@ class Methods:
         owner = lumen.Callback if kind == "callback" else lumen.TaskModule
         given = len(inspect.signature(getattr(owner, method.name)).parameters)
         if len(names) - len(arguments.defaults) > given:
-            self._drop(method, names, given)
+            self._drop_parameters(method, names, given)
 
-    def _drop(self, method: _Function, names: list[str], given: int) -> None:
+    def _drop_parameters(self, method: _Function, names: list[str], given: int) -> None:
         """Remove the last parameters, which Lumen does not pass, if the method does not read them."""
         extra = {*names[given:]}
         read = {node.id for each in method.body for node in ast.walk(each) if isinstance(node, ast.Name)}
@@ -103,9 +103,9 @@ class Methods:
             self._note(method, f"{method.name} is not given {listed}. It is called with ({', '.join(names[:given])}).")
             return
         last_kept, last = [*method.args.posonlyargs, *method.args.args][given - 1], method.args.args[-1]
-        self._source.replace(self._source.span(last_kept)[1], self._source.span(last)[1], "")
+        self._source.replace(self._source.get_span(last_kept)[1], self._source.get_span(last)[1], "")
 
-    def look_at_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[bool]) -> None:
+    def check_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[bool]) -> None:
         """Edit or note a subscript of a checkpoint or of the output of a training step."""
         if function is None or not isinstance(node.value, ast.Name) or not isinstance(node.slice, ast.Constant):
             return
@@ -151,7 +151,7 @@ _OWN_NAMES = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
 
 
 @final
-class Note(NamedTuple):
+class MigrationNote(NamedTuple):
     """Note on a line that the user has to check."""
 
     line: int
@@ -159,7 +159,7 @@ class Note(NamedTuple):
 
 
 @final
-class Editor:
+class FileEditor:
     """Editor of one file.
 
     Args:
@@ -168,33 +168,33 @@ class Editor:
         used: All names that the project uses.
     """
 
-    def __init__(self, read: Read, classes: Classes, used: frozenset[str]) -> None:
+    def __init__(self, read: ParsedFile, classes: ProjectClasses, used: frozenset[str]) -> None:
         self._read, self._names, self._classes, self._used = read, read.names, classes, used
-        self._source = Source(read.text)
-        self._imports = Imports(self._source, self._names)
-        self._methods = Methods(self._source, self._note)
-        self._calls = Calls(self._source, self._note_line, fits="fit" in used)
-        self._notes: dict[Note, None] = {}
+        self._source = EditableSource(read.text)
+        self._imports = ImportEditor(self._source, self._names)
+        self._methods = MethodEditor(self._source, self._add_note)
+        self._calls = CallEditor(self._source, self._add_line_note, is_accepted="fit" in used)
+        self._notes: dict[MigrationNote, None] = {}
         self._kinds: list[str | None] = [None]
         self._bases: list[list[str]] = [[]]
         self._functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
-        self._trainers, self._unpacked = self._look_for_trainers()
+        self._trainers, self._unpacked = self._find_trainers()
 
-    def edit(self) -> tuple[str, list[Note]]:
+    def edit(self) -> tuple[str, list[MigrationNote]]:
         """Return the text with all edits, and the notes."""
         self._visit(self._read.tree)
         for star in self._names.stars:
-            self._note(star, _STAR)
-        for line, said in self._imports.finish(self._read.tree):
+            self._add_note(star, _STAR)
+        for line, said in self._imports.write_imports(self._read.tree):
             if said not in {note.sentence for note in self._notes}:
-                self._note_line(line, said)
-        return self._source.edited(), sorted(self._notes)
+                self._add_line_note(line, said)
+        return self._source.apply_edits(), sorted(self._notes)
 
-    def _note(self, node: ast.AST, sentence: str) -> None:
-        self._note_line(self._source.line_of(self._source.span(node)[0]), sentence)
+    def _add_note(self, node: ast.AST, sentence: str) -> None:
+        self._add_line_note(self._source.get_line_number(self._source.get_span(node)[0]), sentence)
 
-    def _note_line(self, line: int, sentence: str) -> None:
-        self._notes[Note(line, sentence)] = None
+    def _add_line_note(self, line: int, sentence: str) -> None:
+        self._notes[MigrationNote(line, sentence)] = None
 
     def _visit(self, node: ast.AST) -> None:
         """Visit a node, and its children unless the node's own visitor did."""
@@ -206,12 +206,12 @@ class Editor:
         for child in ast.iter_child_nodes(node):
             self._visit(child)
 
-    def _look_for_trainers(self) -> tuple[set[str], set[ast.AST]]:
+    def _find_trainers(self) -> tuple[set[str], set[ast.AST]]:
         """Return the names of trainer variables, and the dictionaries unpacked into arguments of `Trainer`."""
         trainers, unpacked = {"trainer"}, set()
         assigned = [node for node in ast.walk(self._read.tree) if isinstance(node, ast.Assign)]
         for node in ast.walk(self._read.tree):
-            if isinstance(node, ast.Call) and self._owner(self._full(node.func)) == "Trainer":
+            if isinstance(node, ast.Call) and self._get_lumen_class(self._get_lightning_class(node.func)) == "Trainer":
                 given = [each.value for each in node.keywords if each.arg is None]
                 unpacked |= {each.id for each in given if isinstance(each, ast.Name)}
                 held = [target for each in assigned if each.value is node for target in each.targets]
@@ -219,13 +219,15 @@ class Editor:
         named = ((each.value, {getattr(target, "id", None) for target in each.targets}) for each in assigned)
         return trainers, {value for value, names in named if names & unpacked}
 
-    def _full(self, function: ast.expr) -> str | None:
+    def _get_lightning_class(self, function: ast.expr) -> str | None:
         """Return the full name of the Lightning class whose constructor is called, or None."""
-        return self._names.of_lightning(function) or self._classes.constructed(getattr(function, "id", ""))
+        return self._names.get_lightning_name(function) or self._classes.get_constructed_class(
+            getattr(function, "id", "")
+        )
 
-    def _owner(self, full: str | None) -> str | None:
+    def _get_lumen_class(self, full: str | None) -> str | None:
         """Return the name of the public Lumen class that replaces a Lightning class, or None."""
-        new = new_name(full) if full is not None and not is_module(full) else None
+        new = find_new_name(full) if full is not None and not is_module(full) else None
         return new.name if new is not None and new.module == "lumen" and new.name[:1].isupper() else None
 
     def _is_trainer(self, node: ast.expr) -> bool:
@@ -235,50 +237,50 @@ class Editor:
     # ------------------------------------------------------------------ names
 
     def _see_Name(self, node: ast.Name) -> None:
-        if self._names.root(node) is not None and isinstance(node.ctx, ast.Load):
-            self._use(node)
+        if self._names.get_binding(node) is not None and isinstance(node.ctx, ast.Load):
+            self._rename_use(node)
 
     def _see_Attribute(self, node: ast.Attribute) -> bool:
-        full, owner = self._names.of_lightning(node), self._names.of_lightning(node.value)
+        full, owner = self._names.get_lightning_name(node), self._names.get_lightning_name(node.value)
         if full is not None and owner is not None and is_module(owner):
-            self._use(node)
+            self._rename_use(node)
             return True
         if full is not None and node.attr in _OF_ARGPARSE:
-            self._note(node, _ARGPARSE)
+            self._add_note(node, _ARGPARSE)
         if self._is_trainer(node.value) and node.attr in ATTRIBUTES and not hasattr(lumen.Trainer, node.attr):
-            self._of_trainer(node)
+            self._edit_trainer_attribute(node)
         is_logger = getattr(node.value, "attr", "") == "logger"
         if node.attr == "experiment" and is_logger and "TensorBoardLogger" not in self._used:
-            self._note(node, _EXPERIMENT)
+            self._add_note(node, _EXPERIMENT)
         of_task = self._kinds[-1] == "task" and getattr(node.value, "id", "") == "self" and node.attr in _OF_TASKS
         if of_task and (node.attr.startswith("to_") or not hasattr(lumen.TaskModule, node.attr)):
-            self._note(node, f"self.{node.attr}: {_OF_TASKS[node.attr]}")
+            self._add_note(node, f"self.{node.attr}: {_OF_TASKS[node.attr]}")
         return False
 
-    def _use(self, node: ast.Name | ast.Attribute) -> None:
-        if (full := self._imports.use(node)) is not None:
-            self._note(node, f"{short_name(full)}: {instead_of(full)}")
+    def _rename_use(self, node: ast.Name | ast.Attribute) -> None:
+        if (full := self._imports.rename_use(node)) is not None:
+            self._add_note(node, f"{get_short_name(full)}: {find_replacement(full)}")
 
-    def _of_trainer(self, node: ast.Attribute) -> None:
+    def _edit_trainer_attribute(self, node: ast.Attribute) -> None:
         if node.attr in _SAME and isinstance(node.ctx, ast.Load):
-            end, said = self._source.span(node)[1], ATTRIBUTES[node.attr]
+            end, said = self._source.get_span(node)[1], ATTRIBUTES[node.attr]
             self._source.replace(end - len(node.attr), end, said.removeprefix("Read trainer.").removesuffix("."))
         else:
-            self._note(node, f"trainer.{node.attr}: {ATTRIBUTES[node.attr]}")
+            self._add_note(node, f"trainer.{node.attr}: {ATTRIBUTES[node.attr]}")
 
     # ------------------------------------------------------------------ annotations, texts
 
     def _see_arg(self, node: ast.arg | ast.AnnAssign) -> None:
-        self._annotation(node.annotation)
+        self._edit_annotation(node.annotation)
 
     _see_AnnAssign = _see_arg
 
-    def _annotation(self, node: ast.expr | None) -> None:
+    def _edit_annotation(self, node: ast.expr | None) -> None:
         """Visit the quoted parts of an annotation as expressions."""
         for each in ast.walk(node) if node is not None else ():
             if not isinstance(each, ast.Constant) or not isinstance(each.value, str) or not each.value:
                 continue
-            before, quoted, _ = self._source.of(each).partition(each.value)
+            before, quoted, _ = self._source.get_text(each).partition(each.value)
             try:
                 inner = ast.parse(each.value, mode="eval").body
             except (SyntaxError, ValueError):  # ValueError for a null byte
@@ -294,9 +296,9 @@ class Editor:
     def _see_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str) and "\n" not in node.value:
             if node.value.endswith(".ckpt"):
-                self._note(node, _CKPT)
+                self._add_note(node, _CKPT)
             if "lightning_logs" in node.value:
-                self._note(node, _LOGS)
+                self._add_note(node, _LOGS)
 
     def _see_Expr(self, node: ast.Expr) -> bool:
         return isinstance(node.value, ast.Constant)  # Docstrings are not visited.
@@ -304,18 +306,18 @@ class Editor:
     # ------------------------------------------------------------------ classes, functions
 
     def _see_ClassDef(self, node: ast.ClassDef) -> bool:
-        kind = self._classes.kind(node, self._names)
+        kind = self._classes.get_kind(node, self._names)
         if kind in ("task", "data module", "callback", "cli"):
-            self._methods.look_at(node, kind)
+            self._methods.edit_methods(node, kind)
         self._kinds.append(kind)
-        self._bases.append([name for base in node.bases if (name := self._names.of_lightning(base)) is not None])
+        self._bases.append([name for base in node.bases if (name := self._names.get_lightning_name(base)) is not None])
         self._visit_within(node)
         self._kinds.pop()
         self._bases.pop()
         return True
 
     def _see_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-        self._annotation(node.returns)
+        self._edit_annotation(node.returns)
         self._functions.append(node)
         self._visit_within(node)
         self._functions.pop()
@@ -325,29 +327,29 @@ class Editor:
 
     def _see_Assign(self, node: ast.Assign) -> None:
         if self._kinds[-1] == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
-            self._methods.look_at_flag(node)
+            self._methods.check_flag(node)
         if node.value in self._unpacked and isinstance(node.value, ast.Call | ast.Dict):
-            self._calls.constructor(node.value, "Trainer", "Trainer")
+            self._calls.edit_constructor(node.value, "Trainer", "Trainer")
 
     def _see_Subscript(self, node: ast.Subscript) -> None:
         function = self._functions[-1] if self._functions else None
-        self._methods.look_at_key(node, function, self._classes.steps_return)
+        self._methods.check_key(node, function, self._classes.steps_return)
 
     # ------------------------------------------------------------------ calls
 
     def _see_Call(self, node: ast.Call) -> None:
-        full = self._full(node.func)
-        if (owner := self._owner(full)) is not None and full is not None:
-            self._calls.constructor(node, short_name(full), owner)
+        full = self._get_lightning_class(node.func)
+        if (owner := self._get_lumen_class(full)) is not None and full is not None:
+            self._calls.edit_constructor(node, get_short_name(full), owner)
         elif _is_super_init(node):
             for base in self._bases[-1]:
-                owner = self._owner(base)
+                owner = self._get_lumen_class(base)
                 if owner is not None and f"lumen.{owner}" not in _OWN_NAMES:
-                    self._calls.constructor(node, short_name(base), owner)
+                    self._calls.edit_constructor(node, get_short_name(base), owner)
         elif isinstance(node.func, ast.Attribute) and self._is_method(node.func):
-            self._calls.method(node, node.func.attr)
+            self._calls.edit_method(node, node.func.attr)
         if getattr(node.func, "attr", getattr(node.func, "id", "")) == "getLogger":
-            self._logger_name(node)
+            self._edit_logger_name(node)
 
     def _is_method(self, function: ast.Attribute) -> bool:
         """Return True if a call is of a method of the task, the trainer or the tuner."""
@@ -355,17 +357,17 @@ class Editor:
             return self._is_trainer(function.value)
         if function.attr in ("log", "log_dict"):
             is_ours = self._kinds[-1] in ("task", "callback")
-            return is_ours and getattr(function.value, "id", "") in ("self", *self._task_names())
+            return is_ours and getattr(function.value, "id", "") in ("self", *self._list_task_names())
         return function.attr in METHODS
 
-    def _task_names(self) -> tuple[str, ...]:
+    def _list_task_names(self) -> tuple[str, ...]:
         """Return the name of the task parameter in a callback's hook, if any."""
         arguments = self._functions[-1].args.args if self._functions else []
         return tuple(each.arg for each in arguments[2:3]) if self._kinds[-1] == "callback" else ()
 
-    def _logger_name(self, node: ast.Call) -> None:
+    def _edit_logger_name(self, node: ast.Call) -> None:
         for value in node.args[:1]:
-            if str(getattr(value, "value", "")).split(".")[0] in LIGHTNINGS:
+            if str(getattr(value, "value", "")).split(".")[0] in LIGHTNING_PACKAGES:
                 self._source.replace_node(value, '"lumen"')
 
 
@@ -375,8 +377,8 @@ def _is_super_init(node: ast.Call) -> bool:
     return isinstance(of_super, ast.Call) and getattr(of_super.func, "id", "") == "super"
 
 
-def names_used(tree: ast.Module) -> Iterator[str]:
+def iterate_used_names(tree: ast.Module) -> Iterator[str]:
     """Yield the names that a file uses, including attributes and imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name | ast.alias):
-            yield short_name(getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "name", ""))
+            yield get_short_name(getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "name", ""))

@@ -13,7 +13,7 @@ COMMENT = re.compile(r"#[^\r\n]*")
 
 
 @final
-class Source:
+class EditableSource:
     """Text and the edits to make in it.
 
     Args:
@@ -26,33 +26,33 @@ class Source:
         self._starts = [0, *accumulate(map(len, self.lines))]
         self._edits: dict[tuple[int, int, str], None] = {}  # start offset, end offset and the new text
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
+    def get_span(self, node: ast.AST) -> tuple[int, int]:
         """Return the start and end offsets of a node of Python's syntax tree."""
         return (
-            self._offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
-            self._offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
+            self._get_offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
+            self._get_offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
         )
 
-    def of(self, node: ast.AST) -> str:
+    def get_text(self, node: ast.AST) -> str:
         """Return the text of a node."""
-        start, end = self.span(node)
+        start, end = self.get_span(node)
         return self.text[start:end]
 
-    def line_of(self, offset: int) -> int:
+    def get_line_number(self, offset: int) -> int:
         """Return the number of the line with an offset, starting from 1."""
         return max(1, bisect_left(self._starts, offset + 1))
 
-    def line_start(self, offset: int) -> int:
+    def find_line_start(self, offset: int) -> int:
         """Return the offset at which the line with an offset begins."""
-        return self._starts[self.line_of(offset) - 1]
+        return self._starts[self.get_line_number(offset) - 1]
 
-    def line_end(self, offset: int) -> int:
+    def find_line_end(self, offset: int) -> int:
         """Return the offset at which the next line begins."""
-        return self._starts[self.line_of(offset)] if self.lines else 0
+        return self._starts[self.get_line_number(offset)] if self.lines else 0
 
-    def indent(self, offset: int) -> str:
+    def get_indent(self, offset: int) -> str:
         """Return the indentation of the line with an offset."""
-        line = self.lines[self.line_of(offset) - 1]
+        line = self.lines[self.get_line_number(offset) - 1]
         return str(line[: len(line) - len(line.lstrip(" \t\f"))])
 
     @property
@@ -67,9 +67,9 @@ class Source:
 
     def replace_node(self, node: ast.AST, text: str) -> None:
         """Replace a node by a text."""
-        self.replace(*self.span(node), text)
+        self.replace(*self.get_span(node), text)
 
-    def edited(self) -> str:
+    def apply_edits(self) -> str:
         """Return the text with all edits."""
         parts, at = [], 0
         for start, end, text in sorted(self._edits, key=lambda edit: (edit[0], edit[1] > edit[0], -edit[1])):
@@ -78,7 +78,7 @@ class Source:
                 at = end
         return "".join([*parts, self.text[at:]])
 
-    def _offset(self, line: int, column: int) -> int:
+    def _get_offset(self, line: int, column: int) -> int:
         """Return the offset of a line and a column. The syntax tree counts columns in UTF-8 bytes."""
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         behind = column if text.isascii() else len(text.encode()[:column].decode())
@@ -86,7 +86,7 @@ class Source:
 
 
 @final
-class Item(NamedTuple):
+class SourceItem(NamedTuple):
     """Argument of a call, or entry of a dictionary literal.
 
     Attributes:
@@ -107,7 +107,7 @@ class Item(NamedTuple):
 
 
 @final
-class Items:
+class ItemEditor:
     """Arguments of a call or entries of a dictionary, which can be removed, renamed and added.
 
     Args:
@@ -115,41 +115,46 @@ class Items:
         node: The call or the dictionary.
     """
 
-    def __init__(self, source: Source, node: ast.Call | ast.Dict) -> None:
+    def __init__(self, source: EditableSource, node: ast.Call | ast.Dict) -> None:
         self._source = source
         self.is_call = isinstance(node, ast.Call)
-        begin = source.span(node.func)[1] if isinstance(node, ast.Call) else source.span(node)[0]
-        self.open, self.close = source.text.index("(" if self.is_call else "{", begin) + 1, source.span(node)[1] - 1
-        self.all: list[Item] = []
+        begin = source.get_span(node.func)[1] if isinstance(node, ast.Call) else source.get_span(node)[0]
+        self.open, self.close = source.text.index("(" if self.is_call else "{", begin) + 1, source.get_span(node)[1] - 1
+        self.all: list[SourceItem] = []
         self._gone: set[int] = set()
         self._added = ""
-        given = _of_call(node) if isinstance(node, ast.Call) else _of_dictionary(node)
-        places = pairwise([*(source.span(first)[0] for _, first, _ in given), self.close])
+        given = _list_call_items(node) if isinstance(node, ast.Call) else _list_dictionary_items(node)
+        places = pairwise([*(source.get_span(first)[0] for _, first, _ in given), self.close])
         at = self.open
         for (name, first, value), (begin, following) in zip(given, places, strict=True):
-            before = _without_comments(source.text[at:begin])  # This includes parentheses around a value.
-            start, end = at + len(before) - len(before.lstrip()), max(source.span(first)[1], source.span(value)[1])
-            behind, comma, _ = _without_comments(source.text[end:following]).partition(",")
+            before = _blank_comments(source.text[at:begin])  # This includes parentheses around a value.
+            start, end = (
+                at + len(before) - len(before.lstrip()),
+                max(source.get_span(first)[1], source.get_span(value)[1]),
+            )
+            behind, comma, _ = _blank_comments(source.text[end:following]).partition(",")
             at = end + len(behind + comma) if comma else end + len(behind.rstrip())
             end = min(end + len(behind.rstrip()), self.close)
-            self.all.append(Item(name, value, start, end, at if comma else end, self._named(name, first)))
+            self.all.append(
+                SourceItem(name, value, start, end, at if comma else end, self._find_name_span(name, first))
+            )
 
-    def _named(self, name: str | None, first: ast.AST) -> tuple[int, int]:
-        start, end = self._source.span(first)
+    def _find_name_span(self, name: str | None, first: ast.AST) -> tuple[int, int]:
+        start, end = self._source.get_span(first)
         return (start, start + len(name)) if self.is_call and name is not None else (start, end)
 
-    def rename(self, item: Item, name: str) -> None:
+    def rename(self, item: SourceItem, name: str) -> None:
         """Rename an argument or entry."""
-        self._source.replace(*item.named, self.name_of(name).removesuffix("=").removesuffix(": "))
+        self._source.replace(*item.named, self.format_name(name).removesuffix("=").removesuffix(": "))
 
-    def name_of(self, name: str) -> str:
+    def format_name(self, name: str) -> str:
         """Return a name in the form that precedes its value, such as `name=`."""
         if self.is_call:
             return f"{name}="
         quote = next((self._source.text[each.start] for each in self.all if each.name is not None), '"')
         return f"{quote}{name}{quote}: "
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: SourceItem) -> None:
         """Remove an argument or entry."""
         self._gone.add(self.all.index(item))
 
@@ -157,24 +162,24 @@ class Items:
         """Append one argument or entry."""
         self._added = text
 
-    def finish(self) -> None:
+    def apply_edits(self) -> None:
         """Make the edits. Call this once, after all other methods."""
         kept = [number for number in range(len(self.all)) if number not in self._gone]
         if self._gone and not kept:
             self._source.replace(self.open, self.close, self._added)
             return
         for _, run in groupby(sorted(self._gone), key=lambda number: number - sorted(self._gone).index(number)):
-            self._remove_run([*run])
+            self._remove_neighbours([*run])
         if self._added:
-            self._add()
+            self._add_items()
 
-    def _remove_run(self, run: list[int]) -> None:
+    def _remove_neighbours(self, run: list[int]) -> None:
         """Remove neighbouring items."""
         source, first, last = self._source, self.all[run[0]], self.all[run[-1]]
-        rest = source.text[last.comma : source.line_end(last.comma - 1)].split("#")[0]
-        begins = not source.text[source.line_start(first.start) : first.start].strip()
+        rest = source.text[last.comma : source.find_line_end(last.comma - 1)].split("#")[0]
+        begins = not source.text[source.find_line_start(first.start) : first.start].strip()
         if begins and not rest.strip():  # The items have their own lines; trailing comments are removed too.
-            source.replace(source.line_start(first.start), source.line_end(last.comma - 1), "")
+            source.replace(source.find_line_start(first.start), source.find_line_end(last.comma - 1), "")
         elif run[0] == 0 or (run[-1] + 1 < len(self.all) and (begins or rest.strip())):
             source.replace(first.start, self.all[run[-1] + 1].start, "")
         else:
@@ -182,30 +187,30 @@ class Items:
             start = before.end if last.comma == last.end else before.comma
             source.replace(first.start if "#" in source.text[start : first.start] else start, last.comma, "")
 
-    def _add(self) -> None:
+    def _add_items(self) -> None:
         source, last = self._source, self.all[-1] if self.all else None
         if last is None:
             source.replace(self.open, self.open, self._added)
-        elif not source.text[source.line_start(last.start) : last.start].strip():
-            text = f"{source.newline}{source.indent(last.start)}{self._added}"
+        elif not source.text[source.find_line_start(last.start) : last.start].strip():
+            text = f"{source.newline}{source.get_indent(last.start)}{self._added}"
             source.replace(last.comma, last.comma, f"{text}," if last.comma > last.end else f",{text}")
         else:
             source.replace(last.end, last.end, f", {self._added}")
 
 
-def _of_dictionary(node: ast.Dict) -> list[tuple[str | None, ast.AST, ast.expr]]:
+def _list_dictionary_items(node: ast.Dict) -> list[tuple[str | None, ast.AST, ast.expr]]:
     """Return name, first node and value of each entry, in order."""
     names = [key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None for key in node.keys]
     return [(name, key or value, value) for name, key, value in zip(names, node.keys, node.values, strict=True)]
 
 
-def _of_call(node: ast.Call) -> list[tuple[str | None, ast.AST, ast.expr]]:
+def _list_call_items(node: ast.Call) -> list[tuple[str | None, ast.AST, ast.expr]]:
     """Return name, first node and value of each argument, in the order of the text."""
     positional = [(None, value, value) for value in node.args]
     named = [(each.arg, each, each.value) for each in node.keywords]
     return sorted([*positional, *named], key=lambda each: (each[2].lineno, each[2].col_offset))
 
 
-def _without_comments(text: str) -> str:
+def _blank_comments(text: str) -> str:
     """Return the text between expressions, with spaces in place of comments and backslashes."""
     return COMMENT.sub(lambda comment: " " * len(comment[0]), text).replace("\\", " ")

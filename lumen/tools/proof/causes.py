@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
-from lumen.tools.proof.outcome import Event, Outcome, cause_of_parts, compare, merged
-from lumen.tools.proof.worker import Result
+from lumen.tools.proof.outcome import Event, Outcome, compare_outcomes, explain_parts, merge_outcomes
+from lumen.tools.proof.worker import VariantResult
 
 _ALWAYS = {
     "os.urandom", "os.getrandom", "os.getpid", "uuid.uuid1", "uuid.uuid4", "time.time", "time.time_ns",
@@ -25,7 +25,7 @@ SETS = "a set, whose order is another one in each interpreter"
 
 
 @final
-class Suspect(NamedTuple):
+class SuspectLine(NamedTuple):
     """Line of user code that may cause a difference.
 
     Attributes:
@@ -43,32 +43,32 @@ class Suspect(NamedTuple):
         return f"{self.what}, {self.file}:{self.line}"
 
 
-def suspects(lines: tuple[str, int, int] | None) -> list[Suspect]:
+def find_suspects(lines: tuple[str, int, int] | None) -> list[SuspectLine]:
     """Return the distinct suspects between two lines of a file."""
     if lines is None:
         return []
     file, first, last = lines
-    return [each for each in _all(file) if first <= each.line <= last]
+    return [each for each in _find_all_suspects(file) if first <= each.line <= last]
 
 
 @lru_cache(maxsize=64)
-def _all(file: str) -> tuple[Suspect, ...]:
+def _find_all_suspects(file: str) -> tuple[SuspectLine, ...]:
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ()
-    return tuple(sorted({*_in(tree, file)}, key=lambda each: each.line))
+    return tuple(sorted({*_iterate_suspects(tree, file)}, key=lambda each: each.line))
 
 
-def _in(tree: ast.AST, file: str) -> Iterator[Suspect]:
+def _iterate_suspects(tree: ast.AST, file: str) -> Iterator[SuspectLine]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             is_bare = not node.args and not node.keywords
             if name in _ALWAYS or name.startswith("secrets.") or (name in _WITHOUT_SEED and is_bare):
-                yield Suspect(file, node.lineno, f"{name}()")
+                yield SuspectLine(file, node.lineno, f"{name}()")
         elif isinstance(node, ast.For | ast.comprehension) and _is_set(node.iter):
-            yield Suspect(file, node.iter.lineno, SETS)
+            yield SuspectLine(file, node.iter.lineno, SETS)
 
 
 def _is_set(node: ast.expr) -> bool:
@@ -84,7 +84,7 @@ _STATE = "Make it a buffer (register_buffer), or keep it by on_save_checkpoint a
 
 @final
 @dataclass
-class Cause:
+class DifferenceCause:
     """Reason why a promise is not proven.
 
     Attributes:
@@ -103,7 +103,7 @@ class Cause:
 # ---------------------------------------------------------------------- errors
 
 
-def cause_of_failure(result: Result, reference: Result | None = None) -> Cause:
+def explain_failure(result: VariantResult, reference: VariantResult | None = None) -> DifferenceCause:
     """Return the cause of a variant's failure, if possible from the computations before the error.
 
     Args:
@@ -111,45 +111,49 @@ def cause_of_failure(result: Result, reference: Result | None = None) -> Cause:
         reference: The result of the run to compare with, or None.
     """
     failure = result.failure or {}
-    if reference is not None and reference.outcomes and (changed := _changing(merged(reference.outcomes))):
+    if (
+        reference is not None
+        and reference.outcomes
+        and (changed := _explain_changing_length(merge_outcomes(reference.outcomes)))
+    ):
         return changed
-    if found := cause_on_one_rank(result):
+    if found := explain_single_rank(result):
         found.text += f" The run ended by: {failure['message'].splitlines()[0]}"
         return found
     end = "\n  ".join(failure["text"].strip().splitlines()[-6:])
-    return Cause(failure["kind"], failure["place"], failure["message"] if failure["ours"] == "True" else end)
+    return DifferenceCause(failure["kind"], failure["place"], failure["message"] if failure["ours"] == "True" else end)
 
 
-def cause_on_one_rank(result: Result) -> Cause | None:
+def explain_single_rank(result: VariantResult) -> DifferenceCause | None:
     """Return the cause of a difference between ranks of one variant, or None if the ranks agree."""
     if len(result.outcomes) < 2:
         return None
     first, others = result.outcomes[0], result.outcomes[1:]
     for rank, other in enumerate(others, 1):
-        if (at := compare(first, other, 0.0, ("built",)).at) is not None:
-            return _built(at, first, f"is another one on rank {rank}")
-        if (at := compare(first, other, 0.0, ("gradient", "parameter")).at) is not None:
-            return _written(at, first, other, rank)
+        if (at := compare_outcomes(first, other, 0.0, ("built",)).at) is not None:
+            return _explain_build(at, first, f"is another one on rank {rank}")
+        if (at := compare_outcomes(first, other, 0.0, ("gradient", "parameter")).at) is not None:
+            return _explain_write(at, first, other, rank)
     return None
 
 
-def _built(at: Event, outcome: Outcome, how: str) -> Cause:
-    found = _suspects_of(outcome, _owner(at.name), "task", "data")
-    return Cause(
+def _explain_build(at: Event, outcome: Outcome, how: str) -> DifferenceCause:
+    found = _find_module_suspects(outcome, _get_module_name(at.name), "task", "data")
+    return DifferenceCause(
         "what is built is drawn outside the keys",
-        _place(outcome, at.name, found),
-        f"{at.name} {how} after building, before any step, though the generators were seeded alike.{_said(found)} "
+        _format_place(outcome, at.name, found),
+        f"{at.name} {how} after building, before any step, though the generators were seeded alike.{_format_suspects(found)} "
         "Initialise from the global generators, and from nothing that a process has for itself.",
     )
 
 
-def _written(at: Event, first: Outcome, other: Outcome, rank: int) -> Cause:
+def _explain_write(at: Event, first: Outcome, other: Outcome, rank: int) -> DifferenceCause:
     """Return the cause for a value that one rank wrote and that must be equal on all ranks."""
     ours, theirs = ({(step, hook) for step, hook, _ in each.written} for each in (first, other))
     alone = sorted(ours ^ theirs)
     who = alone[0][1] if alone else "what is not a hook of a callback or of the task"
     side = "rank 0" if alone and alone[0] in ours else f"rank {rank}"
-    return Cause(
+    return DifferenceCause(
         "a hook acts on one rank alone",
         who,
         f"The ranks have another {at.what} {at.name} from step {at.step} on: it is written on {side} alone. Do it on "
@@ -160,18 +164,18 @@ def _written(at: Event, first: Outcome, other: Outcome, rank: int) -> Cause:
 # ---------------------------------------------------------------------- values of evaluations
 
 
-def cause_of_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> Cause:
+def explain_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> DifferenceCause:
     """Return the cause of different values in an evaluation."""
     name = wrong[0]
     logged = first.logged.get(name) or other.logged.get(name) or ""
     if logged.partition(" ")[0].endswith("_end"):
-        return Cause(
+        return DifferenceCause(
             "a metric is averaged by hand",
             f"{name}, logged in {logged}",
             f"{', '.join(wrong)}: on two processes another value, because each process has seen only its own batches "
             "there. Log in the step, where each batch counts by its samples, or log a torchmetrics object.",
         )
-    return Cause(
+    return DifferenceCause(
         "an evaluation depends on the number of processes",
         f"{name}, logged in {logged}" if logged else name,
         f"{', '.join(wrong)}: another value on two processes. Is something kept from one batch to the next?",
@@ -181,7 +185,9 @@ def cause_of_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> Cau
 # ---------------------------------------------------------------------- trainings
 
 
-def cause_of(reference: Result, other: Result, at: Event | None, wrong: Sequence[str], *, exact: bool) -> Cause:
+def explain_difference(
+    reference: VariantResult, other: VariantResult, at: Event | None, wrong: Sequence[str], *, exact: bool
+) -> DifferenceCause:
     """Return the cause of a difference between two trainings or two evaluations.
 
     Args:
@@ -191,44 +197,44 @@ def cause_of(reference: Result, other: Result, at: Event | None, wrong: Sequence
         wrong: Names of the values that differ, in order.
         exact: True if results must be bitwise identical: when run again, resumed or run with other workers.
     """
-    ours, theirs = merged(reference.outcomes), merged(other.outcomes)
+    ours, theirs = merge_outcomes(reference.outcomes), merge_outcomes(other.outcomes)
     if at is None:
-        return cause_of_values(wrong, ours, theirs)
+        return explain_values(wrong, ours, theirs)
     if ours.moved or theirs.moved:
-        return cause_of_moving(ours if ours.moved else theirs)
-    if other.variant.world > 1 and (alone := cause_on_one_rank(other)):
+        return explain_validation_change(ours if ours.moved else theirs)
+    if other.variant.world > 1 and (alone := explain_single_rank(other)):
         return alone
     if at.what == "built":
-        return _built(at, ours, "is another one in another run")
+        return _explain_build(at, ours, "is another one in another run")
     if at.what in ("order", "batch"):
-        return _data(at, reference, other)
+        return _explain_data(at, reference, other)
     if other.variant.joins:
-        return _joined(ours, theirs)
+        return _explain_joined(ours, theirs)
     if at.what == "buffer" or (at.what in ("module", "input") and _is_norm(ours, at.name)):
-        return _buffer(at, ours, other)
+        return _explain_buffer(at, ours, other)
     if at.what in ("input", "module", "loss"):
-        return _forward(at, ours, other, exact=exact)
+        return _explain_forward(at, ours, other, exact=exact)
     if at.what == "gradient":
-        return Cause(
+        return DifferenceCause(
             "gradients differ, of equal losses",
             at.name,
             f"In step {at.step + 1} the gradient of {at.name} is another one though all losses are equal: an operation "
             "whose backward is not deterministic, a hook on gradients, or a backward of your own.",
         )
     writers = [hook for _, hook, name in (*ours.written, *theirs.written) if name == at.name]
-    return Cause(
+    return DifferenceCause(
         "what is written beside the optimizer differs" if writers else f"the {at.what} differs, of equal gradients",
         writers[0] if writers else at.name,
         f"After step {at.step} the {at.what} {at.name} is another one though the gradients are equal.",
     )
 
 
-def cause_of_moving(outcome: Outcome) -> Cause:
+def explain_validation_change(outcome: Outcome) -> DifferenceCause:
     """Return the cause for a validation that changes parameters or buffers."""
     hooks = [hook for _, hook, name in outcome.written if name in outcome.moved and "on_validation" in hook]
     norms = [name for name in outcome.training if "BatchNorm" in outcome.classes.get(name, "")]
     why = f" {norms[0]} ({outcome.classes[norms[0]]}) is in training mode in the validation." if norms else ""
-    return Cause(
+    return DifferenceCause(
         "a validation changes what is trained",
         hooks[0] if hooks else (norms[0] if norms else outcome.moved[0]),
         f"{', '.join(outcome.moved[:3])} is another one after a validation.{why} Each process validates other batches, "
@@ -236,17 +242,20 @@ def cause_of_moving(outcome: Outcome) -> Cause:
     )
 
 
-def _data(at: Event, reference: Result, other: Result) -> Cause:
-    ours, theirs = merged(reference.outcomes), merged(other.outcomes)
-    data, sampler = _suspects_of(ours, "dataset", "data"), _suspects_of(ours, "sampler", "batch sampler", "data")
-    if changed := _changing(ours):
+def _explain_data(at: Event, reference: VariantResult, other: VariantResult) -> DifferenceCause:
+    ours, theirs = merge_outcomes(reference.outcomes), merge_outcomes(other.outcomes)
+    data, sampler = (
+        _find_module_suspects(ours, "dataset", "data"),
+        _find_module_suspects(ours, "sampler", "batch sampler", "data"),
+    )
+    if changed := _explain_changing_length(ours):
         return changed
     order = ours.probes.get("order", [])
     if at.what == "order" or (order and order[0] != order[-1]):
-        return Cause(
+        return DifferenceCause(
             "a sampler draws outside the keys",
-            _line(ours, "sampler", sampler) or _line(ours, "batch sampler", sampler),
-            f"In step {at.step + 1} other samples were asked for.{_said(sampler)} Draw from torch's global generator, "
+            _format_line(ours, "sampler", sampler) or _format_line(ours, "batch sampler", sampler),
+            f"In step {at.step + 1} other samples were asked for.{_format_suspects(sampler)} Draw from torch's global generator, "
             "or keep the generator in an attribute: then Lumen keys it.",
         )
     samples, again = ours.probes.get("samples", [[], []]), theirs.probes.get("samples", [])
@@ -254,69 +263,73 @@ def _data(at: Event, reference: Result, other: Result) -> Cause:
     repeats = not again or again == samples or not other.variant.exact
     same = f"In step {at.step + 1} the samples of a batch are the same, their content is another"
     if data or (differs_twice and not repeats):
-        return Cause(OUTSIDE, _line(ours, "dataset", data), f"{same}.{_said(data)} {_KEYED}")
-    return Cause(
+        return DifferenceCause(
+            OUTSIDE, _format_line(ours, "dataset", data), f"{same}.{_format_suspects(data)} {_KEYED}"
+        )
+    return DifferenceCause(
         "state is kept in a data set",
-        _line(ours, "dataset", []),
+        _format_line(ours, "dataset", []),
         f"{same}: it depends on what this process has read before. Make a sample of its index alone; what __init__ "
         "computes may stay.",
     )
 
 
-def _changing(ours: Outcome) -> Cause | None:
+def _explain_changing_length(ours: Outcome) -> DifferenceCause | None:
     """Return the cause for a dataset whose length changed during the run, or None."""
     lengths = [each for each in ours.probes.get("lengths", []) if each is not None]
     if len(set(lengths)) < 2:
         return None
-    return Cause(
+    return DifferenceCause(
         "a data set changes while it runs",
-        _line(ours, "dataset", []),
+        _format_line(ours, "dataset", []),
         f"Its length is {lengths[0]} when training begins and {lengths[-1]} later, so what an index means depends on "
         "when it is read. Make it ready in setup.",
     )
 
 
-def _joined(ours: Outcome, theirs: Outcome) -> Cause:
+def _explain_joined(ours: Outcome, theirs: Outcome) -> DifferenceCause:
     """Return the cause for a step that depends on the size of micro-batches."""
     norms = [name for name, kind in ours.classes.items() if "BatchNorm" in kind]
     if ours.draws:
-        return Cause(
+        return DifferenceCause(
             "not comparable",
-            _line(ours, "task", []),
+            _format_line(ours, "task", []),
             "The training step draws random numbers (dropout, noise), which are keyed by micro-batch: larger ones draw "
             "others. That is as promised: one global batch size and one micro-batch size.",
             "not shown",
         )
     if norms:
-        return Cause(
+        return DifferenceCause(
             "BatchNorm sees other statistics in micro-batches of another size",
             norms[0],
             f"{norms[0]} ({ours.classes[norms[0]]}) takes mean and variance of a micro-batch. Use GroupNorm or "
             "LayerNorm where that matters.",
             "not promised",
         )
-    if found := cause_of_parts(ours, theirs):
-        return Cause("the loss is divided by the micro-batch's own count", _line(ours, "task", []), found)
-    return Cause(
+    if found := explain_parts(ours, theirs):
+        return DifferenceCause(
+            "the loss is divided by the micro-batch's own count", _format_line(ours, "task", []), found
+        )
+    return DifferenceCause(
         "the loss couples samples",
-        _line(ours, "task", []),
+        _format_line(ours, "task", []),
         "The gradient of a batch is no weighted mean of those of its halves: the loss compares samples with each "
         "other, as contrastive losses do.",
         "not promised",
     )
 
 
-def _buffer(at: Event, ours: Outcome, other: Result) -> Cause:
+def _explain_buffer(at: Event, ours: Outcome, other: VariantResult) -> DifferenceCause:
     owner = at.name.rpartition(".")[0] if at.what == "buffer" else at.name
     if _is_norm(ours, at.name) and other.variant.world > 1:
-        return Cause(
+        return DifferenceCause(
             "BatchNorm sees other statistics on each process",
             owner,
             f"{owner} ({ours.classes.get(owner)}): its running mean and variance come from the batches of one process. "
             "Use GroupNorm, or sync_batchnorm on CUDA.",
             "not promised",
         )
-    return Cause(
+    return DifferenceCause(
         "a buffer differs",
         at.name,
         f"After step {at.step} the buffer {at.name} is another one though gradients are equal: it is written from what "
@@ -324,18 +337,18 @@ def _buffer(at: Event, ours: Outcome, other: Result) -> Cause:
     )
 
 
-def _forward(at: Event, ours: Outcome, other: Result, *, exact: bool) -> Cause:
+def _explain_forward(at: Event, ours: Outcome, other: VariantResult, *, exact: bool) -> DifferenceCause:
     """Return the cause for a module, or code between modules, with different outputs for equal inputs."""
     name = at.name.partition("#")[0]
     owner = name if at.what == "module" else (name.rpartition(".")[0] if at.what == "input" else "")
     kind = ours.classes.get(owner, "the task")
     where = f"{owner or 'the task'} ({kind})"
-    found = _suspects_of(ours, owner or "task")
-    place = ", ".join(filter(None, [where, _line(ours, owner or "task", found)]))
+    found = _find_module_suspects(ours, owner or "task")
+    place = ", ".join(filter(None, [where, _format_line(ours, owner or "task", found)]))
     between = {"input": f" before it calls {name}", "loss": " in training_step, from equal outputs of modules"}
     first = f"In step {at.step + 1} {where} gives something else{between.get(at.what, '')}, of equal batches."
     if other.variant.fresh and not found:
-        return Cause(
+        return DifferenceCause(
             "an operation is not deterministic",
             place,
             f"{first} It differs from run to run: threads that race, memory that is read before it is written, the "
@@ -344,15 +357,15 @@ def _forward(at: Event, ours: Outcome, other: Result, *, exact: bool) -> Cause:
     if found:
         of_sets = any(each.what == SETS for each in found)
         kind, advice = ("an operation is not deterministic", "Sort it.") if of_sets else (OUTSIDE, _KEYED)
-        return Cause(kind, place, f"{first}{_said(found)} {advice}")
+        return DifferenceCause(kind, place, f"{first}{_format_suspects(found)} {advice}")
     if exact or other.variant.world > 1:
-        return Cause(
+        return DifferenceCause(
             "state is kept in a module",
             place,
             f"{first} It keeps something between steps that is neither a parameter nor a buffer: each process has its "
             f"own, and no checkpoint has it. {_STATE}",
         )
-    return Cause("a forward differs", place, first)
+    return DifferenceCause("a forward differs", place, first)
 
 
 # ---------------------------------------------------------------------- places
@@ -362,20 +375,20 @@ def _is_norm(outcome: Outcome, name: str) -> bool:
     return any("BatchNorm" in outcome.classes.get(each, "") for each in (name, name.rpartition(".")[0]))
 
 
-def _owner(name: str) -> str:
+def _get_module_name(name: str) -> str:
     """Return the name of the module that owns a parameter or buffer."""
     return name.removeprefix("buffer ").rpartition(".")[0]
 
 
-def _suspects_of(outcome: Outcome, *names: str) -> list[Suspect]:
-    return [each for name in names for each in suspects(outcome.lines.get(name))]
+def _find_module_suspects(outcome: Outcome, *names: str) -> list[SuspectLine]:
+    return [each for name in names for each in find_suspects(outcome.lines.get(name))]
 
 
-def _said(found: Sequence[Suspect]) -> str:
+def _format_suspects(found: Sequence[SuspectLine]) -> str:
     return f" There is {'; '.join(str(each) for each in found[:3])}." if found else ""
 
 
-def _line(outcome: Outcome, name: str, found: Sequence[Suspect]) -> str:
+def _format_line(outcome: Outcome, name: str, found: Sequence[SuspectLine]) -> str:
     """Return the line of the first suspect, or the first line of the class."""
     if found:
         return f"{found[0].file}:{found[0].line}"
@@ -383,5 +396,5 @@ def _line(outcome: Outcome, name: str, found: Sequence[Suspect]) -> str:
     return "" if lines is None else f"{lines[0]}:{lines[1]}"
 
 
-def _place(outcome: Outcome, name: str, found: Sequence[Suspect]) -> str:
-    return ", ".join(filter(None, [name, _line(outcome, _owner(name) or "task", found)]))
+def _format_place(outcome: Outcome, name: str, found: Sequence[SuspectLine]) -> str:
+    return ", ".join(filter(None, [name, _format_line(outcome, _get_module_name(name) or "task", found)]))

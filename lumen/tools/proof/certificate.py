@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from lumen.errors import ConfigError
-from lumen.tools.proof.outcome import Event, merged
+from lumen.tools.proof.outcome import Event, merge_outcomes
 from lumen.tools.proof.prove import Prover
-from lumen.tools.proof.worker import Result
-from lumen.tools.terminal import plain
+from lumen.tools.proof.worker import VariantResult
+from lumen.tools.terminal import as_json_data
 from lumen.version import __version__
 
 FORMAT = 1
@@ -26,10 +26,16 @@ _WITH_TENSORS = ("base", "one")
 _SAME = (
     "lumen", "torch", "python", "machine", "device", "threads", "command", "seed", "steps", "precision", "accelerator",
 )  # fmt: skip
-_OF_PROCESSORS = {"model name": "", "cpu family": "family ", "model": "model ", "CPU implementer": "", "CPU part": ""}
+_CPU_MODEL_PATTERN = {
+    "model name": "",
+    "cpu family": "family ",
+    "model": "model ",
+    "CPU implementer": "",
+    "CPU part": "",
+}
 
 
-def certificate(proof: Prover, command: str) -> dict[str, Any]:
+def make_certificate(proof: Prover, command: str) -> dict[str, Any]:
     """Return a proof as JSON-compatible data.
 
     Args:
@@ -43,7 +49,7 @@ def certificate(proof: Prover, command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "device": _device(proof.size.accelerator),
+        "device": _get_device_name(proof.size.accelerator),
         "command": command,
         **{name: getattr(proof.size, name) for name in ("seed", "steps", "threads", "accelerator")},
         "precision": proof.precision,
@@ -51,12 +57,12 @@ def certificate(proof: Prover, command: str) -> dict[str, Any]:
         "seconds": round(proof.seconds, 1),
         "notes": proof.notes,
         "rows": [asdict(row) | {"verdict": row.verdict} for row in proof.rows],
-        "runs": {name: _run(result) for name, result in sorted(proof.results.items()) if result.outcomes},
+        "runs": {name: _describe_run(result) for name, result in sorted(proof.results.items()) if result.outcomes},
     }
-    return {name: plain(value) for name, value in made.items()}
+    return {name: as_json_data(value) for name, value in made.items()}
 
 
-def _device(accelerator: str) -> str:
+def _get_device_name(accelerator: str) -> str:
     """Return the name of the device. Only equal devices sum in the same order, with bitwise identical results."""
     if accelerator == "cuda":
         return torch.cuda.get_device_name()
@@ -64,29 +70,31 @@ def _device(accelerator: str) -> str:
     with suppress(OSError):  # exists only on Linux
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
         found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    parts = [f"{before}{found[key]}" for key, before in _OF_PROCESSORS.items() if key in found]
+    parts = [f"{before}{found[key]}" for key, before in _CPU_MODEL_PATTERN.items() if key in found]
     return ", ".join([*(parts or [platform.processor()]), torch.backends.cpu.get_cpu_capability()])
 
 
-def _run(result: Result) -> dict[str, Any]:
+def _describe_run(result: VariantResult) -> dict[str, Any]:
     """Return the exact losses of a run, and hashes of gradients and parameters after each step."""
-    outcome = merged(result.outcomes)
-    losses = [(event.step + 1, event.micro, event.numbers[1].hex()) for event in outcome.of("loss")]
+    outcome = merge_outcomes(result.outcomes)
+    losses = [(event.step + 1, event.micro, event.numbers[1].hex()) for event in outcome.iterate_events("loss")]
     steps: dict[int, dict[str, list[Event]]] = {}
-    for event in outcome.of("gradient", "parameter", "buffer"):
+    for event in outcome.iterate_events("gradient", "parameter", "buffer"):
         number = event.step + (event.what == "gradient")
         steps.setdefault(number, {}).setdefault(event.what, []).append(event)
-    hashed = {step: {what: _hashed(events, result) for what, events in each.items()} for step, each in steps.items()}
+    hashed = {
+        step: {what: _hash_events(events, result) for what, events in each.items()} for step, each in steps.items()
+    }
     return {"losses": losses, "steps": hashed, "values": outcome.values}
 
 
-def _hashed(events: list[Event], result: Result) -> dict[str, str] | str:
+def _hash_events(events: list[Event], result: VariantResult) -> dict[str, str] | str:
     if result.variant.name in _WITH_TENSORS:
         return {event.name: event.digest for event in events}
     return hashlib.sha256("".join(event.digest for event in events).encode()).hexdigest()[:16]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_certificate(path: Path) -> dict[str, Any]:
     """Read a certificate.
 
     Raises:
@@ -101,24 +109,24 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def changed_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_changed_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the changes of versions, device, threads and command, as sentences."""
     differ = (name for name in _SAME if name in before and before[name] != now.get(name))
     return [f"{name} was {before[name]} and is {now.get(name)}." for name in differ]
 
 
-def changed_results(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def iterate_changed_results(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield the changed verdicts, and the first changed number of each run, as sentences."""
     old, new = ({(row["promise"], row["what"]): row["verdict"] for row in each["rows"]} for each in (before, now))
     for key in {**old, **new}:
         if old.get(key) != new.get(key):
             yield f"{key[1]}: was {old.get(key, 'not compared')} and is {new.get(key, 'not compared')}."
     for name in sorted({*before["runs"]} & {*now["runs"]}):
-        if first := _first(before["runs"][name], now["runs"][name]):
+        if first := _find_first_change(before["runs"][name], now["runs"][name]):
             yield f"the numbers of the run {name} have changed, first {first}."
 
 
-def _first(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+def _find_first_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Return a description of the first number of a run that changed, or None."""
     for number in sorted({*old["steps"]} | {*new["steps"]}, key=int):
         losses, others = ({(step, micro): text for step, micro, text in run["losses"]} for run in (old, new))

@@ -12,13 +12,20 @@ from typing import Any, final
 
 from lumen.cli.commands import Words
 from lumen.console import stderr, stdout
-from lumen.data.nested import flat
+from lumen.data.nested import flatten_leaves
 from lumen.errors import ConfigError
 from lumen.tools.proof import DIFF
-from lumen.tools.proof.difference import Difference, Fit, compare
+from lumen.tools.proof.difference import Difference, Fit, compare_trainings
 from lumen.tools.proof.recorder import Recorder
-from lumen.tools.proof.rerun import Recorded, Rerun, coded, differing, parting, relative
-from lumen.tools.terminal import counted, print_json
+from lumen.tools.proof.rerun import (
+    RecordedValue,
+    Rerun,
+    compute_relative_difference,
+    find_differing,
+    find_parting,
+    run_with_exit_code,
+)
+from lumen.tools.terminal import format_count, print_json
 
 _MORE = (
     "Compared are the settings, versions and machines, logged values and checkpoints; then both are trained again, "
@@ -26,7 +33,7 @@ _MORE = (
     "runs. Exit code: 0 equal, 1 they differ, 2 an error."
 )
 #: Settings that change no number of a training.
-_OF_NO_WEIGHT = {
+_IGNORED_SETTINGS = {
     f"trainer.{name}" for name in (
         "name", "default_root_dir", "resume", "resume_parts", "logger", "enable_progress_bar", "enable_model_summary",
         "log_level", "log_format", "profiler", "max_restarts", "grace_s", "log_every_n_steps", "enable_checkpointing",
@@ -54,11 +61,11 @@ class Findings:
 
     configuration: dict[str, tuple[Any, Any]] | None = None
     environment: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    metrics: tuple[Recorded, Recorded] | None = None
+    metrics: tuple[RecordedValue, RecordedValue] | None = None
     checkpoint: int | None = None
     trained: tuple[int, int] | None = None
     difference: Difference | None = None
-    unlike_record: dict[str, tuple[Recorded, Recorded]] = field(default_factory=dict)
+    unlike_record: dict[str, tuple[RecordedValue, RecordedValue]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -86,27 +93,29 @@ def run(words: list[str]) -> int:
     given = options().read(words)
     if given.steps is not None and given.steps < 1:
         raise ConfigError(f"--steps: expected a number from 1, found {given.steps}.")
-    return coded(partial(_run, given))
+    return run_with_exit_code(partial(_run_diff, given))
 
 
-def _run(given: Namespace) -> int:
+def _run_diff(given: Namespace) -> int:
     a, b = Rerun(given.a), Rerun(given.b)
-    found = _compare(a, b, given.steps, trains=not given.records)
+    found = _compare_runs(a, b, given.steps, trains=not given.records)
     if given.json:
         difference = found.difference and {**vars(found.difference), "what": str(found.difference)}
         both = {"a": a.source, "b": b.source, "equal": found.are_equal}
         print_json(both | vars(found) | {"difference": difference})
     else:
-        print(*_lines(a, b, found), sep="\n", file=stdout)
+        print(*_iterate_lines(a, b, found), sep="\n", file=stdout)
     return 0 if found.are_equal else 1
 
 
-def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings:
+def _compare_runs(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings:
     found = Findings()
-    mine, other = ({key: value for key, value in flat(each.config) if key not in _OF_NO_WEIGHT} for each in (a, b))
-    found.configuration = differing(mine, other) if mine and other else None
-    found.environment, found.metrics = a.differing_environment(b), parting(a.metrics, b.metrics)
-    begin, found.checkpoint = a.common_checkpoints(b)
+    mine, other = (
+        {key: value for key, value in flatten_leaves(each.config) if key not in _IGNORED_SETTINGS} for each in (a, b)
+    )
+    found.configuration = find_differing(mine, other) if mine and other else None
+    found.environment, found.metrics = a.compare_environment(b), find_parting(a.metrics, b.metrics)
+    begin, found.checkpoint = a.find_common_checkpoints(b)
     ends = [each for each in (found.metrics and found.metrics[0].step, found.checkpoint) if each]
     if ends and begin >= min(ends):  # A value differs before an equal checkpoint: train from the beginning.
         begin = 0
@@ -116,28 +125,28 @@ def _compare(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Findings
     if has_records and found.metrics is None and found.checkpoint is None:
         found.notes.append("Every value that both have logged is equal, and so is every checkpoint that both have.")
     elif trains:
-        reasons = [each.why_not for each in (a, b) if each.why_not]
+        reasons = [each.refusal for each in (a, b) if each.refusal]
         if reasons:
             found.notes += [f"{reason}, so nothing was trained again." for reason in reasons]
         else:
-            _train(a, b, begin, min(ends), found)
+            _train_both(a, b, begin, min(ends), found)
     return found
 
 
-def _train(a: Rerun, b: Rerun, begin: int, last: int, found: Findings) -> None:
+def _train_both(a: Rerun, b: Rerun, begin: int, last: int, found: Findings) -> None:
     """Train both runs again, and compare them with each other and with their records."""
     print(f"training both again, steps {begin + 1} to {last} ...", file=stderr)
     logged: dict[str, dict[tuple[int, str], str]] = {}
-    of_a, of_b = _fit(a, "A", begin, logged), _fit(b, "B", begin, logged)
-    found.difference = compare(of_a, of_b, last, first=begin + 1)
+    of_a, of_b = _make_fit(a, "A", begin, logged), _make_fit(b, "B", begin, logged)
+    found.difference = compare_trainings(of_a, of_b, last, first=begin + 1)
     found.trained = begin + 1, last
     for name, each in (("A", a), ("B", b)):
-        if apart := parting(each.metrics, logged[name]):
+        if apart := find_parting(each.metrics, logged[name]):
             found.unlike_record[name] = apart
         found.notes += [f"{name}: {note}." for note in each.notes]
 
 
-def _fit(rerun: Rerun, name: str, begin: int, logged: dict[str, dict[tuple[int, str], str]]) -> Fit:
+def _make_fit(rerun: Rerun, name: str, begin: int, logged: dict[str, dict[tuple[int, str], str]]) -> Fit:
     checkpoint = rerun.checkpoints[begin] if begin else None
 
     def fit(recorder: Recorder) -> None:
@@ -150,35 +159,35 @@ def _fit(rerun: Rerun, name: str, begin: int, logged: dict[str, dict[tuple[int, 
 # ---------------------------------------------------------------------- showing
 
 
-def _lines(a: Rerun, b: Rerun, found: Findings) -> Iterator[str]:
+def _iterate_lines(a: Rerun, b: Rerun, found: Findings) -> Iterator[str]:
     yield f"A  {a.source}"
     yield f"B  {b.source}"
     yield ""
-    yield from _table("configuration", found.configuration)
+    yield from _iterate_table("configuration", found.configuration)
     if a.is_run and b.is_run:
-        yield from _table("environment", found.environment)
-        yield from _records(found)
+        yield from _iterate_table("environment", found.environment)
+        yield from _iterate_records(found)
     if found.trained is not None:
-        yield from _trained(found, found.trained)
+        yield from _iterate_trained(found, found.trained)
     yield from found.notes
     yield ""
     yield "A and B are equal." if found.are_equal else "A and B differ."
 
 
-def _table(title: str, differ: Mapping[str, tuple[Any, Any]] | None) -> Iterator[str]:
-    yield f"{title:15}{'not known' if differ is None else counted(len(differ), 'difference') if differ else 'equal'}"
+def _iterate_table(title: str, differ: Mapping[str, tuple[Any, Any]] | None) -> Iterator[str]:
+    yield f"{title:15}{'not known' if differ is None else format_count(len(differ), 'difference') if differ else 'equal'}"
     for key, (mine, other) in (differ or {}).items():
         yield f"  {key}"
-        yield f"    A  {_short(mine)}"
-        yield f"    B  {_short(other)}"
+        yield f"    A  {_shorten_value(mine)}"
+        yield f"    B  {_shorten_value(other)}"
 
 
-def _records(found: Findings) -> Iterator[str]:
+def _iterate_records(found: Findings) -> Iterator[str]:
     if found.metrics is None:
         yield "logged values  equal"
     else:
         mine, other = found.metrics
-        apart = relative(mine.text, other.text)
+        apart = compute_relative_difference(mine.text, other.text)
         by = f", by {apart:.3g} of it" if apart is not None and math.isfinite(apart) else ""
         yield f"logged values  differ from step {mine.step} on: {mine.name}{by}"
         yield f"    A  {mine.text}"
@@ -187,7 +196,7 @@ def _records(found: Findings) -> Iterator[str]:
     yield f"checkpoints    {differ}"
 
 
-def _trained(found: Findings, steps: tuple[int, int]) -> Iterator[str]:
+def _iterate_trained(found: Findings, steps: tuple[int, int]) -> Iterator[str]:
     first, last = steps
     difference = found.difference
     yield f"trained again  steps {first} to {last if difference is None else difference.step}"
@@ -196,17 +205,17 @@ def _trained(found: Findings, steps: tuple[int, int]) -> Iterator[str]:
         if found.metrics is not None or found.checkpoint is not None:
             yield "  what the records differ by is in no setting: it is the code, the data or the machine"
     else:
-        yield from _difference(difference)
+        yield from _iterate_difference(difference)
     for name, (recorded, now) in found.unlike_record.items():
         yield f"  {name} has not repeated its own record, from step {recorded.step} on: {recorded.name}"
         yield f"    then {recorded.text}"
         yield f"    now  {now.text}"
 
 
-def _difference(difference: Difference) -> Iterator[str]:
+def _iterate_difference(difference: Difference) -> Iterator[str]:
     yield f"  first differs {difference}"
-    yield f"    A  {_short(difference.a)}"
-    yield f"    B  {_short(difference.b)}"
+    yield f"    A  {_shorten_value(difference.a)}"
+    yield f"    B  {_shorten_value(difference.b)}"
     if difference.operator is not None:
         yield f"    first operator that returns something else: {difference.operator}"
     if difference.absolute is not None and difference.values is not None:
@@ -221,6 +230,6 @@ def _difference(difference: Difference) -> Iterator[str]:
         yield f"    {count.kind:25}" + (f"{count.differ} of {count.of} differ{first}" if count.differ else "equal")
 
 
-def _short(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _ROOM else f"{text[: _ROOM - 4]} ..."

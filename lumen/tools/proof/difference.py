@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from lumen.data.nested import tensors
+from lumen.data.nested import iterate_tensors
 from lumen.tools.proof.recorder import KINDS, Key, Recorder, StepTrace
 
 #: Function that trains with a recorder as a callback, always from the same start or checkpoint.
 Fit = Callable[[Recorder], None]
 
 
-class Count(NamedTuple):
+class DifferenceCount(NamedTuple):
     """Number of differences of one kind in a step.
 
     Attributes:
@@ -56,7 +56,7 @@ class Difference:
     key: Key
     a: str | None
     b: str | None
-    counts: list[Count] = field(default_factory=list)
+    counts: list[DifferenceCount] = field(default_factory=list)
     absolute: float | None = None
     relative: float | None = None
     element: str | None = None
@@ -70,7 +70,7 @@ class Difference:
         return f"{where}: {KINDS[self.key.kind].format(self.key.place)}"
 
 
-def first_difference(a: Sequence[StepTrace], b: Sequence[StepTrace]) -> Difference | None:
+def find_first_difference(a: Sequence[StepTrace], b: Sequence[StepTrace]) -> Difference | None:
     """Return the first difference between two records, in order of computation, or None if they are equal.
 
     Steps that only one record has do not count as different, because one training may have stopped earlier.
@@ -79,21 +79,23 @@ def first_difference(a: Sequence[StepTrace], b: Sequence[StepTrace]) -> Differen
         for mine, other in zip_longest(step.events.items(), twin.events.items()):
             if mine != other:
                 key = other[0] if mine is None or (other is not None and mine[0] in twin.events) else mine[0]
-                return Difference(step.step, key, step.events.get(key), twin.events.get(key), _counted(step, twin))
+                return Difference(
+                    step.step, key, step.events.get(key), twin.events.get(key), _count_differences(step, twin)
+                )
     return None
 
 
-def _counted(a: StepTrace, b: StepTrace) -> list[Count]:
+def _count_differences(a: StepTrace, b: StepTrace) -> list[DifferenceCount]:
     counts = []
     for kind in KINDS:
         keys = [key for key in {**a.events, **b.events} if key.kind == kind]
         differ = [key for key in keys if a.events.get(key) != b.events.get(key)]
         if keys:
-            counts.append(Count(kind, len(differ), len(keys), differ[0].place if differ else ""))
+            counts.append(DifferenceCount(kind, len(differ), len(keys), differ[0].place if differ else ""))
     return counts
 
 
-def record(fit: Fit, last: int, **settings: Any) -> list[StepTrace]:
+def record_steps(fit: Fit, last: int, **settings: Any) -> list[StepTrace]:
     """Train, and return the record of steps up to `last`.
 
     Args:
@@ -106,7 +108,7 @@ def record(fit: Fit, last: int, **settings: Any) -> list[StepTrace]:
     return recorder.trace
 
 
-def compare(a: Fit, b: Fit, last: int, *, first: int = 1) -> Difference | None:
+def compare_trainings(a: Fit, b: Fit, last: int, *, first: int = 1) -> Difference | None:
     """Run two trainings, compare them, and run both again to measure the first difference.
 
     Args:
@@ -118,14 +120,14 @@ def compare(a: Fit, b: Fit, last: int, *, first: int = 1) -> Difference | None:
     Returns:
         The first difference, with values and the operator, or None if the trainings are equal.
     """
-    found = first_difference(record(a, last, first=first), record(b, last, first=first))
+    found = find_first_difference(record_steps(a, last, first=first), record_steps(b, last, first=first))
     if found is not None:
         settings = {"first": found.step, "operators_at": found.step, "keep": lambda key: key == found.key}
-        _measure(found, record(a, found.step, **settings), record(b, found.step, **settings))
+        _measure_difference(found, record_steps(a, found.step, **settings), record_steps(b, found.step, **settings))
     return found
 
 
-def _measure(found: Difference, a: Sequence[StepTrace], b: Sequence[StepTrace]) -> None:
+def _measure_difference(found: Difference, a: Sequence[StepTrace], b: Sequence[StepTrace]) -> None:
     """Repeat the step in both trainings; record in the difference the operator that differs, and its values."""
     if not (a and b):
         return
@@ -134,11 +136,11 @@ def _measure(found: Difference, a: Sequence[StepTrace], b: Sequence[StepTrace]) 
     found.repeats = [step.events.get(found.key) for step in steps] == [found.a, found.b]
     if mine is not None and other is not None:
         _compare_values(found, mine, other)
-    found.operator = _operator(found.key, *steps)
+    found.operator = _find_operator(found.key, *steps)
 
 
 def _compare_values(found: Difference, a: Any, b: Any) -> None:
-    for number, (mine, other) in enumerate(zip(tensors(a), tensors(b), strict=False)):
+    for number, (mine, other) in enumerate(zip(iterate_tensors(a), iterate_tensors(b), strict=False)):
         if mine.shape != other.shape or mine.layout is not torch.strided or torch.equal(mine, other):
             continue
         left, right = mine.double().reshape(-1), other.double().reshape(-1)
@@ -155,7 +157,7 @@ def _compare_values(found: Difference, a: Any, b: Any) -> None:
         found.absolute = found.relative = None
 
 
-def _operator(key: Key, a: StepTrace, b: StepTrace) -> str | None:
+def _find_operator(key: Key, a: StepTrace, b: StepTrace) -> str | None:
     """Return the first operator before the entry that differs, only within the entry's module if it has one."""
     inside = key.place if key.kind in ("output", "random") else ""
     for (mine, code), (other, code_of_other) in zip(a.events.items(), b.events.items(), strict=False):

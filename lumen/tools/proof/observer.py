@@ -16,23 +16,29 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lumen.callbacks import Callback
-from lumen.data.combined import loaders_in
-from lumen.data.fingerprint import known_length
-from lumen.data.generators import OwnGenerators
-from lumen.distributed.culprit import Frame
+from lumen.data.combined import list_loaders
+from lumen.data.fingerprint import get_length
+from lumen.data.generators import KeptGenerators
 from lumen.distributed.dtensor import is_sharded
-from lumen.internals.tensors import writes_to
+from lumen.distributed.process_location import Frame
+from lumen.internals.tensors import get_version
 from lumen.loggers import Logger
-from lumen.random import preserved_generators
-from lumen.task.hooks import HOOKS, overrides
+from lumen.random import preserve_generators
+from lumen.task.hooks import HOOKS, is_overridden
 from lumen.task.task_module import TaskModule
-from lumen.tools.proof.outcome import Event, Outcome, counts_in, loss_in, measure
-from lumen.tools.proof.recorder import digest, generators, optimizer_state, samples_of, state_of
+from lumen.tools.proof.outcome import Event, Outcome, count_units, get_loss, measure_tensors
+from lumen.tools.proof.recorder import (
+    describe_samples,
+    digest_generators,
+    digest_value,
+    iterate_optimizer_state,
+    iterate_state,
+)
 from lumen.trainer.trainer import Trainer
 
 
 @final
-class Rows(Logger):
+class RowCollector(Logger):
     """Logger that keeps the logged values in an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -44,7 +50,7 @@ class Rows(Logger):
 
 
 @final
-class Observer(Callback):
+class VariantObserver(Callback):
     """Callback that records what a training computes, as the last callback, to see the effects of the others.
 
     Collective: every rank must have an observer with the same arguments.
@@ -58,124 +64,124 @@ class Observer(Callback):
         step: Number of completed steps.
     """
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
     def __init__(self, outcome: Outcome, save_every: int, *, modules: bool = True) -> None:
         self._outcome, self._save_every, self._modules = outcome, save_every, modules
-        self._micro, self._met = -1, Counter[tuple[int, int, str, str]]()
+        self._micro, self._event_counts = -1, Counter[tuple[int, int, str, str]]()
         self._generators: dict[str, str] | None = None
         self.step, self._first, self._number = 0, -1, 0
         self._before_validation: dict[str, str] = {}
 
-    def _add(self, what: str, name: str, thing: Any, micro: int = -1) -> None:
+    def _add_event(self, what: str, name: str, thing: Any, micro: int = -1) -> None:
         where = self.step, micro, what, name
-        self._met[where] += 1
-        name = name if self._met[where] == 1 else f"{name}#{self._met[where]}"
-        self._outcome.events.append(Event(self.step, micro, what, name, *measure(thing)))
+        self._event_counts[where] += 1
+        name = name if self._event_counts[where] == 1 else f"{name}#{self._event_counts[where]}"
+        self._outcome.events.append(Event(self.step, micro, what, name, *measure_tensors(thing)))
 
-    def watch(self, task: TaskModule, callbacks: list[Callback]) -> None:
+    def watch_hooks(self, task: TaskModule, callbacks: list[Callback]) -> None:
         """Record from now on which user hooks write parameters or buffers, and which functions log values.
 
         Args:
             task: The task, before its run starts.
             callbacks: The callbacks of the run.
         """
-        for owner in (*(each for each in callbacks if lines_of(each) is not None), task):
+        for owner in (*(each for each in callbacks if find_source_lines(each) is not None), task):
             for name in HOOKS:
-                if name not in _NOT_WATCHED and overrides(owner, name):
-                    setattr(owner, name, self._watched(task, owner, name))
-        object.__setattr__(task, "log", partial(self._log, task.log))
+                if name not in _NOT_WATCHED and is_overridden(owner, name):
+                    setattr(owner, name, self._watch_hook(task, owner, name))
+        object.__setattr__(task, "log", partial(self._record_log_call, task.log))
 
-    def _watched(self, task: TaskModule, owner: Any, name: str) -> Callable[..., Any]:
+    def _watch_hook(self, task: TaskModule, owner: Any, name: str) -> Callable[..., Any]:
         hook = getattr(owner, name)
-        place = f"{type(owner).__name__}.{name} ({_place(hook)})"
+        place = f"{type(owner).__name__}.{name} ({_find_source_place(hook)})"
 
         @wraps(hook)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            before = _written(task)
+            before = _get_versions(task)
             result = hook(*args, **kwargs)
-            changed = [each for each, how in _written(task).items() if how != before.get(each)]
+            changed = [each for each, how in _get_versions(task).items() if how != before.get(each)]
             self._outcome.written += [(self.step, place, each) for each in changed]
             return result
 
         return watched
 
-    def _log(self, log: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    def _record_log_call(self, log: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         frame = inspect.currentframe()
-        self._outcome.logged.setdefault(name, _function(frame.f_back if frame else None))
+        self._outcome.logged.setdefault(name, _find_user_function(frame.f_back if frame else None))
         return log(name, *args, **kwargs)
 
-    def look_at(self, task: TaskModule, what: str) -> None:
+    def record_tensors(self, task: TaskModule, what: str) -> None:
         """Record the parameters and buffers. Collective: every rank must call this."""
-        for kind, name, tensor in state_of(task):
+        for kind, name, tensor in iterate_state(task):
             if not (kind == "parameter" and tensor.is_meta):
-                self._add(what, name if kind == "parameter" else f"buffer {name}", tensor)
+                self._add_event(what, name if kind == "parameter" else f"buffer {name}", tensor)
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the initial state, and register hooks on the modules."""
         self.step = trainer.global_step
         if self.step:
-            self._look_at_state(trainer, task)
+            self._record_state(trainer, task)
         else:
-            self.look_at(task, "start")
+            self.record_tensors(task, "start")
         loader = trainer.train_dataloader
-        self._outcome.workers = max((getattr(each, "num_workers", 0) for _, each in loaders_in(loader)), default=0)
-        self._outcome.probes["lengths"] = [known_length(getattr(loader, "dataset", None))]
+        self._outcome.workers = max((getattr(each, "num_workers", 0) for _, each in list_loaders(loader)), default=0)
+        self._outcome.probes["lengths"] = [get_length(getattr(loader, "dataset", None))]
         self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
         parts = [("data", trainer.datamodule)]  # objects of the user that are not modules
         parts += [(name.replace("_", " "), getattr(loader, name, None)) for name in _OF_LOADERS]
         for name, thing in (*task.named_modules(), *parts):
-            if (lines := lines_of(thing)) is not None:
+            if (lines := find_source_lines(thing)) is not None:
                 self._outcome.lines[name or "task"] = lines
         for name, module in task.named_modules() if self._modules else ():
-            module.register_forward_hook(partial(self._saw, name))
+            module.register_forward_hook(partial(self._record_call, name))
 
-    def _saw(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+    def _record_call(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
         if self._micro >= 0 and not torch.compiler.is_compiling():
             with torch.no_grad():
-                self._add("input", name, given, self._micro)
-                self._add("module", name, output, self._micro)
+                self._add_event("input", name, given, self._micro)
+                self._add_event("module", name, output, self._micro)
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Record the batch."""
         self.step, self._micro = trainer.global_step, batch_idx
         self._number = self._number + 1 if self._first == self.step else 0
         self._first = self.step
-        if (samples := samples_of(trainer, self._number)) is not None:
-            self._add("order", "", samples, batch_idx)
-        self._add("batch", "", batch, batch_idx)
+        if (samples := describe_samples(trainer, self._number)) is not None:
+            self._add_event("order", "", samples, batch_idx)
+        self._add_event("batch", "", batch, batch_idx)
         if not self.step:
-            self._outcome.counts[batch_idx] = counts_in(batch)
-        self._generators = generators()
+            self._outcome.counts[batch_idx] = count_units(batch)
+        self._generators = digest_generators()
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the gradients accumulated so far, in the first step."""
-        if self._generators is not None and self._generators != generators():
+        if self._generators is not None and self._generators != digest_generators():
             self._outcome.draws.append((self.step, self._micro))
         self._generators = None
         if not self.step and not any(is_sharded(parameter) for parameter in task.parameters()):
             for name, parameter in task.named_parameters():
                 if parameter.grad is not None:
-                    self._add("partial", name, parameter.grad, self._micro)
+                    self._add_event("partial", name, parameter.grad, self._micro)
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients. With manual optimization, only this optimizer's, because others may be stale."""
         moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in task.named_parameters():
             if parameter.grad is not None and (task.automatic_optimization or parameter in moved):
-                self._add("gradient", name, parameter.grad)
+                self._add_event("gradient", name, parameter.grad)
 
     def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the loss."""
-        if (loss := loss_in(outputs)) is not None:
-            self._add("loss", "", loss, batch_idx)
+        if (loss := get_loss(outputs)) is not None:
+            self._add_event("loss", "", loss, batch_idx)
             self._outcome.dtypes = sorted({*self._outcome.dtypes, str(loss.dtype).removeprefix("torch.")})
         self._micro = -1
 
     def on_validation_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the state before the validation, and stop recording modules."""
         self._micro = -1
-        self._before_validation = _digests(task)
+        self._before_validation = _digest_tensors(task)
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -186,39 +192,39 @@ class Observer(Callback):
 
     def on_validation_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the parameters and buffers that the validation changed."""
-        after = _digests(task)
+        after = _digest_tensors(task)
         changed = [name for name, code in self._before_validation.items() if after.get(name) != code]
         self._outcome.moved += [name for name in changed if name not in self._outcome.moved]
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the parameters and buffers after the step."""
         self.step = trainer.global_step
-        self._look_at_state(trainer, task)
+        self._record_state(trainer, task)
 
-    def _look_at_state(self, trainer: Trainer, task: TaskModule) -> None:
-        for kind, name, tensor in state_of(task):
-            self._add(kind, name, tensor)
+    def _record_state(self, trainer: Trainer, task: TaskModule) -> None:
+        for kind, name, tensor in iterate_state(task):
+            self._add_event(kind, name, tensor)
         if self.step % self._save_every == 0:
-            self._look_at_optimizers(trainer, task)
+            self._record_optimizers(trainer, task)
 
-    def _look_at_optimizers(self, trainer: Trainer, task: TaskModule) -> None:
-        for name, key, value in optimizer_state(task, trainer.optimizers):
+    def _record_optimizers(self, trainer: Trainer, task: TaskModule) -> None:
+        for name, key, value in iterate_optimizer_state(task, trainer.optimizers):
             if isinstance(value, torch.Tensor):
-                self._add("optimizer", f"{key} of {name}", value)
+                self._add_event("optimizer", f"{key} of {name}", value)
 
     def on_train_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the optimizer state, and probe the dataset."""
         if self.step % self._save_every:
-            self._look_at_optimizers(trainer, task)
+            self._record_optimizers(trainer, task)
         if trainer.world_size == 1:
             lengths = self._outcome.probes.get("lengths", [])
-            found = probe(trainer.train_dataloader)
+            found = probe_dataset(trainer.train_dataloader)
             self._outcome.probes = {"lengths": [*lengths, *found.pop("length", [])], **found}
 
 
-def _digests(task: TaskModule) -> dict[str, str]:
+def _digest_tensors(task: TaskModule) -> dict[str, str]:
     """Return digests of parameters and buffers, for sharded tensors of this process's shard."""
-    return {name: digest([tensor.detach().clone()]) for _, name, tensor in state_of(task)}
+    return {name: digest_value([tensor.detach().clone()]) for _, name, tensor in iterate_state(task)}
 
 
 _NOT_WATCHED = ("setup", "on_load_checkpoint", "on_save_checkpoint", "on_exception", "teardown")
@@ -227,36 +233,36 @@ _SAMPLES, _ORDER, _KEY = 4, 16, 0x5EED
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler")
 
 
-def lines_of(thing: Any) -> tuple[str, int, int] | None:
+def find_source_lines(thing: Any) -> tuple[str, int, int] | None:
     """Return file, first and last line of a user's class, or None for a library class or one without source."""
     kind = thing if isinstance(thing, type) else type(thing)
     with suppress(OSError, TypeError):
         file = str(inspect.getsourcefile(kind))
-        if Frame(file, 0, "").is_users:  # checked first, since finding the lines of a class is slow
+        if Frame(file, 0, "").is_in_user_code:  # checked first, since finding the lines of a class is slow
             text, first = inspect.getsourcelines(kind)
             return file, first, first + len(text) - 1
     return None
 
 
-def _written(task: TaskModule) -> dict[str, Any]:
+def _get_versions(task: TaskModule) -> dict[str, Any]:
     """Return a marker for each parameter and buffer, which changes when the tensor is written."""
-    named = {name: tensor for _, name, tensor in state_of(task)}
+    named = {name: tensor for _, name, tensor in iterate_state(task)}
     quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
     return {
-        name: (id(tensor), writes_to(tensor), None if quick else digest(tensor.detach().clone()))
+        name: (id(tensor), get_version(tensor), None if quick else digest_value(tensor.detach().clone()))
         for name, tensor in named.items()
         if not tensor.is_inference()
     }
 
 
-def _function(frame: FrameType | None) -> str:
+def _find_user_function(frame: FrameType | None) -> str:
     """Return the innermost function of the user in the call stack, with file and line."""
-    while frame is not None and not Frame(frame.f_code.co_filename, frame.f_lineno, "").is_users:
+    while frame is not None and not Frame(frame.f_code.co_filename, frame.f_lineno, "").is_in_user_code:
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
-def _place(function: Callable[..., Any]) -> str:
+def _find_source_place(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -264,36 +270,36 @@ def _place(function: Callable[..., Any]) -> str:
 # ---------------------------------------------------------------------- data
 
 
-def probe(loader: Any) -> dict[str, list[Any]]:
+def probe_dataset(loader: Any) -> dict[str, list[Any]]:
     """Read a map-style dataset and its sampler twice with the same seeds. Other loaders give an empty dictionary.
 
     Call this at the end of a run, because reading may change a dataset that keeps state.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {}
-    with preserved_generators():
-        found: dict[str, list[Any]] = {"length": [known_length(loader.dataset)]}
-        found["samples"] = [list(_samples(loader)) for _ in range(2)]
-        found["order"] = [_order(loader) for _ in range(2)]
+    with preserve_generators():
+        found: dict[str, list[Any]] = {"length": [get_length(loader.dataset)]}
+        found["samples"] = [list(_iterate_sample_digests(loader)) for _ in range(2)]
+        found["order"] = [_list_sampler_order(loader) for _ in range(2)]
     return found
 
 
-def _samples(loader: DataLoader[Any]) -> Iterator[str]:
-    own = OwnGenerators({"dataset": loader.dataset})
-    for index in range(min(_SAMPLES, known_length(loader.dataset) or 0)):
-        own.seed_all(_KEY)
+def _iterate_sample_digests(loader: DataLoader[Any]) -> Iterator[str]:
+    own = KeptGenerators({"dataset": loader.dataset})
+    for index in range(min(_SAMPLES, get_length(loader.dataset) or 0)):
+        own.seed_function(_KEY)
         try:
-            yield digest(loader.dataset[index])
+            yield digest_value(loader.dataset[index])
         except Exception as error:  # Errors of user code are not reported here.
             yield type(error).__name__
 
 
-def _order(loader: DataLoader[Any]) -> list[str]:
+def _list_sampler_order(loader: DataLoader[Any]) -> list[str]:
     """Return the first `_ORDER` indices of the sampler."""
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    own = OwnGenerators({"sampler": sampler, "loader": loader.generator}, by_seed=True)
-    own.seed_all(_KEY)
+    own = KeptGenerators({"sampler": sampler, "loader": loader.generator}, by_seed=True)
+    own.seed_function(_KEY)
     torch.default_generator.manual_seed(_KEY)
     first = [str(each) for each in islice(iter(sampler), _ORDER)]
-    own.put_back()
+    own.restore_states()
     return first

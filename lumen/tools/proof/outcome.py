@@ -12,55 +12,57 @@ from typing import Any, NamedTuple, final
 import torch
 
 from lumen.distributed.dtensor import is_sharded
-from lumen.tools.check.show import leaves
+from lumen.tools.check.report import iterate_leaves
 
 _PERIOD, _PROJECTIONS = 4093, 3
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor. Collective for a sharded tensor: every rank must call this."""
     sharded: Any = tensor.detach()
     value: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else sharded
     return value.to_dense() if value.layout is not torch.strided else value
 
 
-def measure(thing: Any) -> tuple[str, tuple[float, ...]]:
+def measure_tensors(thing: Any) -> tuple[str, tuple[float, ...]]:
     """Return the digest of the bytes of tensors, and numbers that are close for close tensors: norm and projections.
 
     Args:
         thing: Tensors, sharded or not, and plain data, nested in any way.
     """
     found, sums = hashlib.sha256(), [0.0] * (1 + _PROJECTIONS)
-    for _, tensor in tensors_in(thing):
-        value = whole(tensor).cpu().contiguous().clone()  # A view in numpy would keep FSDP from freeing the tensor.
+    for _, tensor in iterate_tensors(thing):
+        value = (
+            gather_whole(tensor).cpu().contiguous().clone()
+        )  # A view in numpy would keep FSDP from freeing the tensor.
         found.update(f"{value.dtype}{tuple(value.shape)}".encode())
         found.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
         flat = value.reshape(-1)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        for number, part in enumerate(_numbers(flat.double())):
+        for number, part in enumerate(_project(flat.double())):
             sums[number] += part
     return found.hexdigest()[:16], (math.sqrt(sums[0]), *sums[1:])
 
 
-def _numbers(flat: torch.Tensor) -> list[float]:
+def _project(flat: torch.Tensor) -> list[float]:
     """Return the squared norm of a vector, and its projections onto fixed vectors."""
     rows, rest = divmod(len(flat), _PERIOD)
     body, tail = flat[: rows * _PERIOD].view(rows, _PERIOD), flat[rows * _PERIOD :]
-    columns = _columns()
+    columns = _make_projections()
     heights = torch.cos(torch.arange(rows + 1, dtype=torch.float64) * 0.7 + 0.3)
     projections = heights[:rows] @ body @ columns + heights[rows] * (tail @ columns[:rest])
     return [float(flat @ flat), *projections.tolist()]
 
 
 @cache
-def _columns() -> torch.Tensor:
+def _make_projections() -> torch.Tensor:
     places = torch.arange(_PERIOD, dtype=torch.float64)
     return torch.stack([torch.cos(places * factor + factor) for factor in (0.0, 1.1, 2.3)], 1)
 
 
-def tensors_in(thing: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_tensors(thing: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in a batch or an output with their paths. Numbers and strings become tensors."""
-    for where, leaf in leaves(thing, place):
+    for where, leaf in iterate_leaves(thing, place):
         for each in leaf if isinstance(leaf, list | tuple) else [leaf]:
             if isinstance(each, torch.Tensor):
                 yield where, each
@@ -70,7 +72,7 @@ def tensors_in(thing: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]
                 yield where, torch.tensor(list(each.encode()), dtype=torch.uint8)
 
 
-def loss_in(output: Any) -> torch.Tensor | None:
+def get_loss(output: Any) -> torch.Tensor | None:
     """Return the loss in the output of a training step, or None."""
     if isinstance(output, Mapping):
         output = output.get("loss")
@@ -79,10 +81,10 @@ def loss_in(output: Any) -> torch.Tensor | None:
     return output if isinstance(output, torch.Tensor) else None
 
 
-def counts_in(batch: Any) -> dict[str, int]:
+def count_units(batch: Any) -> dict[str, int]:
     """Return candidate numbers of units in a batch: samples, non-padding tokens, masked elements."""
     found: dict[str, int] = {}
-    for place, tensor in tensors_in(batch, "batch"):
+    for place, tensor in iterate_tensors(batch, "batch"):
         if tensor.ndim and "samples" not in found:
             found["samples"] = len(tensor)
         if tensor.is_floating_point() or tensor.is_complex() or not tensor.ndim:
@@ -180,7 +182,7 @@ class Outcome:
         counts = {int(micro): counted for micro, counted in data["counts"].items()}
         return Outcome(**{**data, "events": events, "counts": counts})
 
-    def of(self, *what: str) -> Iterator[Event]:
+    def iterate_events(self, *what: str) -> Iterator[Event]:
         """Return the events of some kinds."""
         return (event for event in self.events if event.what in what)
 
@@ -189,7 +191,7 @@ FLOAT64, FLOAT32 = 1e-10, 1e-5
 
 
 @final
-class Apart(NamedTuple):
+class OutcomeDifference(NamedTuple):
     """Difference between two outcomes.
 
     Attributes:
@@ -201,7 +203,9 @@ class Apart(NamedTuple):
     at: Event | None
 
 
-def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence[str] = ()) -> Apart:
+def compare_outcomes(
+    reference: Outcome, other: Outcome, tolerance: float, what: Sequence[str] = ()
+) -> OutcomeDifference:
     """Compare the events of two outcomes, in the order of the second outcome.
 
     Args:
@@ -217,26 +221,26 @@ def compare(reference: Outcome, other: Outcome, tolerance: float, what: Sequence
         expected = known.get(event.key)
         if expected is None or event.digest == expected.digest:
             continue
-        size = distance(expected, event)
+        size = compute_distance(expected, event)
         largest = max(largest, size)
         if at is None and (size > tolerance or tolerance == 0):
             at = expected
     if at is None:
-        at = _missing(known, other, wanted)
+        at = _find_missing(known, other, wanted)
         largest = math.inf if at else largest
-    return Apart(largest, at)
+    return OutcomeDifference(largest, at)
 
 
-def _missing(known: dict[tuple[int, int, str, str], Event], other: Outcome, wanted: set[str]) -> Event | None:
+def _find_missing(known: dict[tuple[int, int, str, str], Event], other: Outcome, wanted: set[str]) -> Event | None:
     """Return the first event of the reference that the other outcome lacks in its steps, or None."""
     have = {event.key for event in other.events}
-    steps = {event.step for event in other.of("loss", "gradient")}
+    steps = {event.step for event in other.iterate_events("loss", "gradient")}
     kinds = {"gradient", *wanted} & {"gradient", *OF_MICRO_BATCHES}
     lacks = (event for event in known.values() if event.what in kinds and event.step in steps and event.key not in have)
     return next(lacks, None)
 
 
-def distance(one: Event, other: Event) -> float:
+def compute_distance(one: Event, other: Event) -> float:
     """Return the difference of two tensors by their projections, relative to their norm if it is more than 1."""
     if len(one.numbers) != len(other.numbers):
         return math.inf
@@ -246,10 +250,10 @@ def distance(one: Event, other: Event) -> float:
     return apart / max(1.0, one.numbers[0], other.numbers[0])
 
 
-def merged(outcomes: Sequence[Outcome]) -> Outcome:
+def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Merge the outcomes of all ranks: the step events of rank 0, and the micro-batch events of every rank."""
     first = outcomes[0]
-    others = [event for outcome in outcomes[1:] for event in outcome.of(*OF_MICRO_BATCHES)]
+    others = [event for outcome in outcomes[1:] for event in outcome.iterate_events(*OF_MICRO_BATCHES)]
     by_time = sorted([*first.events, *others], key=lambda event: event.when)
     return replace(
         first,
@@ -259,7 +263,7 @@ def merged(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def values_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, list[str], set[str]]:
+def compare_values(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, list[str], set[str]]:
     """Compare the logged values that both outcomes have, and all values of an evaluation.
 
     Returns:
@@ -276,7 +280,7 @@ def values_apart(reference: Outcome, other: Outcome, tolerance: float) -> tuple[
     pairs += [(name, value, other.values.get(name, math.nan)) for name, value in reference.values.items()]
     largest, wrong, rounded = 0.0, dict[str, None](), set[str]()
     for name, one, value in pairs:
-        size = number_apart(one, value)
+        size = compute_relative_difference(one, value)
         if size > tolerance > 0 and _is_rounding_of_float32(one, value):
             rounded.add(name)
             continue
@@ -292,14 +296,14 @@ def _is_rounding_of_float32(one: float, other: float) -> bool:
     torchmetrics objects sum in float32 by default. A number computed in float64 has more digits than float32 holds.
     """
     in_float32 = all(torch.tensor(each, dtype=torch.float32).item() == each for each in (one, other))
-    return in_float32 and not _are_counts(one, other) and number_apart(one, other) <= FLOAT32
+    return in_float32 and not _are_counts(one, other) and compute_relative_difference(one, other) <= FLOAT32
 
 
 def _are_counts(one: float, other: float) -> bool:
     return float(one).is_integer() and float(other).is_integer()
 
 
-def number_apart(one: float, other: float) -> float:
+def compute_relative_difference(one: float, other: float) -> float:
     """Return the difference of two numbers, relative to the larger if it is more than 1."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
@@ -307,10 +311,10 @@ def number_apart(one: float, other: float) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-_FITS = 1e-6
+_FIT_TOLERANCE = 1e-6
 
 
-def cause_of_parts(ours: Outcome, theirs: Outcome) -> str | None:
+def explain_parts(ours: Outcome, theirs: Outcome) -> str | None:
     """Find the weights by which two gradients sum to the gradient of the joint batch, and the units that they count.
 
     The projections of a gradient are linear in the gradient, so they add up as gradients do.
@@ -322,22 +326,26 @@ def cause_of_parts(ours: Outcome, theirs: Outcome) -> str | None:
     Returns:
         A sentence on the weights, or None if the joint gradient is not a weighted mean.
     """
-    micro = sorted({event.micro for event in ours.of("partial") if event.step == 0})[:2]
-    joint = sorted({event.micro for event in theirs.of("partial") if event.step == 0})[:1]
+    micro = sorted({event.micro for event in ours.iterate_events("partial") if event.step == 0})[:2]
+    joint = sorted({event.micro for event in theirs.iterate_events("partial") if event.step == 0})[:1]
     if len(micro) < 2 or not joint:
         return None
-    named = [_vector(ours, micro[0]), _vector(ours, micro[1]), _vector(theirs, joint[0])]
+    named = [
+        _collect_projections(ours, micro[0]),
+        _collect_projections(ours, micro[1]),
+        _collect_projections(theirs, joint[0]),
+    ]
     names = [name for name in named[0] if all(name in each for each in named)]
     first, sums, total = (torch.tensor([each[name] for name in names], dtype=torch.float64).flatten() for each in named)
     # Find w with total = 2 w first + 2 (1 - w) second. Each gradient was accumulated with weight one half.
     apart, rest = 2 * (2 * first - sums), total - 2 * (sums - first)
     share = float(apart @ rest / (apart @ apart))  # NaN if nothing differs
-    if not 0 < share < 1 or float((rest - share * apart).abs().max()) > _FITS * float(total.abs().max()):
+    if not 0 < share < 1 or float((rest - share * apart).abs().max()) > _FIT_TOLERANCE * float(total.abs().max()):
         return None
     counts = [ours.counts.get(number, {}) for number in micro]
     units = [
         what for what, one in counts[0].items()
-        if one and (other := counts[1].get(what)) and what != "samples" and abs(one / (one + other) - share) < _FITS
+        if one and (other := counts[1].get(what)) and what != "samples" and abs(one / (one + other) - share) < _FIT_TOLERANCE
     ]  # fmt: skip
     one, other = (each.get(units[0] if units else "samples", 0) for each in counts)
     found = f"where {units[0]}: {one} in the first micro-batch, {other} in the second" if units else "of some kind"
@@ -347,6 +355,6 @@ def cause_of_parts(ours: Outcome, theirs: Outcome) -> str | None:
     )
 
 
-def _vector(outcome: Outcome, micro: int) -> dict[str, tuple[float, ...]]:
-    first = (event for event in outcome.of("partial") if (event.step, event.micro) == (0, micro))
+def _collect_projections(outcome: Outcome, micro: int) -> dict[str, tuple[float, ...]]:
+    first = (event for event in outcome.iterate_events("partial") if (event.step, event.micro) == (0, micro))
     return {event.name: event.numbers[1:] for event in first}

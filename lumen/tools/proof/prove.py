@@ -16,10 +16,16 @@ from typing import final
 
 import torch
 
-from lumen.tools.proof.causes import Cause, Verdict, cause_of, cause_of_failure, cause_of_moving
-from lumen.tools.proof.outcome import FLOAT32, FLOAT64, compare, merged, values_apart
-from lumen.tools.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Size, Variant
-from lumen.tools.proof.worker import PREFIX, Maker, Pool, Result, libraries
+from lumen.tools.proof.causes import (
+    DifferenceCause,
+    Verdict,
+    explain_difference,
+    explain_failure,
+    explain_validation_change,
+)
+from lumen.tools.proof.outcome import FLOAT32, FLOAT64, compare_outcomes, compare_values, merge_outcomes
+from lumen.tools.proof.variants import MOMENTS, NAME, STRATEGIES, Moment, Name, Variant, VariantSize
+from lumen.tools.proof.worker import PREFIX, TrainingBuilder, VariantPool, VariantResult, list_libraries
 
 FP64 = "fp64"
 #: Names of the comparisons, in the order of the table.
@@ -30,7 +36,7 @@ _OF_STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
 
 @final
 @dataclass
-class Row:
+class ProofRow:
     """Result of one comparison.
 
     Attributes:
@@ -47,7 +53,7 @@ class Row:
     demands: str
     largest: float | None
     seconds: float
-    cause: Cause | None = None
+    cause: DifferenceCause | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -55,7 +61,7 @@ class Row:
         return "proven" if self.cause is None else self.cause.verdict
 
 
-def machine(size: Size, accelerator: str) -> Size:
+def adapt_size_to_machine(size: VariantSize, accelerator: str) -> VariantSize:
     """Return the size with this machine's accelerator and threads: half the cores, and CUDA only with two devices."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     on_cuda = accelerator in ("auto", "gpu", "cuda") and torch.cuda.device_count() > 1
@@ -81,11 +87,18 @@ class Prover:
         seconds: Duration of the whole proof in seconds.
     """
 
-    def __init__(self, make: Maker, size: Size, *, compiles: bool = False, only: Collection[str] = ()) -> None:
+    def __init__(
+        self, make: TrainingBuilder, size: VariantSize, *, compiles: bool = False, only: Collection[str] = ()
+    ) -> None:
         self._make, self.size, self._compiles = make, size, compiles
-        self.tell: Callable[[Row], None] = lambda row: None
+        self.report_progress: Callable[[ProofRow], None] = lambda row: None
         self._only = {*(only or COMPARISONS)}
-        self.rows, self.results, self.notes, self.seconds = list[Row](), dict[str, Result](), list[str](), 0.0
+        self.rows, self.results, self.notes, self.seconds = (
+            list[ProofRow](),
+            dict[str, VariantResult](),
+            list[str](),
+            0.0,
+        )
         self._precision: str | None = FP64
         self._tolerance = FLOAT64
 
@@ -99,28 +112,30 @@ class Prover:
         """Exit code: 0, or 1 if a promise failed."""
         return int(any(row.verdict == "failed" for row in self.rows))
 
-    def prove(self) -> None:
+    def run_proof(self) -> None:
         """Run all variants in a temporary directory, and compare them."""
         began_s = time.monotonic()
         with (
             TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
-            closing(Pool(self._make, self.size, Path(folder), os.cpu_count() or 1, libraries())) as self._pool,
+            closing(
+                VariantPool(self._make, self.size, Path(folder), os.cpu_count() or 1, list_libraries())
+            ) as self._pool,
         ):
-            self.rows = self._rows()
+            self.rows = self._make_rows()
         self.seconds = time.monotonic() - began_s
 
-    def _run(self, variant: Variant, *, again: bool = False) -> Result:
-        result = self._pool.run(variant, self._precision, again=again)
+    def _run_variant(self, variant: Variant, *, again: bool = False) -> VariantResult:
+        result = self._pool.run_variant(variant, self._precision, again=again)
         self.results[variant.name + ("-resumed" if again else "")] = result
         return result
 
-    def _rows(self) -> list[Row]:
+    def _make_rows(self) -> list[ProofRow]:
         with ThreadPoolExecutor(16) as threads:
-            base = threads.submit(self._run, Variant("base", exact=True))
-            one = threads.submit(self._run, Variant("one"))
+            base = threads.submit(self._run_variant, Variant("base", exact=True))
+            one = threads.submit(self._run_variant, Variant("one"))
             if base.result().failure:
-                cause = cause_of_failure(base.result())
-                return [self._told(Row("", "the task trains", "", None, base.result().seconds, cause))]
+                cause = explain_failure(base.result())
+                return [self._announce_row(ProofRow("", "the task trains", "", None, base.result().seconds, cause))]
             if failure := one.result().failure:
                 self.notes.append(
                     f"in float64 the task does not train ({failure['message'].splitlines()[0]}), so what may differ by "
@@ -128,173 +143,189 @@ class Prover:
                 )
                 self._precision, self._tolerance = None, FLOAT32
                 shutil.rmtree(one.result().folder)
-                one = threads.submit(self._run, Variant("one"))
+                one = threads.submit(self._run_variant, Variant("one"))
             elif "float32" in one.result().outcome.dtypes:
                 self.notes.append("the loss is float32 even where all else is float64, so rounding shows at 1e-5.")
                 self._tolerance = FLOAT32
-            first = [self._by_hand()] if base.result().outcome.by_hand else []
-            jobs = [threads.submit(job) for job in self._jobs(base.result(), one.result(), threads)]
+            first = [self._prove_manual()] if base.result().outcome.by_hand else []
+            jobs = [threads.submit(job) for job in self._list_jobs(base.result(), one.result(), threads)]
             found = [job.result() for job in jobs]
             return [*first, *(row for rows in found for row in (rows if isinstance(rows, list) else [rows]))]
 
-    def _jobs(self, base: Result, one: Result, threads: ThreadPoolExecutor) -> list[Callable[[], Row | list[Row]]]:
+    def _list_jobs(
+        self, base: VariantResult, one: VariantResult, threads: ThreadPoolExecutor
+    ) -> list[Callable[[], ProofRow | list[ProofRow]]]:
         """Return the comparisons in the order of the promises. A comparison may wait for runs that started earlier."""
         wanted = self._only
-        many: dict[str, Future[Result]] = {
-            name: threads.submit(self._run, Variant(name, 2, name))
+        many: dict[str, Future[VariantResult]] = {
+            name: threads.submit(self._run_variant, Variant(name, 2, name))
             for name in STRATEGIES
             if {"processes", "checkpoints"} & wanted
         }
         joined, again = Variant("joined", joins=True), Variant("again", exact=True, fresh=True)
-        jobs: dict[str, list[Callable[[], Row | list[Row]]]] = {
+        jobs: dict[str, list[Callable[[], ProofRow | list[ProofRow]]]] = {
             "accumulate": [
-                lambda: self._judge("P1", "micro-batches joined in pairs", one, self._run(joined), _OF_STATES)
+                lambda: self._make_row(
+                    "P1", "micro-batches joined in pairs", one, self._run_variant(joined), _OF_STATES
+                )
             ],
-            "processes": [partial(self._on_two, one, run, name) for name, run in many.items()],
-            "compile": [partial(self._compiled, base)] if self._compiles else [],
-            "validation": [partial(self._unmoved, base)],
-            "again": [lambda: self._judge("P2", "run again", base, self._run(again), tolerance=0.0)],
-            "workers": [partial(self._with_workers, base)],
-            "kills": [partial(self._killed, base, moment) for moment in MOMENTS],
-            "evaluation": [partial(self._evaluated, one)],
-            "checkpoints": [partial(self._read, one, many.get(writer), reader) for writer, reader in _READERS],
+            "processes": [partial(self._prove_two_processes, one, run, name) for name, run in many.items()],
+            "compile": [partial(self._prove_compiled, base)] if self._compiles else [],
+            "validation": [partial(self._prove_validation_neutral, base)],
+            "again": [lambda: self._make_row("P2", "run again", base, self._run_variant(again), tolerance=0.0)],
+            "workers": [partial(self._prove_workers, base)],
+            "kills": [partial(self._prove_resume, base, moment) for moment in MOMENTS],
+            "evaluation": [partial(self._prove_evaluations, one)],
+            "checkpoints": [
+                partial(self._prove_checkpoint_reader, one, many.get(writer), reader) for writer, reader in _READERS
+            ],
         }
         return [job for name, named in jobs.items() if name in {"compile", *wanted} for job in named]
 
     # ------------------------------------------------------------------ same training everywhere
 
-    def _by_hand(self) -> Row:
+    def _prove_manual(self) -> ProofRow:
         """Skip comparisons that manual optimization rules out, and return the row that explains why."""
         self._only -= {"accumulate", "processes", "checkpoints"}
         why = (
             "The task optimizes by hand: each batch is a step, so that two processes make steps of twice the size, "
             "unless global_batch_size cuts batches up."
         )
-        return self._not_shown("P1", "two processes", "", 0.0, "not comparable", why)
+        return self._make_unproven_row("P1", "two processes", "", 0.0, "not comparable", why)
 
-    def _on_two(self, one: Result, run: Future[Result], name: str) -> Row:
-        return self._judge("P1", f"two processes, {name.upper()}", one, run.result())
+    def _prove_two_processes(self, one: VariantResult, run: Future[VariantResult], name: str) -> ProofRow:
+        return self._make_row("P1", f"two processes, {name.upper()}", one, run.result())
 
-    def _unmoved(self, base: Result) -> Row:
+    def _prove_validation_neutral(self, base: VariantResult) -> ProofRow:
         """Compare parameters and buffers before and after a validation."""
-        cause = cause_of_moving(base.outcome) if base.outcome.moved else None
-        return self._told(Row("P1", "before and after a validation", "bits", float(cause is not None), 0.0, cause))
+        cause = explain_validation_change(base.outcome) if base.outcome.moved else None
+        return self._announce_row(
+            ProofRow("P1", "before and after a validation", "bits", float(cause is not None), 0.0, cause)
+        )
 
-    def _compiled(self, base: Result) -> Row:
-        other = self._run(Variant("compiled", exact=True, compiles=True))
-        row = self._judge("P1", "compiled", base, other, ("batch", "loss", "gradient", "parameter", "buffer"), FLOAT32)
+    def _prove_compiled(self, base: VariantResult) -> ProofRow:
+        other = self._run_variant(Variant("compiled", exact=True, compiles=True))
+        row = self._make_row(
+            "P1", "compiled", base, other, ("batch", "loss", "gradient", "parameter", "buffer"), FLOAT32
+        )
         if row.cause is not None and row.verdict == "failed" and other.failure is None:
             row.cause.verdict = "not promised"  # compiled code sums in a different order
         return row
 
     # ------------------------------------------------------------------ exact resume
 
-    def _with_workers(self, base: Result) -> Row:
+    def _prove_workers(self, base: VariantResult) -> ProofRow:
         workers = 0 if base.outcome.workers else 2
-        other = self._run(Variant("workers", exact=True, workers=workers))
+        other = self._run_variant(Variant("workers", exact=True, workers=workers))
         what = f"{base.outcome.workers} and {workers} workers"
         if other.failure is None and other.outcome.workers == base.outcome.workers:
             why = (
                 "No DataLoader reads the training data that may have workers: its data set follows the training, or it "
                 "is another kind of loader."
             )
-            return self._not_shown("P2", what, "bits", other.seconds, "nothing to compare", why)
-        return self._judge("P2", what, base, other, tolerance=0.0)
+            return self._make_unproven_row("P2", what, "bits", other.seconds, "nothing to compare", why)
+        return self._make_row("P2", what, base, other, tolerance=0.0)
 
-    def _killed(self, base: Result, moment: Moment) -> Row:
+    def _prove_resume(self, base: VariantResult, moment: Moment) -> ProofRow:
         variant = Variant(f"killed-in-{moment}", exact=True, kill=moment)
-        killed = self._run(variant)
+        killed = self._run_variant(variant)
         what = f"killed in {'a save' if moment == 'save' else moment}"
         if killed.failure and not killed.killed:
-            return self._judge("P2", what, base, killed, tolerance=0.0)
+            return self._make_row("P2", what, base, killed, tolerance=0.0)
         if not killed.killed:
             why = "the task does not validate." if moment == "validation" else "it ended before."
-            return self._not_shown("P2", what, "bits", killed.seconds, "nothing was killed", why)
-        resumed = self._run(replace(variant, kill=None, resume="auto"), again=True)
+            return self._make_unproven_row("P2", what, "bits", killed.seconds, "nothing was killed", why)
+        resumed = self._run_variant(replace(variant, kill=None, resume="auto"), again=True)
         resumed.seconds += killed.seconds
-        return self._judge("P2", what, base, resumed, tolerance=0.0)
+        return self._make_row("P2", what, base, resumed, tolerance=0.0)
 
     # ------------------------------------------------------------------ exact evaluation
 
-    def _evaluated(self, one: Result) -> list[Row]:
-        checkpoint = str(_checkpoint(one, self.size))
-        first = self._run(Variant("evaluation", resume=checkpoint, evaluates=True))
+    def _prove_evaluations(self, one: VariantResult) -> list[ProofRow]:
+        checkpoint = str(_find_checkpoint(one, self.size))
+        first = self._run_variant(Variant("evaluation", resume=checkpoint, evaluates=True))
         if first.failure is None and not first.outcome.values:
             why = "no value is logged in validation."
-            return [self._not_shown("P3", "evaluation", "", first.seconds, "nothing is evaluated", why)]
+            return [self._make_unproven_row("P3", "evaluation", "", first.seconds, "nothing is evaluated", why)]
         rows = []
         for name in STRATEGIES:
             variant = Variant(f"evaluation-{name}", 2, name, resume=checkpoint, evaluates=True)
-            other = first if first.failure else self._run(variant)
-            rows.append(self._judge("P3", f"two processes, {name.upper()}", first, other))
+            other = first if first.failure else self._run_variant(variant)
+            rows.append(self._make_row("P3", f"two processes, {name.upper()}", first, other))
         return rows
 
     # ------------------------------------------------------------------ one checkpoint, any reader
 
-    def _read(self, one: Result, run: Future[Result] | None, reader: Name) -> Row:
+    def _prove_checkpoint_reader(self, one: VariantResult, run: Future[VariantResult] | None, reader: Name) -> ProofRow:
         written = one if run is None else run.result()
-        what = f"{_called(written.variant.strategy)}'s, read by {_called(reader)}"
+        what = f"{_format_strategy(written.variant.strategy)}'s, read by {_format_strategy(reader)}"
         if written.failure:
             why = "the run that was to write it failed."
-            return self._not_shown("P4", what, "bits", 0.0, "nothing was written", why)
+            return self._make_unproven_row("P4", what, "bits", 0.0, "nothing was written", why)
         variant = Variant(
             f"{reader}-reads-{written.variant.name}", 1 if reader == "single" else 2, reader,
-            resume=str(_checkpoint(written, self.size)),
+            resume=str(_find_checkpoint(written, self.size)),
         )  # fmt: skip
-        other = self._run(variant)
+        other = self._run_variant(variant)
         if other.failure:
-            return self._judge("P4", what, one, other)
-        first = compare(written.outcome, other.outcome, 0.0, ("parameter", "optimizer")).at
-        if first is not None and first.step == _last_save(self.size):
+            return self._make_row("P4", what, one, other)
+        first = compare_outcomes(written.outcome, other.outcome, 0.0, ("parameter", "optimizer")).at
+        if first is not None and first.step == _get_last_save(self.size):
             text = f"the {first.what} {first.name} is another one after it was read."
-            cause = Cause("what was read is not what was written", first.name, text)
-            return self._told(Row("P4", what, "bits", 1.0, other.seconds, cause))
-        return self._judge("P4", what, one, other)
+            cause = DifferenceCause("what was read is not what was written", first.name, text)
+            return self._announce_row(ProofRow("P4", what, "bits", 1.0, other.seconds, cause))
+        return self._make_row("P4", what, one, other)
 
     # ------------------------------------------------------------------ judging
 
-    def _judge(
-        self, promise: str, what: str, reference: Result, other: Result, about: Sequence[str] = (),
+    def _make_row(
+        self, promise: str, what: str, reference: VariantResult, other: VariantResult, about: Sequence[str] = (),
         tolerance: float | None = None,
-    ) -> Row:  # fmt: skip
+    ) -> ProofRow:  # fmt: skip
         tolerance = self._tolerance if tolerance is None else tolerance
         demands = "bits" if tolerance == 0 else f"{tolerance:g}"
         if other.failure:
-            return self._told(Row(promise, what, demands, None, other.seconds, cause_of_failure(other, reference)))
-        ours, theirs = merged(reference.outcomes), merged(other.outcomes)
-        found = compare(ours, theirs, tolerance, about)
-        largest, wrong, rounded = values_apart(ours, theirs, tolerance)
-        self._note_rounded(rounded)
-        row = Row(promise, what, demands, max(found.largest, largest), other.seconds)
+            return self._announce_row(
+                ProofRow(promise, what, demands, None, other.seconds, explain_failure(other, reference))
+            )
+        ours, theirs = merge_outcomes(reference.outcomes), merge_outcomes(other.outcomes)
+        found = compare_outcomes(ours, theirs, tolerance, about)
+        largest, wrong, rounded = compare_values(ours, theirs, tolerance)
+        self._add_rounding_note(rounded)
+        row = ProofRow(promise, what, demands, max(found.largest, largest), other.seconds)
         if found.at is not None or wrong:
-            row.cause = cause_of(reference, other, found.at, wrong, exact=tolerance == 0)
-        return self._told(row)
+            row.cause = explain_difference(reference, other, found.at, wrong, exact=tolerance == 0)
+        return self._announce_row(row)
 
-    def _note_rounded(self, names: Iterable[str]) -> None:
+    def _add_rounding_note(self, names: Iterable[str]) -> None:
         """Add a note on each logged value that may differ by float32 rounding."""
         for name in sorted(names):
             note = f"{name} is computed in float32 whatever the precision, as torchmetrics does: it may differ by 1e-5."
             if note not in self.notes:
                 self.notes.append(note)
 
-    def _not_shown(self, promise: str, what: str, demands: str, seconds: float, kind: str, why: str) -> Row:
-        return self._told(Row(promise, what, demands, None, seconds, Cause(kind, "", why, "not shown")))
+    def _make_unproven_row(
+        self, promise: str, what: str, demands: str, seconds: float, kind: str, why: str
+    ) -> ProofRow:
+        return self._announce_row(
+            ProofRow(promise, what, demands, None, seconds, DifferenceCause(kind, "", why, "not shown"))
+        )
 
-    def _told(self, row: Row) -> Row:
+    def _announce_row(self, row: ProofRow) -> ProofRow:
         if row.cause is not None:  # Certificates are shared, so paths are relative to the working directory.
             place, text = (each.replace(f"{os.getcwd()}{os.sep}", "") for each in (row.cause.place, row.cause.text))
             row.cause = replace(row.cause, place=place, text=text)
-        self.tell(row)
+        self.report_progress(row)
         return row
 
 
-def _called(strategy: Name) -> str:
+def _format_strategy(strategy: Name) -> str:
     return "one device" if strategy == "single" else strategy.upper()
 
 
-def _last_save(size: Size) -> int:
+def _get_last_save(size: VariantSize) -> int:
     return (size.steps - 1) // size.save_every * size.save_every
 
 
-def _checkpoint(result: Result, size: Size) -> Path:
-    return result.folder / NAME / "checkpoints" / f"step-{_last_save(size):08d}"
+def _find_checkpoint(result: VariantResult, size: VariantSize) -> Path:
+    return result.folder / NAME / "checkpoints" / f"step-{_get_last_save(size):08d}"

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lumen.callbacks import Callback
-from lumen.data.nested import convert, tensors
-from lumen.data.rank_checks import pieces
-from lumen.distributed.dtensor import is_sharded, local_tensor
+from lumen.data.nested import iterate_tensors, map_leaves
+from lumen.data.rank_checks import iterate_bytes
+from lumen.distributed.dtensor import get_local_tensor, is_sharded
 from lumen.internals.tensors import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
 
-def digest(value: Any) -> str:
+def digest_value(value: Any) -> str:
     """Return numbers, strings and scalar tensors as text, and a hexadecimal hash of any other value.
 
     Args:
@@ -36,31 +36,33 @@ def digest(value: Any) -> str:
     """
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
         with suppress(RuntimeError):  # inside a transform of torch.func
-            value = _local(value.detach()).item()
+            value = _get_local(value.detach()).item()
     if isinstance(value, str):
         return value
     if isinstance(value, (bool, int, float)):
         return repr(value)
     code = hashlib.blake2b(digest_size=8)
     try:
-        for piece in pieces(convert(value, _local)):
+        for piece in iterate_bytes(map_leaves(value, _get_local)):
             code.update(piece)
     except (RuntimeError, TypeError):
         return f"{getattr(value, 'dtype', type(value).__name__)}{tuple(getattr(value, 'shape', ()))}"
     return code.hexdigest()
 
 
-def _local(value: Any) -> Any:
-    return local_tensor(value) if isinstance(value, torch.Tensor) and is_sharded(value) else value
+def _get_local(value: Any) -> Any:
+    return get_local_tensor(value) if isinstance(value, torch.Tensor) and is_sharded(value) else value
 
 
-def state_of(task: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+def iterate_state(task: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield kind ("parameter" or "buffer"), name and tensor of all parameters, then of all buffers."""
     yield from (("parameter", *named) for named in task.named_parameters())
     yield from (("buffer", *named) for named in task.named_buffers())
 
 
-def optimizer_state(task: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, str, Any]]:
+def iterate_optimizer_state(
+    task: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[tuple[str, str, Any]]:
     """Yield the state of optimizers as parameter name, state name and value."""
     names: dict[Any, str] = {parameter: name for name, parameter in task.named_parameters()}
     for optimizer in optimizers:
@@ -68,13 +70,13 @@ def optimizer_state(task: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
             yield from ((names.get(owner, "a parameter of nobody"), *item) for item in state.items())
 
 
-def samples_of(trainer: Trainer, number: int) -> str | None:
+def describe_samples(trainer: Trainer, number: int) -> str | None:
     """Return the indices of the samples in a micro-batch of the step, or None if Lumen does not draw them."""
     requests = trainer.run.step.requests
     return None if requests is None or number >= len(requests) else " ".join(map(str, requests[number].indices))
 
 
-def generators() -> dict[str, str]:
+def digest_generators() -> dict[str, str]:
     """Return digests of the global generators' states: torch, its CUDA devices if initialized, numpy and `random`."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states = {
@@ -84,7 +86,7 @@ def generators() -> dict[str, str]:
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"cuda:{number}": each.get_state() for number, each in enumerate(torch.cuda.default_generators)}
-    return {name: digest([state]) for name, state in states.items()}
+    return {name: digest_value([state]) for name, state in states.items()}
 
 
 #: Kinds of recorded entries, roughly in order within a step, and their descriptions with a slot for the place.
@@ -146,17 +148,19 @@ class StepTrace:
     kept: dict[Key, Any] = field(default_factory=dict)
     _turns: Counter[tuple[int, str, str]] = field(default_factory=Counter, repr=False)
 
-    def note(self, micro: int, kind: str, place: str, value: Any, keep: Callable[[Key], bool] | None = None) -> None:
+    def add_event(
+        self, micro: int, kind: str, place: str, value: Any, keep: Callable[[Key], bool] | None = None
+    ) -> None:
         """Add a value to the record."""
         turn = self._turns[micro, kind, place]
         self._turns[micro, kind, place] += 1
         key = Key(micro, kind, place, turn)
-        self.events[key] = digest(value)
+        self.events[key] = digest_value(value)
         if keep is not None and keep(key):
-            self.kept[key] = convert(value, _copied)
+            self.kept[key] = map_leaves(value, _copy_value)
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -164,7 +168,7 @@ _UNWRITTEN = ("empty", "new_empty", "resize", "set_")  # These operators return 
 
 
 @final
-class Operators(TorchDispatchMode):
+class OperatorObserver(TorchDispatchMode):
     """Dispatch mode that reports the result of each operator, in forward and backward.
 
     Args:
@@ -190,7 +194,7 @@ Keep = Callable[[Key], bool]
 
 
 @final
-class Modules:
+class ModuleObserver:
     """Recorder of the calls of a task's modules, which does not change what they compute.
 
     Args:
@@ -211,14 +215,14 @@ class Modules:
         self.is_on = False
         self.current = ""
 
-    def watch(self, task: nn.Module) -> None:
+    def watch_task(self, task: nn.Module) -> None:
         """Register hooks on all modules of a task."""
         for name, module in task.named_modules():
             name = name or "task"
-            self._hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-            self._hooks.enter_context(module.register_forward_hook(partial(self._leave, name), with_kwargs=True))
+            self._hooks.enter_context(module.register_forward_pre_hook(partial(self._on_enter, name), with_kwargs=True))
+            self._hooks.enter_context(module.register_forward_hook(partial(self._on_leave, name), with_kwargs=True))
 
-    def leave_alone(self) -> None:
+    def stop_watching(self) -> None:
         """Remove the hooks."""
         self.is_on = False
         self._hooks.close()
@@ -235,7 +239,7 @@ class Modules:
         self.is_on, self.current = False, ""
         self._roles.clear()
 
-    def draws(self, place: str) -> None:
+    def note_draws(self, place: str) -> None:
         """Record the states of the generators that were used since the last call, before and after."""
         now = self._states()
         moved = [f"{name} {self._drawn.get(name)} {now[name]}" for name in now if now[name] != self._drawn.get(name)]
@@ -243,18 +247,18 @@ class Modules:
             self._note("random", place, ", ".join(moved))
         self._drawn = now
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _on_enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_on:
-            self.draws(self._inside[-1] if self._inside else "training_step")
+            self.note_draws(self._inside[-1] if self._inside else "training_step")
             self._inside.append(name)
             self.current = name
             given = [args, kwargs]
             self._note("input", name, given)
             self._watch_gradients(given, "gradient of input", name)
 
-    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
+    def _on_leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
         if self.is_on and name in self._inside:
-            self.draws(name)
+            self.note_draws(name)
             while self._inside.pop() != name:  # Inner modules remain if user code caught their error.
                 pass
             self._note("output", name, returned)
@@ -263,16 +267,16 @@ class Modules:
 
     def _watch_gradients(self, value: Any, kind: str, name: str) -> None:
         """Record the gradients of the tensors in a value in the backward. A tensor has one hook for all modules."""
-        for tensor in tensors(value):
+        for tensor in iterate_tensors(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 known = self._roles.get(tensor)
                 if known is None or known[0] is not tensor.grad_fn:  # changed in place
                     known = self._roles[tensor] = tensor.grad_fn, []
-                    tensor.register_hook(partial(self._arrived, known[1]))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(partial(self._on_gradient, known[1]))  # type: ignore[no-untyped-call]
                 if (kind, name) not in known[1]:
                     known[1].append((kind, name))
 
-    def _arrived(self, roles: list[tuple[str, str]], gradient: torch.Tensor) -> None:
+    def _on_gradient(self, roles: list[tuple[str, str]], gradient: torch.Tensor) -> None:
         """Record a gradient: first for the modules with the tensor as input, then for those with it as output."""
         if not self.is_on:
             return
@@ -301,8 +305,12 @@ class Recorder(Callback):
         self, last: int | None = None, *, first: int = 1, operators_at: int | None = None, keep: Keep | None = None
     ) -> None:
         self.trace: list[StepTrace] = []
-        self._last, self._first, self._operators_at, self._keep = last, first, operators_at, keep
-        self._modules, self._operators, self._hook = Modules(self._note, self._states), ExitStack(), ExitStack()
+        self._last, self._first, self._operators_key, self._keep = last, first, operators_at, keep
+        self._modules, self._operators, self._hook = (
+            ModuleObserver(self._add_event, self._get_generator_digests),
+            ExitStack(),
+            ExitStack(),
+        )
         self._step: StepTrace | None = None
         self._micro, self._phase, self._is_noting = -1, "operator", False
 
@@ -311,35 +319,35 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Register hooks on the modules, unless the task is compiled."""
         if not trainer.compilation.setting:
-            self._modules.watch(task)
+            self._modules.watch_task(task)
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Record the micro-batch, and start to record its computation."""
         if trainer.global_step + 1 < self._first:
             return
         if self._step is None:
-            self._begin(trainer, task)
+            self._begin_recording(trainer, task)
         self._micro += 1
-        if (samples := samples_of(trainer, self._micro)) is not None:
-            self._note("order", "", samples)
-        self._note("batch", "", batch)
+        if (samples := describe_samples(trainer, self._micro)) is not None:
+            self._add_event("order", "", samples)
+        self._add_event("batch", "", batch)
         self._modules.begin()
         self._operators.close()
         self._phase = "operator"
-        if trainer.global_step + 1 == self._operators_at:
-            self._operators.enter_context(Operators(self._called))
+        if trainer.global_step + 1 == self._operators_key:
+            self._operators.enter_context(OperatorObserver(self._on_operator))
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
         """Record the loss that enters the backward."""
         if self._step is not None:
-            self._modules.draws("training_step")
-            self._note("loss", "", loss)
+            self._modules.note_draws("training_step")
+            self._add_event("loss", "", loss)
             self._phase = "backward operator"
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the random numbers of the backward, and end its phase."""
         if self._step is not None:
-            self._modules.draws("backward")
+            self._modules.note_draws("backward")
             self._phase, self._modules.current = "operator", ""
 
     def on_before_optimizer_step(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
@@ -347,7 +355,7 @@ class Recorder(Callback):
         if self._step is not None:
             self._note_gradients(task, "gradient")
             self._hook.close()  # the hook of another optimizer
-            updates = optimizer.register_step_pre_hook(lambda *_: self._updates(trainer, task, optimizer))
+            updates = optimizer.register_step_pre_hook(lambda *_: self._on_update(trainer, task, optimizer))
             self._hook.enter_context(updates)
 
     def on_train_batch_end(self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -358,14 +366,14 @@ class Recorder(Callback):
         self._operators.close()
         self._hook.close()
         if trainer.global_step == self._step.step:
-            for kind, name, tensor in state_of(task):
-                self._note(kind, name, tensor, step=True)
+            for kind, name, tensor in iterate_state(task):
+                self._add_event(kind, name, tensor, step=True)
 
     def on_step_end(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the logged values, and close the step."""
         if self._step is not None:
             for name, value in trainer.newest_values.items():
-                self._note("logged", name, torch.tensor(value, dtype=torch.float64), step=True)
+                self._add_event("logged", name, torch.tensor(value, dtype=torch.float64), step=True)
             self._step = None
         if self._last is not None and trainer.global_step >= self._last:
             trainer.should_stop = True
@@ -373,21 +381,21 @@ class Recorder(Callback):
     def teardown(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Remove all hooks."""
         self._operators.close()
-        self._modules.leave_alone()
+        self._modules.stop_watching()
         self._hook.close()
 
     # ------------------------------------------------------------------ notes
 
-    def _begin(self, trainer: Trainer, task: TaskModule) -> None:
+    def _begin_recording(self, trainer: Trainer, task: TaskModule) -> None:
         self._step, self._micro = StepTrace(trainer.global_step + 1, trainer.current_epoch), -1
         if not self.trace:
-            for kind, name, tensor in state_of(task):
-                self._note(f"initial {kind}", name, tensor, step=True)
-            for name, key, value in optimizer_state(task, trainer.optimizers):
-                self._note("initial optimizer state", f"{name} {key}", value, step=True)
+            for kind, name, tensor in iterate_state(task):
+                self._add_event(f"initial {kind}", name, tensor, step=True)
+            for name, key, value in iterate_optimizer_state(task, trainer.optimizers):
+                self._add_event("initial optimizer state", f"{name} {key}", value, step=True)
         self.trace.append(self._step)
 
-    def _updates(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+    def _on_update(self, trainer: Trainer, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         """Record clipped gradients and optimizer settings right before the update, after all hooks and schedulers."""
         if trainer.gradient_clip_val is not None:
             self._note_gradients(task, "clipped gradient")
@@ -395,26 +403,26 @@ class Recorder(Callback):
             for name, value in group.items():
                 if name != "params":
                     shown = value if isinstance(value, torch.Tensor) else repr(value)
-                    self._note("setting", f"groups[{number}].{name}", shown, step=True)
+                    self._add_event("setting", f"groups[{number}].{name}", shown, step=True)
         self._phase = "update operator"
 
     def _note_gradients(self, task: TaskModule, kind: str) -> None:
         for name, parameter in task.named_parameters():
             if parameter.grad is not None:
-                self._note(kind, name, parameter.grad, step=True)
+                self._add_event(kind, name, parameter.grad, step=True)
 
-    def _note(self, kind: str, place: str, value: Any, *, step: bool = False) -> None:
+    def _add_event(self, kind: str, place: str, value: Any, *, step: bool = False) -> None:
         if self._step is not None:
             self._is_noting = True
-            self._step.note(-1 if step else self._micro, kind, place, value, self._keep)
+            self._step.add_event(-1 if step else self._micro, kind, place, value, self._keep)
             self._is_noting = False
 
-    def _states(self) -> dict[str, str]:
+    def _get_generator_digests(self) -> dict[str, str]:
         self._is_noting = True
-        states = generators()
+        states = digest_generators()
         self._is_noting = False
         return states
 
-    def _called(self, name: str, returned: Any) -> None:
+    def _on_operator(self, name: str, returned: Any) -> None:
         if not self._is_noting:
-            self._note(self._phase, f"{self._modules.current} {name}".strip(), returned)
+            self._add_event(self._phase, f"{self._modules.current} {name}".strip(), returned)

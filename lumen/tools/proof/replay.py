@@ -17,11 +17,11 @@ from lumen.checkpoint.format.reader import Checkpoint
 from lumen.cli.commands import Words
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
-from lumen.tools.check.show import parts_of
+from lumen.tools.check.report import describe_leaves
 from lumen.tools.proof import REPLAY
 from lumen.tools.proof.recorder import Key, Recorder
-from lumen.tools.proof.rerun import Rerun, coded, relative
-from lumen.tools.terminal import counted
+from lumen.tools.proof.rerun import Rerun, compute_relative_difference, run_with_exit_code
+from lumen.tools.terminal import format_count
 
 if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
@@ -39,7 +39,7 @@ Step {step}, micro-batch {micro}: the gradients are complete, nothing is updated
   trainer  the Trainer
 Ctrl-D ends this. Nothing of it is saved."""
 _ROUNDING = {"fp64": 1e-10, "fp32": 1e-5}  # relative tolerance; 1e-2 for other precisions
-_FEW = 8
+_MAX_SHOWN = 8
 
 
 def options() -> Words:
@@ -57,28 +57,28 @@ def run(words: list[str]) -> int:
     given = options().read(words)
     if given.step < 1:
         raise ConfigError(f"--step: steps are counted from 1, found {given.step}.")
-    return coded(partial(_run, given))
+    return run_with_exit_code(partial(_run_replay, given))
 
 
-def _run(given: Namespace) -> int:
+def _run_replay(given: Namespace) -> int:
     rerun = Rerun(given.run)
     if not rerun.is_run:
         raise ConfigError(f"{given.run} is a config file. Name the directory of a run.")
-    begin, checkpoint = rerun.before(given.step)
+    begin, checkpoint = rerun.find_checkpoint_before(given.step)
     print(f"training again from step {begin} ...", file=stderr)
-    step = _Step(given.step, begin, prompts=given.python)
+    step = _ReplayedStep(given.step, begin, prompts=given.python)
     trainer, step.logged = rerun.train([step, step.recorder], checkpoint)
     if not step.recorder.trace:
         raise ConfigError(f"--step {given.step}: the training ends at step {trainer.global_step} already.")
     if given.python:
         return 0
-    differ = step.apart(rerun, str((rerun.config.get("trainer") or {}).get("precision", "fp32")))
-    print(*_lines(rerun, step, checkpoint, differ), sep="\n", file=stdout)
+    differ = step.describe_differences(rerun, str((rerun.config.get("trainer") or {}).get("precision", "fp32")))
+    print(*_iterate_lines(rerun, step, checkpoint, differ), sep="\n", file=stdout)
     return int(bool(differ))
 
 
 @final
-class _Step(Callback):
+class _ReplayedStep(Callback):
     """Callback that observes the repeated step.
 
     Args:
@@ -92,7 +92,7 @@ class _Step(Callback):
         logged: Values that the training logged from the checkpoint to the step.
     """
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
     def __init__(self, number: int, begin: int, *, prompts: bool) -> None:
         self.number, self.begin, self._prompts = number, begin, prompts
@@ -106,7 +106,7 @@ class _Step(Callback):
         """Describe the micro-batch."""
         if trainer.global_step + 1 == self.number:
             self._batch = batch
-            self.batches.append(["  ".join(filter(None, each.cells)) for each in parts_of(batch)])
+            self.batches.append(["  ".join(filter(None, each.format_cells)) for each in describe_leaves(batch)])
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: Any) -> None:
         """Keep the loss."""
@@ -127,30 +127,32 @@ class _Step(Callback):
     @property
     def norm(self) -> float:
         """Norm of the complete gradients before clipping."""
-        norms = [each.double().norm() for _, each in self._kept("gradient")]
+        norms = [each.double().norm() for _, each in self._list_kept("gradient")]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
-    def _kept(self, kind: str) -> list[tuple[Key, torch.Tensor]]:
+    def _list_kept(self, kind: str) -> list[tuple[Key, torch.Tensor]]:
         return [(key, value) for key, value in self.recorder.trace[-1].kept.items() if key.kind == kind]
 
-    def apart(self, run: Rerun, precision: str) -> list[str]:
+    def describe_differences(self, run: Rerun, precision: str) -> list[str]:
         """Return one line for each difference from the record up to this step; empty if the step is as recorded."""
         bound, found = _ROUNDING.get(precision, 1e-2), list[str]()
         for (step, name), text in run.metrics.items():
             now = self.logged.get((step, name))
             if self.begin < step <= self.number and now != text and now is not None:
                 found.append(
-                    f"step {step}, {name}: {text} was recorded, now {now}{_judged(relative(text, now), bound)}"
+                    f"step {step}, {name}: {text} was recorded, now {now}{_format_comparison(compute_relative_difference(text, now), bound)}"
                 )
         if self.number in run.checkpoints:
-            saved = Checkpoint.open(run.checkpoints[self.number]).tensors("model")
-            for key, value in self._kept("parameter"):
+            saved = Checkpoint.open(run.checkpoints[self.number]).as_mapping("model")
+            for key, value in self._list_kept("parameter"):
                 if key.place in saved and not torch.equal(saved[key.place], value):
                     largest = (saved[key.place].double() - value.double()).abs().max() / value.double().abs().max()
-                    found.append(f"{key.place} after the step: not the checkpoint's{_judged(float(largest), bound)}")
+                    found.append(
+                        f"{key.place} after the step: not the checkpoint's{_format_comparison(float(largest), bound)}"
+                    )
         return found
 
-    def compared(self, run: Rerun) -> list[str]:
+    def describe_compared(self, run: Rerun) -> list[str]:
         """Return the names of the recorded values that the step is compared with."""
         names = [name for step, name in run.metrics if step == self.number and (step, name) in self.logged]
         return [*names, *(["the checkpoint's parameters"] if self.number in run.checkpoints else [])]
@@ -159,7 +161,7 @@ class _Step(Callback):
 # ---------------------------------------------------------------------- showing
 
 
-def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[str]) -> Iterator[str]:
+def _iterate_lines(rerun: Rerun, step: _ReplayedStep, checkpoint: PurePath | None, differ: list[str]) -> Iterator[str]:
     trace = step.recorder.trace[-1]
     yield f"step {step.number} of {rerun.source}, epoch {trace.epoch}, from {checkpoint or 'the beginning'}"
     for note in rerun.notes:
@@ -168,9 +170,9 @@ def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[
     for number, described in enumerate(step.batches):
         yield f"  batch{f' {number}' if len(step.batches) > 1 else ''}"
         if (samples := trace.events.get(Key(number, "order", "", 0))) is not None:
-            few = samples.split()[:_FEW]
+            few = samples.split()[:_MAX_SHOWN]
             count = len(samples.split())
-            yield f"    samples {' '.join([*few, *([f'... {count} in all'] if count > _FEW else [])])}"
+            yield f"    samples {' '.join([*few, *([f'... {count} in all'] if count > _MAX_SHOWN else [])])}"
         yield from (f"    {line}" for line in described)
         if len(losses) > 1 and number in losses:
             yield f"    its part of the loss {losses[number]!r}"
@@ -178,10 +180,10 @@ def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[
         yield f"  loss {sum(losses.values())!r}"
     yield f"  gradient norm {step.norm!r}"
     yield from (f"  {name} {text}" for (at, name), text in step.logged.items() if at == step.number)
-    compared = step.compared(rerun)
+    compared = step.describe_compared(rerun)
     if differ:
-        yield f"it is not as it was recorded, in {counted(len(differ), 'value')}:"
-        yield from (f"  {line}" for line in differ[:_FEW])
+        yield f"it is not as it was recorded, in {format_count(len(differ), 'value')}:"
+        yield from (f"  {line}" for line in differ[:_MAX_SHOWN])
     elif compared:
         yield f"it is as it was recorded, bit for bit: {', '.join(compared)}"
     else:
@@ -191,6 +193,6 @@ def _lines(rerun: Rerun, step: _Step, checkpoint: PurePath | None, differ: list[
         yield f"nothing of this step was recorded to compare with{known}"
 
 
-def _judged(apart: float | None, bound: float) -> str:
+def _format_comparison(apart: float | None, bound: float) -> str:
     """Return a remark on whether a relative difference is rounding, or "" if it is None."""
     return "" if apart is None else f" ({apart:.2g} of it: {'rounding' if apart <= bound else 'more than rounding'})"

@@ -14,23 +14,23 @@ import torch
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.format.manifest import read_head
-from lumen.checkpoint.format.storage import as_place, is_dir
-from lumen.cli import tell
-from lumen.cli.command_line import CLI, Checked
+from lumen.checkpoint.format.storage import as_path_or_url, is_dir
+from lumen.cli import print_error
+from lumen.cli.command_line import CLI, CheckedCommand
 from lumen.cli.config_layers import as_list, read_config
-from lumen.cli.users_error import show
+from lumen.cli.user_errors import print_user_error
 from lumen.console import logger as _log
-from lumen.data.nested import flat
+from lumen.data.nested import flatten_leaves
 from lumen.errors import ConfigError, LumenError
-from lumen.loggers.csv import rows_in
-from lumen.tools.bystanders import BYSTANDERS
+from lumen.loggers.csv import read_rows
 from lumen.tools.runs.find import list_checkpoints
+from lumen.tools.side_effect_callbacks import SIDE_EFFECT_CALLBACKS
 from lumen.trainer.trainer import Trainer
 
-_OF_NO_WEIGHT = ("command", "working_directory", "host", "slurm")  # where a run was made
+_IGNORED_CALLBACKS = ("command", "working_directory", "host", "slurm")  # where a run was made
 
 
-class Recorded(NamedTuple):
+class RecordedValue(NamedTuple):
     """Logged value of a run.
 
     Attributes:
@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
     text: str
 
 
-def relative(recorded: str, now: str) -> float | None:
+def compute_relative_difference(recorded: str, now: str) -> float | None:
     """Return the difference of two logged values, relative to the larger, or None if they are not numbers."""
     try:
         mine, other = float(recorded), float(now)
@@ -53,25 +53,27 @@ def relative(recorded: str, now: str) -> float | None:
     return abs(mine - other) / max(abs(mine), abs(other), 1e-300)
 
 
-def _metrics_of(path: Path) -> dict[tuple[int, str], str]:
+def _read_metrics(path: Path) -> dict[tuple[int, str], str]:
     """Return the texts of the values in a `metrics.csv` by step and name; empty without the file."""
-    return {(step, name): text for step, values in rows_in(path) for name, text in values.items()}
+    return {(step, name): text for step, values in read_rows(path) for name, text in values.items()}
 
 
-def parting(a: Mapping[tuple[int, str], str], b: Mapping[tuple[int, str], str]) -> tuple[Recorded, Recorded] | None:
+def find_parting(
+    a: Mapping[tuple[int, str], str], b: Mapping[tuple[int, str], str]
+) -> tuple[RecordedValue, RecordedValue] | None:
     """Return the first values that differ in two records for the same step and name, or None."""
     differ = (key for key in a.keys() & b.keys() if a[key] != b[key])
     first = min(differ, default=None)
-    return None if first is None else (Recorded(*first, a[first]), Recorded(*first, b[first]))
+    return None if first is None else (RecordedValue(*first, a[first]), RecordedValue(*first, b[first]))
 
 
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def find_differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the values that differ in two mappings, by name, with None for a missing value."""
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 
-_LEFT_OUT = {"PredictionWriter", *(kind.__name__ for kind in BYSTANDERS)}
-_AGAIN: dict[str, Any] = {
+_LEFT_OUT = {"PredictionWriter", *(kind.__name__ for kind in SIDE_EFFECT_CALLBACKS)}
+_RERUN_SETTINGS: dict[str, Any] = {
     "name": "again", "resume_parts": None, "logger": True, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False, "profiler": None, "max_restarts": 0, "grace_s": None, "min_steps": 0,
     "min_epochs": 0, "log_level": "ERROR", "log_format": None, "devices": 1, "num_nodes": 1, "strategy": "auto",
@@ -79,14 +81,14 @@ _AGAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def coded(command: Callable[[], int]) -> int:
+def run_with_exit_code(command: Callable[[], int]) -> int:
     """Run a command and return its exit code, or print an error and return 2. In these commands, 1 is not an error."""
     try:
         return command()
     except LumenError as error:
-        tell(error)
+        print_error(error)
     except Exception as error:  # an error of user code
-        show(error)
+        print_user_error(error)
     return 2
 
 
@@ -131,35 +133,35 @@ class Rerun:
         if (self._file.parent / "environment.json").exists():
             return read_config(str(self._file))
         # Add all defaults, as in the config of a run.
-        return dict(Checked(args=["fit", "--config", str(self._file)])._recorded())
+        return dict(CheckedCommand(args=["fit", "--config", str(self._file)])._make_config_record())
 
     def _read_records(self, path: Path) -> None:
         metrics, environment = path / "metrics.csv", path / "environment.json"
         if not (metrics.exists() or environment.exists() or self._file.exists()):
             said = "is no run: there is neither a config.yaml nor a metrics.csv. Name its directory."
             raise ConfigError(f"{path} {said}")
-        self.metrics = _metrics_of(metrics)
+        self.metrics = _read_metrics(metrics)
         if os.access(environment, os.R_OK):  # Only the owner of a run may read this file.
             self.environment = json.loads(environment.read_text())
-        for place in map(as_place, [str(path / "checkpoints"), *_folders(self.config)]):
+        for place in map(as_path_or_url, [str(path / "checkpoints"), *_list_checkpoint_folders(self.config)]):
             found = list_checkpoints(place) if is_dir(place) else []
             whole = (each for each in found if not (each.problem or each.kind))
             self.checkpoints |= {int(each.info["step"]): each.path for each in whole}
 
-    def before(self, step: int) -> tuple[int, PurePath | None]:
+    def find_checkpoint_before(self, step: int) -> tuple[int, PurePath | None]:
         """Return the number of updates and the path of the newest checkpoint before a step, or 0 and None."""
         begin = max((each for each in self.checkpoints if each < step), default=0)
         return begin, self.checkpoints.get(begin)
 
-    def differing_environment(self, other: Rerun) -> dict[str, tuple[Any, Any]]:
+    def compare_environment(self, other: Rerun) -> dict[str, tuple[Any, Any]]:
         """Return the differences in machine, versions and processes from another run."""
         mine, others = (
-            {k: v for k, v in flat(each.environment) if k.partition(".")[0] not in _OF_NO_WEIGHT}
+            {k: v for k, v in flatten_leaves(each.environment) if k.partition(".")[0] not in _IGNORED_CALLBACKS}
             for each in (self, other)
         )
-        return differing(mine, others) if mine and others else {}
+        return find_differing(mine, others) if mine and others else {}
 
-    def common_checkpoints(self, other: Rerun) -> tuple[int, int | None]:
+    def find_common_checkpoints(self, other: Rerun) -> tuple[int, int | None]:
         """Compare the parameters and optimizer states in the checkpoints of two runs.
 
         Returns:
@@ -169,13 +171,13 @@ class Rerun:
         """
         equal = 0
         for step in sorted(self.checkpoints.keys() & other.checkpoints.keys()):
-            if _files(self.checkpoints[step]) != _files(other.checkpoints[step]):
+            if _list_files(self.checkpoints[step]) != _list_files(other.checkpoints[step]):
                 return equal, step
             equal = step
         return equal, None
 
     @property
-    def why_not(self) -> str | None:
+    def refusal(self) -> str | None:
         """Reason why the source cannot be trained again, as a sentence, or None if it can."""
         if not self.config:
             return f"{self.source} has no config.yaml: it was started in Python"
@@ -195,11 +197,11 @@ class Rerun:
         Returns:
             The trainer, and the text of each logged value by step and name.
         """
-        if (reason := self.why_not) is not None:
+        if (reason := self.refusal) is not None:
             raise ConfigError(f"{reason}, so it cannot be trained again here.")
-        with TemporaryDirectory(prefix="lumen-", ignore_cleanup_errors=True) as name, self._threads():
+        with TemporaryDirectory(prefix="lumen-", ignore_cleanup_errors=True) as name, self._limit_threads():
             root = Path(name)
-            settings = self._settings(root, checkpoint)
+            settings = self._make_settings(root, checkpoint)
             try:
                 made = CLI(args=settings, run=False, save_config_callback=None)
             except ConfigError as error:
@@ -207,12 +209,12 @@ class Rerun:
                 said = f"It was started in {where}: start this command there too." if where else "It is the config's."
                 error.add_note(said)
                 raise
-            made.trainer._change(callbacks)
+            made.trainer._change_settings(callbacks)
             made.trainer.fit(made.model, made.datamodule)
-            return made.trainer, _metrics_of(root / "again" / "metrics.csv")
+            return made.trainer, _read_metrics(root / "again" / "metrics.csv")
 
     @contextmanager
-    def _threads(self) -> Iterator[None]:
+    def _limit_threads(self) -> Iterator[None]:
         """Use as many threads as the run, because their number affects the order of sums."""
         before = torch.get_num_threads()
         torch.set_num_threads(int(self.environment.get("threads", before)))
@@ -221,18 +223,25 @@ class Rerun:
         finally:
             torch.set_num_threads(before)
 
-    def _settings(self, root: Path, checkpoint: PurePath | None) -> dict[str, Any]:
+    def _make_settings(self, root: Path, checkpoint: PurePath | None) -> dict[str, Any]:
         trainer = dict(self.config.get("trainer") or {})
         processes = int(self.environment.get("processes", 1))
-        trainer["callbacks"] = [each for each in as_list(trainer.get("callbacks")) if _class_of(each) not in _LEFT_OUT]
-        trainer |= _AGAIN | {"default_root_dir": str(root), "resume": None if checkpoint is None else str(checkpoint)}
+        trainer["callbacks"] = [
+            each for each in as_list(trainer.get("callbacks")) if _get_class_name(each) not in _LEFT_OUT
+        ]
+        trainer |= _RERUN_SETTINGS | {
+            "default_root_dir": str(root),
+            "resume": None if checkpoint is None else str(checkpoint),
+        }
         if checkpoint is not None:
             trainer["init_from"] = None
         if trainer.get("accelerator") == "cuda" and not torch.cuda.is_available():
             trainer["accelerator"] = "auto"
-            self._say("it was trained on CUDA, which this machine lacks")
+            self._print_note("it was trained on CUDA, which this machine lacks")
         if processes > 1:
-            self._say(f"{processes} processes have trained it, here it is one: sums are rounded in another order")
+            self._print_note(
+                f"{processes} processes have trained it, here it is one: sums are rounded in another order"
+            )
             if trainer.get("global_batch_size") is None:
                 given = trainer.get("accumulate_grad_batches", 1)
                 times = given if isinstance(given, dict) else {0: given}
@@ -242,24 +251,26 @@ class Rerun:
         trainer["max_time"] = None
         return self.config | {"trainer": trainer}
 
-    def _say(self, note: str) -> None:
+    def _print_note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s: %s", self.source, note)
 
 
-def _files(checkpoint: PurePath) -> dict[str, str]:
+def _list_files(checkpoint: PurePath) -> dict[str, str]:
     files = read_head(checkpoint).files
     return {name: sha for name, (_, sha) in files.items() if name.startswith(("model/", "optimizer/"))}
 
 
-def _class_of(callback: Any) -> str:
+def _get_class_name(callback: Any) -> str:
     name = callback.get("class_path", "") if isinstance(callback, dict) else callback or ""
     return str(name).rpartition(".")[2]
 
 
-def _folders(config: dict[str, Any]) -> list[str]:
+def _list_checkpoint_folders(config: dict[str, Any]) -> list[str]:
     """Return the directories of checkpoints in the config's callbacks."""
     given = [each for each in as_list((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
-    folders = ((each.get("init_args") or {}).get("dirpath") for each in given if _class_of(each) == "ModelCheckpoint")
+    folders = (
+        (each.get("init_args") or {}).get("dirpath") for each in given if _get_class_name(each) == "ModelCheckpoint"
+    )
     return [str(each) for each in folders if each is not None]

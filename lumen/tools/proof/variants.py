@@ -10,16 +10,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lumen.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, Timer
 from lumen.cli.config_layers import as_list
-from lumen.data.iterable_style import declares
-from lumen.data.nested import convert
+from lumen.data.iterable_style import has_capability
+from lumen.data.nested import map_leaves
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
-from lumen.tools.bystanders import BYSTANDERS
+from lumen.tools.side_effect_callbacks import SIDE_EFFECT_CALLBACKS
 from lumen.trainer.tuner import BatchSizeFinder, LearningRateFinder
 
 NAME = "run"
 #: Callbacks that do not affect the computation, or would end or change a variant.
-_LEFT_OUT = (*BYSTANDERS, BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer)
+_LEFT_OUT = (*SIDE_EFFECT_CALLBACKS, BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer)
 Moment = Literal["training", "validation", "save"]
 Name = Literal["single", "ddp", "fsdp"]
 MOMENTS: tuple[Moment, ...] = ("training", "validation", "save")
@@ -28,7 +28,7 @@ STRATEGIES: tuple[Name, ...] = ("ddp", "fsdp")
 
 @final
 @dataclass(frozen=True)
-class Size:
+class VariantSize:
     """Numbers of steps and batches of each variant, and its limits.
 
     Attributes:
@@ -86,7 +86,9 @@ class Variant:
     compiles: bool = False
     fresh: bool = False
 
-    def changes(self, size: Size, folder: Path, given: dict[str, Any], precision: str | None) -> dict[str, Any]:
+    def get_changes(
+        self, size: VariantSize, folder: Path, given: dict[str, Any], precision: str | None
+    ) -> dict[str, Any]:
         """Return the trainer arguments that the variant changes.
 
         Args:
@@ -126,7 +128,7 @@ class Variant:
             changed["init_from"] = None
         return changed
 
-    def callbacks(self, given: Any, size: Size) -> list[Callback]:
+    def choose_callbacks(self, given: Any, size: VariantSize) -> list[Callback]:
         """Return the user's callbacks except those in `_LEFT_OUT`, and a callback that saves checkpoints."""
         kept = [each for each in as_list(given) if not isinstance(each, _LEFT_OUT)]
         if self.evaluates:
@@ -134,21 +136,21 @@ class Variant:
         saves = ModelCheckpoint(every_n_train_steps=size.save_every, keep_last=-1, asynchronous=False)
         return [*kept, saves]
 
-    def adapt(self, task: TaskModule, data: DataModule | None) -> None:
+    def adapt_loaders(self, task: TaskModule, data: DataModule | None) -> None:
         """Change workers and batch size of the training loaders of the data module or task."""
         if self.workers is None and not self.joins:
             return
         owner: Any = data if data is not None else task
         made_by_user = owner.train_dataloader
-        owner.train_dataloader = lambda: convert(made_by_user(), self._adapted)
+        owner.train_dataloader = lambda: map_leaves(made_by_user(), self._adapt_loader)
 
-    def _adapted(self, loader: Any) -> Any:
+    def _adapt_loader(self, loader: Any) -> Any:
         if not isinstance(loader, DataLoader):
             return loader
         if self.joins and loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler:
-            loader = _joined(loader)
+            loader = _double_batch_size(loader)
         # Workers would have an untrained copy of the model.
-        if self.workers is not None and not declares(loader, "follows_training"):
+        if self.workers is not None and not has_capability(loader, "follows_training"):
             loader.num_workers = self.workers
             loader.prefetch_factor = 2 if self.workers else None
             if not self.workers:
@@ -156,7 +158,7 @@ class Variant:
         return loader
 
 
-def _joined(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _double_batch_size(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader with batches of twice the size."""
     sampler: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
     return type(loader)(

@@ -15,18 +15,23 @@ from typing import Any, final
 from rich.table import Table
 from rich.text import Text
 
-from lumen.cli.command_line import CLI, Checked
+from lumen.cli.command_line import CLI, CheckedCommand
 from lumen.cli.commands import Words
 from lumen.console import stderr, stdout
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
 from lumen.tools.proof import VERIFY
-from lumen.tools.proof.causes import Cause
-from lumen.tools.proof.certificate import certificate, changed_conditions, changed_results, read
-from lumen.tools.proof.prove import COMPARISONS, Prover, Row, machine
-from lumen.tools.proof.variants import Size
-from lumen.tools.proof.worker import Built
-from lumen.tools.terminal import print_json, table_console
+from lumen.tools.proof.causes import DifferenceCause
+from lumen.tools.proof.certificate import (
+    describe_changed_conditions,
+    iterate_changed_results,
+    make_certificate,
+    read_certificate,
+)
+from lumen.tools.proof.prove import COMPARISONS, ProofRow, Prover, adapt_size_to_machine
+from lumen.tools.proof.variants import VariantSize
+from lumen.tools.proof.worker import BuiltTraining
+from lumen.tools.terminal import make_table_console, print_json
 from lumen.trainer.trainer import Trainer
 
 _USAGE = "--config FILE [--KEY VALUE ...] [--steps N] [--compile] [--json] [--against FILE]"
@@ -37,11 +42,11 @@ _MORE = (
 )
 _PROMISES = {"P1": "same training", "P2": "exact resume", "P3": "exact evaluation", "P4": "any reader", "": "training"}
 _STYLES = {"proven": "green", "failed": "bold red", "not promised": "yellow", "not shown": "dim"}
-_LEAST_STEPS, _LONGEST = 4, 600
+_MIN_STEPS, _MAX_LENGTH = 4, 600
 
 
 @final
-class _Made(CLI):
+class _BuiltCLI(CLI):
     """Command line of `lumen fit` that builds all objects and runs nothing.
 
     Args:
@@ -50,28 +55,28 @@ class _Made(CLI):
         seed: The seed to set before building.
     """
 
-    _is_for_elsewhere, _program = True, "lumen"
+    _runs_elsewhere, _program = True, "lumen"
 
     def __init__(self, words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> None:
         self._change = change
         super().__init__(args=["fit", *words, "--seed_everything", str(seed)])
 
     def _build_and_run(self) -> None:
-        config = self._own(self.config)
+        config = self._get_command_settings(self.config)
         config.trainer.resume = None
         config.trainer.accelerator = "auto"
         self.before_instantiate_classes()
-        self._build(Processes.found())
-        self.made = Built(self.model, self.datamodule, self.trainer, self._configure)
+        self._build(Processes.find())
+        self.made = BuiltTraining(self.model, self.datamodule, self.trainer, self._configure)
 
     def instantiate_trainer(self, **given: Any) -> Trainer:
         """Build the trainer with the changed arguments."""
         return super().instantiate_trainer(**self._change(self.config_init.trainer.as_dict()))
 
 
-def make(words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> Built:
+def build_from_words(words: list[str], change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> BuiltTraining:
     """Build task, data and trainer of a command line of `lumen fit`."""
-    return _Made(words, change, seed).made
+    return _BuiltCLI(words, change, seed).made
 
 
 def options() -> Words:
@@ -91,32 +96,32 @@ def options() -> Words:
 def run(words: list[str]) -> int:
     """Run the proof, write the certificate, print the results, and return the exit code."""
     given, rest = options().parse_known_args(words)
-    if given.steps < _LEAST_STEPS:
-        raise ConfigError(f"--steps: must be at least {_LEAST_STEPS}, so that there is a checkpoint and a step after "
+    if given.steps < _MIN_STEPS:
+        raise ConfigError(f"--steps: must be at least {_MIN_STEPS}, so that there is a checkpoint and a step after "
                           f"it, found {given.steps}.")  # fmt: skip
     only = given.only.split(",") if given.only else []
     for name in only:
         if name not in COMPARISONS:
             raise ConfigError(f"--only: expected some of {','.join(COMPARISONS)}, found {name}.")
-    before = read(Path(given.against)) if given.against else None
+    before = read_certificate(Path(given.against)) if given.against else None
     target = given.certificate or (None if before else "certificate.json")
-    config = Checked(args=["fit", *rest]).settings
+    config = CheckedCommand(args=["fit", *rest]).settings
     seed = config.seed_everything if type(config.seed_everything) is int else secrets.randbits(31)
     compiles = given.compile or bool(config.trainer.compile)
-    size = machine(Size(steps=given.steps, seed=seed), config.trainer.accelerator)
-    proof = Prover(partial(make, rest), size, compiles=compiles, only=only)
-    _prove(proof)
-    made = certificate(proof, shlex.join(["lumen", "verify", *rest]))
+    size = adapt_size_to_machine(VariantSize(steps=given.steps, seed=seed), config.trainer.accelerator)
+    proof = Prover(partial(build_from_words, rest), size, compiles=compiles, only=only)
+    _prove_with_progress(proof)
+    made = make_certificate(proof, shlex.join(["lumen", "verify", *rest]))
     if target is not None:
         try:
             Path(target).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             said = f"--certificate {target}: cannot be written: {error.strerror}. Name another file."
             raise ConfigError(said) from error
-    print_json(made) if given.json else _show(proof, target)
+    print_json(made) if given.json else _print_proof(proof, target)
     if before is None:
         return proof.code
-    conditions, results = changed_conditions(before, made), [*changed_results(before, made)]
+    conditions, results = describe_changed_conditions(before, made), [*iterate_changed_results(before, made)]
     head = f"nothing has changed since {given.against}"
     if lines := [*conditions, *results]:
         head = f"since {given.against}, made {before.get('made')}:"
@@ -125,22 +130,22 @@ def run(words: list[str]) -> int:
     return max(proof.code, int(bool(results)))
 
 
-def _prove(prover: Prover) -> None:
+def _prove_with_progress(prover: Prover) -> None:
     """Run the comparisons, and show their number as a status line on a terminal."""
     if not stderr.isatty():
-        prover.prove()
+        prover.run_proof()
         return
     from lumen.console import console
 
     done = count(1)
     with console.status("the first runs") as status:
-        prover.tell = lambda row: status.update(f"{next(done)} compared, last: {row.what}")
-        prover.prove()
+        prover.report_progress = lambda row: status.update(f"{next(done)} compared, last: {row.what}")
+        prover.run_proof()
 
 
-def _show(proof: Prover, target: str | None) -> None:
+def _print_proof(proof: Prover, target: str | None) -> None:
     """Print the table of results, and below it the reasons for promises that are not proven."""
-    console = table_console()
+    console = make_table_console()
     table = Table("promise", "compared", "allowed", "largest", "verdict", "s", title=f"{proof.size.steps} steps each")
     last = None
     for row in proof.rows:
@@ -151,7 +156,7 @@ def _show(proof: Prover, target: str | None) -> None:
         table.add_row(name, row.what, row.demands, largest, verdict, f"{row.seconds:.1f}")
     console.print(table)
     console.print()
-    for head, body in _once(proof.rows):
+    for head, body in _group_causes(proof.rows):
         console.print(head)
         for line in body.wrap(console, console.width - 2):
             line.rstrip()
@@ -165,14 +170,14 @@ def _show(proof: Prover, target: str | None) -> None:
     console.print(f"{said} in {proof.seconds:.0f} s{written}", soft_wrap=True)
 
 
-def _once(rows: Sequence[Row]) -> Iterator[tuple[Text, Text]]:
+def _group_causes(rows: Sequence[ProofRow]) -> Iterator[tuple[Text, Text]]:
     """Yield each distinct cause of unproven rows once, with its rows."""
-    seen: dict[tuple[str, str], tuple[Cause, list[str]]] = {}
+    seen: dict[tuple[str, str], tuple[DifferenceCause, list[str]]] = {}
     for row in rows:
         if (cause := row.cause) is not None:
             _, where = seen.setdefault((cause.kind, cause.place), (cause, []))
             where.append(f"{_PROMISES[row.promise]}: {row.what}")
     for words, (cause, where) in seen.items():
-        body = cause.text if len(cause.text) <= _LONGEST else f"{cause.text[:_LONGEST]} ..."
+        body = cause.text if len(cause.text) <= _MAX_LENGTH else f"{cause.text[:_MAX_LENGTH]} ..."
         head = Text(f"{cause.verdict}: {', '.join(filter(None, words))}", style=_STYLES[cause.verdict])
         yield head, Text(f"seen in: {'; '.join(where)}\n{body}")

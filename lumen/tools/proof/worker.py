@@ -24,17 +24,17 @@ import torch
 import torch.distributed as dist
 
 from lumen.callbacks import Callback
-from lumen.distributed.cluster_environment import loopback_names
-from lumen.distributed.culprit import Frame
+from lumen.distributed.cluster_environment import get_loopback_variables
+from lumen.distributed.process_location import Frame
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError
-from lumen.internals.interpreters import SAFE_PATH, SearchPath, safe_path
-from lumen.internals.whole_files import replaced
+from lumen.internals.atomic_files import replace_file
+from lumen.internals.interpreters import SAFE_PATH, SearchPath, protect_search_path
 from lumen.task.data_module import DataModule
 from lumen.task.task_module import TaskModule
-from lumen.tools.proof.observer import Observer, Rows
+from lumen.tools.proof.observer import RowCollector, VariantObserver
 from lumen.tools.proof.outcome import Outcome
-from lumen.tools.proof.variants import Moment, Size, Variant
+from lumen.tools.proof.variants import Moment, Variant, VariantSize
 from lumen.trainer.trainer import Trainer
 
 PREFIX = "lumen-verify-"  # prefix of the temporary directory of all runs
@@ -42,7 +42,7 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_
 
 
 @final
-class Built(NamedTuple):
+class BuiltTraining(NamedTuple):
     """Objects built from the user's settings.
 
     Attributes:
@@ -58,17 +58,17 @@ class Built(NamedTuple):
     configure_optimizers: Callable[[], Any] | None
 
 
-class Maker(Protocol):
+class TrainingBuilder(Protocol):
     """Function that builds new objects. `change` maps the user's trainer arguments to the arguments to use.
 
     Subprocesses call the function and pass the seed for the global generators.
     """
 
-    def __call__(self, change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> Built: ...  # noqa: D102
+    def __call__(self, change: Callable[[dict[str, Any]], dict[str, Any]], seed: int) -> BuiltTraining: ...  # noqa: D102
 
 
 @final
-class Killer(Callback):
+class KillCallback(Callback):
     """Callback that kills its process with SIGKILL in the middle of a training step, a validation or a save.
 
     Args:
@@ -76,42 +76,48 @@ class Killer(Callback):
         step: Number of completed steps for training. For a validation or save, the one after step `step + 1`.
     """
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
     def __init__(self, moment: Moment, step: int) -> None:
         self._moment, self._step = moment, step
         if moment == "save":
             self._name = f"step-{step + 1:08d}."
-            sys.addaudithook(self._heard)
+            sys.addaudithook(self._on_audit_event)
 
-    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Kill the process when it opens the manifest: only the manifest is missing, so the save is incomplete."""
         if event == "open" and self._name in str(arguments[0]) and "manifest" in str(arguments[0]):
-            _kill()
+            _kill_process()
 
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
         """Kill the process between the backward and the update."""
         if self._moment == "training" and trainer.global_step == self._step:
-            _kill()
+            _kill_process()
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Kill the process after the first validation batch."""
         if self._moment == "validation" and trainer.global_step == self._step + 1:
-            _kill()
+            _kill_process()
 
 
-def _kill() -> None:
+def _kill_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def work(
-    path: SearchPath, make: Maker, variant: Variant, size: Size, precision: str | None, folder: str, rank: int
+def run_in_process(
+    path: SearchPath,
+    make: TrainingBuilder,
+    variant: Variant,
+    size: VariantSize,
+    precision: str | None,
+    folder: str,
+    rank: int,
 ) -> None:
     """Run a variant in this process, write `rank-N.json`, and end the process."""
     place = Path(folder)
-    _prepare(place, rank, variant, size)
+    _prepare_process(place, rank, variant, size)
     outcome, failure = Outcome(), None
     try:
         if variant.world > 1:
@@ -120,19 +126,19 @@ def work(
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=variant.world, timeout=timedelta(seconds=2 * size.limit_s)
             )
-        observe(make, variant, size, precision, place, outcome)
+        run_variant(make, variant, size, precision, place, outcome)
     except BaseException as error:
-        failure = told(error)
+        failure = describe_error(error)
     answer = {"outcome": vars(outcome), "failure": failure}
-    with replaced(place / f"rank-{rank}.json") as beside:
+    with replace_file(place / f"rank-{rank}.json") as beside:
         beside.write_text(json.dumps(answer), encoding="utf-8")
     sys.stdout.flush()
     with suppress(Exception):
-        Processes.found().close()
+        Processes.find().close()
     os._exit(0)  # Python's shutdown would take longer than the run.
 
 
-def _prepare(place: Path, rank: int, variant: Variant, size: Size) -> None:
+def _prepare_process(place: Path, rank: int, variant: Variant, size: VariantSize) -> None:
     """Redirect the output to a file of the rank, and remove the launcher's environment variables."""
     output = os.open(place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
@@ -140,14 +146,16 @@ def _prepare(place: Path, rank: int, variant: Variant, size: Size) -> None:
     for name in [*os.environ]:
         if name in _OF_LAUNCHERS or name.startswith(("SLURM_", "TORCHELASTIC_", "LUMEN_")):
             del os.environ[name]
-    os.environ.update(loopback_names())
+    os.environ.update(get_loopback_variables())
     torch.set_num_threads(size.threads)
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # for dataloader workers
     stacks = open(place / f"rank-{rank}.stacks", "w", encoding="utf-8")  # noqa: SIM115  # open until the process ends
     faulthandler.register(signal.SIGUSR1, stacks)
 
 
-def observe(make: Maker, variant: Variant, size: Size, precision: str | None, place: Path, outcome: Outcome) -> None:
+def run_variant(
+    make: TrainingBuilder, variant: Variant, size: VariantSize, precision: str | None, place: Path, outcome: Outcome
+) -> None:
     """Run a variant in this process, and record what it computes. Collective: every rank must call this.
 
     Args:
@@ -158,25 +166,30 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
         place: An existing directory for the run.
         outcome: The record to add to.
     """
-    observer = Observer(outcome, size.save_every, modules=not variant.compiles)
+    observer = VariantObserver(outcome, size.save_every, modules=not variant.compiles)
 
     def change(given: dict[str, Any]) -> dict[str, Any]:
         added: list[Callback] = [] if variant.evaluates else [observer]
         if variant.kill is not None:
-            added.append(Killer(variant.kill, size.save_every * 2 - 1))
-        callbacks = [*variant.callbacks(given.get("callbacks"), size), *added]
-        changed = variant.changes(size, place, given, precision)
-        return {**given, **changed, "callbacks": callbacks, "logger": False if variant.evaluates else [Rows(outcome)]}
+            added.append(KillCallback(variant.kill, size.save_every * 2 - 1))
+        callbacks = [*variant.choose_callbacks(given.get("callbacks"), size), *added]
+        changed = variant.get_changes(size, place, given, precision)
+        return {
+            **given,
+            **changed,
+            "callbacks": callbacks,
+            "logger": False if variant.evaluates else [RowCollector(outcome)],
+        }
 
     built = make(change, size.seed)
     task, data, trainer = built.task, built.data, built.trainer
     outcome.by_hand = not task.automatic_optimization
     if outcome.by_hand:
-        trainer._change(accumulate={0: 1}, limits={**trainer.plan.limits, "train": size.epoch_steps})
+        trainer._change_settings(accumulate={0: 1}, limits={**trainer.plan.limits, "train": size.epoch_steps})
     if not variant.evaluates:
-        observer.look_at(task, "built")
-    observer.watch(task, trainer.callbacks)
-    variant.adapt(task, data)
+        observer.record_tensors(task, "built")
+    observer.watch_hooks(task, trainer.callbacks)
+    variant.adapt_loaders(task, data)
     if variant.evaluates:
         for number, values in enumerate(trainer.validate(task, data, ckpt_path=variant.resume)):
             outcome.values |= {f"{name}, loader {number}" if number else name: value for name, value in values.items()}
@@ -184,10 +197,12 @@ def observe(make: Maker, variant: Variant, size: Size, precision: str | None, pl
         trainer.fit(task, data, configure_optimizers=built.configure_optimizers)
 
 
-def told(error: BaseException) -> dict[str, str]:
+def describe_error(error: BaseException) -> dict[str, str]:
     """Return an error as plain data: class, message, line of user code, traceback, and if it is a LumenError."""
     frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
-    place = next((f"{each.file}:{each.line}, in {each.function}" for each in reversed(frames) if each.is_users), "")
+    place = next(
+        (f"{each.file}:{each.line}, in {each.function}" for each in reversed(frames) if each.is_in_user_code), ""
+    )
     if notes := getattr(error, "__notes__", None):  # These notes name a temporary run that is deleted.
         notes[:] = [note for note in notes if PREFIX not in note]
     text, kind = "".join(traceback.format_exception(error)), type(error).__name__
@@ -198,12 +213,12 @@ def told(error: BaseException) -> dict[str, str]:
 MORE = "LUMEN_PRELOAD"
 """Environment variable: a file with what is imported beforehand; a command line has no room for thousands of names."""
 
-_LOOK_EVERY_S, _PATIENCE_S = 0.02, 5.0
+_POLL_INTERVAL_S, _PATIENCE_S = 0.02, 5.0
 
 
 @final
 @dataclass
-class Result:
+class VariantResult:
     """Result of a variant.
 
     Attributes:
@@ -229,7 +244,7 @@ class Result:
 
 
 @final
-class Pool:
+class VariantPool:
     """Pool that runs variants in a limited number of processes at a time.
 
     Args:
@@ -240,7 +255,9 @@ class Pool:
         preload: Names of library modules to import once, in the fork server of all processes.
     """
 
-    def __init__(self, make: Maker, size: Size, folder: Path, slots: int, preload: Sequence[str]) -> None:
+    def __init__(
+        self, make: TrainingBuilder, size: VariantSize, folder: Path, slots: int, preload: Sequence[str]
+    ) -> None:
         self._make, self._size, self._folder = make, size, folder
         self._taking, self._free = threading.Lock(), threading.Semaphore(max(slots, 2))
         self._forks = multiprocessing.get_context("forkserver")
@@ -249,13 +266,13 @@ class Pool:
         more = folder / "preload.txt"
         more.write_text("\n".join(preload), encoding="utf-8")
         os.environ[MORE] = str(more)
-        with safe_path():
+        with protect_search_path():
             ensure_running()
         del os.environ[MORE]
         self._starting = threading.Lock()
         self._alive: list[BaseProcess] = []
 
-    def run(self, variant: Variant, precision: str | None, *, again: bool = False) -> Result:
+    def run_variant(self, variant: Variant, precision: str | None, *, again: bool = False) -> VariantResult:
         """Run a variant. Several threads may call this at once.
 
         Args:
@@ -272,14 +289,14 @@ class Pool:
                 self._free.acquire()
         try:
             began_s = time.monotonic()
-            processes = self._start(variant, precision, folder)
-            failure = self._wait(processes, folder)
-            result = Result(variant, folder, failure=failure, seconds=time.monotonic() - began_s)
+            processes = self._start_processes(variant, precision, folder)
+            failure = self._wait_for_end(processes, folder)
+            result = VariantResult(variant, folder, failure=failure, seconds=time.monotonic() - began_s)
         finally:
             self._free.release(variant.world)
         codes = [process.exitcode for process in processes]
         result.killed = variant.kill is not None and codes == [-signal.SIGKILL]
-        answers = [_read(folder, rank) for rank in range(variant.world)]
+        answers = [_read_outcome(folder, rank) for rank in range(variant.world)]
         result.outcomes = [Outcome.from_json(answer["outcome"]) for answer in answers if answer]
         failures = [answer["failure"] for answer in answers if answer and answer["failure"]]
         lost = [each for each in failures if each["kind"] in ("ProcessLost", "ProcessStuck", "RuntimeError")]
@@ -289,7 +306,7 @@ class Pool:
         elif failure is None and not result.killed and not all(answers):
             code = next(code for code, answer in zip(codes, answers, strict=True) if not answer)
             said = "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(folder.glob("rank-*.log")))
-            result.failure = _failed("Ended", f"a process ended with exit code {code}.", said)
+            result.failure = _make_failure("Ended", f"a process ended with exit code {code}.", said)
         return result
 
     def close(self) -> None:
@@ -299,29 +316,29 @@ class Pool:
                 process.kill()
                 process.join()
 
-    def _start(self, variant: Variant, precision: str | None, folder: Path) -> list[BaseProcess]:
+    def _start_processes(self, variant: Variant, precision: str | None, folder: Path) -> list[BaseProcess]:
         path = SearchPath()
-        with self._starting, safe_path():  # The fork server is not thread-safe.
+        with self._starting, protect_search_path():  # The fork server is not thread-safe.
             processes: list[BaseProcess] = []
             for rank in range(variant.world):
                 arguments = (path, self._make, variant, self._size, precision, str(folder), rank)
                 context = self._spawns if variant.fresh else self._forks
-                processes.append(context.Process(target=work, args=arguments, daemon=False))  # for workers
+                processes.append(context.Process(target=run_in_process, args=arguments, daemon=False))  # for workers
                 processes[-1].start()
             self._alive += processes
         return processes
 
-    def _wait(self, processes: Sequence[BaseProcess], folder: Path) -> dict[str, str] | None:
+    def _wait_for_end(self, processes: Sequence[BaseProcess], folder: Path) -> dict[str, str] | None:
         """Wait until all processes end. Return a failure with their stacks if they hang, else None."""
         deadline_s = time.monotonic() + self._size.limit_s
         is_short = False
         while any(process.is_alive() for process in processes):
-            ended = [_read(folder, rank) for rank, process in enumerate(processes) if not process.is_alive()]
+            ended = [_read_outcome(folder, rank) for rank, process in enumerate(processes) if not process.is_alive()]
             if not is_short and not all(answer and not answer["failure"] for answer in ended):  # may block others
                 deadline_s, is_short = min(deadline_s, time.monotonic() + _PATIENCE_S), True
             if time.monotonic() > deadline_s:
                 return self._end(processes, folder, hung=not is_short)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
         return None
 
     def _end(self, processes: Sequence[BaseProcess], folder: Path, *, hung: bool) -> dict[str, str] | None:
@@ -336,21 +353,21 @@ class Pool:
             return None
         stacks = [f"rank {rank}:\n{(folder / f'rank-{rank}.stacks').read_text()}" for rank in range(len(processes))]
         said = f"not done after {self._size.limit_s:.0f} s: a process hangs, or one rank alone does what needs all."
-        return _failed("Hangs", said, "\n".join(stacks))
+        return _make_failure("Hangs", said, "\n".join(stacks))
 
 
-def _failed(kind: str, message: str, text: str) -> dict[str, str]:
+def _make_failure(kind: str, message: str, text: str) -> dict[str, str]:
     return {"kind": kind, "message": message, "place": "", "text": text, "ours": "False"}
 
 
-def _read(folder: Path, rank: int) -> dict[str, dict[str, str]] | None:
+def _read_outcome(folder: Path, rank: int) -> dict[str, dict[str, str]] | None:
     with suppress(FileNotFoundError):
         answer: dict[str, dict[str, str]] = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
         return answer
     return None
 
 
-def libraries() -> list[str]:
+def list_libraries() -> list[str]:
     """Return the imported modules of Lumen and installed packages. User modules, which may draw, are left out."""
     found = ((name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items()))
     return [name for name, file in found if "site-packages" in file or name.partition(".")[0] == "lumen"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 from lumen.callbacks.base import Callback
 from lumen.console import logger as _log
-from lumen.errors.arguments import optional
+from lumen.errors.arguments import import_optional
 from lumen.tools.runs.find import ShownRun, list_checkpoints
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ class Report(Callback):
         ConfigError: Bokeh is not installed.
     """
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
     def __init__(self) -> None:
-        optional("bokeh", "Report", "report")
+        import_optional("bokeh", "Report", "report")
 
     def setup(self, trainer: Trainer, task: TaskModule, stage: str) -> None:
         """Set the status to failed, until the run ends otherwise."""

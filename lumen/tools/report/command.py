@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from lumen.cli.commands import Words
-from lumen.console import size, stdout
+from lumen.console import format_bytes, stdout
 from lumen.errors import ConfigError
-from lumen.errors.arguments import local_path, optional
+from lumen.errors.arguments import expand_path, import_optional
 from lumen.tools.report import COMMAND
 from lumen.tools.report.record import is_recorded
-from lumen.tools.runs.find import ShownRun, find_runs, look
-from lumen.tools.terminal import counted
+from lumen.tools.runs.find import ShownRun, find_runs, inspect_run
+from lumen.tools.terminal import format_count
 
 _MORE = (
     "Several runs are laid over each other; a directory of runs stands for all of them. Nothing in a run is changed, "
@@ -35,22 +35,22 @@ def run(words: list[str]) -> int:
         RunDirectoryError: The file cannot be written.
     """
     given = options().read(words)
-    output = local_path(given.output)
+    output = expand_path(given.output)
     if output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output {output}: a report is an .html file.")
-    optional("bokeh", "lumen report", "report")
-    found = {shown.path: shown for word in given.runs for shown in _runs(local_path(word))}
+    import_optional("bokeh", "lumen report", "report")
+    found = {shown.path: shown for word in given.runs for shown in _find_runs(expand_path(word))}
     from lumen.tools.report.page import write_report
 
     write_report(list(found.values()), output)
-    print(f"{output}: {counted(len(found), 'run')}, {size(output.stat().st_size)}", file=stdout)
+    print(f"{output}: {format_count(len(found), 'run')}, {format_bytes(output.stat().st_size)}", file=stdout)
     return 0
 
 
-def _runs(path: Path) -> list[ShownRun]:
+def _find_runs(path: Path) -> list[ShownRun]:
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}. Name runs on this machine: lumen report runs/NAME.")
     found = [path] if is_recorded(path) else [Path(each) for each in find_runs(path)]
     if not found:
         raise ConfigError(f"there are no runs in {path}. Name a run's directory, such as runs/NAME.")
-    return [look(each) for each in found]
+    return [inspect_run(each) for each in found]

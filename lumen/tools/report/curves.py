@@ -18,19 +18,19 @@ from bokeh.models.annotations import Span
 from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 
-from lumen.tools.report.record import Numbers, Record, Series, Table, thin
+from lumen.tools.report.record import Numbers, RunContents, Series, ValueTable, thin_series
 
 COLOURS = 8
 _DASHES = ("", "6 3", "2 2", "8 3 2 3")
 _VARIANT = re.compile(r"^(?:train|val|valid|validation|test)(?:[_/-]|$)|(?:_step|_epoch)$")
-_MOST_CHARTS, _MOST_MARKS = 40, 60
-_FEWEST_POINTS, _MOST_POINTS = 40, 2000
-_MOST_DOTS = 60  # A curve of few points also gets dots: a line through one point is invisible.
+_MAX_CHARTS, _MAX_MARKS = 40, 60
+_MIN_POINTS, _MAX_POINTS = 40, 2000
+_MAX_DOTS = 60  # A curve of few points also gets dots: a line through one point is invisible.
 _FONT = "system-ui, sans-serif"
 
 
 @final
-class Entry(NamedTuple):
+class LegendEntry(NamedTuple):
     """Entry of a curve in the legend of its chart.
 
     Attributes:
@@ -66,7 +66,7 @@ class Chart:
 
     key: str
     title: str
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LegendEntry] = field(default_factory=list)
     div: str = ""
 
 
@@ -86,13 +86,13 @@ class Curves:
         script: JavaScript with which bokeh draws the charts, or "" if there are none.
     """
 
-    def __init__(self, records: Sequence[Record], most_numbers: int) -> None:
+    def __init__(self, records: Sequence[RunContents], most_numbers: int) -> None:
         self.metrics, self.system, self.left_out, self.script = list[Chart](), list[Chart](), list[str](), ""
         kinds = (self.metrics, attrgetter("metrics"), "m"), (self.system, attrgetter("system"), "s")
-        groups = [(drawn, table, letter, _grouped(map(table, records))) for drawn, table, letter in kinds]
+        groups = [(drawn, table, letter, _group_names(map(table, records))) for drawn, table, letter in kinds]
         count = sum(len(names) for *_, group in groups for names in group.values()) * len(records)
         self._records, self._figures = records, dict[str, Model]()
-        self._most = min(max(most_numbers // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)  # points of one curve
+        self._max_points = min(max(most_numbers // max(count, 1), _MIN_POINTS), _MAX_POINTS)  # points of one curve
         tables = [table for record in records for table in (record.metrics, record.system)]
         ends = [(each.steps[0], each.steps[-1]) for table in tables for each in table.series.values()]
         steps = [float(step) for end in ends for step in end]
@@ -100,13 +100,13 @@ class Curves:
         margin = (end - begin) * 0.01 or 0.5
         self._range = models.Range1d(start=begin - margin, end=end + margin, name="steps")
         self._formats = models.NumeralTickFormatter(format="0,0")
-        self.marks = {kind: sources for kind in _MARKS if (sources := self._sources(kind))}
+        self.marks = {kind: sources for kind in _MARKS if (sources := self._list_sources(kind))}
         for drawn, table, letter, group in groups:
             for number, (title, names) in enumerate(group.items()):
-                if len(self._figures) == _MOST_CHARTS:
+                if len(self._figures) == _MAX_CHARTS:
                     self.left_out += names
                 else:
-                    drawn.append(self._chart(f"{letter}{number}", title, names, table))
+                    drawn.append(self._make_chart(f"{letter}{number}", title, names, table))
         if self._figures:
             self._embed()
 
@@ -120,13 +120,15 @@ class Curves:
         for chart in chain(self.metrics, self.system):
             chart.div = divs[chart.key]
 
-    def _sources(self, kind: str) -> list[tuple[int, models.ColumnDataSource]]:
-        found = ((number, _evenly(_MARKS[kind](record))) for number, record in enumerate(self._records))
-        return [(number, models.ColumnDataSource({"x": _small(steps)})) for number, steps in found if len(steps)]
+    def _list_sources(self, kind: str) -> list[tuple[int, models.ColumnDataSource]]:
+        found = ((number, _spread_steps(_MARKS[kind](record))) for number, record in enumerate(self._records))
+        return [(number, models.ColumnDataSource({"x": _as_float32(steps)})) for number, steps in found if len(steps)]
 
-    def _chart(self, key: str, title: str, names: Sequence[str], table: Callable[[Record], Table]) -> Chart:
+    def _make_chart(
+        self, key: str, title: str, names: Sequence[str], table: Callable[[RunContents], ValueTable]
+    ) -> Chart:
         """Draw the given metrics of all runs into one figure."""
-        drawn = self._figures[key] = self._figure(key)
+        drawn = self._figures[key] = self._make_figure(key)
         made = Chart(key, title)
         for run, record in enumerate(self._records):
             for variant, name in enumerate(names):
@@ -137,13 +139,13 @@ class Curves:
                     if len(self._records) == 1:
                         label, colour = name, variant
                     odd = ~series.finite
-                    entry = Entry(f"{key}-{run}-{variant}", run, label, colour % COLOURS, dash,
+                    entry = LegendEntry(f"{key}-{run}-{variant}", run, label, colour % COLOURS, dash,
                                   float(series.values[-1]), int(odd.sum()))  # fmt: skip
                     made.entries.append(entry)
-                    self._draw(drawn, entry.key, series, dash, np.unique(series.steps[odd]))
+                    self._draw_series(drawn, entry.key, series, dash, np.unique(series.steps[odd]))
         return made
 
-    def _figure(self, key: str) -> figure:
+    def _make_figure(self, key: str) -> figure:
         drawn = figure(
             name=f"chart-{key}", x_range=self._range, y_range=models.Range1d(start=0, end=1), tools=[], height=230,
             toolbar_location=None, sizing_mode="stretch_width", background_fill_color=None, border_fill_color=None,
@@ -164,33 +166,33 @@ class Curves:
         for kind, sources in self.marks.items():
             for run, source in sources:
                 glyph = models.VSpan(x="x", line_dash="solid" if kind == "restarts" else "dotted", line_width=1)
-                _add(drawn, source, glyph, f"mark-{kind}-{run}", level="underlay")
+                _add_glyph(drawn, source, glyph, f"mark-{kind}-{run}", level="underlay")
         drawn.add_layout(Span(dimension="height", name=f"cursor-{key}", visible=False, location=0, line_width=1))
         return drawn
 
-    def _draw(self, drawn: figure, key: str, series: Series, dash: str, odd: Numbers) -> None:
-        thinned = thin(series, self._most)
-        source = models.ColumnDataSource({"x": _small(thinned.steps), "y": thinned.values})
+    def _draw_series(self, drawn: figure, key: str, series: Series, dash: str, odd: Numbers) -> None:
+        thinned = thin_series(series, self._max_points)
+        source = models.ColumnDataSource({"x": _as_float32(thinned.steps), "y": thinned.values})
         dashes = [int(each) for each in dash.split()]
         if len(odd):
-            marks = models.ColumnDataSource({"x": _small(_evenly(odd))})
-            _add(drawn, marks, models.VSpan(x="x", line_width=2, line_alpha=0.4), f"odd-{key}")
+            marks = models.ColumnDataSource({"x": _as_float32(_spread_steps(odd))})
+            _add_glyph(drawn, marks, models.VSpan(x="x", line_width=2, line_alpha=0.4), f"odd-{key}")
         if len(thinned.means):
             base = models.ColumnDataSource({"x": thinned.mean_steps, "y": thinned.means})
-            _add(drawn, base, models.Line(), f"mean-{key}", visible=False)
-        if len(thinned.steps) <= _MOST_DOTS:
-            _add(drawn, source, models.Scatter(x="x", y="y", size=4, line_color=None), f"dots-{key}")
+            _add_glyph(drawn, base, models.Line(), f"mean-{key}", visible=False)
+        if len(thinned.steps) <= _MAX_DOTS:
+            _add_glyph(drawn, source, models.Scatter(x="x", y="y", size=4, line_color=None), f"dots-{key}")
         for name, data, width in (("line", source, 1.3), ("smooth", models.ColumnDataSource({"x": [], "y": []}), 1.8)):
             glyph = models.Line(x="x", y="y", line_width=width, line_dash=dashes, line_join="round")
-            _add(drawn, data, glyph, f"{name}-{key}")
+            _add_glyph(drawn, data, glyph, f"{name}-{key}")
 
 
-def _add(drawn: figure, source: models.ColumnDataSource, glyph: Model, name: str, **settings: Any) -> None:
+def _add_glyph(drawn: figure, source: models.ColumnDataSource, glyph: Model, name: str, **settings: Any) -> None:
     """Add a glyph to a figure. The script of the page finds the glyph by its name."""
     drawn.renderers.append(GlyphRenderer(data_source=source, glyph=glyph, name=name, **settings))
 
 
-def _grouped(tables: Iterable[Table]) -> dict[str, list[str]]:
+def _group_names(tables: Iterable[ValueTable]) -> dict[str, list[str]]:
     """Return the names by quantity: `loss` and `val_loss` are one quantity."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for table in tables for name in table.series):
@@ -198,7 +200,7 @@ def _grouped(tables: Iterable[Table]) -> dict[str, list[str]]:
     return groups
 
 
-_MARKS: dict[str, Callable[[Record], Iterable[int]]] = {
+_MARKS: dict[str, Callable[[RunContents], Iterable[int]]] = {
     "restarts": lambda record: record.restarts,
     "checkpoints": lambda record: [
         step for each in record.shown.committed if isinstance(step := each.info.get("step"), int)
@@ -207,13 +209,13 @@ _MARKS: dict[str, Callable[[Record], Iterable[int]]] = {
 }
 
 
-def _evenly(steps: Iterable[float]) -> Numbers:
-    """Return the steps that a double holds exactly, thinned evenly to `_MOST_MARKS`."""
+def _spread_steps(steps: Iterable[float]) -> Numbers:
+    """Return the steps that a double holds exactly, thinned evenly to `_MAX_MARKS`."""
     found = np.array(sorted({float(step) for step in steps if abs(step) < 2**53}))
-    return found[np.linspace(0, len(found) - 1, min(len(found), _MOST_MARKS)).astype(np.int64)]
+    return found[np.linspace(0, len(found) - 1, min(len(found), _MAX_MARKS)).astype(np.int64)]
 
 
-def _small(steps: Numbers) -> Any:
+def _as_float32(steps: Numbers) -> Any:
     """Return the steps as int32, which halves their size, if no value changes."""
     small = steps.astype(np.int32) if len(steps) and np.abs(steps).max() < 2**31 else steps
     return small if (small == steps).all() else steps

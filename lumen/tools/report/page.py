@@ -18,16 +18,16 @@ from bokeh.resources import Resources
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from lumen.errors import RunDirectoryError
-from lumen.internals.masking import masked_words
-from lumen.internals.whole_files import replaced
+from lumen.internals.atomic_files import replace_file
+from lumen.internals.masking import mask_words
 from lumen.tools.report.curves import Curves
-from lumen.tools.report.record import Record, Series, differences, names_of, settings_in
+from lumen.tools.report.record import RunContents, Series, find_differences, make_names, parse_settings
 from lumen.version import __version__
 
 if TYPE_CHECKING:
     from lumen.tools.runs.find import ShownRun
 
-MOST_BYTES = 3_000_000  # A mail can carry this size; bokeh's own code takes 1.3 MB.
+MAX_BYTES = 3_000_000  # A mail can carry this size; bokeh's own code takes 1.3 MB.
 _NUMBERS, _LOG_BYTES, _ROWS = 28_000, 120_000, 400
 
 
@@ -41,9 +41,9 @@ def write_report(runs: Sequence[ShownRun], output: Path) -> None:
     Raises:
         RunDirectoryError: The file cannot be written.
     """
-    text = render(runs)
+    text = render_report(runs)
     try:
-        with replaced(output) as beside:
+        with replace_file(output) as beside:
             beside.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise RunDirectoryError(
@@ -51,83 +51,95 @@ def write_report(runs: Sequence[ShownRun], output: Path) -> None:
         ) from error
 
 
-def render(runs: Sequence[ShownRun]) -> str:
+def render_report(runs: Sequence[ShownRun]) -> str:
     """Return the report as HTML. Logs, curves and tables are shortened until the page is small enough."""
-    names = names_of([Path(run.path) for run in runs])
+    names = make_names([Path(run.path) for run in runs])
     for halvings in range(12):
         part = 0.5**halvings
         log_bytes = int(_LOG_BYTES * part / len(runs))
-        records = [Record(run, name, log_bytes) for run, name in zip(runs, names, strict=True)]
-        text = _page(records, Curves(records, int(_NUMBERS * part)), int(_ROWS * part) + 1)
-        if len(text.encode(errors="replace")) < MOST_BYTES:
+        records = [RunContents(run, name, log_bytes) for run, name in zip(runs, names, strict=True)]
+        text = _render_page(records, Curves(records, int(_NUMBERS * part)), int(_ROWS * part) + 1)
+        if len(text.encode(errors="replace")) < MAX_BYTES:
             break
     return text
 
 
-def _page(records: Sequence[Record], curves: Curves, most_rows: int) -> str:
+def _render_page(records: Sequence[RunContents], curves: Curves, most_rows: int) -> str:
     environment = Environment(
-        loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FunctionLoader(_read_asset),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters |= {"number": _number, "duration": _duration, "when": _when, "share": _share}
+    environment.filters |= {
+        "number": _format_number,
+        "duration": _format_duration,
+        "when": _format_time,
+        "share": _format_share,
+    }
     drawing = Resources(mode="inline", components=["bokeh"], minified=True, log_level="fatal").js_raw
-    scripts = [*drawing, curves.script, _file("page.js")] if curves.script else []
-    values, made_of = _values(records), {each.name: map(settings_in, each.configs.values()) for each in records}
+    scripts = [*drawing, curves.script, _read_asset("page.js")] if curves.script else []
+    values, made_of = (
+        _collect_values(records),
+        {each.name: map(parse_settings, each.configs.values()) for each in records},
+    )
     return environment.get_template("page.html").render(
         version=__version__,
         made=datetime.now().astimezone(),
         records=records,
         curves=curves,
-        style=_file("page.css"),
+        style=_read_asset("page.css"),
         scripts=scripts,
-        policy=" ".join(map(_digest, scripts)) or "'none'",
+        policy=" ".join(map(_digest_script, scripts)) or "'none'",
         values=dict(islice(values.items(), most_rows)),
         values_left_out=max(0, len(values) - most_rows),
-        differences=dict(islice(differences([record.settings for record in records]).items(), most_rows)),
-        changes={name: dict(islice(differences([*each]).items(), most_rows)) for name, each in made_of.items()},
-        environments=_environments(records),
+        differences=dict(islice(find_differences([record.settings for record in records]).items(), most_rows)),
+        changes={name: dict(islice(find_differences([*each]).items(), most_rows)) for name, each in made_of.items()},
+        environments=_compare_environments(records),
     )
 
 
-def _file(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (files("lumen.tools.report") / name).read_text(encoding="utf-8")
 
 
-def _digest(script: str) -> str:
+def _digest_script(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def _values(records: Sequence[Record]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+def _collect_values(records: Sequence[RunContents]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
     """Return, by metric, the name of each run that logged it and its last, lowest and highest values."""
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for record in records:
         for name, series in record.metrics.series.items():
-            found.setdefault(name, []).append((record.name, _extremes(series)))
+            found.setdefault(name, []).append((record.name, _find_extremes(series)))
     return found
 
 
-def _extremes(series: Series) -> dict[str, Any]:
+def _find_extremes(series: Series) -> dict[str, Any]:
     found = {"last": series.values[-1], "count": len(series.values), "odd": int((~series.finite).sum())}
     if series.finite.any():
-        low, high = np.nanargmin(series.drawn), np.nanargmax(series.drawn)
+        low, high = np.nanargmin(series.finite_values), np.nanargmax(series.finite_values)
         found |= {"low": series.values[low], "low_step": series.steps[low]}
         found |= {"high": series.values[high], "high_step": series.steps[high]}
     return found
 
 
-def _environments(records: Sequence[Record]) -> dict[str, list[str]]:
+def _compare_environments(records: Sequence[RunContents]) -> dict[str, list[str]]:
     """Return the environments of the runs: by entry, the value in each run, or a dash."""
-    told = [_entries(record.environment) for record in records]
+    told = [_flatten_environment(record.environment) for record in records]
     return {name: [each.get(name, "–") for each in told] for one in told for name in one}
 
 
-def _entries(environment: Mapping[str, Any]) -> dict[str, str]:
+def _flatten_environment(environment: Mapping[str, Any]) -> dict[str, str]:
     told = {str(name).replace("_", " "): value for name, value in islice(environment.items(), 40)}
     if isinstance(command := told.get("command"), list):
-        told["command"] = shlex.join(masked_words(list(map(str, command))))
-    return {name: _in_words(value) for name, value in told.items()}
+        told["command"] = shlex.join(mask_words(list(map(str, command))))
+    return {name: _format_text(value) for name, value in told.items()}
 
 
-def _in_words(value: Any) -> str:
+def _format_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))[:1000] or "none"
     if isinstance(value, dict):
@@ -138,15 +150,15 @@ def _in_words(value: Any) -> str:
 # ---------------------------------------------------------------------- how values are written
 
 
-def _number(value: float, digits: int = 6) -> str:
+def _format_number(value: float, digits: int = 6) -> str:
     return f"{int(value):,}" if abs(value) < 1e15 and value == int(value) else f"{value:.{digits}g}"
 
 
-def _share(value: float) -> str:
+def _format_share(value: float) -> str:
     return f"{value:.1%}".replace("%", " %")
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Return a duration in words: `2 h 5 min`."""
     if not math.isfinite(seconds) or seconds < 60:
         return f"{seconds:.3g} s"
@@ -157,6 +169,6 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def _when(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     """Return a Unix time in seconds as local date and time."""
     return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"

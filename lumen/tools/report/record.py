@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from lumen.data.nested import flat
-from lumen.internals.masking import masked_text
-from lumen.run.goodput import FILE, TimeSpent, goodput, starts
+from lumen.data.nested import flatten_leaves
+from lumen.internals.masking import mask_text
+from lumen.run.goodput import FILE, TimeSpent, goodput, read_starts
 
 if TYPE_CHECKING:
     from lumen.tools.runs.find import ShownRun
@@ -49,13 +49,13 @@ class Series:
         return np.isfinite(self.values)
 
     @property
-    def drawn(self) -> Numbers:
+    def finite_values(self) -> Numbers:
         """The values, with NaN in place of infinite values."""
         return np.where(self.finite, self.values, np.nan)
 
 
 @final
-class Table:
+class ValueTable:
     """Contents of a CSV file of values.
 
     Args:
@@ -74,10 +74,10 @@ class Table:
         epochs: dict[str, float] = {}
         if path is not None:
             with suppress(OSError, csv.Error), path.open(newline="", encoding="utf-8", errors="replace") as file:
-                rows = csv.reader(_whole_lines(file))
+                rows = csv.reader(_iterate_whole_lines(file))
                 header = next(rows, [])
                 for row in rows:
-                    _take(dict(zip(header, row, strict=False)), columns, epochs)
+                    _add_row(dict(zip(header, row, strict=False)), columns, epochs)
         self.series: dict[str, Series] = {}
         for name in filter(columns.get, header):
             steps, values = map(np.array, columns[name])
@@ -89,7 +89,7 @@ class Table:
         self.last_step = max((int(each.steps[-1]) for each in self.series.values()), default=None)
 
 
-def _whole_lines(file: TextIO) -> Iterator[str]:
+def _iterate_whole_lines(file: TextIO) -> Iterator[str]:
     """Yield the lines of a file, except a last line without newline: its last number may lack digits."""
     line = next(file, "")
     for following in file:
@@ -99,7 +99,7 @@ def _whole_lines(file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _take(
+def _add_row(
     cells: dict[str, str], columns: dict[str, tuple[array[float], array[float]]], epochs: dict[str, float]
 ) -> None:
     """Add the values of a row, unless its step is missing or not exact as a double."""
@@ -120,7 +120,7 @@ def _take(
 
 @final
 @dataclass
-class Thinned:
+class ThinnedSeries:
     """Series with no more points than a chart can show.
 
     Attributes:
@@ -136,17 +136,17 @@ class Thinned:
     means: Numbers
 
 
-def thin(series: Series, most: int) -> Thinned:
+def thin_series(series: Series, most: int) -> ThinnedSeries:
     """Return at most `most` points of a series, with its peaks, its first and its last point.
 
     Args:
         series: A series with at least one value.
         most: Number of points to keep, at least 4.
     """
-    values = series.drawn
+    values = series.finite_values
     empty = np.empty(0)
     if len(values) <= most:
-        return Thinned(series.steps, values, empty, empty)
+        return ThinnedSeries(series.steps, values, empty, empty)
     edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket less than half: both ends are kept
     kept, mean_steps, means = [0], [], []
     for begin, end in pairwise(edges.tolist()):
@@ -159,10 +159,10 @@ def thin(series: Series, most: int) -> Thinned:
         mean_steps.append(series.steps[begin:end][finite].mean())
         means.append(float(np.mean(bucket[finite], dtype=np.longdouble)))
     places = np.unique([*kept, len(values) - 1])
-    return Thinned(series.steps[places], values[places], np.array(mean_steps), np.array(means))
+    return ThinnedSeries(series.steps[places], values[places], np.array(mean_steps), np.array(means))
 
 
-MOST = 2000  # settings of one run
+MAX_MEDIA = 2000  # settings of one run
 _ABSENT = "–"
 _NAMES = ("trainer.name", "trainer.resume", "trainer.resume_parts")  # These differ in every run.
 _BRIEF = reprlib.Repr()
@@ -170,17 +170,17 @@ _BRIEF.maxstring = _BRIEF.maxother = 300
 _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = 20
 
 
-def settings_in(text: str) -> dict[str, str]:
+def parse_settings(text: str) -> dict[str, str]:
     """Return the settings of a config by path, such as `model.init_args.lr`; empty if it cannot be read."""
     try:
         read = yaml.safe_load(text)
-        found = islice(flat(read), MOST) if isinstance(read, dict) else ()
+        found = islice(flatten_leaves(read), MAX_MEDIA) if isinstance(read, dict) else ()
         return {path: value[:300] if isinstance(value, str) else _BRIEF.repr(value) for path, value in found}
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
 
 
-def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+def find_differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
     """Return the settings that differ between runs, by path: the value in each run, or a dash."""
     paths = dict.fromkeys(path for each in settings for path in each if path not in _NAMES)
     found = {path: [each.get(path, _ABSENT) for each in settings] for path in paths}
@@ -188,12 +188,12 @@ def differences(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
 
 
 _CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[^\n\t\x20-\x7e\x85\xa0-\U0010ffff]")
-_LONGEST_CONFIG = 200_000
+_MAX_CONFIG_BYTES = 200_000
 KNOWN = ("metrics.csv", "system.csv", "config.yaml", "script.yaml", "run.log", "environment.json", FILE)
 
 
 @final
-class Record:
+class RunContents:
     """Data of one run for a report.
 
     Args:
@@ -216,13 +216,15 @@ class Record:
 
     def __init__(self, shown: ShownRun, name: str, log_bytes: int) -> None:
         self.shown, self.name, directory = shown, name, Path(shown.path)
-        self.metrics, self.system = (Table(own_file(directory, each)) for each in ("metrics.csv", "system.csv"))
-        has_time = own_file(directory, FILE) is not None
-        self.spent = _time(directory) if has_time else None
-        self.restarts = [step for number, step in starts(directory).items() if number > 1] if has_time else []
-        self.configs = _configs(directory)
-        self.environment = _environment(own_file(directory, "environment.json"))
-        self.log, self.log_left_out = _tail(own_file(directory, "run.log"), log_bytes)
+        self.metrics, self.system = (
+            ValueTable(get_own_file(directory, each)) for each in ("metrics.csv", "system.csv")
+        )
+        has_time = get_own_file(directory, FILE) is not None
+        self.spent = _read_time_spent(directory) if has_time else None
+        self.restarts = [step for number, step in read_starts(directory).items() if number > 1] if has_time else []
+        self.configs = _read_configs(directory)
+        self.environment = _read_environment(get_own_file(directory, "environment.json"))
+        self.log, self.log_left_out = _read_tail(get_own_file(directory, "run.log"), log_bytes)
 
     @property
     def epochs(self) -> int | None:
@@ -233,10 +235,10 @@ class Record:
     @property
     def settings(self) -> dict[str, str]:
         """The settings of the newest config by path, or the settings that a script recorded."""
-        return settings_in(next(reversed(self.configs.values()), ""))
+        return parse_settings(next(reversed(self.configs.values()), ""))
 
 
-def own_file(directory: Path, name: str | Path) -> Path | None:
+def get_own_file(directory: Path, name: str | Path) -> Path | None:
     """Return a file of a run, or None if it is missing or a link to outside: a report must not contain other files."""
     path = directory / name
     with suppress(OSError, RuntimeError):
@@ -247,10 +249,10 @@ def own_file(directory: Path, name: str | Path) -> Path | None:
 
 def is_recorded(directory: Path) -> bool:
     """Return True if a directory holds any of the files that a report reads."""
-    return any(own_file(directory, name) for name in KNOWN)
+    return any(get_own_file(directory, name) for name in KNOWN)
 
 
-def names_of(paths: Sequence[Path]) -> list[str]:
+def make_names(paths: Sequence[Path]) -> list[str]:
     """Return a unique name for each run: the last parts of its path, as few as possible."""
     parts = [path.absolute().parts for path in paths]
     count = 1
@@ -259,14 +261,14 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return ["/".join(each[-count:]) for each in parts]
 
 
-def _time(directory: Path) -> TimeSpent | None:
+def _read_time_spent(directory: Path) -> TimeSpent | None:
     with suppress(OSError):
         spent = goodput(directory)
         return spent if spent.lives and math.isfinite(sum(spent.spent_s.values()) + spent.wall_s) else None
     return None
 
 
-def _tail(file: Path | None, most: int) -> tuple[str, int]:
+def _read_tail(file: Path | None, most: int) -> tuple[str, int]:
     """Return the last lines of a file without control characters, and the number of bytes before these lines."""
     if file is None:
         return "", 0
@@ -279,18 +281,20 @@ def _tail(file: Path | None, most: int) -> tuple[str, int]:
     return "", 0
 
 
-def _configs(directory: Path) -> dict[str, str]:
+def _read_configs(directory: Path) -> dict[str, str]:
     earlier = [path.name for path in directory.glob("config-*.yaml") if path.stem.partition("-")[2].isdecimal()]
     names = [*sorted(earlier, key=lambda name: int(Path(name).stem.partition("-")[2])), "config.yaml"]
-    if own_file(directory, "config.yaml") is None:
+    if get_own_file(directory, "config.yaml") is None:
         names = ["script.yaml"]
-    files = {name: own_file(directory, name) for name in names}
-    texts = {name: masked_text(_tail(file, _LONGEST_CONFIG)[0]) for name, file in files.items() if file is not None}
+    files = {name: get_own_file(directory, name) for name in names}
+    texts = {
+        name: mask_text(_read_tail(file, _MAX_CONFIG_BYTES)[0]) for name, file in files.items() if file is not None
+    }
     return {name: text for name, text in texts.items() if text}
 
 
-def _environment(file: Path | None) -> dict[str, Any]:
+def _read_environment(file: Path | None) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
-        read = json.loads(_tail(file, _LONGEST_CONFIG)[0])
+        read = json.loads(_read_tail(file, _MAX_CONFIG_BYTES)[0])
         return read if isinstance(read, dict) else {}
     return {}

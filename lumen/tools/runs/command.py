@@ -11,16 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from lumen.cli.commands import Words
-from lumen.console import size, stdout
+from lumen.console import format_bytes, stdout
 from lumen.tools.runs import COMMAND, records as data
-from lumen.tools.runs.find import ShownRun, runs_in
-from lumen.tools.runs.records import Record, time_of
-from lumen.tools.terminal import print_json, table_console
+from lumen.tools.runs.find import ShownRun, find_shown_runs
+from lumen.tools.runs.records import Record, format_time
+from lumen.tools.terminal import make_table_console, print_json
 
 STYLES = {"running": "bold green", "finished": "green", "stopped": "yellow", "failed": "bold red", "unknown": "dim"}
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return a text with `?` in place of unprintable characters, which could move the cursor."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
@@ -29,43 +29,48 @@ def print_checkpoints(found: Sequence[ShownRun]) -> None:
     """Print one line for each checkpoint, of any length."""
     rows = [("RUN", "STATUS", "CHECKPOINT", "EPOCH", "SAVED", "BYTES", "STATE", "METRICS")]
     for shown in found:
-        run = printable(str(shown.path)), shown.status
+        run = make_printable(str(shown.path)), shown.status
         for each in shown.committed:
-            metrics = " ".join(f"{name}={value!r}" for name, value in shown.metrics(each).items())
+            metrics = " ".join(f"{name}={value!r}" for name, value in shown.get_metrics(each).items())
             state = "damaged" if each.problem else "best" if shown.is_best(each) else "valid"
             size_bytes = "-" if each.size_bytes is None else str(each.size_bytes)
-            described = (each.path.name, str(each.info.get("epoch", "-")), time_of(each, "seconds") or "-", size_bytes)
-            rows.append((*run, *described, state, printable(each.problem or metrics)))
+            described = (
+                each.path.name,
+                str(each.info.get("epoch", "-")),
+                format_time(each, "seconds") or "-",
+                size_bytes,
+            )
+            rows.append((*run, *described, state, make_printable(each.problem or metrics)))
         if shown.error or not shown.committed:
-            rows.append((*run, *"-----", printable(shown.problem or shown.error or "no checkpoints")))
+            rows.append((*run, *"-----", make_printable(shown.problem or shown.error or "no checkpoints")))
     print_columns(rows)
 
 
 def show_checkpoints(found: Sequence[ShownRun]) -> None:
     """Print a table for each run, as wide as the terminal."""
-    console = table_console()
+    console = make_table_console()
     for number, shown in enumerate(found):
         if number:
             console.print()
-        console.print(_head(shown), soft_wrap=True)
+        console.print(_format_head(shown), soft_wrap=True)
         if shown.committed:
-            console.print(_table(shown))
-        for note, style in _notes(shown):
-            console.print(printable(note), style=style, soft_wrap=True)
+            console.print(_make_table(shown))
+        for note, style in _iterate_notes(shown):
+            console.print(make_printable(note), style=style, soft_wrap=True)
 
 
-def _head(shown: ShownRun) -> Text:
-    text = Text(printable(str(shown.path)), style="bold").append("  ")
+def _format_head(shown: ShownRun) -> Text:
+    text = Text(make_printable(str(shown.path)), style="bold").append("  ")
     text.append(shown.status, STYLES[shown.status])
     if shown.holder is not None:
-        pid, host, started = (printable(str(shown.holder.get(key))) for key in ("pid", "host", "started"))
+        pid, host, started = (make_printable(str(shown.holder.get(key))) for key in ("pid", "host", "started"))
         with suppress(ValueError):
             started = f"{datetime.fromisoformat(started).astimezone():%Y-%m-%d %H:%M}"
         text.append(f" as process {pid} on {host} since {started}", "not bold")
     return text
 
 
-def _table(shown: ShownRun) -> Table:
+def _make_table(shown: ShownRun) -> Table:
     table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
     table.add_column("", width=1)
     for head in ("checkpoint", "epoch", "saved", "size"):
@@ -74,22 +79,22 @@ def _table(shown: ShownRun) -> Table:
     for each in shown.committed:
         mark = Text("✗", "red") if each.problem else Text("★", "yellow") if shown.is_best(each) else ""
         metrics = Text("damaged", "red") if each.problem else Text("  ").join(
-            Text(printable(f"{name} {value:.4g}"), "bold" if name == each.info.get("monitor") else "")
-            for name, value in shown.metrics(each).items()
+            Text(make_printable(f"{name} {value:.4g}"), "bold" if name == each.info.get("monitor") else "")
+            for name, value in shown.get_metrics(each).items()
         )  # fmt: skip
-        room = "" if each.size_bytes is None else size(each.size_bytes)
-        epoch, saved = str(each.info.get("epoch", "")), time_of(each, "minutes")[:16].replace("T", " ")
+        room = "" if each.size_bytes is None else format_bytes(each.size_bytes)
+        epoch, saved = str(each.info.get("epoch", "")), format_time(each, "minutes")[:16].replace("T", " ")
         table.add_row(mark, each.path.name, epoch, saved, room, metrics)
     return table
 
 
-def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
+def _iterate_notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
     """Yield the notes below the table of a run, each with its style."""
     if shown.problem:
         yield shown.problem, "red"
     elif not shown.committed:
         yield "  no checkpoints", "dim"
-    if (spent := data.time_spent(shown)) is not None:
+    if (spent := data.read_time_spent(shown)) is not None:
         yield f"  {spent}", "dim"
     if shown.error:
         yield f"  {shown.error}", "red"
@@ -101,7 +106,7 @@ def _notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
             yield f"  {each.path.name} {done}", "dim"
 
 
-_MOST_METRICS = 4  # if no metric is chosen or monitored
+_MAX_METRICS = 4  # if no metric is chosen or monitored
 
 
 def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Sequence[str], sort: str | None) -> None:
@@ -114,19 +119,19 @@ def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Seque
         sort: The setting or metric by which the runs are sorted, or None.
     """
     asked = [data.read_condition(text, records).name for text in where]
-    asked += [data.full_name(sort.removeprefix("-"), records)] if sort else []
+    asked += [data.find_full_name(sort.removeprefix("-"), records)] if sort else []
     metrics = {name for record in chosen for name in record["metrics"]}
     others = {*metrics, "name", "status", "step", "epoch"}
-    settings = [*dict.fromkeys([*data.differing(chosen), *(name for name in asked if name not in others)])]
+    settings = [*dict.fromkeys([*data.list_differing(chosen), *(name for name in asked if name not in others)])]
     monitored = [record["monitor"] for record in chosen if record["monitor"] is not None]
     numbers = [*dict.fromkeys([*(name for name in asked if name in metrics), *monitored])]
-    numbers = numbers or sorted(metrics)[:_MOST_METRICS]
-    columns, heads = (["status", *names, "step", *numbers] for names in (settings, data.short_names(settings)))
-    rows = [[_cell(data.value_of(record, name)) for name in ("name", *columns)] for record in chosen]
-    _show([head if stdout.isatty() else head.upper() for head in ("run", *heads)], rows)
+    numbers = numbers or sorted(metrics)[:_MAX_METRICS]
+    columns, heads = (["status", *names, "step", *numbers] for names in (settings, data.shorten_names(settings)))
+    rows = [[_format_cell(data.get_value(record, name)) for name in ("name", *columns)] for record in chosen]
+    _print_rows([head if stdout.isatty() else head.upper() for head in ("run", *heads)], rows)
 
 
-def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table on a terminal, or otherwise one line for each row."""
     if not stdout.isatty():
         print_columns([heads, *([cell or "-" for cell in row] for row in rows)])
@@ -136,7 +141,7 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(head, overflow="fold", justify="right" if number > 1 else "left")
     for name, *cells in rows:
         table.add_row(Text(name, "bold"), *(Text(cell, STYLES.get(cell, "")) for cell in cells))
-    table_console().print(table)
+    make_table_console().print(table)
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
@@ -146,10 +151,10 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(map(str.ljust, row, widths)).rstrip(), file=stdout)
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is data.ABSENT:
         return ""
-    return format(value, ".6g") if isinstance(value, float) else printable("null" if value is None else str(value))
+    return format(value, ".6g") if isinstance(value, float) else make_printable("null" if value is None else str(value))
 
 
 _MORE = (
@@ -162,9 +167,9 @@ def run(words: list[str]) -> int:
     """List runs and return 0, or 1 if `--verify` found a damaged checkpoint."""
     given = options().read(words)
     as_table = bool(given.table or given.where or given.sort)
-    found = runs_in(given.directory, verify=given.verify)
-    records = [data.record(each) for each in found] if given.json or as_table else []
-    chosen = data.choose(records, given.where, given.sort)
+    found = find_shown_runs(given.directory, verify=given.verify)
+    records = [data.make_record(each) for each in found] if given.json or as_table else []
+    chosen = data.select_records(records, given.where, given.sort)
     if given.json:
         print_json(chosen)
     elif not found:

@@ -13,10 +13,18 @@ from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any, final
 
-from lumen.checkpoint.format.folder import SAVED_NAME, is_saved_name
-from lumen.checkpoint.format.manifest import check_file, is_unseen, read_head
+from lumen.checkpoint.format.folder import SAVED_NAME, is_resumable_name
+from lumen.checkpoint.format.manifest import check_file, is_uncommitted, read_head
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.checkpoint.format.storage import MANIFEST, as_local, as_place, exists, is_dir, readable, storage_of
+from lumen.checkpoint.format.storage import (
+    MANIFEST,
+    as_local_path,
+    as_path_or_url,
+    explain_read_errors,
+    get_storage,
+    is_dir,
+    path_exists,
+)
 from lumen.console import stderr
 from lumen.errors import CheckpointError, ConfigError, LumenError, ProcessLost, RunDirectoryError
 from lumen.trainer.logs import STATUS_SUFFIX
@@ -27,7 +35,7 @@ _NAME = re.compile(SAVED_NAME.pattern + r"(?:\.(tmp|damaged)-\w+)?")
 
 @final
 @dataclass
-class Listed:
+class ListedCheckpoint:
     """A directory in a folder of checkpoints.
 
     Attributes:
@@ -62,33 +70,33 @@ class ShownRun:
     """
 
     path: PurePath
-    checkpoints: list[Listed] = field(default_factory=list)
+    checkpoints: list[ListedCheckpoint] = field(default_factory=list)
     problem: str | None = None
     status: str = "unknown"
     error: str | None = None
     holder: dict[str, Any] | None = None
 
     @property
-    def local(self) -> Path | None:
+    def local_path(self) -> Path | None:
         """The local directory, or None for an object store, which has neither locks nor logs."""
-        return as_local(self.path)
+        return as_local_path(self.path)
 
     @property
-    def committed(self) -> list[Listed]:
+    def committed(self) -> list[ListedCheckpoint]:
         """The complete checkpoints of the run, valid or damaged."""
         return [each for each in self.checkpoints if each.kind != "tmp"]
 
     @property
     def newest_info(self) -> dict[str, Any]:
         """Info in the manifest of the newest valid checkpoint to resume from; empty if no checkpoint is valid."""
-        good = (each for each in reversed(self.checkpoints) if is_saved_name(each.path.name) and not each.problem)
+        good = (each for each in reversed(self.checkpoints) if is_resumable_name(each.path.name) and not each.problem)
         return next((each.info for each in good if each.info), {})
 
-    def is_best(self, checkpoint: Listed) -> bool:
+    def is_best(self, checkpoint: ListedCheckpoint) -> bool:
         """Return True if the newest checkpoint names this checkpoint as the best."""
         return checkpoint.path.name == self.newest_info.get("best")
 
-    def metrics(self, checkpoint: Listed) -> dict[str, float]:
+    def get_metrics(self, checkpoint: ListedCheckpoint) -> dict[str, float]:
         """Return the last logged metrics of a checkpoint, with the monitored metric first."""
         found = checkpoint.info.get("metrics")
         found = found.items() if isinstance(found, dict) else ()
@@ -97,7 +105,7 @@ class ShownRun:
         return {name: numbers[name] for name in sorted(numbers, key=lambda name: name != monitor)}
 
 
-def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[Listed]:
+def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[ListedCheckpoint]:
     """Return the directories in a folder that are named like checkpoints, by step, unless removed meanwhile.
 
     Args:
@@ -108,40 +116,40 @@ def list_checkpoints(folder: PurePath, *, verify: bool = False) -> list[Listed]:
         CheckpointDamaged: The folder does not exist.
         CheckpointError: The user may not read the folder.
     """
-    with readable(folder):
-        names = storage_of(folder).names(folder)
+    with explain_read_errors(folder):
+        names = get_storage(folder).list_names(folder)
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
     matches.sort(key=lambda match: (int(match[1]), match[2] != "validating", match[0]))
-    found = [_look(folder / match[0], match[3] or "", verify=verify) for match in matches]
-    with readable(folder):
+    found = [_inspect_checkpoint(folder / match[0], match[3] or "", verify=verify) for match in matches]
+    with explain_read_errors(folder):
         return [each for each in found if is_dir(each.path)]
 
 
 def has_checkpoints(folder: PurePath) -> bool:
     """Return True if something in a folder has the name and the manifest of a checkpoint."""
-    with readable(folder):
-        names = storage_of(folder).names(folder)
+    with explain_read_errors(folder):
+        names = get_storage(folder).list_names(folder)
     return any(_NAME.fullmatch(name) and _has_manifest(folder / name) for name in names)
 
 
 def _has_manifest(path: PurePath) -> bool:
     with suppress(OSError):
-        return exists(path / MANIFEST)
+        return path_exists(path / MANIFEST)
     return True  # An unreadable directory may have a manifest.
 
 
-def _look(path: PurePath, kind: str, *, verify: bool) -> Listed:
-    listed = Listed(path, kind)
+def _inspect_checkpoint(path: PurePath, kind: str, *, verify: bool) -> ListedCheckpoint:
+    listed = ListedCheckpoint(path, kind)
     if kind == "tmp":
         return listed
     try:
-        if is_unseen(path):
+        if is_uncommitted(path):
             listed.kind = "tmp"
             return listed
         head = read_head(path)
-        manifest, storage = path / MANIFEST, storage_of(path)
-        with readable(manifest):
-            own, listed.committed_s = storage.look(manifest), storage.written_s(manifest)
+        manifest, storage = path / MANIFEST, get_storage(path)
+        with explain_read_errors(manifest):
+            own, listed.committed_s = storage.get_status(manifest), storage.get_write_time_s(manifest)
         listed.info = head.info
         listed.size_bytes = (own.size_bytes if own else 0) + sum(size for size, _ in head.files.values())
         if verify:
@@ -168,7 +176,7 @@ _LOG_LINE = re.compile(rf"^([-0-9]+ [:,0-9]+) (?:INFO|ERROR) ({'|'.join(_ENDS)})
 _LOG_TAIL_BYTES = 1 << 20
 
 
-def runs_in(directory: str | PurePath, *, verify: bool = False) -> list[ShownRun]:
+def find_shown_runs(directory: str | PurePath, *, verify: bool = False) -> list[ShownRun]:
     """Return all runs in and below a directory, or the run that the directory is.
 
     Args:
@@ -178,14 +186,14 @@ def runs_in(directory: str | PurePath, *, verify: bool = False) -> list[ShownRun
     Raises:
         ConfigError: The directory does not exist, or is a checkpoint.
     """
-    root = as_place(directory)
-    with readable(root):
-        is_there, is_checkpoint = is_dir(root), exists(root / MANIFEST)
+    root = as_path_or_url(directory)
+    with explain_read_errors(root):
+        is_there, is_checkpoint = is_dir(root), path_exists(root / MANIFEST)
     if not is_there:
         raise ConfigError(f"there is no directory {root}. Say where the runs are: lumen runs DIR.")
     if is_checkpoint:
         raise ConfigError(f"{root} is a checkpoint. Give its run, or the directory of all runs.")
-    return [look(path, verify=verify) for path in find_runs(root.parent if root.name == "checkpoints" else root)]
+    return [inspect_run(path, verify=verify) for path in find_runs(root.parent if root.name == "checkpoints" else root)]
 
 
 def find_runs(directory: PurePath) -> Iterator[PurePath]:
@@ -194,13 +202,13 @@ def find_runs(directory: PurePath) -> Iterator[PurePath]:
         if _is_run(directory):
             yield directory
             return
-        names = sorted(storage_of(directory).names(directory))
+        names = sorted(get_storage(directory).list_names(directory))
         below = [directory / name for name in names if not name.startswith(".") and is_dir(directory / name)]
     except (OSError, LumenError) as error:
         print(f"warning: cannot look into {directory}: {getattr(error, 'strerror', error)}", file=stderr)
         return
     for path in below:
-        local = as_local(path)
+        local = as_local_path(path)
         if local is None or not local.is_symlink() or _is_run(path):
             yield from find_runs(path)
 
@@ -209,11 +217,11 @@ def _is_run(path: PurePath) -> bool:
     folder = path / "checkpoints"
     if not is_dir(folder):
         return has_checkpoints(path)
-    local = as_local(path)
+    local = as_local_path(path)
     return has_checkpoints(folder) or (local is not None and RunDirectory.was_claimed(local))
 
 
-def look(path: PurePath, *, verify: bool = False) -> ShownRun:
+def inspect_run(path: PurePath, *, verify: bool = False) -> ShownRun:
     """Return the status of a run and its checkpoints; `verify` reads every byte of the checkpoints."""
     shown = ShownRun(path)
     folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
@@ -221,29 +229,31 @@ def look(path: PurePath, *, verify: bool = False) -> ShownRun:
         shown.checkpoints = list_checkpoints(folder, verify=verify)
     except LumenError as error:
         shown.problem = str(error)
-    local = shown.local
+    local = shown.local_path
     if local is None:
-        shown.status = _by_checkpoint(shown)
+        shown.status = _get_sort_key(shown)
         return shown
     try:
         with warnings.catch_warnings(action="error"):  # warned on a file system without locks
-            shown.holder = RunDirectory.is_locked(local)
+            shown.holder = RunDirectory.read_live_holder(local)
     except (RunDirectoryError, UserWarning):
         return shown
-    said = _said_in(local / "run.log")
-    shown.status = "running" if shown.holder else _ENDS[said[-1][1]] if said else _by_checkpoint(shown)
+    said = _read_status_lines(local / "run.log")
+    shown.status = "running" if shown.holder else _ENDS[said[-1][1]] if said else _get_sort_key(shown)
     if shown.status == "failed":
         begun = max((when for when, what, _ in said if what == _BEGUN), default="")
         of_ranks = sorted((local / "logs").glob("*-rank*.log"))
         newest = [log for log in of_ranks if log.name.rpartition("-")[0] == of_ranks[-1].name.rpartition("-")[0]]
-        told = sorted(each for log in (local / "run.log", *newest) for each in _said_in(log) if each[0] >= begun)
+        told = sorted(
+            each for log in (local / "run.log", *newest) for each in _read_status_lines(log) if each[0] >= begun
+        )
         failures = [line for _, what, line in told if what == _FAILED]
         causes = [line for line in failures if not line.startswith(f"{ProcessLost.__name__}: ")]
         shown.error = next(iter(causes or failures), None)  # the first error that is not the loss of another rank
     return shown
 
 
-def _said_in(log: Path) -> list[tuple[str, str, str]]:
+def _read_status_lines(log: Path) -> list[tuple[str, str, str]]:
     """Return the status lines of a log in order of time: the time, the key in `_ENDS`, and the rest of the line."""
     found: list[list[tuple[str, str, str]]] = []
     for path in (log, log.with_suffix(STATUS_SUFFIX)):
@@ -253,5 +263,5 @@ def _said_in(log: Path) -> list[tuple[str, str, str]]:
     return list(heapq.merge(*found, key=itemgetter(0)))
 
 
-def _by_checkpoint(shown: ShownRun) -> str:
+def _get_sort_key(shown: ShownRun) -> str:
     return "finished" if shown.newest_info.get("finished") else "unknown"

@@ -18,10 +18,10 @@ import yaml
 
 from lumen.cli.yaml_text import load_yaml
 from lumen.errors import ConfigError
-from lumen.errors.arguments import did_you_mean
+from lumen.errors.arguments import suggest_names
 from lumen.run.goodput import TimeSpent, goodput
-from lumen.tools.runs.find import Listed, ShownRun, runs_in
-from lumen.tools.terminal import plain
+from lumen.tools.runs.find import ListedCheckpoint, ShownRun, find_shown_runs
+from lumen.tools.terminal import as_json_data
 from lumen.trainer.script_record import SCRIPT_FILE
 
 Record = dict[str, Any]
@@ -47,17 +47,17 @@ class Condition(NamedTuple):
     sign: str
     value: Any
 
-    def holds(self, record: Record) -> bool:
+    def is_met_by(self, record: Record) -> bool:
         """Return True if a run meets the condition. A run without the setting or metric does not."""
-        found = value_of(record, self.name)
+        found = get_value(record, self.name)
         if found is ABSENT:
             return False
         if self.sign in ("==", "!="):
-            return bool(comparable(found) == comparable(self.value)) == (self.sign == "==")
+            return bool(as_comparable(found) == as_comparable(self.value)) == (self.sign == "==")
         return _is_number(found) and bool(_ORDERS[self.sign](found, self.value))
 
 
-def choose(records: Sequence[Record], where: Iterable[str] = (), sort: str | None = None) -> list[Record]:
+def select_records(records: Sequence[Record], where: Iterable[str] = (), sort: str | None = None) -> list[Record]:
     """Return the runs that meet all conditions, sorted.
 
     Args:
@@ -70,12 +70,12 @@ def choose(records: Sequence[Record], where: Iterable[str] = (), sort: str | Non
         ConfigError: A condition cannot be read, or its name is unknown or ambiguous.
     """
     conditions = [read_condition(text, records) for text in where]
-    chosen = [record for record in records if all(each.holds(record) for each in conditions)]
+    chosen = [record for record in records if all(each.is_met_by(record) for each in conditions)]
     if sort is None:
         return chosen
     down = sort.startswith("-")
-    name = full_name(sort.removeprefix("-"), records)
-    return sorted(chosen, key=lambda record: _rank(value_of(record, name), down=down))
+    name = find_full_name(sort.removeprefix("-"), records)
+    return sorted(chosen, key=lambda record: _get_sort_key(get_value(record, name), down=down))
 
 
 def read_condition(text: str, records: Sequence[Record]) -> Condition:
@@ -89,14 +89,14 @@ def read_condition(text: str, records: Sequence[Record]) -> Condition:
         raise ConfigError(f"{text!r} is no condition. Write NAME < VALUE, with one of < <= > >= == and !=.")
     value: Any = found["value"]
     with suppress(yaml.YAMLError):
-        value = plain(load_yaml(value))
+        value = as_json_data(load_yaml(value))
     sign = "==" if found["sign"] == "=" else found["sign"]
     if sign in _ORDERS and not _is_number(value):
         raise ConfigError(f"{text!r}: only numbers are in an order, found {found['value']!r}. Use == or !=.")
-    return Condition(full_name(found["name"], records), sign, value)
+    return Condition(find_full_name(found["name"], records), sign, value)
 
 
-def full_name(name: str, records: Sequence[Record]) -> str:
+def find_full_name(name: str, records: Sequence[Record]) -> str:
     """Return the full name of a setting, metric or field: `lr` is `model.lr` if no other name ends in `.lr`.
 
     Raises:
@@ -110,34 +110,34 @@ def full_name(name: str, records: Sequence[Record]) -> str:
         raise ConfigError(f"several settings are called {name}: {', '.join(close)}. Write the name of one in full.")
     if not close:
         short = [key.rpartition(".")[2] for key in names]
-        raise ConfigError(f"no run has a setting or a metric {name}.{did_you_mean(name, [*names, *short])}")
+        raise ConfigError(f"no run has a setting or a metric {name}.{suggest_names(name, [*names, *short])}")
     return close[0]
 
 
-def value_of(record: Record, name: str) -> Any:
+def get_value(record: Record, name: str) -> Any:
     """Return a field, metric or setting of a run by its full name, or `ABSENT` if the run has none."""
     if name in _OF_RUN:
         return record[name]
     return record["metrics"].get(name, record["settings"].get(name, ABSENT))
 
 
-def differing(records: Sequence[Record]) -> list[str]:
+def list_differing(records: Sequence[Record]) -> list[str]:
     """Return the settings with different values in the runs. A setting that some runs lack does not count."""
     values: dict[str, set[Any]] = {}
     for record in records:
         for name, value in record["settings"].items():
-            values.setdefault(name, set()).add(comparable(value))
+            values.setdefault(name, set()).add(as_comparable(value))
     return [name for name, kept in values.items() if len(kept) > 1]
 
 
-def short_names(names: Sequence[str]) -> list[str]:
+def shorten_names(names: Sequence[str]) -> list[str]:
     """Return the shortest unique ending of each name."""
     endings = {name: [name.split(".", count)[-1] for count in reversed(range(name.count(".") + 1))] for name in names}
     counts = Counter(end for each in endings.values() for end in each)
     return [next((end for end in endings[name] if counts[end] == 1), name) for name in names]
 
 
-def _rank(value: Any, *, down: bool) -> tuple[Any, ...]:
+def _get_sort_key(value: Any, *, down: bool) -> tuple[Any, ...]:
     """Return a sort key that puts numbers before text and missing values last."""
     value = math.nan if value is ABSENT or value is None else value
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):  # Records hold these as text, for JSON.
@@ -151,7 +151,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def comparable(value: Any) -> Any:
+def as_comparable(value: Any) -> Any:
     """Return a hashable key for a value, in which True differs from 1."""
     return value if _is_number(value) else (type(value), repr(value))
 
@@ -160,21 +160,21 @@ _OF_EACH_RUN = {"trainer.name", "trainer.default_root_dir", "trainer.resume", "t
 _TAIL_BYTES = 1 << 20
 
 
-def settings_of(shown: ShownRun) -> dict[str, Any]:
+def read_settings(shown: ShownRun) -> dict[str, Any]:
     """Return the settings of a run by their names on the command line; empty if the run recorded none.
 
     Returns:
         Plain values, such as `model.lr`. A class, such as `model` or `optimizer`, is given by its name.
     """
-    local = shown.local
+    local = shown.local_path
     for path in [] if local is None else [local / "config.yaml", local / SCRIPT_FILE]:
         with suppress(OSError, yaml.YAMLError):
             found = load_yaml(path.read_text(encoding="utf-8"))
-            return dict(_flat(found)) if isinstance(found, dict) else {}
+            return dict(_flatten_settings(found)) if isinstance(found, dict) else {}
     return {}
 
 
-def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_settings(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the settings of a config by name. The arguments of a class are in `init_args` next to `class_path`."""
     if isinstance(node, Mapping) and "class_path" in node:
         yield above, node["class_path"]
@@ -187,23 +187,23 @@ def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         name = f"{above}.{key}" if above else str(key)
         if name not in _OF_EACH_RUN:
-            yield from _flat(value, name)
+            yield from _flatten_settings(value, name)
 
 
-def reached(shown: ShownRun) -> dict[str, Any]:
+def read_progress(shown: ShownRun) -> dict[str, Any]:
     """Return the `step`, the `epoch` and the last `metrics` by the newest checkpoint and the end of `metrics.csv`."""
-    info, local = shown.newest_info, shown.local
+    info, local = shown.newest_info, shown.local_path
     metrics = {str(name): value for name, value in dict(info.get("metrics") or {}).items() if _is_number(value)}
     last: dict[str, float] = {}
     with suppress(OSError, ValueError, csv.Error):  # The file is being written, or is not such a table.
-        last = {} if local is None else _last_values(local / "metrics.csv")
+        last = {} if local is None else _read_last_values(local / "metrics.csv")
     step, epoch = int(last.pop("step", -1)), int(last.pop("epoch", -1))
     if step < max(0, info.get("step") or 0):
-        return {"step": info.get("step"), "epoch": info.get("epoch"), "metrics": plain({**last, **metrics})}
-    return {"step": step, "epoch": max(epoch, info.get("epoch") or 0), "metrics": plain({**metrics, **last})}
+        return {"step": info.get("step"), "epoch": info.get("epoch"), "metrics": as_json_data({**last, **metrics})}
+    return {"step": step, "epoch": max(epoch, info.get("epoch") or 0), "metrics": as_json_data({**metrics, **last})}
 
 
-def _last_values(path: Path) -> dict[str, float]:
+def _read_last_values(path: Path) -> dict[str, float]:
     """Return the last number in each column of a CSV file, within its last `_TAIL_BYTES`."""
     with path.open("rb") as file:
         header = next(csv.reader([file.readline().decode()]), [])
@@ -239,11 +239,11 @@ def runs(
     Raises:
         ConfigError: The directory does not exist, or no run has the name in a condition or in `sort`.
     """
-    records = [record(each) for each in runs_in(directory, verify=verify)]
-    return choose(records, [where] if isinstance(where, str) else where, sort)
+    records = [make_record(each) for each in find_shown_runs(directory, verify=verify)]
+    return select_records(records, [where] if isinstance(where, str) else where, sort)
 
 
-def record(shown: ShownRun) -> dict[str, Any]:
+def make_record(shown: ShownRun) -> dict[str, Any]:
     """Return a run as plain data."""
     holder = shown.holder or {}
     checkpoints = [
@@ -252,9 +252,9 @@ def record(shown: ShownRun) -> dict[str, Any]:
             "path": str(each.path),
             "step": each.info.get("step"),
             "epoch": each.info.get("epoch"),
-            "saved": time_of(each, "seconds"),
+            "saved": format_time(each, "seconds"),
             "bytes": each.size_bytes,
-            "metrics": plain(shown.metrics(each)),
+            "metrics": as_json_data(shown.get_metrics(each)),
             "monitor": each.info.get("monitor"),
             "best": shown.is_best(each),
             "valid": each.problem is None,
@@ -262,13 +262,13 @@ def record(shown: ShownRun) -> dict[str, Any]:
         }
         for each in shown.committed
     ]
-    spent = time_spent(shown)
+    spent = read_time_spent(shown)
     return {
         "path": str(shown.path),
         "name": shown.path.name,
         "status": shown.status,
-        **reached(shown),
-        "settings": plain(settings_of(shown)),
+        **read_progress(shown),
+        "settings": as_json_data(read_settings(shown)),
         **{key: holder.get(key) for key in ("host", "pid", "started")},
         "error": shown.error,
         "monitor": shown.newest_info.get("monitor"),
@@ -279,15 +279,15 @@ def record(shown: ShownRun) -> dict[str, Any]:
     }
 
 
-def time_spent(shown: ShownRun) -> TimeSpent | None:
+def read_time_spent(shown: ShownRun) -> TimeSpent | None:
     """Return the time of a run by activity, or None if unknown."""
-    local = shown.local
+    local = shown.local_path
     with suppress(OSError):
         return None if local is None else goodput(local)
     return None
 
 
-def time_of(checkpoint: Listed, precision: str) -> str:
+def format_time(checkpoint: ListedCheckpoint, precision: str) -> str:
     """Return the local time when a checkpoint was completed, or "" if unknown."""
     if checkpoint.committed_s is None:
         return ""

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, final
 
-from lumen.cli.command_line import Checked
+from lumen.cli.command_line import CheckedCommand
 from lumen.cli.commands import LOOPS, Words
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
-from lumen.internals.masking import masked_words
-from lumen.internals.whole_files import replaced
+from lumen.internals.atomic_files import replace_file
+from lumen.internals.masking import mask_words
 from lumen.tools.submit import COMMAND, engines
 from lumen.tools.submit.engines import Job
 
@@ -50,19 +50,19 @@ class Engine(NamedTuple):
 
 _NO_QUEUE = "it has none"
 ENGINES = {
-    "slurm": Engine(".sbatch", engines.slurm, ("sbatch",), {
+    "slurm": Engine(".sbatch", engines.make_slurm_script, ("sbatch",), {
         "image": "the processes run in the environment that submits; for containers edit the line of srun",
         "volume": "the processes see the files of their node",
     }),
-    "ray": Engine(".ray.py", engines.ray, (sys.executable, "-P"), {
+    "ray": Engine(".ray.py", engines.make_ray_program, (sys.executable, "-P"), {
         "time": "Ray sets jobs no limit; use --trainer.max_time after --", "partition": _NO_QUEUE, "account": _NO_QUEUE,
         "image": "set that of the cluster", "volume": "workers see the files of their node",
         "setup": "what the cluster was set up with counts",
     }, needs="ray"),
-    "k8s": Engine(".k8s.yaml", engines.kubernetes, ("kubectl", "apply", "-f"), {
+    "k8s": Engine(".k8s.yaml", engines.make_kubernetes_job, ("kubectl", "apply", "-f"), {
         "partition": _NO_QUEUE, "account": _NO_QUEUE, "setup": "put it into the image",
     }),
-    "sky": Engine(".sky.yaml", engines.skypilot, ("sky", "jobs", "launch"), {
+    "sky": Engine(".sky.yaml", engines.make_skypilot_task, ("sky", "jobs", "launch"), {
         "time": "SkyPilot sets jobs no limit; use --trainer.max_time after --",
         "partition": _NO_QUEUE, "account": _NO_QUEUE, "volume": "save to a bucket, see docs/guides/object-stores.md",
     }),
@@ -113,7 +113,7 @@ def run(words: list[str]) -> int:
     if given.on == "sky" and given.gpus_per_node and given.gpu is None:
         raise ConfigError("--gpu: SkyPilot must know the kind, as H100. `sky show-gpus` lists them.")
     processes = given.tasks_per_node or given.gpus_per_node or 1
-    name, inner = _checked(inner, given.nodes, processes)
+    name, inner = _check_command(inner, given.nodes, processes)
     name = given.name or re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "lumen"
     if not _NAME.fullmatch(name) or len(name) > 50:
         raise ConfigError(f"--name: expected at most 50 small letters, digits and inner hyphens, found {name}.")
@@ -125,11 +125,11 @@ def run(words: list[str]) -> int:
         print(engine.text(job), end="", file=stdout)
         return 0
     path = Path(given.file or f"{name}{engine.suffix}")
-    _write(path, engine.text(job), [*engine.program, str(path)], job.words, overwrite=given.overwrite)
-    return _submit(engine, path)
+    _write_job(path, engine.text(job), [*engine.program, str(path)], job.words, overwrite=given.overwrite)
+    return _submit_job(engine, path)
 
 
-def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[str]]:
+def _check_command(inner: list[str], nodes: int, processes: int) -> tuple[str, list[str]]:
     """Return the name of the run and the words of the job's command, checked before the job is queued.
 
     Raises:
@@ -138,7 +138,7 @@ def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[st
     if not inner or inner[0] not in LOOPS:
         found = f"found {inner[0]}" if inner else "there is none"
         raise ConfigError(f"lumen submit: expected {' or '.join(LOOPS)} after --, {found}.")
-    trainer = Checked(args=inner).settings.trainer
+    trainer = CheckedCommand(args=inner).settings.trainer
     for option, asked, has, ours in (
         ("devices", trainer.devices, processes, "--gpus-per-node or --tasks-per-node"),
         ("num_nodes", trainer.num_nodes, nodes, "--nodes"),
@@ -150,7 +150,7 @@ def _checked(inner: list[str], nodes: int, processes: int) -> tuple[str, list[st
     return trainer.name or inner[0], inner
 
 
-def _write(path: Path, text: str, command: list[str], words: Sequence[str], *, overwrite: bool) -> None:
+def _write_job(path: Path, text: str, command: list[str], words: Sequence[str], *, overwrite: bool) -> None:
     """Write a job file, but do not replace an edited one. With secrets, only the owner can read the file.
 
     Raises:
@@ -163,14 +163,14 @@ def _write(path: Path, text: str, command: list[str], words: Sequence[str], *, o
                 f"{path} is there, with other text than this job has. Submit it as it is: {shlex.join(command)}; or "
                 "replace it: --overwrite; or write another file: --file PATH."
             )
-        with replaced(path) as beside:
-            beside.touch(0o666 if masked_words(words) == [*words] else 0o600)
+        with replace_file(path) as beside:
+            beside.touch(0o666 if mask_words(words) == [*words] else 0o600)
             beside.write_bytes(wanted)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}. Say where: --file PATH.") from error
 
 
-def _submit(engine: Engine, path: Path) -> int:
+def _submit_job(engine: Engine, path: Path) -> int:
     command = [*engine.program, str(path)]
     print(f"written: {path}; submitting: {shlex.join(command)}", file=stderr)
     if (find_spec(engine.needs) if engine.needs else shutil.which(command[0])) is None:

@@ -10,12 +10,12 @@ from lumen.cli.yaml_text import dump_yaml
 from lumen.errors import ConfigError
 
 
-def quoted(*words: str) -> str:
+def quote_words(*words: str) -> str:
     """Return words quoted for bash, printable and on one line for any bytes."""
-    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in words)
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escape_word(word)}'" for word in words)
 
 
-def _escaped(word: str) -> str:
+def _escape_word(word: str) -> str:
     found = word.encode("utf-8", "surrogateescape")
     return "".join(f"\\{byte:03o}" if byte in b"\\'" or not 32 <= byte < 127 else chr(byte) for byte in found)
 
@@ -87,7 +87,7 @@ exit "$code"
 """
 
 
-def slurm(job: Job) -> str:
+def make_slurm_script(job: Job) -> str:
     """Return the batch script: one process per SLURM task. Lumen reads ranks from SLURM's environment."""
     gpus = f"{job.gpu}:{job.gpus_per_node}" if job.gpu else job.gpus_per_node
     options = {
@@ -103,8 +103,8 @@ def slurm(job: Job) -> str:
         "signal": f"USR1@{_NOTICE_S}",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-    setup, words = f"{job.setup}\n" if job.setup else "", quoted(job.python, "-P", "-m", "lumen", *job.words)
-    fields = {"directory": quoted(job.directory), "setup": setup, "command": words}
+    setup, words = f"{job.setup}\n" if job.setup else "", quote_words(job.python, "-P", "-m", "lumen", *job.words)
+    fields = {"directory": quote_words(job.directory), "setup": setup, "command": words}
     script = _SCRIPT.format(notice=_NOTICE_S, last=_LAST_S, **fields)
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", script])
 
@@ -140,7 +140,7 @@ if __name__ == "__main__":
 '''
 
 
-def ray(job: Job) -> str:
+def make_ray_program(job: Job) -> str:
     """Return the Ray program: one Ray worker per process. Lumen uses the process group of Ray."""
     devices = f"use_gpu={job.gpus_per_node > 0}"
     if job.gpu is not None:
@@ -152,14 +152,14 @@ def ray(job: Job) -> str:
 _GRACE_S = 90
 
 
-def kubernetes(job: Job) -> str:
+def make_kubernetes_job(job: Job) -> str:
     """Return the Kubernetes resources: torchrun in one pod per node. The operator's environment configures torchrun."""
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # for tensors of dataloader workers; the default is 64 MB
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if job.volume is not None:
         mounts.append({"name": "runs", "mountPath": "/runs"})
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": job.volume}})
-    words = map(_literal, job.words)
+    words = map(_escape_variables, job.words)
     container: dict[str, Any] = {
         "name": "pytorch",  # The operator requires this name.
         "image": job.image,
@@ -189,7 +189,7 @@ def kubernetes(job: Job) -> str:
     )
 
 
-def _literal(word: str) -> str:
+def _escape_variables(word: str) -> str:
     """Return a word escaped so that Kubernetes replaces no `$(VARIABLE)`.
 
     Raises:
@@ -200,7 +200,7 @@ def _literal(word: str) -> str:
     return word.replace("$", "$$")
 
 
-def skypilot(job: Job) -> str:
+def make_skypilot_task(job: Job) -> str:
     """Return the SkyPilot task, for a managed job: SkyPilot restarts the job on a new machine after preemption."""
     resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": job.restarts}}
     if job.gpus_per_node:
@@ -211,7 +211,7 @@ def skypilot(job: Job) -> str:
         f'torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node={job.processes_per_node} \\\n'
         f"  --max-restarts={job.restarts} --rdzv-backend=c10d \\\n"
         '  --rdzv-endpoint="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):29400" \\\n'
-        f"  --no-python {quoted('lumen', *job.words)}\n"
+        f"  --no-python {quote_words('lumen', *job.words)}\n"
     )
     task: dict[str, Any] = {"name": job.name, "workdir": ".", "num_nodes": job.nodes, "resources": resources}
     if job.setup is not None:

@@ -13,7 +13,7 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.cli import main
 from lumen.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
-from lumen.tools.export.weights import export
+from lumen.tools.export.weights import export_weights
 from tests.helpers.checkpoints import save
 from tests.helpers.ema import Kept, Normed, fit
 from tests.helpers.tasks import Regression, bare_trainer, loader
@@ -132,7 +132,7 @@ def test_means_of_bfloat16_checkpoints_export_in_float32():
     halves = [{name: each.bfloat16() for name, each in states[step].items()} for step in (6, 8)]
     for step, state in enumerate(halves):
         save(Path(f"half/step-{step}"), model=state)
-    export("half", Path("wide.safetensors"), average="last:2", dtype=torch.float32)
+    export_weights("half", Path("wide.safetensors"), average="last:2", dtype=torch.float32)
     expected = {name: ((one.double() + halves[1][name].double()) / 2).float() for name, one in halves[0].items()}
     assert same(load_file("wide.safetensors"), expected)
 

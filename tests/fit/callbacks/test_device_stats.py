@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lumen
-from lumen.callbacks.monitors import _CUDA, _of_cuda
+from lumen.callbacks.monitors import _CUDA_QUERIES, _measure_cuda
 from lumen.errors import ConfigError
 from tests.helpers.tables import rows_of
 from tests.helpers.tasks import Regression, loader, quiet_trainer, weights
@@ -52,6 +52,6 @@ def test_psutil_is_required_only_for_cpu_stats(tmp_path, monkeypatch):
 
 def test_cuda_stats_use_names_of_torch_memory_stats():
     """Nothing is counted before CUDA is used; `tests/system/test_cuda.py` tests what a device counts."""
-    kinds = {key.partition(".")[0] for key, _ in _CUDA.values()}
+    kinds = {key.partition(".")[0] for key, _ in _CUDA_QUERIES.values()}
     assert all(f'"{kind}' in torch.cuda.memory_stats.__doc__ for kind in kinds)
-    assert _of_cuda(torch.device("cuda")) == dict.fromkeys(_CUDA, 0.0)
+    assert _measure_cuda(torch.device("cuda")) == dict.fromkeys(_CUDA_QUERIES, 0.0)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lumen
 from lumen.callbacks import Callback, ProgressBar
-from lumen.callbacks.display import duration, number, size, speed
+from lumen.callbacks.display import format_duration, format_megabytes, format_number, format_speed
 from lumen.errors import ConfigError
 from tests.helpers.clock import Clock
 from tests.helpers.progress_bar import BATCH, Task, loader, show_on, trainer, without_escapes
@@ -31,7 +31,7 @@ from tests.helpers.terminal import HIDE, SHOW
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> ProgressBar:
     """A bar that draws at every step, however long drawing takes."""
-    monkeypatch.setattr("lumen.callbacks.display._DRAWING_SHARE", math.inf)
+    monkeypatch.setattr("lumen.callbacks.display._MAX_DRAWING_SHARE", math.inf)
     return ProgressBar(refresh_per_second=1e9, plain_every_s=0.0)
 
 
@@ -131,7 +131,12 @@ def test_plain_lines_follow_interval_at_validations_and_end(
     run.fit(Task(), loader(6), val_dataloaders=loader(2))
     shown = [line.split(" · ")[:4] for line in written().splitlines() if line.startswith("step")]
     expected = [
-        [f"step {6 * epoch}/24", f"epoch {epoch}/4", f"number {number(6 * epoch, 4)}", f"val_number {1000 + 6 * epoch}"]
+        [
+            f"step {6 * epoch}/24",
+            f"epoch {epoch}/4",
+            f"number {format_number(6 * epoch, 4)}",
+            f"val_number {1000 + 6 * epoch}",
+        ]
         for epoch in epochs
     ]
     assert [line for line in shown if line in expected] == expected
@@ -153,7 +158,7 @@ def test_default_bar_shows_loss_and_first_validation_values(monkeypatch: pytest.
     written = show_on(monkeypatch, terminal=False)
     task = Task(bar=False)
     trainer(tmp_path, max_epochs=1).fit(task, loader(5), val_dataloaders=loader(2))
-    assert f"loss {number(task.losses[-1], 4)} · val_number 1005 · unasked 7.000 · " in written()
+    assert f"loss {format_number(task.losses[-1], 4)} · val_number 1005 · unasked 7.000 · " in written()
 
 
 def test_epoch_mean_is_shown_once_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -456,15 +461,15 @@ def test_showing_never_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ],
 )  # fmt: skip
 def test_numbers_have_as_many_digits_as_say_something(value: float, digits: int, text: str) -> None:
-    assert number(value, digits) == text
+    assert format_number(value, digits) == text
 
 
 def test_slow_steps_are_written_as_seconds_per_step() -> None:
-    assert speed(43.14, "step") == "43.1 steps/s"
-    assert speed(0.4, "step") == "2.50 s/step"
-    assert size(612.4) == "612 MB"
-    assert size(12_345.0) == "12.3 GB"
-    assert duration(3723.4) == "1:02:03"
+    assert format_speed(43.14, "step") == "43.1 steps/s"
+    assert format_speed(0.4, "step") == "2.50 s/step"
+    assert format_megabytes(612.4) == "612 MB"
+    assert format_megabytes(12_345.0) == "12.3 GB"
+    assert format_duration(3723.4) == "1:02:03"
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:

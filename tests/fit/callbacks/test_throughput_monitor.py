@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lumen
-from lumen.callbacks.monitors import peak_flop_per_s
+from lumen.callbacks.monitors import find_peak_flop_per_s
 from tests.helpers.tables import rows_of
 
 pytestmark = pytest.mark.usefixtures("clock")  # time passes in steps, data and validations that sleep
@@ -294,4 +294,4 @@ def test_peak_flops_depend_on_device_and_dtype(
     device: str, dtype: torch.dtype, tf32: bool, tflop_per_s: float | None
 ) -> None:
     expected = None if tflop_per_s is None else pytest.approx(tflop_per_s * 1e12)
-    assert peak_flop_per_s(device, dtype, tf32=tf32) == expected
+    assert find_peak_flop_per_s(device, dtype, tf32=tf32) == expected

@@ -76,7 +76,7 @@ def test_asynchronous_saves_do_not_change_the_run(tmp_path):
     assert len(found) == 15
     for one, other in zip(map(Checkpoint.open, found), map(Checkpoint.open, expected), strict=True):
         for section in ("model", "optimizer", "extra"):
-            assert same(dict(one.tensors(section)), dict(other.tensors(section)))
+            assert same(dict(one.as_mapping(section)), dict(other.as_mapping(section)))
         for checkpoint in (one, other):
             checkpoint.state["progress"].pop("elapsed_s")
         assert one.state == other.state
@@ -92,7 +92,7 @@ def test_snapshot_copies_every_kind_of_tensor_exactly(dtype):
         tensors["conjugate"] = tensor_of(dtype, (4,)).conj()
     snapshot = Snapshot()
     for _ in range(2):  # the second time into the same memory
-        copies = snapshot.take({"model": tensors})["model"]
+        copies = snapshot.start_copy({"model": tensors})["model"]
         snapshot.wait()
         assert same(copies, tensors)
     addresses = {tensor.data_ptr() for tensor in tensors.values() if tensor.numel()}
@@ -104,13 +104,13 @@ def test_reserved_memory_causes_no_page_faults_in_save():
 
     def faults(snapshot):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        copies = snapshot.take(tensors)
+        copies = snapshot.start_copy(tensors)
         count = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
         assert same(copies, tensors)
         return count
 
     reserved = Snapshot()
-    thread = threading.Thread(target=reserved.reserve, args=(tensors,))
+    thread = threading.Thread(target=reserved.reserve_memory, args=(tensors,))
     thread.start()
     thread.join()
     assert faults(reserved) < 1000
@@ -124,7 +124,7 @@ def test_cuda_snapshot_is_of_its_moment():
         layers = layers @ layers  # the copy has to wait for these
     tensor += 1
     snapshot = Snapshot()
-    copies = snapshot.take({"model": {"tensor": tensor, "transposed": tensor.view(4096, 4096).T}})["model"]
+    copies = snapshot.start_copy({"model": {"tensor": tensor, "transposed": tensor.view(4096, 4096).T}})["model"]
     tensor += 1
     snapshot.wait()
     assert all(copy.is_pinned() and (copy == 1).all() for copy in copies.values())

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import lumen
-from lumen.checkpoint import Checkpoint, as_place, find_checkpoints
+from lumen.checkpoint import Checkpoint, as_path_or_url, find_checkpoints
 from lumen.checkpoint.format import object_store
 from lumen.checkpoint.format.manifest import read_manifest
 from lumen.checkpoint.save.snapshot import Snapshot
@@ -108,14 +108,14 @@ def test_resume_opens_same_files_for_more_tensors(tmp_path):
 
 @pytest.mark.slow
 def test_resume_work_is_linear_in_tensors(tmp_path, monkeypatch):
-    asked, names = Counter(), Checkpoint.names
+    asked, names = Counter(), Checkpoint.list_tensor_names
 
     def counting(checkpoint, section):
         found = names(checkpoint, section)
         asked[section] += len(found)
         return found
 
-    monkeypatch.setattr(Checkpoint, "names", counting)
+    monkeypatch.setattr(Checkpoint, "list_tensor_names", counting)
 
     def work(count):
         fit(tmp_path / str(count), count, 1)
@@ -135,12 +135,12 @@ def test_unused_checkpoint_keeps_no_file_open(tmp_path):
 
     path = save(tmp_path / "step-1", model={"a": torch.ones(3), "b": torch.ones(3)})
     checkpoint = Checkpoint.open(path)
-    for name in checkpoint.names("model"):
-        assert torch.equal(checkpoint.tensor("model", name), torch.ones(3))
+    for name in checkpoint.list_tensor_names("model"):
+        assert torch.equal(checkpoint.read_tensor("model", name), torch.ones(3))
     assert str(path / "model/00000-00000.safetensors") in descriptors()
-    checkpoint.free()
+    checkpoint.release()
     assert not any(str(tmp_path) in each for each in descriptors())
-    assert torch.equal(checkpoint.tensor("model", "a"), torch.ones(3))
+    assert torch.equal(checkpoint.read_tensor("model", "a"), torch.ones(3))
     del checkpoint
     assert not any(str(tmp_path) in each for each in descriptors())
 
@@ -152,7 +152,7 @@ def test_more_files_than_may_be_open_are_read(tmp_path):
     before = len(os.listdir("/proc/self/fd"))  # earlier tests of this process leave some open
     checkpoint = Checkpoint.open(path)
     for _ in range(2):
-        assert same(dict(checkpoint.tensors("model")), tensors)
+        assert same(dict(checkpoint.as_mapping("model")), tensors)
     assert len(os.listdir("/proc/self/fd")) - before < 100
 
 
@@ -161,7 +161,7 @@ def test_save_has_bounded_calls_per_small_tensor(tmp_path):
         tensors = {f"w{number}": torch.full((3,), float(number)) for number in range(count)}
         with counted_calls() as calls:
             save(tmp_path / f"step-{count}", model=tensors)
-        assert same(dict(Checkpoint.open(tmp_path / f"step-{count}").tensors("model")), tensors)
+        assert same(dict(Checkpoint.open(tmp_path / f"step-{count}").as_mapping("model")), tensors)
         return calls[0]
 
     _, few, many = map(work, (10, 100, 1100))
@@ -175,7 +175,7 @@ def test_freed_small_tensors_raise_instead_of_crashing(tmp_path):
         save(tmp_path / "step-1", model=tensors)
     assert os.listdir(tmp_path) == []
     with pytest.raises(RuntimeError, match="setStorage"):
-        Snapshot().take({"model": tensors})
+        Snapshot().start_copy({"model": tensors})
 
 
 @pytest.mark.slow
@@ -273,7 +273,7 @@ def test_damaged_checkpoint_is_not_the_best(tmp_path):
 
 
 def test_requests_per_save_do_not_grow(tmp_path, monkeypatch):
-    requests, ask = Counter(), object_store.ask
+    requests, ask = Counter(), object_store.call_filesystem
     seen = []
 
     def counting(place, method, **options):
@@ -284,7 +284,7 @@ def test_requests_per_save_do_not_grow(tmp_path, monkeypatch):
         seen.append(dict(requests))
         requests.clear()
 
-    monkeypatch.setattr(object_store, "ask", counting)
+    monkeypatch.setattr(object_store, "call_filesystem", counting)
     saver = lumen.ModelCheckpoint(
         dirpath="memory://bucket/run", every_n_train_steps=1, keep_every_n_steps=1, asynchronous=False
     )
@@ -292,7 +292,7 @@ def test_requests_per_save_do_not_grow(tmp_path, monkeypatch):
         quiet_trainer(
             tmp_path, max_steps=12, callbacks=[lumen.LambdaCallback(on_step_checkpoint=look), saver], logger=False
         ).fit(Regression(), loader(100))
-        assert len(find_checkpoints(as_place("memory://bucket/run"))) == 12
+        assert len(find_checkpoints(as_path_or_url("memory://bucket/run"))) == 12
     finally:
         MemoryFileSystem.store.clear()
     assert seen[3] == seen[10]

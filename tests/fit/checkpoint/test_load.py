@@ -92,7 +92,7 @@ def test_absent_optimizer_state_stays_absent(tmp_path):
 
     task = HalfUsed()
     checkpoint = Checkpoint.open(trained(tmp_path, task))
-    assert not [name for name in checkpoint.names("optimizer") if name.startswith("unused")]
+    assert not [name for name in checkpoint.list_tensor_names("optimizer") if name.startswith("unused")]
     trainer = quiet_trainer(tmp_path, max_epochs=2, resume="auto")
     resumed = HalfUsed()
     trainer.fit(resumed, loader())
@@ -198,7 +198,7 @@ def test_best_last_and_run_load_by_path(tmp_path):
         assert (loaded.hparams.dropout, loaded.net[2].p, loaded.hparams.lr) == (0.25, 0.25, 1e-2)
         weights[name] = loaded.net[0].weight
     for name, path in (("best", saver.best_model_path), ("last", saver.last_model_path)):
-        assert torch.equal(weights[name], Checkpoint.open(Path(path)).tensor("model", "net.0.weight"))
+        assert torch.equal(weights[name], Checkpoint.open(Path(path)).read_tensor("model", "net.0.weight"))
     assert torch.equal(weights["run"], weights["last"])
     assert not torch.equal(weights["best"], weights["last"])
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 
 import lumen
 from lumen.checkpoint import PARTS, Checkpoint, find_checkpoints
-from lumen.checkpoint.load.config_diff import changed_hyperparameters
+from lumen.checkpoint.load.config_diff import find_changed_hyperparameters
 from lumen.cli import main
 from lumen.errors import CheckpointMismatch, ConfigError
 from lumen.optim import Lookahead, Warmup, cosine
@@ -146,11 +146,13 @@ def test_every_combination_of_parts_takes_over_exactly_these(tmp_path, source, p
         tmp_path, task, data, probe, resume=checkpoint.path, resume_parts=sorted(parts),
         max_steps=STEPS + 1 if progress else 1, seed=None if progress else 5,
     )  # fmt: skip
-    model = checkpoint.tensors("model") if "model" in parts else fresh
+    model = checkpoint.as_mapping("model") if "model" in parts else fresh
     assert all(torch.equal(tensor, model[name]) for name, tensor in probe.weights.items())
     assert task.memory == ("of the source" if "model" in parts else None)
 
-    saved = {name: checkpoint.tensor("optimizer", f"{name}.exp_avg") for name in fresh} if "optimizer" in parts else {}
+    saved = (
+        {name: checkpoint.read_tensor("optimizer", f"{name}.exp_avg") for name in fresh} if "optimizer" in parts else {}
+    )
     assert probe.moments.keys() == saved.keys()
     assert all(torch.equal(probe.moments[name], saved[name]) for name in saved)
 
@@ -449,7 +451,7 @@ def test_changed_hyperparameters_are_one_line(tmp_path, caplog):
     assert len(said) == 1
     assert "model.width 1 there, 2 here; model.rates (0.1, 0.2) there, (0.1, 0.3) here; model.bias" in said[0]
     assert "model.old 1 there, None here; model.new None there, 'x' here; data.size 8 there, 16 here" in said[0]
-    changed = changed_hyperparameters(trainer.run, trainer.run.checkpoint)
+    changed = find_changed_hyperparameters(trainer.run, trainer.run.checkpoint)
     assert list(changed) == ["model.width", "model.rates", "model.bias", "model.old", "model.new", "data.size"]
     assert changed["data.size"] == (8, 16)
 

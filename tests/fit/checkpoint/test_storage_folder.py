@@ -14,9 +14,9 @@ from lumen.checkpoint.format.folder import (
     clean_leftovers,
     find_checkpoints,
     find_unread,
-    newest_valid,
+    open_newest_valid,
     remove_checkpoint,
-    set_aside,
+    set_aside_damaged,
 )
 from lumen.checkpoint.format.manifest import STATE
 from lumen.checkpoint.format.storage import LocalStorage
@@ -61,16 +61,16 @@ def test_newest_valid_checkpoint_is_used_and_damage_reported(tmp_path):
     (tmp_path / "step-10" / "manifest.json").unlink()
     (tmp_path / "step-8" / "state.json").unlink()
     reports = []
-    assert newest_valid(tmp_path, reports.append).path == tmp_path / "step-9"
+    assert open_newest_valid(tmp_path, reports.append).path == tmp_path / "step-9"
     assert len(reports) == 2
     assert "step-11 is damaged" in reports[0]
     assert FILES[3] in reports[0]
     assert "Trying step-10 instead" in reports[0]
     assert "no manifest.json" in reports[1]
     remove_checkpoint(tmp_path / "step-9")
-    assert newest_valid(tmp_path, reports.append) is None
+    assert open_newest_valid(tmp_path, reports.append) is None
     assert "There is no older one" in reports[-1]
-    assert newest_valid(tmp_path / "none", reports.append) is None
+    assert open_newest_valid(tmp_path / "none", reports.append) is None
 
 
 def test_validating_checkpoint_sorts_before_the_final_one(tmp_path):
@@ -85,8 +85,8 @@ def test_only_the_sections_asked_for_must_be_intact(tmp_path):
         small(tmp_path / f"step-{step}", value=float(step))
     (tmp_path / "step-2" / FILES[2]).write_bytes(b"")
     (tmp_path / "step-3" / "state.json").write_bytes(b"")
-    assert newest_valid(tmp_path, lambda _: None).path == tmp_path / "step-1"
-    found = newest_valid(tmp_path, lambda _: None, sections=(STATE,))
+    assert open_newest_valid(tmp_path, lambda _: None).path == tmp_path / "step-1"
+    found = open_newest_valid(tmp_path, lambda _: None, sections=(STATE,))
     assert (found.path, found.state["value"]) == (tmp_path / "step-2", 2.0)
 
 
@@ -144,9 +144,9 @@ def test_dangling_link_is_reported_as_damage(tmp_path):
     (tmp_path / "kept/step-00000002").rename(tmp_path / "elsewhere")
     (tmp_path / "kept/step-00000002").symlink_to(tmp_path / "elsewhere")
     reports = []
-    assert newest_valid(tmp_path / "kept", reports.append).path.name == "step-00000002"
+    assert open_newest_valid(tmp_path / "kept", reports.append).path.name == "step-00000002"
     (tmp_path / "elsewhere").rename(tmp_path / "gone")
-    assert newest_valid(tmp_path / "kept", reports.append).path.name == "step-00000001"
+    assert open_newest_valid(tmp_path / "kept", reports.append).path.name == "step-00000001"
     assert [said.partition(" is damaged")[0][-1] for said in reports] == ["9", "9", "2"]
 
 
@@ -160,9 +160,11 @@ def test_concurrent_removal_is_no_damage_and_relists(tmp_path):
         reports.append(said[:17])
         remove_checkpoint(tmp_path / "step-2")
 
-    assert newest_valid(tmp_path, report).path == tmp_path / "step-1"
+    assert open_newest_valid(tmp_path, report).path == tmp_path / "step-1"
     small(tmp_path / "step-2")
-    assert newest_valid(tmp_path, lambda said: report(said) or small(tmp_path / "step-4")).path == tmp_path / "step-4"
+    assert (
+        open_newest_valid(tmp_path, lambda said: report(said) or small(tmp_path / "step-4")).path == tmp_path / "step-4"
+    )
     assert reports == ["step-3 is damaged"] * 2
 
 
@@ -178,12 +180,12 @@ def test_damaged_manifest_never_costs_the_last_checkpoint(tmp_path, keep_last):
     fit(tmp_path, 4, keep_last=2)
     (tmp_path / "kept/step-00000004/manifest.json").write_bytes(b"cut o")
     fit(tmp_path, 4, keep_last=keep_last)
-    assert newest_valid(tmp_path / "kept", pytest.fail).path.name == "step-00000004"
+    assert open_newest_valid(tmp_path / "kept", pytest.fail).path.name == "step-00000004"
     assert "step-00000004.damaged-1" in names(tmp_path / "kept")
     (tmp_path / "kept/step-00000004/manifest.json").write_bytes(b"cut o")
     shutil.copytree(tmp_path / "kept/step-00000004", tmp_path / "kept/step-00000099")
     fit(tmp_path, 6, keep_last=keep_last)
-    assert newest_valid(tmp_path / "kept", lambda _: None).path.name == "step-00000006"
+    assert open_newest_valid(tmp_path / "kept", lambda _: None).path.name == "step-00000006"
     assert {"step-00000004.damaged-1", "step-00000004.damaged-2", "step-00000099"} <= set(names(tmp_path / "kept"))
 
 
@@ -227,7 +229,7 @@ def fit_into(home, dirpath):
 def test_parent_directory_may_be_writable_but_unreadable(bound):
     (bound / "box").mkdir(0o300)
     fit_into(bound, bound / "box/runs/kept")
-    assert newest_valid(bound / "box/runs/kept", pytest.fail).path.name == "step-00000002"
+    assert open_newest_valid(bound / "box/runs/kept", pytest.fail).path.name == "step-00000002"
 
 
 @pytest.mark.parametrize(
@@ -249,11 +251,11 @@ def test_unusable_parent_directory_is_one_named_error(bound, mode, message):
 def test_set_aside_renames_and_keeps_the_bytes(tmp_path):
     for k in (1, 2):
         small(tmp_path / "step-1", value=float(k))
-        assert set_aside(tmp_path / "step-1") == tmp_path / f"step-1.damaged-{k}"
+        assert set_aside_damaged(tmp_path / "step-1") == tmp_path / f"step-1.damaged-{k}"
         assert_small(tmp_path / f"step-1.damaged-{k}", value=float(k))
     assert find_checkpoints(tmp_path) == []
     with pytest.raises(CheckpointError, match=r"cannot rename .*step-1: No such file"):
-        set_aside(tmp_path / "step-1")
+        set_aside_damaged(tmp_path / "step-1")
 
 
 def test_a_removal_cut_short_leaves_no_half_checkpoint(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import yaml
 import lumen
 from lumen.cli import main
 from lumen.errors import CheckpointMismatch
-from lumen.internals.masking import MASK, holds_secret, masked_words
+from lumen.internals.masking import MASK, holds_secret, mask_words
 from tests.helpers.cli import fit, saved
 from tests.helpers.cli_tasks import Line, Points
 from tests.helpers.tasks import Regression, bare_trainer, loader
@@ -208,4 +208,4 @@ def test_names_that_hold_secrets(names, is_one):
     ],
 )
 def test_the_command_line_is_recorded_without_secrets(words, recorded):
-    assert masked_words(words) == recorded
+    assert mask_words(words) == recorded

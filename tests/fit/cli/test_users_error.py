@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lumen.cli import main
-from lumen.cli.users_error import folded
+from lumen.cli.user_errors import fold_traceback
 from tests.helpers import ROOT
 
 CONFIG = """\
@@ -187,4 +187,4 @@ def test_syntax_error_in_module_shows_its_line(shown, tmp_path):
 
 def test_traceback_without_user_frames_is_complete():
     text = f'Traceback (most recent call last):\n  File "{ROOT}/lumen/run/run.py", line 1, in go\n    x\nKeyError: 1\n'
-    assert "\n".join(folded(text)) + "\n" == text
+    assert "\n".join(fold_traceback(text)) + "\n" == text

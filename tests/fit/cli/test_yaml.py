@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lumen.cli import main, yaml_text
-from lumen.cli.yaml_text import MOST_LEVELS, dump_yaml, load_yaml
+from lumen.cli.yaml_text import MAX_LEVELS, dump_yaml, load_yaml
 from tests.helpers.cli_tasks import Spy
 from tests.helpers.working_directory import LINE as CONFIG
 
@@ -104,7 +104,7 @@ def test_alias_bombs_raise_before_expansion(refused):
 
 
 def test_as_many_as_are_said_may_be_repeated(monkeypatch):
-    monkeypatch.setattr(yaml_text, "MOST_REPEATED", 100)
+    monkeypatch.setattr(yaml_text, "MAX_REPEATED_VALUES", 100)
     half = f"a: &a [{', '.join(['1'] * 49)}]\nb: *a\nc: *a\n"
     found = load_yaml(half)
     assert found["a"] == found["b"] == found["c"]
@@ -138,7 +138,7 @@ def test_nesting_by_aliases_counts_too(refused):
 
 
 def test_nesting_at_the_limit_is_accepted(capsys):
-    levels = MOST_LEVELS - 4  # model, init_args, label and the scalar
+    levels = MAX_LEVELS - 4  # model, init_args, label and the scalar
     value = "[" * levels + "1" + "]" * levels
     Path("second.yaml").write_text(f"model: {{class_path: deep.Deep, init_args: {{label: {value}}}}}\n")
     Path("deep.py").write_text(

@@ -34,7 +34,7 @@ from torch.utils.data.distributed import DistributedSampler
 import lumen
 from lumen.data.adapter import Position
 from lumen.data.loaders import adapt_loader
-from lumen.data.permutation import Permutation, cut_steps, epoch_order
+from lumen.data.permutation import Permutation, cut_steps, make_epoch_order
 from lumen.errors import ConfigError, DataError
 from tests.helpers.tasks import Drawing, Saving, Seeing, bare_trainer, numbers, plain, quiet_trainer, seen
 
@@ -43,14 +43,14 @@ from tests.helpers.tasks import Drawing, Saving, Seeing, bare_trainer, numbers, 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 1000])
 def test_an_order_is_a_permutation_that_repeats(length):
-    orders = [epoch_order(length, 3, epoch, shuffle=True) for epoch in range(4)]
+    orders = [make_epoch_order(length, 3, epoch, shuffle=True) for epoch in range(4)]
     for epoch, order in enumerate(orders):
         assert sorted(order.tolist()) == list(range(length))
-        assert torch.equal(order, epoch_order(length, 3, epoch, shuffle=True))
+        assert torch.equal(order, make_epoch_order(length, 3, epoch, shuffle=True))
     if length == 1000:
-        others = [*orders[1:], epoch_order(length, 4, 0, shuffle=True), torch.arange(length)]
+        others = [*orders[1:], make_epoch_order(length, 4, 0, shuffle=True), torch.arange(length)]
         assert not any(torch.equal(orders[0], other) for other in others)
-    assert list(epoch_order(length, 3, 5, shuffle=False)) == list(range(length))
+    assert list(make_epoch_order(length, 3, 5, shuffle=False)) == list(range(length))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 17, 1000, 4097, 70_000])
@@ -67,7 +67,7 @@ def test_permutation_is_complete_and_independent_of_slicing(length):
 
 def test_a_billion_samples_are_shuffled_without_memory():
     tracemalloc.start()
-    order = epoch_order(10**9, 3, 0, shuffle=True)
+    order = make_epoch_order(10**9, 3, 0, shuffle=True)
     piece = order[999_000_000:999_004_096]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -108,14 +108,16 @@ def test_order_depends_only_on_seed_and_epoch(tmp_path, shuffle, batch_size, wor
     data = DataLoader(numbers(), batch_size, shuffle=shuffle, num_workers=workers)
     task = seen(tmp_path, data, max_epochs=3, accumulate_grad_batches=accumulate)
     for epoch in range(3):
-        assert task.samples(epoch) == list(map(int, epoch_order(20, 3, epoch, shuffle=shuffle)))
+        assert task.samples(epoch) == list(map(int, make_epoch_order(20, 3, epoch, shuffle=shuffle)))
 
 
 def test_shuffling_draws_nothing_from_the_global_generators():
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     adapter = adapt_loader(DataLoader(numbers(), 3, shuffle=True), seed=3)
     for epoch in range(2):
-        assert sum(micro.samples for window in adapter.windows(epoch, Position(), None) for micro in window) == 20
+        assert (
+            sum(micro.samples for window in adapter.iterate_windows(epoch, Position(), None) for micro in window) == 20
+        )
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 
@@ -126,7 +128,7 @@ def test_drop_last_drops_the_last_partial_batch(tmp_path, accumulate, steps):
     task = seen(tmp_path, data, accumulate_grad_batches=accumulate)
     for epoch in range(2):
         assert [len(batch[0]) for batch in task.epochs[epoch]] == [8, 8]
-        assert task.samples(epoch) == epoch_order(20, 3, epoch, shuffle=True)[:16].tolist()
+        assert task.samples(epoch) == make_epoch_order(20, 3, epoch, shuffle=True)[:16].tolist()
 
 
 # ---------------------------------------------------------------------- augmentation

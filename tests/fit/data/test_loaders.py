@@ -34,8 +34,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import lumen
-from lumen.data.combined import loaders_in
-from lumen.data.rank_checks import digest
+from lumen.data.combined import list_loaders
+from lumen.data.rank_checks import digest_batch
 from lumen.errors import ConfigError, DataError
 from tests.helpers.pages import snippets
 from tests.helpers.streams import Buffered
@@ -815,8 +815,10 @@ def test_streams_reread_in_another_order_are_reported(tmp_path, caplog):
     ids=["channels_last", "bfloat16", "expanded", "with gradient", "scalar"],
 )
 def test_digests_of_batches_depend_on_values_alone(batch):
-    assert digest(batch, most=64) == digest(batch.detach().clone(memory_format=torch.contiguous_format), most=64)
-    assert digest(batch, most=64) != digest(batch.detach() + 1, most=64)
+    assert digest_batch(batch, most=64) == digest_batch(
+        batch.detach().clone(memory_format=torch.contiguous_format), most=64
+    )
+    assert digest_batch(batch, most=64) != digest_batch(batch.detach() + 1, most=64)
 
 
 class KeepsIterator(DataLoader):
@@ -1540,7 +1542,7 @@ def test_workers_that_loaders_keep_end_with_a_reset():
 def test_loaders_in_collections_have_names():
     a, b, c = (DataLoader(range(4)) for _ in range(3))
     given = {"x": [a, b], "y": lumen.CombinedLoader({"z": c})}
-    assert loaders_in(given) == [("x/0", a), ("x/1", b), ("y/z", c)]
+    assert list_loaders(given) == [("x/0", a), ("x/1", b), ("y/z", c)]
     batches = [torch.zeros(2)]
-    assert loaders_in(batches) == [("", batches)]
-    assert loaders_in(None) == []
+    assert list_loaders(batches) == [("", batches)]
+    assert list_loaders(None) == []

@@ -565,13 +565,13 @@ def test_data_that_keep_no_generator_cost_nothing_more():
     for data in (Words(8), TensorDataset(torch.arange(8)), Transformed(lambda: random.getrandbits(8))):
         keyed = SeededDataset(data, default_collate, 7, single=False)
         keyed.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False))
-        assert keyed.own.seed_all is seed_generators
+        assert keyed.kept_generators.seed_function is seed_generators
 
 
 def test_pickled_dataset_rekeys_generators_in_worker():
     here = SeededDataset(Transformed(Recipe(np.random.default_rng(3))), default_collate, 7, single=False)
     drawn_here = here.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False))
     there = pickle.loads(pickle.dumps(here))
-    assert not there.own.generators
-    there.looks = True  # as it travels: before anything is read
+    assert not there.kept_generators.generators
+    there.should_watch = True  # as it travels: before anything is read
     assert torch.equal(there.__getitems__(BatchRequest(0, 0, [0, 1], by_place=False)), drawn_here)

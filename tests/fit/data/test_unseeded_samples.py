@@ -12,8 +12,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import lumen
-from lumen.internals.generator_memory import MEMORIES, Unreadable
-from lumen.random import Domain, seed_generators, unused_generators
+from lumen.internals.generator_memory import MEMORIES, UnreadableMemory
+from lumen.random import Domain, seed_generators, seed_unless_unused
 from tests.helpers.tasks import Saving, Seeing, bare_trainer, seen
 
 helpers = types.ModuleType("helpers_of_a_user")
@@ -298,7 +298,7 @@ def test_draws_that_cause_errors_are_made_again(tmp_path):
 @pytest.mark.parametrize("place", range(3))
 def test_where_memory_cannot_be_read_samples_are_seeded(tmp_path, monkeypatch, place):
     expected = fitted(tmp_path, Seeing(), DataLoader(Seeded(SAMPLES["in one sample"]), 4))
-    memories = (*MEMORIES[:place], Unreadable(), *MEMORIES[place + 1 :])
+    memories = (*MEMORIES[:place], UnreadableMemory(), *MEMORIES[place + 1 :])
     monkeypatch.setattr("lumen.random._memories", memories)
     assert fitted(tmp_path, Seeing(), DataLoader(Samples(SAMPLES["in one sample"]), 4)) == expected
 
@@ -312,16 +312,16 @@ DRAWS = {
 
 @pytest.mark.parametrize("generator", DRAWS)
 def test_memory_shows_every_draw(generator):
-    assert not any(isinstance(each, Unreadable) for each in MEMORIES)
+    assert not any(isinstance(each, UnreadableMemory) for each in MEMORIES)
     seed_generators(3)
-    unused = unused_generators(3, Domain.COLLATE, 0)
-    assert unused.is_left()
+    unused = seed_unless_unused(3, Domain.COLLATE, 0)
+    assert unused.is_unchanged()
     for count in (1, 622, 1, 1, 623, 624, 1248, 623):
         DRAWS[generator](count)
-        assert not unused.is_left(), count
-        assert unused.is_left_but_for_torch() is (generator == "torch")
-    again = unused_generators(3, Domain.COLLATE, 1)
-    assert again.is_left()
-    assert not unused.is_left()
+        assert not unused.is_unchanged(), count
+        assert unused.is_unchanged_except_torch() is (generator == "torch")
+    again = seed_unless_unused(3, Domain.COLLATE, 1)
+    assert again.is_unchanged()
+    assert not unused.is_unchanged()
     seed_generators(3)
-    assert not again.is_left()
+    assert not again.is_unchanged()

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.internals.garbage import only_young_collected
+from lumen.internals.garbage import collect_young_only
 from tests.helpers.garbage import Untidy, watched
 from tests.helpers.tasks import Regression, Saving, Seeing, bare_trainer, loader
 
@@ -18,7 +18,7 @@ FROZEN_BY_PYTHON, THRESHOLDS = gc.get_freeze_count(), gc.get_threshold()
 
 def test_concurrent_gc_pauses_restore_the_threshold():
     before = gc.get_threshold()
-    one, other = only_young_collected(), only_young_collected()
+    one, other = collect_young_only(), collect_young_only()
     one.__enter__()
     other.__enter__()
     assert gc.get_threshold()[2] > 1_000_000

@@ -26,7 +26,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 def missing(name, user):
     """What the error says."""
-    tried = re.escape(", ".join(torch_versions.TRIED))
+    tried = re.escape(", ".join(torch_versions.TESTED_VERSIONS))
     return (
         rf"^torch {re.escape(torch.__version__)} has no {name}, which {user} needs. .* with torch {tried}: install one"
     )
@@ -44,12 +44,14 @@ class Untouched(Regression):
 
 def test_readme_and_package_name_the_tested_torch_versions():
     root = ROOT
-    minor = [version.rpartition(".")[0] for version in torch_versions.TRIED]
+    minor = [version.rpartition(".")[0] for version in torch_versions.TESTED_VERSIONS]
     *others, last = minor
     assert f"torch {', '.join(others)} and {last}" in (root / "README.md").read_text()
     assert f'"torch>={minor[0]}"' in (root / "pyproject.toml").read_text()
-    assert f"\nTORCH ?= {torch_versions.TRIED[-1]}\n" in (root / "Makefile").read_text()
-    assert re.search(r"^torch==(.*)$", (root / "constraints.txt").read_text(), re.M)[1] in torch_versions.TRIED
+    assert f"\nTORCH ?= {torch_versions.TESTED_VERSIONS[-1]}\n" in (root / "Makefile").read_text()
+    assert (
+        re.search(r"^torch==(.*)$", (root / "constraints.txt").read_text(), re.M)[1] in torch_versions.TESTED_VERSIONS
+    )
 
 
 # ---------------------------------------------------------------------- one error
@@ -103,7 +105,7 @@ def test_the_launcher_looks_before_it_starts_anybody(tmp_path, monkeypatch):
 def test_pin_memory_is_checked_before_reading(monkeypatch):
     monkeypatch.delattr(pin_memory, "pin_memory")
     with pytest.raises(ConfigError, match=missing("_utils.pin_memory.pin_memory", "pin_memory")):
-        loaders.pinning()
+        loaders.get_pin_function()
 
 
 # ---------------------------------------------------------------------- another way
@@ -126,9 +128,9 @@ def test_unknown_collate_falls_back_to_torch(monkeypatch):
 def test_schedules_whose_parts_are_unknown_are_not_checked():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
     scheduler = SequentialLR(optimizer, [ConstantLR(optimizer), ConstantLR(optimizer)], milestones=[2])
-    assert len(optimizers.schedules_in(scheduler)[0]) == 2
+    assert len(optimizers.get_inner_schedules(scheduler)[0]) == 2
     del scheduler._schedulers
-    assert optimizers.schedules_in(scheduler) == ([], [2])
+    assert optimizers.get_inner_schedules(scheduler) == ([], [2])
 
 
 def test_public_set_timeout_is_used_where_available(monkeypatch, tmp_path):

@@ -19,7 +19,7 @@ import lumen
 from lumen.checkpoint import find_checkpoints
 from lumen.cli import main
 from lumen.errors import ConfigError
-from lumen.run.records import Records
+from lumen.run.records import RunRecords
 from tests.helpers.loggers import Drawn, csv_record, events, fit, hyperparameters, scalars, table
 from tests.helpers.tasks import Regression, loader, quiet_trainer
 
@@ -89,7 +89,7 @@ class Both(Regression):
 
 @pytest.mark.parametrize("how", ["by an error", "by a signal", "at its limit"])
 def test_last_step_is_written_however_run_ends(tmp_path, monkeypatch, how):
-    monkeypatch.setattr(Records, "is_asynchronous", True)  # as on CUDA
+    monkeypatch.setattr(RunRecords, "is_asynchronous", True)  # as on CUDA
     ends_early = how != "at its limit"
     with pytest.raises((InterruptedError, SystemExit)) if ends_early else nullcontext():
         fit(tmp_path, Both(), callbacks=[Ending(how)], max_steps=100 if ends_early else 3, enable_checkpointing=False)

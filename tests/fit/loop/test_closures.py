@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
 from lumen.checkpoint import find_checkpoints
-from lumen.data.permutation import epoch_order
+from lumen.data.permutation import make_epoch_order
 from lumen.errors import CheckpointMismatch, ConfigError, TrainingError
 from tests.helpers.manual_optimization import SharpByHand, sharp
 from tests.helpers.tasks import Regression, network, quiet_trainer, regression_data, weights
@@ -65,7 +65,7 @@ def test_lbfgs_equals_the_manual_loop(tmp_path, precision, options):
     optimizer = lbfgs(net.parameters(), **options)
     evaluations = 0
     for epoch in range(2):
-        for batch in epoch_order(53, SEED, epoch, shuffle=True).split(8):
+        for batch in make_epoch_order(53, SEED, epoch, shuffle=True).split(8):
 
             def closure(batch=batch):
                 nonlocal evaluations
@@ -122,7 +122,7 @@ def test_accumulated_evaluation_equals_the_full_batch(tmp_path, how, clip):
     net = network(dtype=torch.float64)
     optimizer = lbfgs(net.parameters(), line_search_fn="strong_wolfe")
     for epoch in range(2):
-        for batch in epoch_order(75, SEED, epoch, shuffle=True).split(32):
+        for batch in make_epoch_order(75, SEED, epoch, shuffle=True).split(32):
             of_samples = torch.ones(len(batch), dtype=torch.float64) if how == "samples" else tokens[batch]
 
             def closure(batch=batch, of_samples=of_samples):
@@ -310,7 +310,7 @@ def test_an_optimizer_may_act_before_its_first_evaluation(tmp_path, before):
     inputs, targets = regression_data(40)
     net = network()
     optimizer = SGD(net.parameters(), lr=0.1)
-    for batch in epoch_order(40, SEED, 0, shuffle=True).split(8):
+    for batch in make_epoch_order(40, SEED, 0, shuffle=True).split(8):
         starts = [parameter.detach().clone() for parameter in net.parameters()]
         for climbing in (True, False) if before == "moves" else (False,):
             optimizer.zero_grad()

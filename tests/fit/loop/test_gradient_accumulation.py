@@ -217,10 +217,10 @@ def test_estimated_stepping_batches_follow_the_schedule(tmp_path, options, steps
 def test_steps_and_epochs_convert_both_ways():
     lengths = EpochLengths({0: 8, 1: 3, 3: 1, 4: 4})
     begins = [0, 8, 11, 14, 15, 19, 23]
-    assert [lengths.until(epoch) for epoch in range(7)] == begins
-    assert [lengths.of(epoch) for epoch in range(6)] == [8, 3, 3, 1, 4, 4]
+    assert [lengths.count_steps_before(epoch) for epoch in range(7)] == begins
+    assert [lengths.get_length(epoch) for epoch in range(6)] == [8, 3, 3, 1, 4, 4]
     for steps in range(23):
-        assert lengths.whole_epochs(steps) == sum(begin <= steps for begin in begins) - 1
+        assert lengths.count_whole_epochs(steps) == sum(begin <= steps for begin in begins) - 1
 
 
 @pytest.mark.parametrize(

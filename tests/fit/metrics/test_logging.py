@@ -20,7 +20,7 @@ from torchmetrics.classification import (
 )
 
 import lumen
-from lumen.data.permutation import epoch_order
+from lumen.data.permutation import make_epoch_order
 from lumen.errors import ConfigError
 from lumen.metrics.log_call import as_number
 from lumen.metrics.step_values import Accumulator
@@ -354,7 +354,9 @@ def test_an_epoch_mean_is_exact_over_ragged_batches(tmp_path, how, accumulate):
         return pytest.approx(((weights * values.mean(1, keepdim=True)).sum() / weights.sum()).item(), rel=1e-12)
 
     inputs, _ = regression_data(50, torch.float64)
-    steps = [step for epoch in range(2) for step in epoch_order(50, SEED, epoch, shuffle=True).split(8 * accumulate)]
+    steps = [
+        step for epoch in range(2) for step in make_epoch_order(50, SEED, epoch, shuffle=True).split(8 * accumulate)
+    ]
     assert [value for _, value in memory.of("x_step")] == [expected(inputs[step]) for step in steps]
     assert [value for _, value in memory.of("x_epoch")] == [expected(inputs)] * 2
     assert [value for _, value in memory.of("x")] == [expected(regression_data(21, torch.float64)[0])] * 2
@@ -399,7 +401,7 @@ def test_nan_stays_nan_however_values_are_reduced(reduce_fx, place, as_tensor):
         for value in [5.0, math.nan if rank == place else 1.0, 3.0]:
             accumulator.add(torch.tensor(value, dtype=torch.float64) if as_tensor else value, 1.0)
     assert [math.isnan(accumulator.compute()) for accumulator in ranks] == [rank == place for rank in range(3)]
-    assert math.isnan(Accumulator.of_ranks(reduce_fx, [accumulator.sums() for accumulator in ranks]).compute())
+    assert math.isnan(Accumulator.from_ranks(reduce_fx, [accumulator.get_sums() for accumulator in ranks]).compute())
 
 
 def test_tensor_weights_do_not_round_the_mean(tmp_path):

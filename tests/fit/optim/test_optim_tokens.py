@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
-from lumen.data.permutation import epoch_order
+from lumen.data.permutation import make_epoch_order
 from lumen.errors import ConfigError
 from lumen.optim import Warmup, constant, cosine, inverse_sqrt, linear, wsd
 from tests.helpers.tasks import network, quiet_trainer, regression_data, weights
@@ -60,7 +60,9 @@ def fit(folder, task, **options):
 def positions(accumulate):
     """Tokens before each update."""
     steps = [
-        step for epoch in range(3) for step in epoch_order(SAMPLES, SEED, epoch, shuffle=True).split(8 * accumulate)
+        step
+        for epoch in range(3)
+        for step in make_epoch_order(SAMPLES, SEED, epoch, shuffle=True).split(8 * accumulate)
     ]
     return [0.0, *torch.stack([TOKENS[step].sum() for step in steps]).cumsum(0).tolist()][:-1]
 

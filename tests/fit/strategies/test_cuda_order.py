@@ -14,18 +14,18 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import lumen
-from lumen.checkpoint.save.snapshot import Snapshot, pinned_like
-from lumen.data.nested import CopyStream, _copy_stream, move
-from lumen.data.rank_checks import lend
+from lumen.checkpoint.save.snapshot import Snapshot, allocate_pinned_like
+from lumen.data.nested import CopyStream, _get_copy_stream, move_batch
+from lumen.data.rank_checks import share_batch
 from lumen.data.windows import LoadedBatch
 from lumen.distributed.process_groups import CUDA_BACKENDS
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError, NonFiniteLoss, ProcessStuck
 from lumen.precision import make_precision
 from lumen.run.anomalies import NonFiniteCheck
-from lumen.run.open_loaders import _rank_slice
-from lumen.strategies import SingleDevice, gather_values
-from lumen.strategies.factory import device_of, make_strategy
+from lumen.run.open_loaders import _make_rank_slice
+from lumen.strategies import SingleDevice, gather_from_data_ranks
+from lumen.strategies.factory import choose_device, make_strategy
 from lumen.task.compile import Compilation
 from tests.helpers.cuda_order import Synced
 from tests.helpers.tasks import Regression, bare_trainer, loader
@@ -53,7 +53,7 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize(("device", "beside"), [("cpu", False), ("mps", False), ("cuda", True)])
 def test_copies_are_synchronous_except_to_cuda(asked, device, beside):
-    move({"a": torch.ones(2), "b": [PACKED]}, torch.device(device))
+    move_batch({"a": torch.ones(2), "b": [PACKED]}, torch.device(device))
     assert set(asked) == {(device, beside)}
     assert len(asked) >= 2
 
@@ -101,16 +101,16 @@ class Event:
 
 @pytest.fixture
 def device(monkeypatch):
-    _copy_stream.cache_clear()
+    _get_copy_stream.cache_clear()
     yield Device(monkeypatch)
-    _copy_stream.cache_clear()
+    _get_copy_stream.cache_clear()
 
 
 def test_the_host_is_two_copied_batches_ahead(device):
     copies = CopyStream(torch.device("meta"), None)  # its first event says that the copies are done
     for number in range(1, 5):
         device.log.clear()
-        assert copies.move((torch.ones(1 << 14),))[0].is_meta
+        assert copies.move_batch((torch.ones(1 << 14),))[0].is_meta
         begun = 2 + (number - 1) % 2
         waits = [f"host waits for {begun}"] if number > 2 else []
         on_copies = ["on copies", "kept for current", "event 1", "wait for 1"]
@@ -119,7 +119,7 @@ def test_the_host_is_two_copied_batches_ahead(device):
 
 def test_small_batches_change_no_stream(device):
     copies = CopyStream(torch.device("meta"), None)
-    assert copies.move((torch.ones((1 << 14) - 1), "text"))[0].is_meta
+    assert copies.move_batch((torch.ones((1 << 14) - 1), "text"))[0].is_meta
     assert device.log == []
 
 
@@ -182,14 +182,14 @@ def test_checks_use_the_same_pinned_memory_again(device, made):
 def test_process_with_one_visible_device_uses_it(monkeypatch, visible, local_rank, index):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    assert device_of("cuda", Processes(3, 4, local_rank, 4)) == torch.device("cuda", index)
+    assert choose_device("cuda", Processes(3, 4, local_rank, 4)) == torch.device("cuda", index)
 
 
 def test_more_processes_than_devices_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="process 3 of 4 on this node has no device: 2 are visible"):
-        device_of("cuda", Processes(3, 4, 3, 4))
+        choose_device("cuda", Processes(3, 4, 3, 4))
 
 
 @pytest.mark.parametrize("devices", [[0, 2], "0,2"])
@@ -336,7 +336,7 @@ def test_pickled_collectives_move_tensors_to_the_host(asked):
     given = {"x": torch.ones(2), "y": [1, None]}
     for device, moves in (("cpu", 0), ("cuda", 1)):
         strategy.device = torch.device(device)
-        for call in (strategy.gather, strategy.broadcast, partial(gather_values, strategy)):
+        for call in (strategy.all_gather, strategy.broadcast, partial(gather_from_data_ranks, strategy)):
             asked.clear()
             call(given)
             assert asked == [("cpu", False)] * moves
@@ -349,7 +349,7 @@ def test_lent_batch_is_moved_to_the_host(request, tmp_path):
     run.strategy.processes = run.processes = Recorded()
     run.strategy.device = torch.device("cuda")
     asked = request.getfixturevalue("asked")
-    lend(_rank_slice(run, needs_dummies=True), 0, LoadedBatch(torch.ones(2), 2))
+    share_batch(_make_rank_slice(run, needs_dummies=True), 0, LoadedBatch(torch.ones(2), 2))
     assert asked == [("cpu", False)]
 
 
@@ -387,7 +387,7 @@ def test_pinned_memory_is_allocated_in_shared_blocks(pinned):
         ("model", f"{dtype} {shape}"): torch.ones(shape, dtype=dtype) * (number % 2)
         for number, (dtype, shape) in enumerate((dtype, shape) for dtype in dtypes for shape in shapes)
     }
-    buffers = pinned_like(tensors)
+    buffers = allocate_pinned_like(tensors)
     assert all((buffers[key].shape, buffers[key].dtype) == (each.shape, each.dtype) for key, each in tensors.items())
     for key, tensor in tensors.items():
         buffers[key].copy_(tensor)
@@ -398,7 +398,7 @@ def test_pinned_memory_is_allocated_in_shared_blocks(pinned):
     assert all(size.bit_count() == 1 for size in pinned)  # what torch would round up is none
     assert len(pinned) < len(tensors) / 2
     assert needed < sum(pinned) < needed + (alone - needed) / 4
-    assert pinned_like({}) == {}
+    assert allocate_pinned_like({}) == {}
 
 
 def test_snapshot_memory_is_reused_and_freed_at_end(pinned, monkeypatch):
@@ -407,16 +407,16 @@ def test_snapshot_memory_is_reused_and_freed_at_end(pinned, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: None))
-    monkeypatch.setattr("lumen.checkpoint.save.snapshot.lies_in_order", lambda tensor: False)
+    monkeypatch.setattr("lumen.checkpoint.save.snapshot.is_contiguous_on_host", lambda tensor: False)
     alive = weakref.WeakSet()
     snapshot, tensors = Snapshot(), {"a": torch.ones(600), "b": torch.ones(30, 10)}
-    snapshot.reserve({"model": tensors})
+    snapshot.reserve_memory({"model": tensors})
     for step in range(2):
         tensors["a"].fill_(step)
-        copies = snapshot.take({"model": tensors})["model"]
+        copies = snapshot.start_copy({"model": tensors})["model"]
         assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
     assert len(pinned) == 1
-    copies = snapshot.take({"model": tensors | {"a": torch.ones(2000)}})["model"]
+    copies = snapshot.start_copy({"model": tensors | {"a": torch.ones(2000)}})["model"]
     assert len(pinned) == 2
     alive |= set(copies.values())
     del copies

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lumen
 from lumen.callbacks import Callback
-from lumen.data.nested import move
+from lumen.data.nested import move_batch
 from lumen.errors import ConfigError
 from lumen.task.hooks import HOOKS, MODE_HOOKS
 from tests.helpers import ROOT
@@ -429,7 +429,7 @@ def expected_shape(device):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_all_tensors_of_a_nested_batch_are_moved(device):
     batch = nested_batch()
-    assert shape_of(move(batch, torch.device(device))) == expected_shape(device)
+    assert shape_of(move_batch(batch, torch.device(device))) == expected_shape(device)
     assert shape_of(batch) == expected_shape("cpu")
 
 
@@ -448,7 +448,7 @@ class Encoding(UserDict):
     "batch", [defaultdict(list, tokens=torch.ones(2)), Encoding({"tokens": torch.ones(2)}, lengths=[2])]
 )
 def test_moved_mappings_keep_their_class_and_attributes(batch):
-    moved = move(batch, torch.device("meta"))
+    moved = move_batch(batch, torch.device("meta"))
     assert moved["tokens"].device.type == "meta"
     assert type(moved) is type(batch)
     assert vars(moved).get("lengths") == [2] if isinstance(batch, Encoding) else moved.default_factory is list

@@ -11,7 +11,7 @@ from torch import nn
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.task.hooks import HOOKS, NOT_CALLED, misspelt_hooks
+from lumen.task.hooks import HOOKS, NOT_CALLED, describe_misspelt_hooks
 from tests.helpers import OF_TORCHVISION
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
@@ -368,7 +368,7 @@ def test_misspelled_hook_warns_with_a_suggestion(tmp_path, caplog, base, name, m
         trainer.fit(task, data)
     else:
         trainer.predict(task if isinstance(task, Task) else Task(), loader())
-    found = misspelt_hooks(task, data, callbacks)
+    found = describe_misspelt_hooks(task, data, callbacks)
     assert found == ([] if meant is None else [f"Defining.{name} is not called. Is it meant to be {meant}?"])
     if isinstance(owner, (Task, lumen.Callback)):
         assert [record.message for record in caplog.records if "is not called" in record.message] == found
@@ -396,8 +396,8 @@ def test_helpers_and_mixins_are_no_misspelled_hooks():
         def validaton_step(self):
             """What the mixin calls."""
 
-    assert misspelt_hooks(Helped(), defining(Data, *HELPERS), [defining(Quiet, *HELPERS)]) == []
-    assert misspelt_hooks(defining(Task, *HELPERS), None, []) == []
+    assert describe_misspelt_hooks(Helped(), defining(Data, *HELPERS), [defining(Quiet, *HELPERS)]) == []
+    assert describe_misspelt_hooks(defining(Task, *HELPERS), None, []) == []
 
 
 def test_nothing_in_this_repository_has_a_misspelt_hook():
@@ -414,7 +414,9 @@ def test_nothing_in_this_repository_has_a_misspelt_hook():
                     thing = kind.__new__(kind)
                     task = thing if isinstance(thing, lumen.TaskModule) else Task()
                     data = thing if isinstance(thing, lumen.DataModule) else None
-                    found.append(misspelt_hooks(task, data, [thing] if isinstance(thing, lumen.Callback) else []))
+                    found.append(
+                        describe_misspelt_hooks(task, data, [thing] if isinstance(thing, lumen.Callback) else [])
+                    )
     assert len(found) > 10
     assert not any(found)
 

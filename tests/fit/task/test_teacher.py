@@ -90,9 +90,9 @@ def test_resumed_run_is_exact_and_saves_student_once(tmp_path, task):
     assert same(parts.state_dict(), whole.state_dict())
     newest = find_checkpoints(trainer.run_directory / "checkpoints")[-1]
     checkpoint = Checkpoint.open(newest)
-    names = [name for name in checkpoint.names("model") if "2.0.linear.weight" in name]
+    names = [name for name in checkpoint.list_tensor_names("model") if "2.0.linear.weight" in name]
     assert names == ["student.2.0.linear.weight", "teacher.module.2.0.linear.weight"]
-    assert not any(name.startswith("teacher") for name in checkpoint.names("optimizer"))
+    assert not any(name.startswith("teacher") for name in checkpoint.list_tensor_names("optimizer"))
     assert not checkpoint.aliases
     assert same(task.load_from_checkpoint(newest).state_dict(), whole.state_dict())
 

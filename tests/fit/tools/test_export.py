@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lumen
-from lumen.checkpoint.format.storage import as_place
+from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.cli import main
 from tests.helpers.checkpoints import FILES, REGIONS, handmade, same, save, small, tensor_of
 from tests.helpers.export import STEPS, Net, Task, export, fit
@@ -322,7 +322,7 @@ def test_tensors_in_several_chunks_are_consolidated(dtype, regions):
 
 def test_checkpoints_in_an_object_store_are_exported(refused):
     for step in (1, 2):
-        small(as_place(f"memory://exported/run/step-{step}"), value=float(step))
+        small(as_path_or_url(f"memory://exported/run/step-{step}"), value=float(step))
     for source in ("memory://exported/run", "memory://exported/run/step-2"):
         export(source, "--output", "x.safetensors")
         assert torch.equal(load_file("x.safetensors")["a"], torch.full((4, 4), 2.0))

@@ -12,7 +12,7 @@ import torch
 import lumen
 from lumen.cli import main
 from lumen.errors import ConfigError, RunDirectoryError
-from lumen.tools.report.record import Series, Table, thin
+from lumen.tools.report.record import Series, ValueTable, thin_series
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
 from tests.helpers.pages import snippets
@@ -148,7 +148,7 @@ def test_non_finite_values_are_counted(tmp_path, report):
 
 def test_incomplete_last_line_is_ignored(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,epoch,loss\r\n1,0,0.5\r\n2,0,0.1234")
-    assert Table(tmp_path / "metrics.csv").series["loss"].values.tolist() == [0.5]
+    assert ValueTable(tmp_path / "metrics.csv").series["loss"].values.tolist() == [0.5]
 
 
 def test_links_out_of_the_run_are_not_followed(tmp_path, report):
@@ -189,12 +189,12 @@ def test_thinning_keeps_peaks_ends_and_mean():
     values = np.sin(np.arange(100_001) / 9.0)
     values[[31_234, 77_777]] = 50.0, -60.0
     values[500:600] = math.nan
-    thinned = thin(Series(np.arange(100_001.0), values), 1000)
+    thinned = thin_series(Series(np.arange(100_001.0), values), 1000)
     assert len(thinned.values) <= 1000
     assert {31_234, 77_777, 0, 100_000} <= {*thinned.steps.astype(int)}
     assert (np.nanmin(thinned.values), np.nanmax(thinned.values)) == (-60.0, 50.0)
     assert (np.diff(thinned.steps) > 0).all()
-    assert np.isnan(thin(Series(np.arange(600.0), np.full(600, math.nan)), 100).values).all()
+    assert np.isnan(thin_series(Series(np.arange(600.0), np.full(600, math.nan)), 100).values).all()
     weights = np.diff(np.append(thinned.mean_steps, 100_000))
     assert np.average(thinned.means, weights=weights) == pytest.approx(np.nanmean(values), abs=2e-2)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lumen.checkpoint.format.folder import remove_checkpoint
-from lumen.checkpoint.format.storage import as_place
+from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.cli import main
 from lumen.tools.runs.find import list_checkpoints
 from lumen.trainer.run_directory import RunDirectory
@@ -244,8 +244,8 @@ def test_foreign_and_broken_files_are_skipped_or_named(listed, capsys):
 
 
 def test_runs_in_an_object_store_are_shown_too(listed, shown):
-    small(as_place("memory://runs-of-mine/gpt/step-1"))
-    small(as_place("memory://runs-of-mine/gpt/step-2"))
+    small(as_path_or_url("memory://runs-of-mine/gpt/step-1"))
+    small(as_path_or_url("memory://runs-of-mine/gpt/step-2"))
     one, other = listed("memory://runs-of-mine")["gpt"]["checkpoints"]
     assert (one["name"], one["valid"], other["path"]) == ("step-1", True, "memory://runs-of-mine/gpt/step-2")
     assert abs(datetime.fromisoformat(one["saved"]).timestamp() - time.time()) < 60

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lumen.tools.proof.difference import compare, first_difference, record
+from lumen.tools.proof.difference import compare_trainings, find_first_difference, record_steps
 from lumen.tools.proof.recorder import KINDS, Key, Recorder
 from tests.helpers.recorded_trainings import (
     Deep,
@@ -23,8 +23,8 @@ from tests.helpers.tasks import Regression, weights
 
 def test_equal_trainings_have_equal_records(tmp_path):
     fit = training(tmp_path)
-    first, second = record(fit, 9), record(fit, 9)
-    assert first_difference(first, second) is None
+    first, second = record_steps(fit, 9), record_steps(fit, 9)
+    assert find_first_difference(first, second) is None
     assert [step.step for step in first] == [*range(1, 10)]
     assert [step.epoch for step in first] == [0] * 7 + [1] * 2
 
@@ -42,10 +42,10 @@ def test_equal_trainings_have_equal_records(tmp_path):
     ],
 )
 def test_difference_is_named_by_kind_step_and_place(tmp_path, change, kind, step, place):
-    found = compare(training(tmp_path), training(tmp_path, **change), 7)
+    found = compare_trainings(training(tmp_path), training(tmp_path, **change), 7)
     assert (found.key.kind, found.key.place) == (kind, place)
     if step is None:
-        steps = record(training(tmp_path), 7)
+        steps = record_steps(training(tmp_path), 7)
         step = next(each.step for each in steps if "30" in each.events[Key(0, "order", "", 0)].split())
     assert found.step == step
     assert found.repeats
@@ -53,7 +53,7 @@ def test_difference_is_named_by_kind_step_and_place(tmp_path, change, kind, step
 
 
 def test_values_and_the_largest_differences_are_told(tmp_path):
-    found = compare(training(tmp_path), training(tmp_path, other_layer), 2)
+    found = compare_trainings(training(tmp_path), training(tmp_path, other_layer), 2)
     assert found.element == "[0]"
     assert found.values[1] - found.values[0] == found.absolute
     assert found.absolute == pytest.approx(1e-6, rel=0.1)
@@ -66,7 +66,7 @@ def test_values_and_the_largest_differences_are_told(tmp_path):
 )
 def test_nondeterministic_module_is_named_with_operator(tmp_path, module, kind, operator):
     fit = training(tmp_path, lambda: WithModule(module()))
-    found = compare(fit, fit, 4)
+    found = compare_trainings(fit, fit, 4)
     assert (found.step, found.key.kind, found.key.place, found.operator) == (1, kind, "net.2", operator)
     assert found.repeats is False
 
@@ -76,7 +76,7 @@ def test_computation_between_modules_is_distinguished(tmp_path):
         def forward(self, inputs):
             return self.net(inputs + 1e-3)
 
-    found = compare(training(tmp_path), training(tmp_path, Between), 2)
+    found = compare_trainings(training(tmp_path), training(tmp_path, Between), 2)
     assert (found.key.kind, found.key.place, found.operator) == ("input", "net", "aten.add.Tensor")
 
 
@@ -85,14 +85,14 @@ def test_the_micro_batch_of_a_step_is_named(tmp_path):
         training(tmp_path, data=partial(changed_sample, number), accumulate_grad_batches=7, max_epochs=1)
         for number in (30, 31)
     ]
-    found = compare(*fits, 1)
-    orders = [code.split() for key, code in record(fits[0], 1)[0].events.items() if key.kind == "order"]
+    found = compare_trainings(*fits, 1)
+    orders = [code.split() for key, code in record_steps(fits[0], 1)[0].events.items() if key.kind == "order"]
     assert len(orders) == 7
     assert found.key.micro == min(place for place, order in enumerate(orders) if {"30", "31"} & {*order})
 
 
 def test_module_called_by_only_one_is_a_difference(tmp_path):
-    found = compare(training(tmp_path, partial(Deep, dropout=0.0)), training(tmp_path), 2)
+    found = compare_trainings(training(tmp_path, partial(Deep, dropout=0.0)), training(tmp_path), 2)
     assert (found.key.kind, found.key.place, found.a) == ("random", "net.3", None)
 
 
@@ -121,7 +121,7 @@ def test_a_task_that_optimizes_by_hand_is_recorded(tmp_path):
             optimizer.step()
 
     fit = training(tmp_path, ByHand)
-    trace = record(fit, 3)
+    trace = record_steps(fit, 3)
     kinds = {key.kind for key in trace[-1].events}
     assert {"order", "batch", "output", "loss", "gradient", "setting", "parameter"} <= kinds
     assert torch.equal(weights(fit(None)), weights(fit(Recorder())))

@@ -8,11 +8,11 @@ import torchmetrics
 
 import lumen
 from lumen.errors import ConfigError
-from lumen.tools.proof.causes import suspects
-from lumen.tools.proof.observer import lines_of
-from lumen.tools.proof.outcome import FLOAT32, FLOAT64, Outcome, compare, merged, values_apart
+from lumen.tools.proof.causes import find_suspects
+from lumen.tools.proof.observer import find_source_lines
+from lumen.tools.proof.outcome import FLOAT32, FLOAT64, Outcome, compare_outcomes, compare_values, merge_outcomes
 from lumen.tools.proof.variants import NAME, Variant
-from lumen.tools.proof.worker import told
+from lumen.tools.proof.worker import describe_error
 from tests.helpers import verified_tasks
 from tests.helpers.verified_tasks import Clean, Make, OtherData, Within, observed, why
 
@@ -21,7 +21,7 @@ STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
 
 def line(name, text):
     """Where a text stands in a class of the helpers: file:line."""
-    file, first, last = lines_of(getattr(verified_tasks, name))
+    file, first, last = find_source_lines(getattr(verified_tasks, name))
     with open(file) as source:
         numbered = list(enumerate(source, 1))
     return next(f"{file}:{number}" for number, each in numbered if first <= number <= last and text in each)
@@ -56,7 +56,7 @@ def test_dropout_and_schedule_are_reproducible(tmp_path, compared):
 def test_manual_optimization_is_tried_without_accumulation(tmp_path):
     result = observed(tmp_path, Variant("base", exact=True), Make(verified_tasks.ByOwnHand))
     assert (result.failure, result.outcome.by_hand) == (None, True)
-    assert max(event.step for event in result.outcome.of("parameter")) == verified_tasks.SIZE.steps
+    assert max(event.step for event in result.outcome.iterate_events("parameter")) == verified_tasks.SIZE.steps
 
 
 def test_unused_leftover_gradients_are_no_difference(tmp_path):
@@ -75,7 +75,7 @@ def test_dropout_makes_micro_batch_sizes_incomparable(tmp_path):
 def test_a_difference_is_found_where_it_begins(tmp_path):
     base = observed(tmp_path, Variant("base", exact=True), Make(Clean))
     other = observed(tmp_path, Variant("other", exact=True), Make(partial(Clean, lr=2e-2)))
-    found = compare(merged(base.outcomes), merged(other.outcomes), 0.0)
+    found = compare_outcomes(merge_outcomes(base.outcomes), merge_outcomes(other.outcomes), 0.0)
     assert (found.at.step, found.at.what, found.at.name) == (1, "parameter", "net.0.weight")
     assert 1e-3 < found.largest < 1
 
@@ -87,7 +87,7 @@ def test_only_torchmetrics_sums_may_differ_by_rounding():
     rounded = torch.nextafter(torch.tensor(value), torch.tensor(9.0)).item()
 
     def apart(one, other, tolerance=FLOAT64):
-        return values_apart(*(Outcome(rows=[(1, {"mae": each})]) for each in (one, other)), tolerance)
+        return compare_values(*(Outcome(rows=[(1, {"mae": each})]) for each in (one, other)), tolerance)
 
     assert apart(value, rounded) == (0.0, [], {"mae"})
     for other in (value + 1e-7, rounded * 1.001, float("nan")):  # of float64, too far away, none
@@ -98,8 +98,8 @@ def test_only_torchmetrics_sums_may_differ_by_rounding():
 
 def test_missing_evaluation_value_is_a_difference():
     whole, less = Outcome(values={"loss": 0.5, "hits": 7.0}), Outcome(values={"hits": 7.0})
-    assert values_apart(whole, whole, FLOAT64) == (0.0, [], set())
-    assert values_apart(whole, less, FLOAT64) == (float("inf"), ["loss"], set())
+    assert compare_values(whole, whole, FLOAT64) == (0.0, [], set())
+    assert compare_values(whole, less, FLOAT64) == (float("inf"), ["loss"], set())
 
 
 # ---------------------------------------------------------------------- faults of modules
@@ -136,7 +136,7 @@ def test_token_loss_without_weight_names_the_count(tmp_path):
     assert cause.kind == "the loss is divided by the micro-batch's own count"
     assert cause.verdict == "failed"
     assert "batch[2] != 0: 2 in the first micro-batch, 3 in the second" in cause.text
-    assert lines_of(verified_tasks.Tokens)[0] in cause.place
+    assert find_source_lines(verified_tasks.Tokens)[0] in cause.place
 
 
 def test_batch_norm_over_micro_batches_is_not_promised(tmp_path):
@@ -151,7 +151,7 @@ def test_contrastive_loss_is_not_promised(tmp_path):
 
 def test_batch_norm_moved_by_validation_hook_is_named(tmp_path):
     result = observed(tmp_path, Variant("base", exact=True), Make(verified_tasks.MovesNorm))
-    cause = verified_tasks.cause_of_moving(result.outcome)
+    cause = verified_tasks.explain_validation_change(result.outcome)
     assert cause.place == "net.2"
     assert "net.2.running_mean" in cause.text
     assert "training mode" in cause.text
@@ -187,12 +187,12 @@ def test_only_unseeded_lines_are_suspects(tmp_path):
     source = tmp_path / "mine.py"
     source.write_text("import numpy as np\na = np.random.default_rng(3)\nb = np.random.default_rng()\nc = {*'ab'}\n"
                       "for each in {'a', 'b'}:\n    pass\nfor each in sorted({'a', 'b'}):\n    pass\n")  # fmt: skip
-    assert [each.line for each in suspects((str(source), 1, 8))] == [3, 5]
-    assert suspects((str(source), 4, 4)) == []
-    assert suspects(None) == []
+    assert [each.line for each in find_suspects((str(source), 1, 8))] == [3, 5]
+    assert find_suspects((str(source), 4, 4)) == []
+    assert find_suspects(None) == []
 
 
 def test_a_failure_is_placed_in_the_users_code():
     with pytest.raises(ConfigError) as caught:
         lumen.Trainer(max_steps="many")
-    assert told(caught.value)["place"].startswith(f"{__file__}:")
+    assert describe_error(caught.value)["place"].startswith(f"{__file__}:")

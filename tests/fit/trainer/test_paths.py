@@ -10,7 +10,7 @@ import yaml
 import lumen
 from datamodules.download import download
 from datamodules.mnist import MNIST5k
-from lumen.checkpoint.format.storage import as_place
+from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.cli import main
 from lumen.errors import ConfigError
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
@@ -104,9 +104,9 @@ def test_data_is_read_from_the_home_directory(home):
 
 def test_other_tildes_are_plain_names(home):
     for path in ("a~", "./~", "a/~/b", "~nobody-of-this-name/x"):
-        assert as_place(path) == Path(path)
-    assert as_place("memory://~/x").name == "x"
-    assert as_place("~") == home
+        assert as_path_or_url(path) == Path(path)
+    assert as_path_or_url("memory://~/x").name == "x"
+    assert as_path_or_url("~") == home
 
 
 # ---------------------------------------------------------------------- nothing

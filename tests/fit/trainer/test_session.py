@@ -91,7 +91,7 @@ def test_failure_after_a_phase_releases_everything(tmp_path, monkeypatch, expect
     with monkeypatch.context() as patched:
         add_phase(patched, place, while_open=False)
         assert refused(tmp_path, task, Refusal) == "entering"
-    assert not [path for path in (tmp_path / "runs").glob("*") if RunDirectory.is_locked(path)]
+    assert not [path for path in (tmp_path / "runs").glob("*") if RunDirectory.read_live_holder(path)]
     assert_next_fit_works(tmp_path, task, expected)
 
 
@@ -101,7 +101,7 @@ def test_failure_while_closing_releases_the_rest(tmp_path, monkeypatch, expected
     with monkeypatch.context() as patched:
         add_phase(patched, place, while_open=True)
         assert refused(tmp_path, Regression(), Refusal) == "leaving"
-    assert RunDirectory.is_locked(tmp_path / "runs" / "run") is None
+    assert RunDirectory.read_live_holder(tmp_path / "runs" / "run") is None
     assert_next_fit_works(tmp_path, Regression(), expected, name="run-2")
 
 

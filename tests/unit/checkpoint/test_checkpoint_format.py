@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 from lumen.checkpoint import Checkpoint
 from lumen.checkpoint.format.codec import decode, encode
 from lumen.checkpoint.format.manifest import FORMAT_VERSION
-from lumen.checkpoint.format.safetensors_file import is_known
+from lumen.checkpoint.format.safetensors_file import is_supported_dtype
 from lumen.checkpoint.save.writer import write_checkpoint
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import DTYPES, SHAPES, same, small, tensor_of
@@ -46,14 +46,14 @@ def assert_read_alike(path):
     tensors, state, info = READER.read(path)
     checkpoint = Checkpoint.open(path)
     for section in ("model", "optimizer", "extra"):
-        expected = {name: checkpoint.tensor(section, name) for name in checkpoint.names(section)}
+        expected = {name: checkpoint.read_tensor(section, name) for name in checkpoint.list_tensor_names(section)}
         if section == "model":
             expected |= {alias: expected[name] for alias, name in checkpoint.aliases.items()}
         assert same(tensors[section], expected)
     assert list(state) == list(checkpoint.state)
     for part, encoded in checkpoint.state.items():
         source = "optimizer" if part == "optimizer" else "extra"
-        assert same(state[part], decode(encoded, checkpoint.tensors(source))), part
+        assert same(state[part], decode(encoded, checkpoint.as_mapping(source))), part
     assert same(info, checkpoint.info)
     return tensors, state, info
 
@@ -143,7 +143,7 @@ def test_reader_supports_every_dtype_shape_and_type(tmp_path):
     extra = {}
     state = {name: encode(value, extra, name) for name, value in VALUES.items()}
     model = {f"{dtype} {list(shape)}": tensor_of(dtype, shape) for dtype in DTYPES for shape in SHAPES}
-    assert not all(is_known(tensor.dtype) for tensor in model.values())
+    assert not all(is_supported_dtype(tensor.dtype) for tensor in model.values())
     sections = {"model": model, "optimizer": {}, "extra": extra}
     info = {"step": 1, "best": math.nan, "pair": (1, 2)}
     write_checkpoint(tmp_path / "step-1", sections, state, info=info, max_file_bytes=64)

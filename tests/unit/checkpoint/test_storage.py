@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lumen.checkpoint import as_place, storage_of
+from lumen.checkpoint import as_path_or_url, get_storage
 from lumen.checkpoint.format.folder import clean_leftovers
-from lumen.checkpoint.format.storage import Status, Storage, as_local, exists, is_dir, is_file
+from lumen.checkpoint.format.storage import Status, Storage, as_local_path, is_dir, is_file, path_exists
 from tests.helpers.checkpoints import small
 
 OURS = ["manifest.json", "model/00000-00000.safetensors", "state.json"]
@@ -18,14 +18,14 @@ OURS = ["manifest.json", "model/00000-00000.safetensors", "state.json"]
 @pytest.fixture(params=["directory", "object store"])
 def place(request, tmp_path):
     """Where nothing is yet."""
-    yield as_place(tmp_path / "kept" if request.param == "directory" else "memory://bucket/kept")
+    yield as_path_or_url(tmp_path / "kept" if request.param == "directory" else "memory://bucket/kept")
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
 def storage(place) -> Storage:
-    return storage_of(place)
+    return get_storage(place)
 
 
 def write(storage, path, data=b"x"):
@@ -36,7 +36,7 @@ def write(storage, path, data=b"x"):
 def begun(storage, directory, *, manifest=True):
     """A draft with all its files."""
     draft = storage.begin(directory)
-    with storage.directory(draft.root / "model"):
+    with storage.make_directory(draft.root / "model"):
         write(storage, draft.root / OURS[1], b"0123456789")
     write(storage, draft.root / OURS[2])
     if manifest:
@@ -53,12 +53,12 @@ def test_a_draft_becomes_a_checkpoint_by_its_commit(storage, place):
     draft = begun(storage, place / "a/step-1", manifest=False)
     assert draft.directory == place / "a/step-1"
     assert not is_file(draft.directory / "manifest.json")
-    assert (draft.root == draft.directory) == bool(storage.unseen(place / "a", [draft.root]))
+    assert (draft.root == draft.directory) == bool(storage.find_uncommitted(place / "a", [draft.root]))
     write(storage, draft.root / "manifest.json")
     storage.commit(draft)
-    assert storage.unseen(place / "a", [draft.directory]) == set()
-    assert sorted(storage.files(draft.directory)) == OURS
-    assert storage.names(place / "a") == ["step-1"]
+    assert storage.find_uncommitted(place / "a", [draft.directory]) == set()
+    assert sorted(storage.list_files(draft.directory)) == OURS
+    assert storage.list_names(place / "a") == ["step-1"]
 
 
 def test_draft_in_final_place_needs_free_name(storage, place):
@@ -73,35 +73,41 @@ def test_draft_in_final_place_needs_free_name(storage, place):
 
 def test_a_name_is_looked_at(storage, place):
     write(storage, committed(storage, place / "step-1") / "model/b", b"12345")
-    assert storage.look(place / "step-1/model/b") == Status("file", 5)
-    assert storage.look(place / "step-1/model").kind == "directory"
-    assert storage.look(place / "step-2") is None
-    assert storage.look(place / "step-1/model/b/c") is None
-    found = [(exists(each), is_file(each), is_dir(each)) for each in (place / "step-1/state.json", place / "step-1")]
+    assert storage.get_status(place / "step-1/model/b") == Status("file", 5)
+    assert storage.get_status(place / "step-1/model").kind == "directory"
+    assert storage.get_status(place / "step-2") is None
+    assert storage.get_status(place / "step-1/model/b/c") is None
+    found = [
+        (path_exists(each), is_file(each), is_dir(each)) for each in (place / "step-1/state.json", place / "step-1")
+    ]
     assert found == [(True, True, False), (True, False, True)]
-    assert not exists(place / "nothing")
-    assert storage.written_s(place / "step-1/model/b") >= storage.written_s(place / "step-1/state.json") > 1e9
+    assert not path_exists(place / "nothing")
+    assert (
+        storage.get_write_time_s(place / "step-1/model/b")
+        >= storage.get_write_time_s(place / "step-1/state.json")
+        > 1e9
+    )
 
 
 def test_files_are_listed_recursively_and_include_file_itself(storage, place):
     path = committed(storage, place / "step-1")
-    assert sorted(storage.names(path)) == ["manifest.json", "model", "state.json"]
-    assert sorted(storage.files(path)) == OURS
-    assert storage.files(path / "model") == ["00000-00000.safetensors"]
-    assert storage.files(path / "state.json") == [""]
+    assert sorted(storage.list_names(path)) == ["manifest.json", "model", "state.json"]
+    assert sorted(storage.list_files(path)) == OURS
+    assert storage.list_files(path / "model") == ["00000-00000.safetensors"]
+    assert storage.list_files(path / "state.json") == [""]
 
 
 def test_a_file_is_read_whole_and_in_pieces(storage, place):
     path = committed(storage, place / "step-1") / OURS[1]
-    assert storage.size_of(path) == 10
+    assert storage.get_size(path) == 10
     assert storage.read(path, 10) == b"0123456789"
     assert storage.read(path, 2) == b"01"
-    read_into = storage.pieces(place / "step-1", {OURS[1]: 10})
+    read_into = storage.make_piece_reader(place / "step-1", {OURS[1]: 10})
     for start in (5, 0, 6):
         view = memoryview(bytearray(4))
         assert read_into(OURS[1], start, view) == 4
         assert bytes(view) == b"0123456789"[start : start + 4]
-    for read in (lambda: storage.size_of(place / "nothing"), lambda: read_into("no", 0, view)):
+    for read in (lambda: storage.get_size(place / "nothing"), lambda: read_into("no", 0, view)):
         with pytest.raises((FileNotFoundError, KeyError)):
             read()
 
@@ -112,24 +118,24 @@ def test_a_file_that_fails_is_not_committed(storage, place):
         append(b"x" * 10)
         raise ZeroDivisionError
     storage.remove(draft.root)
-    assert not exists(draft.root)
-    assert not exists(place / "step-1")
+    assert not path_exists(draft.root)
+    assert not path_exists(place / "step-1")
 
 
 def test_with_manifest_finds_paths_that_have_a_manifest(storage, place):
     paths = [committed(storage, place / f"step-{step}") for step in (1, 2, 3)]
     write(storage, place / "step-1/model/manifest.json")  # of somebody else
     others = [place / "step-9", place / "step-1/model"]
-    assert storage.with_manifest(place, []) == set()
-    assert storage.with_manifest(place, paths[:1]) == {paths[0]}
-    assert storage.with_manifest(place, [*paths, others[0]]) == set(paths)
+    assert storage.find_with_manifest(place, []) == set()
+    assert storage.find_with_manifest(place, paths[:1]) == {paths[0]}
+    assert storage.find_with_manifest(place, [*paths, others[0]]) == set(paths)
 
 
 def test_rename_keeps_files_and_frees_the_name(storage, place):
     path = committed(storage, place / "step-1")
     storage.rename(path, place / "step-1.damaged-1")
-    assert sorted(storage.files(place / "step-1.damaged-1")) == OURS
-    assert not exists(path)
+    assert sorted(storage.list_files(place / "step-1.damaged-1")) == OURS
+    assert not path_exists(path)
     assert storage.read(place / "step-1.damaged-1" / OURS[1], 10) == b"0123456789"
 
 
@@ -137,8 +143,8 @@ def test_interrupted_rename_leaves_no_visible_checkpoint(monkeypatch):
     """However many of its objects a killed rename has copied: the manifest is the last of them, as in a save."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
-    place, copy = as_place("memory://bucket/renamed"), MemoryFileSystem.cp_file
-    storage = storage_of(place)
+    place, copy = as_path_or_url("memory://bucket/renamed"), MemoryFileSystem.cp_file
+    storage = get_storage(place)
     path, other, copied = committed(storage, place / "step-1"), place / "step-2", []
 
     def copy_some(files, name, path2, **options):
@@ -153,19 +159,19 @@ def test_interrupted_rename_leaves_no_visible_checkpoint(monkeypatch):
         with pytest.raises(OSError, match="killed"):
             storage.rename(path, other)
         assert len(copied) == allowed
-        assert storage.unseen(place, [path, other]) == {other}
+        assert storage.find_uncommitted(place, [path, other]) == {other}
     allowed = len(OURS)
     copied.clear()
     storage.rename(path, other)
-    assert storage.unseen(place, [path, other]) == {path}
+    assert storage.find_uncommitted(place, [path, other]) == {path}
 
 
 def test_what_is_removed_is_gone_and_nothing_else(storage, place):
     one, other = (committed(storage, place / name) for name in ("step-1", "step-10"))
     storage.remove(one)
-    assert not exists(one)
-    assert storage.names(place) == ["step-10"]
-    assert sorted(storage.files(other)) == OURS
+    assert not path_exists(one)
+    assert storage.list_names(place) == ["step-10"]
+    assert sorted(storage.list_files(other)) == OURS
 
 
 def test_leftover_drafts_are_cleaned_and_checkpoints_kept(storage, place):
@@ -173,32 +179,32 @@ def test_leftover_drafts_are_cleaned_and_checkpoints_kept(storage, place):
     begun(storage, place / "step-2", manifest=False)
     storage.begin(place / "step-3")
     clean_leftovers(place)
-    assert storage.names(place) == ["step-1"]
+    assert storage.list_names(place) == ["step-1"]
 
 
 def test_check_writable_leaves_no_trace(storage, place):
     storage.check_writable(place)
-    assert not exists(place)
+    assert not path_exists(place)
 
 
 def test_only_local_paths_have_a_local_path(tmp_path):
-    assert as_local(as_place(tmp_path)) == tmp_path
-    assert isinstance(as_local(as_place(f"file://{tmp_path}")), Path)
-    assert as_local(as_place("memory://bucket")) is None
+    assert as_local_path(as_path_or_url(tmp_path)) == tmp_path
+    assert isinstance(as_local_path(as_path_or_url(f"file://{tmp_path}")), Path)
+    assert as_local_path(as_path_or_url("memory://bucket")) is None
 
 
 def test_links_and_pipes_are_told_from_files(tmp_path):
-    storage = storage_of(tmp_path)
+    storage = get_storage(tmp_path)
     (tmp_path / "nowhere").symlink_to("nothing")
     (tmp_path / "round").symlink_to("round")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
-    kinds = {name: storage.look(tmp_path / name).kind for name in os.listdir(tmp_path)}
+    kinds = {name: storage.get_status(tmp_path / name).kind for name in os.listdir(tmp_path)}
     others = dict.fromkeys(("nowhere", "round", "pipe"), "other")
     assert kinds == others | {"folder": "directory", "link": "directory"}
-    assert storage.look(tmp_path / "a\0b") is None
-    assert storage.files(tmp_path / "link") == [""]
-    assert sorted(storage.files(tmp_path)) == ["link", "nowhere", "pipe", "round"]
+    assert storage.get_status(tmp_path / "a\0b") is None
+    assert storage.list_files(tmp_path / "link") == [""]
+    assert sorted(storage.list_files(tmp_path)) == ["link", "nowhere", "pipe", "round"]
     storage.remove(tmp_path / "link")
     assert (tmp_path / "folder").is_dir()

@@ -9,7 +9,7 @@ from itertools import combinations_with_replacement
 import pytest
 import torch
 
-from lumen.checkpoint.format.folder import find_checkpoints, newest_valid, read_info
+from lumen.checkpoint.format.folder import find_checkpoints, open_newest_valid, read_info
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.errors import CheckpointDamaged, CheckpointError
 from tests.helpers.checkpoints import FILES, REGIONS, assert_small, bytes_read, handmade, same, save, small, tamper
@@ -20,8 +20,8 @@ from tests.helpers.checkpoints import FILES, REGIONS, assert_small, bytes_read, 
 def test_a_tensor_in_several_chunks_is_assembled(tmp_path, dtype, regions):
     tensor = handmade(tmp_path / "step-1", dtype, (5, 3), regions)
     checkpoint = Checkpoint.open(tmp_path / "step-1")
-    assert same(checkpoint.tensor("model", "w"), tensor)
-    assert torch.equal(checkpoint.tensor("model", "other"), torch.ones(2))
+    assert same(checkpoint.read_tensor("model", "w"), tensor)
+    assert torch.equal(checkpoint.read_tensor("model", "other"), torch.ones(2))
 
 
 def test_a_manifest_of_gigabytes_is_not_read(tmp_path):
@@ -40,7 +40,9 @@ def test_block_equals_slice_of_tensor(tmp_path, dtype):
     checkpoint = Checkpoint.open(tmp_path / "step-1")
     for rows in combinations_with_replacement(range(6), 2):
         for columns in combinations_with_replacement(range(4), 2):
-            part = checkpoint.block("model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+            part = checkpoint.read_block(
+                "model", "w", (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0])
+            )
             assert same(part, tensor[slice(*rows), slice(*columns)]), (rows, columns)
 
 
@@ -67,10 +69,10 @@ def test_only_the_rows_of_a_box_are_read(tmp_path, offsets, shape, mib):
     tensor = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
     checkpoint = Checkpoint.open(save(tmp_path / "step-1", model={"w": tensor}))
     before = bytes_read()
-    part = checkpoint.block("model", "w", offsets, shape)
+    part = checkpoint.read_block("model", "w", offsets, shape)
     assert mib << 20 <= bytes_read() - before < (mib << 20) + 50_000
     assert torch.equal(part, tensor[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))])
-    assert ("w" in checkpoint.tensors("model"), "v" in checkpoint.tensors("model")) == (True, False)
+    assert ("w" in checkpoint.as_mapping("model"), "v" in checkpoint.as_mapping("model")) == (True, False)
     assert bytes_read() - before < (mib << 20) + 60_000
 
 
@@ -135,10 +137,10 @@ def test_a_file_that_changes_after_opening_is_damage(tmp_path):
     checkpoint = Checkpoint.open(small(tmp_path / "step-1"))
     os.truncate(tmp_path / "step-1" / FILES[2], 100)
     with pytest.raises(CheckpointDamaged, match=f"{FILES[2]} became shorter"):
-        checkpoint.tensor("model", "a")
+        checkpoint.read_tensor("model", "a")
     (tmp_path / "step-1" / FILES[2]).unlink()
     with pytest.raises(CheckpointDamaged, match=FILES[2]):
-        checkpoint.tensor("model", "a")
+        checkpoint.read_tensor("model", "a")
 
 
 def chunks_of(manifest):
@@ -251,7 +253,7 @@ def test_linked_folder_is_refused_but_linked_checkpoint_opens(tmp_path):
 def test_another_format_version_is_no_damage(tmp_path):
     path = small(tmp_path / "step-1")
     tamper(path, lambda manifest: manifest.__setitem__("format", 9))
-    for reader in (Checkpoint.open, read_info, lambda p: newest_valid(p.parent, print), small):
+    for reader in (Checkpoint.open, read_info, lambda p: open_newest_valid(p.parent, print), small):
         with pytest.raises(CheckpointError, match="has format 9") as error:
             reader(path)
         assert not isinstance(error.value, CheckpointDamaged)

@@ -33,16 +33,16 @@ def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path, max_file_bytes):
     path = tmp_path / "step-1"
     write_checkpoint(path, {"model": tensors}, {}, info={}, max_file_bytes=max_file_bytes)
     checkpoint = Checkpoint.open(path)
-    assert checkpoint.names("model") == list(tensors)
+    assert checkpoint.list_tensor_names("model") == list(tensors)
     for name, tensor in tensors.items():
-        assert checkpoint.spec("model", name) == (tensor.dtype, tensor.shape)
-        assert same(checkpoint.tensor("model", name), tensor)
+        assert checkpoint.get_spec("model", name) == (tensor.dtype, tensor.shape)
+        assert same(checkpoint.read_tensor("model", name), tensor)
         target = tensor_of(tensor.dtype, tensor.shape)
         address = target.data_ptr()
         checkpoint.copy_into("model", name, target)
         assert same(target, tensor)
         assert target.data_ptr() == address
-    lazy = checkpoint.tensors("model")
+    lazy = checkpoint.as_mapping("model")
     assert list(lazy) == list(tensors)
     assert len(lazy) == len(tensors)
     assert all(same(lazy[name], tensor) for name, tensor in tensors.items())
@@ -84,7 +84,7 @@ def test_views_are_saved_with_their_values(tmp_path):
     }
     checkpoint = Checkpoint.open(save(tmp_path / "step-1", model=views))
     for name, view in views.items():
-        assert torch.equal(checkpoint.tensor("model", name), view), name
+        assert torch.equal(checkpoint.read_tensor("model", name), view), name
 
 
 def test_copy_into_fills_views_and_never_casts(tmp_path):
@@ -100,16 +100,16 @@ def test_copy_into_fills_views_and_never_casts(tmp_path):
         with pytest.raises(CheckpointMismatch, match=r"model/w is torch.float32 \[2, 3\]"):
             checkpoint.copy_into("model", "w", target)
     with pytest.raises(CheckpointMismatch, match="no tensor 'v'"):
-        checkpoint.tensor("model", "v")
+        checkpoint.read_tensor("model", "v")
     with pytest.raises(CheckpointMismatch, match="no section 'modle'"):
-        checkpoint.names("modle")
+        checkpoint.list_tensor_names("modle")
 
 
 def test_a_default_device_changes_nothing(tmp_path):
     path = save(tmp_path / "step-1", model={"w": torch.randn(4, 2).T})
     with torch.device("meta"):
-        save(tmp_path / "step-2", model={"w": Checkpoint.open(path).tensor("model", "w").T})
-        assert Checkpoint.open(tmp_path / "step-2").tensor("model", "w").device.type == "cpu"
+        save(tmp_path / "step-2", model={"w": Checkpoint.open(path).read_tensor("model", "w").T})
+        assert Checkpoint.open(tmp_path / "step-2").read_tensor("model", "w").device.type == "cpu"
 
 
 def test_the_manifest_tells_what_is_inside(tmp_path):
@@ -120,7 +120,7 @@ def test_the_manifest_tells_what_is_inside(tmp_path):
     ]
     assert not (path / "extra").exists()
     checkpoint = Checkpoint.open(path, verify="sizes")
-    assert checkpoint.names("extra") == []
+    assert checkpoint.list_tensor_names("extra") == []
     assert checkpoint.aliases == {"tied": "a"}
     assert same(checkpoint.info, read_info(path))
     assert same(checkpoint.info, {"step": 7, "metrics": {"loss": math.nan}, "finished": False, "best": (1, 2)})

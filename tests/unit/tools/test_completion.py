@@ -6,16 +6,16 @@ import sys
 import pytest
 
 from lumen.cli import main
-from lumen.cli.commands import known
-from lumen.tools.completion import all_commands
+from lumen.cli.commands import list_commands
+from lumen.tools.completion import make_full_parser
 from tests.helpers.shells import completed
 
 
 @pytest.fixture(scope="module")
 def parsers():
     """For each command its parser."""
-    (commands,) = (action.choices for action in all_commands("a file")._actions if isinstance(action.choices, dict))
-    assert [*commands] == known()
+    (commands,) = (action.choices for action in make_full_parser("a file")._actions if isinstance(action.choices, dict))
+    assert [*commands] == list_commands()
     return commands
 
 

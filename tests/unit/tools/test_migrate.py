@@ -12,10 +12,10 @@ import yaml
 import lumen
 from lumen.errors.lightning_names import RENAMED
 from lumen.tools.migrate import arguments
-from lumen.tools.migrate.command import migrate
-from lumen.tools.migrate.config import Config
-from lumen.tools.migrate.names import ELSEWHERE, new_name
-from lumen.tools.migrate.source import Items, Source
+from lumen.tools.migrate.command import migrate_project
+from lumen.tools.migrate.config import ConfigEditor
+from lumen.tools.migrate.names import ELSEWHERE, find_new_name
+from lumen.tools.migrate.source import EditableSource, ItemEditor
 from tests.helpers.migrate import command, write
 
 IMPORTS = [
@@ -233,7 +233,7 @@ def migrated(tmp_path, text, name="a.py"):
     """A file's text with its edits, and what is said of it."""
     path = tmp_path / name
     path.write_bytes(text.encode())
-    found = migrate(path)
+    found = migrate_project(path)
     return (found[0].after, [note.sentence for note in found[0].notes]) if found else (text, [])
 
 
@@ -271,9 +271,9 @@ def test_methods_of_classes_are_edited(tmp_path, kind, before, after):
 
 @pytest.mark.parametrize(("before", "after"), YAML)
 def test_configs_are_edited_and_keep_their_comments(before, after):
-    assert Config(before).edit()[0] == after
+    assert ConfigEditor(before).edit()[0] == after
     yaml.safe_load(after)
-    assert Config(after).edit()[0] == after
+    assert ConfigEditor(after).edit()[0] == after
 
 
 @pytest.mark.parametrize(("text", "said"), SAID)
@@ -290,7 +290,7 @@ def test_base_class_in_another_file_is_resolved(tmp_path):
     (tmp_path / "net.py").write_text(
         "from base import Base\nclass Net(Base):\n    def f(self):\n        self.log('a', b, rank_zero_only=True)\n"
     )
-    texts = {each.path.name: each.after for each in migrate(tmp_path)}
+    texts = {each.path.name: each.after for each in migrate_project(tmp_path)}
     assert "self.log('a', b)" in texts["net.py"]
 
 
@@ -429,7 +429,7 @@ def test_what_names_become_exists():
     for full in (*RENAMED.values(), *ELSEWHERE.values()):
         module, _, name = full.rpartition(".")
         assert module == "lumen" or hasattr(import_module(module), name), full
-    assert all(new_name(f"lightning.{name}") is not None for name in ("LightningModule", "STEP_OUTPUT", "Trainer"))
+    assert all(find_new_name(f"lightning.{name}") is not None for name in ("LightningModule", "STEP_OUTPUT", "Trainer"))
 
 
 def test_what_arguments_become_is_taken():
@@ -437,7 +437,7 @@ def test_what_arguments_become_is_taken():
     assert {*arguments._RENAMED["Trainer"].values()} <= {*takes}
     for method, names in arguments.METHODS.items():
         for old, new in names.items():
-            assert [*arguments.change_of_method(method, old).arguments] == ([new] if new else [])
+            assert [*arguments.get_method_change(method, old).arguments] == ([new] if new else [])
 
 
 def test_arguments_stand_where_lightning_has_them():
@@ -453,9 +453,9 @@ def test_arguments_stand_where_lightning_has_them():
 
 
 def test_items_are_those_of_the_call():
-    source = Source("f(a, *b, c=(1, 2), **d)(lambda x, y: 1, 'e,f', g=[i for i in (1,)],)")
+    source = EditableSource("f(a, *b, c=(1, 2), **d)(lambda x, y: 1, 'e,f', g=[i for i in (1,)],)")
     (node,) = [each.value for each in ast.parse(source.text).body]
-    assert [source.text[each.start : each.end] for each in Items(source, node).all] == [
+    assert [source.text[each.start : each.end] for each in ItemEditor(source, node).all] == [
         "lambda x, y: 1", "'e,f'", "g=[i for i in (1,)]"
     ]  # fmt: skip
-    assert [each.name for each in Items(source, node.func).all] == [None, None, "c", None]
+    assert [each.name for each in ItemEditor(source, node.func).all] == [None, None, "c", None]

@@ -38,14 +38,14 @@ class StopVote:
 
     def __init__(self, processes: Processes) -> None:
         self._processes, self.polls = processes, 0
-        self._every = self._left = 1
+        self._poll_every_n = self._steps_to_poll = 1
         self._answer: Callable[[], list[float]] | None = None  # waits for the result of the last exchange
         self.requested: int | None = None
         self.stop_signal: int | None = None
         self.save_ended_here = self.save_ended = self._is_stale = False
         self.now_s = self._processes.broadcast(time.monotonic())  # The interval of polls follows from shared times.
 
-    def request(self, number: int) -> None:
+    def request_stop(self, number: int) -> None:
         """Note a signal that asks this process to end. The signal handler calls this."""
         self.requested = number
 
@@ -53,20 +53,20 @@ class StopVote:
         """Note that a save of this process has ended. The thread that saves calls this."""
         self.save_ended_here = True
 
-    def poll(self) -> None:
+    def poll_when_due(self) -> None:
         """Exchange the clock and signals if the interval is over. Collective: every rank must call this."""
         self.polls += 1
         if self._processes.world_size == 1:
             self.stop_signal, self.save_ended, self.now_s = self.requested, self.save_ended_here, time.monotonic()
             return
-        self._read()
-        self._left -= 1
-        if self._left == 0:
-            self._ask()
-            if self._every == 1:  # Steps are slow, so the result is needed before the next one.
-                self._read()
+        self._finish_vote()
+        self._steps_to_poll -= 1
+        if self._steps_to_poll == 0:
+            self._start_vote()
+            if self._poll_every_n == 1:  # Steps are slow, so the result is needed before the next one.
+                self._finish_vote()
 
-    def agree(self, *wishes: bool) -> list[bool]:
+    def vote_now(self, *wishes: bool) -> list[bool]:
         """Exchange the clock, signals and flags now. Collective: every rank must call this.
 
         Args:
@@ -75,41 +75,41 @@ class StopVote:
         Returns:
             A bool for each flag: True if some process has set the flag.
         """
-        self._read()
-        self._ask(*wishes)
-        return self._read()
+        self._finish_vote()
+        self._start_vote(*wishes)
+        return self._finish_vote()
 
-    def change_pace(self) -> None:
+    def reset_interval(self) -> None:
         """Poll at every call again, because the time between polls changes. Every rank must call this."""
-        self._every = self._left = 1
+        self._poll_every_n = self._steps_to_poll = 1
 
-    def _ask(self, *wishes: bool) -> None:
+    def _start_vote(self, *wishes: bool) -> None:
         clock_s = time.monotonic() if self._processes.rank == 0 else 0.0
         self._is_stale = False
         told = clock_s, self.requested is not None, self.save_ended_here, *wishes
-        self._answer = self._processes.begin_sum([*map(float, told)])
+        self._answer = self._processes.start_sum([*map(float, told)])
 
-    def _read(self) -> list[bool]:
+    def _finish_vote(self) -> list[bool]:
         if self._answer is None:
             return []
         (clock_s, requests, save_ended_here, *wishes), self._answer = self._answer(), None
         before_s, self.now_s = self.now_s, clock_s
         if requests and self.stop_signal is None:
-            signals = self._processes.gather(self.requested)
+            signals = self._processes.all_gather(self.requested)
             self.stop_signal = next(signal for signal in signals if signal is not None)
         self.save_ended = save_ended_here > 0 and not self._is_stale
-        took_s = max(self.now_s - before_s, 1e-6) / max(self._every - self._left, 1)
-        self._every = self._left = max(1, min(2 * self._every, int(_INTERVAL_S / took_s)))
+        took_s = max(self.now_s - before_s, 1e-6) / max(self._poll_every_n - self._steps_to_poll, 1)
+        self._poll_every_n = self._steps_to_poll = max(1, min(2 * self._poll_every_n, int(_INTERVAL_S / took_s)))
         return [wish > 0 for wish in wishes]
 
-    def acknowledge(self) -> None:
+    def acknowledge_save(self) -> None:
         """Reset `save_ended` after all have seen it. A poll in flight may repeat it once. Every rank must call this."""
         self.save_ended_here = self.save_ended = False
         self._is_stale = True
 
 
 @final
-class Ending:
+class RunEnd:
     """End of a run, decided alike on all processes.
 
     Args:
@@ -134,9 +134,9 @@ class Ending:
     def __init__(self, plan: Plan, progress: Progress, processes: Processes, log: LogContext) -> None:
         self._plan, self._progress, self._processes, self._log = plan, progress, processes, log
         self.vote = StopVote(processes)
-        self.finished = self.ends_epoch = self.is_asked = self.asks_each_step = self.is_decided = False
+        self.finished = self.ends_epoch = self.is_vote_requested = self.votes_each_step = self.is_decided = False
         self.stop_agreed = True  # A request from a checkpoint is the same on all processes.
-        self.rolls_back: tuple[int, int] | None = None
+        self.rollback: tuple[int, int] | None = None
         self._clock_s = self.validated_at_s = self.vote.now_s
 
     def request_stop(self, *, value: bool = True) -> None:
@@ -145,7 +145,7 @@ class Ending:
 
     def request_agreement(self) -> None:
         """Let all processes vote on the end after `on_step_end`. Every rank must call this in `on_step_end`."""
-        self.is_asked = True
+        self.is_vote_requested = True
 
     def roll_back(self, before: int, after: int) -> None:
         """Roll back to a checkpoint after this step.
@@ -154,24 +154,24 @@ class Ending:
             before: Number of steps before this step to leave out after the rollback.
             after: Number of steps after this step to leave out, likewise.
         """
-        self.rolls_back = before, after
+        self.rollback = before, after
 
     def start_clock(self) -> None:
         """Start the clock of the training. Earlier time does not count."""
         self._clock_s = self.validated_at_s = self.vote.now_s
-        self.tick()
+        self.read_clock()
         self.finished = self.limit_reached is not None
 
-    def tick(self) -> None:
+    def read_clock(self) -> None:
         """Read the clock at the end of a step, where logged values belong to no step. Collective."""
         self._log.stage = None
-        self.vote.poll()
+        self.vote.poll_when_due()
         self._progress.elapsed_s += self.vote.now_s - self._clock_s
         self._clock_s = self.vote.now_s
 
-    def decide(self) -> bool:
+    def decide_end(self) -> bool:
         """Decide whether the run ends with this step. Returns True if the run ends."""
-        self.finished, self.is_asked, self.is_decided = self.limit_reached is not None, False, True
+        self.finished, self.is_vote_requested, self.is_decided = self.limit_reached is not None, False, True
         return self.finished
 
     def decide_validation(self, window: AccumulationWindow, loaders: Loaders, *, updated: bool) -> None:
@@ -196,12 +196,12 @@ class Ending:
             progress.validation_due = window.last
         elif fraction is not None:
             assert loaders.train is not None
-            batches = plan.batches("train", loaders.train)
+            batches = plan.count_batches("train", loaders.train)
             assert batches is not None  # Plan.check_validation
             done, each = progress.batches, batches * fraction
             progress.validation_due = int(done / each + 1e-9) > int((done - window.batches) / each + 1e-9)
 
-    def validation_done(self) -> None:
+    def note_validation(self) -> None:
         """Note that the validation of this step is complete."""
         self._progress.validation_due = False
         self.validated_at_s = self.vote.now_s
@@ -210,7 +210,7 @@ class Ending:
         """Note that all batches of the epoch are done, or that the run ends in the middle of the epoch."""
         self.ends_epoch = complete
 
-    def agree(self, *wishes: bool) -> list[bool]:
+    def vote_now(self, *wishes: bool) -> list[bool]:
         """Exchange the clock, signals, requests to stop, and further flags now.
 
         Collective: every rank must call this at the start, after a validation or an epoch, and before a checkpoint.
@@ -221,11 +221,11 @@ class Ending:
         Returns:
             A bool for each further flag: True if some process has set the flag.
         """
-        wants_to_stop, *others = self.vote.agree(self._progress.should_stop, *wishes)
-        self.hear(wants_to_stop=wants_to_stop)
+        wants_to_stop, *others = self.vote.vote_now(self._progress.should_stop, *wishes)
+        self.apply_vote(wants_to_stop=wants_to_stop)
         return others
 
-    def hear(self, *, wants_to_stop: bool) -> None:
+    def apply_vote(self, *, wants_to_stop: bool) -> None:
         """Take over the vote of the processes: True if some process asks to stop the run."""
         self.stop_agreed = wants_to_stop
         if wants_to_stop:
@@ -244,14 +244,14 @@ class Ending:
         if plan.max_time_s is not None and progress.elapsed_s >= plan.max_time_s:
             return f"max_time of {plan.max_time_s:g} s reached"
         wishes = progress.should_stop and (self.stop_agreed or self._processes.world_size == 1)
-        return "stopped early" if wishes and self.may_stop else None
+        return "stopped early" if wishes and self.is_minimum_reached else None
 
     @property
-    def may_stop(self) -> bool:
+    def is_minimum_reached(self) -> bool:
         """True if the minimum of steps and epochs is reached, so that a request to stop takes effect."""
         return self._progress.step >= self._plan.min_steps and self._progress.epoch >= self._plan.min_epochs
 
     @property
-    def is_here(self) -> bool:
+    def is_last_step(self) -> bool:
         """True in `on_step_checkpoint` if this step is the last: the run is over, or a signal asks it to stop."""
         return self.finished or self.vote.stop_signal is not None

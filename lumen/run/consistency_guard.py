@@ -18,13 +18,13 @@ from lumen.run.plan import Progress
 from lumen.run.step_context import StepContext
 from lumen.strategies.strategy import SAME, Alike, Strategy
 
-_LEAST_S, _LEAST_STEPS = 3.0, 10  # A comparison spans at least this, so that short noise does not count.
-_TIMES, _PART, _LEAST_EXCESS_S = 1.5, 0.2, 0.01
+_MIN_S, _MIN_STEPS = 3.0, 10  # A comparison spans at least this, so that short noise does not count.
+_MIN_RATIO, _MIN_SHARE, _MIN_EXCESS_S = 1.5, 0.2, 0.01
 _QUIET_S = 600.0
 
 
 @final
-class OwnTime:
+class LocalStepTime:
     """Host time that this process takes for its steps, without waiting for other processes.
 
     A measurement begins when Lumen requests the data of a step. It ends at the last backward, in which processes wait
@@ -46,17 +46,17 @@ class OwnTime:
         """Start to measure, because the data of the next step is requested now."""
         self._since_s = perf_counter() - self._processes.waited_s
 
-    def begin_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+    def start_sum(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         """Begin a sum over the processes at the last backward of a step. Collective."""
         if not math.isnan(self._since_s):
             self.seconds += perf_counter() - self._processes.waited_s - self._since_s
             self.steps += 1
             self._since_s = math.nan
-        return self._processes.begin_sum(numbers)
+        return self._processes.start_sum(numbers)
 
 
 @final
-class SlowRanks:
+class SlowRankMonitor:
     """Detector of ranks that the other ranks wait for. Rank 0 logs the warnings.
 
     A rank is slow if its time exceeds 1.5 times the median of the others in two successive comparisons. The excess must
@@ -74,7 +74,7 @@ class SlowRanks:
         self._quiet_until_s: dict[int, float] = {}
         self._quiet_s: dict[int, float] = {}
 
-    def hear(self, ranks: Sequence[Mapping[str, float]]) -> None:
+    def compare_ranks(self, ranks: Sequence[Mapping[str, float]]) -> None:
         """Compare the times of all ranks, and warn of slow ranks.
 
         Args:
@@ -85,13 +85,15 @@ class SlowRanks:
         if not self._before:
             self._before, self._before_s = ranks, now_s
         steps, took_s = ranks[0]["steps"] - self._before[0]["steps"], now_s - self._before_s
-        if steps < _LEAST_STEPS or took_s < _LEAST_S:
+        if steps < _MIN_STEPS or took_s < _MIN_S:
             return
         own_s, data_s = (
             [(now[name] - then[name]) / steps for now, then in zip(ranks, self._before, strict=True)]
             for name in ("own_s", "data_s")
         )
-        slow = {rank: usual_s for rank in range(len(ranks)) if (usual_s := _exceeds(own_s, rank, took_s / steps))}
+        slow = {
+            rank: usual_s for rank in range(len(ranks)) if (usual_s := _find_usual_if_slow(own_s, rank, took_s / steps))
+        }
         for rank, usual_s in slow.items():
             if rank in self._suspects and now_s >= self._quiet_until_s.get(rank, 0.0):
                 self._quiet_s[rank] = 2 * self._quiet_s.get(rank, _QUIET_S / 2)
@@ -99,25 +101,25 @@ class SlowRanks:
                 _log.warning(
                     "rank %d (host %s) is slow, and the others wait for it: %.2g s a step where the median of the "
                     "others is %.2g s, %.2g s of it waiting for data",
-                    rank, self._processes.host_of(rank), own_s[rank], usual_s, min(data_s[rank], own_s[rank]),
+                    rank, self._processes.get_host(rank), own_s[rank], usual_s, min(data_s[rank], own_s[rank]),
                 )  # fmt: skip
         self._suspects = {*slow}
         self._before, self._before_s = ranks, now_s
 
 
-def _exceeds(own_s: Sequence[float], rank: int, step_s: float) -> float | None:
+def _find_usual_if_slow(own_s: Sequence[float], rank: int, step_s: float) -> float | None:
     """Return the median of the other ranks, in seconds per step, if a rank is slow; None if the rank is not slow."""
     usual_s = median(each for other, each in enumerate(own_s) if other != rank)
     excess_s = own_s[rank] - usual_s
-    is_slow = own_s[rank] > _TIMES * usual_s and excess_s > max(_PART * step_s, _LEAST_EXCESS_S)
+    is_slow = own_s[rank] > _MIN_RATIO * usual_s and excess_s > max(_MIN_SHARE * step_s, _MIN_EXCESS_S)
     return usual_s if is_slow else None
 
 
 _SPENT, _COUNTED = ("steps", "own_s", "data_s"), ("number of the step", "number of micro-batches")
 _NORMS: tuple[Alike, Alike] = ("gradient norm", "sum of the parameters' norms")
 _GRADIENTS, _PARAMETERS = _NORMS
-_TOLD = 8
-_WHY = {
+_DESCRIPTIONS = 8
+_LIKELY_CAUSES = {
     **dict.fromkeys(_COUNTED, "What counts steps and batches, as trainer.progress, is to be read only."),
     _GRADIENTS: "Something has written gradients on one of them after they were averaged, or a device or the network "
     "makes errors. Write gradients in on_before_optimizer_step, on all ranks alike.",
@@ -127,7 +129,7 @@ _WHY = {
 
 
 @final
-class AgreementGuard:
+class ConsistencyGuard:
     """Check that the ranks of a run still agree, and detection of slow ranks.
 
     Each rank sends its numbers of a logged step to the others one step later, when its device has computed them. It
@@ -146,52 +148,56 @@ class AgreementGuard:
     def __init__(self, strategy: Strategy, progress: Progress, step: StepContext) -> None:
         self._strategy, self._processes = strategy, strategy.processes
         self._progress, self._step = progress, step
-        self.is_on = strategy.processes.world_size > 1
-        self._slow = SlowRanks(strategy.processes)
-        self.own_time = OwnTime(strategy.processes)
-        self._own: HostCopy[str] | None = None  # the numbers of this rank, during their copy to the host
-        self._all: Callable[[], list[list[float]]] | None = None  # waits for the numbers of all ranks
+        self.is_enabled = strategy.processes.world_size > 1
+        self._slow = SlowRankMonitor(strategy.processes)
+        self.local_time = LocalStepTime(strategy.processes)
+        self._local_values: HostCopy[str] | None = None  # the numbers of this rank, during their copy to the host
+        self._rank_values: Callable[[], list[list[float]]] | None = None  # waits for the numbers of all ranks
 
-    def begin(self) -> None:
+    def start_comparison(self) -> None:
         """Begin to compare the newest step."""
-        if not self.is_on:
+        if not self.is_enabled:
             return
-        progress, step, own = self._progress, self._step, self.own_time
+        progress, step, own = self._progress, self._step, self.local_time
         spent, counted = (own.steps, own.seconds, step.counters.waited_s), (progress.step, progress.micro_batches)
         values: dict[str, float | torch.Tensor] = dict(zip(_SPENT + _COUNTED, spent + counted, strict=True))
-        self._own = HostCopy(values | dict.fromkeys(_NORMS, math.nan) | self._strategy.alike(step.grad_norm))
+        self._local_values = HostCopy(
+            values | dict.fromkeys(_NORMS, math.nan) | self._strategy.collect_rank_invariants(step.grad_norm)
+        )
 
-    def look(self) -> None:
+    def finish_pending_comparison(self) -> None:
         """Continue the comparison that an earlier step began. Collective: every rank must call this after each step.
 
         Raises:
             TrainingError: The ranks do not agree. All ranks raise this error.
         """
-        if self._all is not None:
-            found, self._all = self._all(), None
-            self._compare([dict(zip(_SPENT + _COUNTED + _NORMS, each, strict=True)) for each in found])
-        if self._own is not None:
-            own, self._own = self._own, None
-            self._all = self._processes.begin_gather([*own.read().values()])
+        if self._rank_values is not None:
+            found, self._rank_values = self._rank_values(), None
+            self._compare_ranks([dict(zip(_SPENT + _COUNTED + _NORMS, each, strict=True)) for each in found])
+        if self._local_values is not None:
+            own, self._local_values = self._local_values, None
+            self._rank_values = self._processes.start_all_gather([*own.read().values()])
 
-    def settle(self) -> None:
+    def wait_for_comparison(self) -> None:
         """Finish all comparisons before a checkpoint is saved. Collective: every rank must call this.
 
         Raises:
             TrainingError: The ranks do not agree. All ranks raise this error.
         """
-        self.look()
-        self.look()
+        self.finish_pending_comparison()
+        self.finish_pending_comparison()
 
-    def _compare(self, ranks: Sequence[dict[str, float]]) -> None:
+    def _compare_ranks(self, ranks: Sequence[dict[str, float]]) -> None:
         for name in (*_COUNTED, *_NORMS):
             tolerance = SAME if name in _NORMS else 0.0
-            if others := [rank for rank, each in enumerate(ranks) if not _same(each[name], ranks[0][name], tolerance)]:
-                self._refuse(name, others, ranks)
+            if others := [
+                rank for rank, each in enumerate(ranks) if not _is_same_number(each[name], ranks[0][name], tolerance)
+            ]:
+                self._raise_difference(name, others, ranks)
         if self._processes.is_global_zero:
-            self._slow.hear(ranks)
+            self._slow.compare_ranks(ranks)
 
-    def _refuse(self, name: str, others: Sequence[int], ranks: Sequence[dict[str, float]]) -> None:
+    def _raise_difference(self, name: str, others: Sequence[int], ranks: Sequence[dict[str, float]]) -> None:
         """Raise an error on all ranks that names what differs. Collective."""
         headline = f"the ranks no longer agree, found after step {ranks[0][_COUNTED[0]]:.0f}"
         if name == _PARAMETERS:
@@ -200,12 +206,14 @@ class AgreementGuard:
                     pass
             except TrainingError as error:
                 raise TrainingError(f"{headline}: {error}") from None
-        found = ", ".join(f"{ranks[rank][name]:.9g} on rank {rank}" for rank in others[:_TOLD])
-        more = f", and another one on {len(others) - _TOLD} ranks more" if len(others) > _TOLD else ""
-        raise TrainingError(f"{headline}: the {name} is {ranks[0][name]:.9g} on rank 0 and {found}{more}. {_WHY[name]}")
+        found = ", ".join(f"{ranks[rank][name]:.9g} on rank {rank}" for rank in others[:_DESCRIPTIONS])
+        more = f", and another one on {len(others) - _DESCRIPTIONS} ranks more" if len(others) > _DESCRIPTIONS else ""
+        raise TrainingError(
+            f"{headline}: the {name} is {ranks[0][name]:.9g} on rank 0 and {found}{more}. {_LIKELY_CAUSES[name]}"
+        )
 
 
-def _same(one: float, other: float, tolerance: float) -> bool:
+def _is_same_number(one: float, other: float, tolerance: float) -> bool:
     """Return True if two numbers are equal within a relative tolerance; NaN equals NaN."""
     if math.isnan(one) or math.isnan(other):
         return math.isnan(one) and math.isnan(other)

@@ -14,19 +14,22 @@ from lumen.cli.commands import LOOPS
 from lumen.cli.config_layers import Tree, parse_words
 from lumen.console import stdout
 from lumen.errors import ConfigError
-from lumen.errors.arguments import did_you_mean, local_path
+from lumen.errors.arguments import expand_path, suggest_names
 from lumen.errors.lightning_names import NOT_IN_CLI
 
 _LEFT_OUT = {"skip_default": "default", "skip_unset": "unset", "skip_null": "unset"}
-_ALWAYS_SO: dict[str, tuple[Any, ...]] = {"parser_mode": ("yaml", "omegaconf", "omegaconf+"), "default_env": (True,)}
+_FIXED_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "parser_mode": ("yaml", "omegaconf", "omegaconf+"),
+    "default_env": (True,),
+}
 
 
-class Shown(SystemExit):
+class HelpShown(SystemExit):
     """Exit of a script, with code 0, after it has printed the help or the config."""
 
 
 @final
-class Asked(NamedTuple):
+class CommandWords(NamedTuple):
     """Command line, or the settings that a script passes instead of it.
 
     Attributes:
@@ -48,7 +51,7 @@ class Asked(NamedTuple):
     left_out: set[str] | None
 
 
-def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) -> Asked:
+def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) -> CommandWords:
     """Parse a command line.
 
     Args:
@@ -72,14 +75,14 @@ def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) 
     pairs = parse_words(words)
     helped = [(key, text) for key, text in pairs if key == "help" or key.endswith(".help")]
     aside = {"config", "print_config", *(key for key, _ in helped)}
-    return Asked(
+    return CommandWords(
         command,
         words,
-        [text for key, text in pairs if key == "config"] or config_of_run(dict(pairs).get("ckpt_path")),
+        [text for key, text in pairs if key == "config"] or find_run_config(dict(pairs).get("ckpt_path")),
         [(key, text) for key, text in pairs if key not in aside],
         given,
         helped,
-        _flags([text for key, text in pairs if key == "print_config"]),
+        _parse_print_config_flags([text for key, text in pairs if key == "print_config"]),
     )
 
 
@@ -89,13 +92,13 @@ def _check_command(command: Any, program: str) -> None:
         lines = [f"  {name:{width}}  {summary}" for name, summary in LOOPS.items()]
         head, more = f"{program} COMMAND --config FILE [--KEY VALUE ...]", f"{program} COMMAND --help says more."
         print(head, *lines, more, sep="\n", file=stdout)
-        raise Shown
+        raise HelpShown
     if command not in LOOPS:
-        hint = did_you_mean(str(command), LOOPS) or f" Did you mean {' or '.join(LOOPS)}?"
+        hint = suggest_names(str(command), LOOPS) or f" Did you mean {' or '.join(LOOPS)}?"
         raise ConfigError(f"{program} has no command {command}.{hint}")
 
 
-def _flags(given: list[str]) -> set[str] | None:
+def _parse_print_config_flags(given: list[str]) -> set[str] | None:
     """Return the values that `--print_config` omits; None without `--print_config`."""
     words = [word for text in given for word in text.split(",") if word not in ("", "true")]
     for word in words:
@@ -104,14 +107,14 @@ def _flags(given: list[str]) -> set[str] | None:
     return {_LEFT_OUT[word] for word in words} if given else None
 
 
-def config_of_run(checkpoint: str | None) -> list[str]:
+def find_run_config(checkpoint: str | None) -> list[str]:
     """Return the saved config of the run to which a checkpoint's or run's path belongs; empty if no config is found."""
-    path = None if checkpoint is None else local_path(checkpoint)
+    path = None if checkpoint is None else expand_path(checkpoint)
     places = [] if path is None else [path, *path.absolute().parents[:2]]
     return [str(place / "config.yaml") for place in places if (place / "config.yaml").is_file()][:1]
 
 
-def default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
+def find_default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
     """Return the config files that a script names in `parser_kwargs`, if they exist.
 
     Args:
@@ -124,7 +127,7 @@ def default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
     own = given.get(command, {}) if command else {}
     given = {name: value for name, value in given.items() if name not in LOOPS} | own
     for name, value in given.items():
-        if name != "default_config_files" and value not in _ALWAYS_SO.get(name, ()):
+        if name != "default_config_files" and value not in _FIXED_SETTINGS.get(name, ()):
             raise ConfigError(
                 f"parser_kwargs: expected default_config_files, found {name}={value!r}. Interpolation and environment "
                 "variables are always there; leave it out."
@@ -132,7 +135,7 @@ def default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
     return [file for pattern in given.get("default_config_files", ()) for file in sorted(glob(str(pattern)))]
 
 
-def script_command(*, has_commands: bool) -> str:
+def get_script_command(*, has_commands: bool) -> str:
     """Return the first words of a command that runs this process's script, for training.
 
     Args:
@@ -142,7 +145,7 @@ def script_command(*, has_commands: bool) -> str:
     return shlex.join([Path(sys.executable).name, *words, *["fit"] * has_commands])
 
 
-def no_subcommands() -> NoReturn:
+def refuse_subcommands() -> NoReturn:
     """Refuse to name the commands, in place of LightningCLI's attribute.
 
     Raises:
@@ -151,7 +154,7 @@ def no_subcommands() -> NoReturn:
     raise ConfigError(f"CLI.subcommands: {NOT_IN_CLI['subcommands']}")
 
 
-def check_methods(kind: type) -> None:
+def refuse_lightning_cli_methods(kind: type) -> None:
     """Refuse methods of a script's class that only LightningCLI would call.
 
     Raises:

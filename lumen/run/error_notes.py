@@ -60,13 +60,13 @@ def note_place(run: Run, error: BaseException) -> None:
     """
     is_users = isinstance(error, Exception) and not isinstance(error, LumenError)
     if is_users and not any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ())):
-        error.add_note(f"{_BEGIN}{_told(run)}.")
+        error.add_note(f"{_BEGIN}{_describe_location(run)}.")
         text = str(error)
         if (found := next((advice for known, advice in _ADVICE.items() if re.search(known, text)), None)) is not None:
             error.add_note(found)
 
 
-def _told(run: Run) -> str:
+def _describe_location(run: Run) -> str:
     log, progress, step = run.log, run.progress, run.progress.step
     inside = [f"epoch {progress.epoch}"] * bool(step or progress.in_epoch)
     inside += [f"batch_idx {log.batch_index}"] * (log.batch_index is not None)

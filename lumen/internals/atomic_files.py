@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lumen.errors import RunDirectoryError
 
-_CURES = {
+_REMEDIES = {
     errno.ENOENT: "It was removed or moved while its run was writing to it. Put it back, or start the run again.",
     errno.ENOSPC: "Make room; what was saved is whole, and the run can be resumed.",
     errno.EDQUOT: "Make room; what was saved is whole, and the run can be resumed.",
@@ -18,7 +18,7 @@ _CURES = {
 
 
 @contextmanager
-def explained_writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError within the context into an error that names the file of a run and a remedy.
 
     Raises:
@@ -27,12 +27,12 @@ def explained_writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cure = _CURES.get(error.errno or 0, "See that it can be written, and resume the run.")
+        cure = _REMEDIES.get(error.errno or 0, "See that it can be written, and resume the run.")
         raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}. {cure}") from error
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Return a context that writes a temporary file and moves it to `path`; an error leaves `path` unchanged.
 
     Yields:
@@ -55,6 +55,6 @@ def write_private(path: Path, text: str) -> None:
     Raises:
         RunDirectoryError: The file cannot be written.
     """
-    with explained_writing(path), replaced(path) as beside:
+    with explain_write_errors(path), replace_file(path) as beside:
         beside.touch(0o600)
         beside.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lumen.cli import is_verbose
 from lumen.console import stderr
 from lumen.distributed import worker
-from lumen.distributed.culprit import Frame
+from lumen.distributed.process_location import Frame
 
 _HEAD = re.compile(r"(Original )?Traceback \(most recent call last\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
@@ -32,14 +32,14 @@ class _Section(NamedTuple):
     after: list[str]
 
 
-def show(error: BaseException) -> None:
+def print_user_error(error: BaseException) -> None:
     """Print an error that Lumen did not raise, or report it to the process that started this one.
 
     All frames of libraries become one line, unless `--verbose` is set or no frame is the user's.
     """
     text = "".join(traceback.format_exception(error))
-    lines = text.rstrip("\n").split("\n") if is_verbose() else folded(text)
-    if worker.report(error, "\n".join(lines)):
+    lines = text.rstrip("\n").split("\n") if is_verbose() else fold_traceback(text)
+    if worker.report_error(error, "\n".join(lines)):
         return
     if not stderr.isatty():
         print(*lines, sep="\n", file=stderr)
@@ -48,34 +48,34 @@ def show(error: BaseException) -> None:
 
     console = Console(file=stderr, soft_wrap=True, emoji=False)
     for line in lines:
-        console.print(line, style=_style(line), markup=False, highlight=False)
+        console.print(line, style=_choose_style(line), markup=False, highlight=False)
 
 
-def folded(text: str) -> list[str]:
+def fold_traceback(text: str) -> list[str]:
     """Return the lines of a traceback without the frames of libraries, and with the number of frames left out.
 
     Args:
         text: The traceback as Python writes it; torch includes the traceback of a data worker in its message.
     """
-    sections = _sections(text)
-    own = [frame for section in sections for frame, _ in section.frames if frame.is_users]
+    sections = _split_sections(text)
+    own = [frame for section in sections for frame, _ in section.frames if frame.is_in_user_code]
     if not own and "\nSyntaxError: " not in text:
         return text.rstrip("\n").split("\n")
     worker_of = _IN_WORKER.search(text)
     lines = [f"Traceback (most recent call last){f', in {worker_of[1]}' if worker_of else ''}:"]
     others = list[str]()
     for number, section in enumerate(sections):
-        users = [shown for frame, shown in section.frames if frame.is_users]
-        others += [_library(frame) for frame, _ in section.frames if not frame.is_users]
+        users = [shown for frame, shown in section.frames if frame.is_in_user_code]
+        others += [_name_library(frame) for frame, _ in section.frames if not frame.is_in_user_code]
         lines += [line for shown in users for line in shown]
         if others and (users or number == len(sections) - 1):
-            lines.append(f"  ... {_counted(others)}; --verbose shows all")
+            lines.append(f"  ... {_count_libraries(others)}; --verbose shows all")
             others = []
         lines += [line for line in section.after if not (worker_of and (not line or _IN_WORKER.fullmatch(line)))]
     return lines
 
 
-def _sections(text: str) -> list[_Section]:
+def _split_sections(text: str) -> list[_Section]:
     sections = [_Section([], [])]
     in_frames = False
     for line in text.rstrip("\n").split("\n"):
@@ -93,14 +93,14 @@ def _sections(text: str) -> list[_Section]:
     return sections
 
 
-def _library(frame: Frame) -> str:
-    if frame.is_lumens:
+def _name_library(frame: Frame) -> str:
+    if frame.is_in_lumen:
         return "lumen"
     found = _INSTALLED.match(frame.file)
     return found[1] if found else "Python"
 
 
-def _counted(libraries: Iterable[str]) -> str:
+def _count_libraries(libraries: Iterable[str]) -> str:
     """Return the number of frames and the names of their libraries, the most frequent first."""
     counts = Counter(libraries)
     *most, last = [name for name, _ in counts.most_common()]
@@ -108,7 +108,7 @@ def _counted(libraries: Iterable[str]) -> str:
     return f"{total} frame{'s' if total > 1 else ''} of {' and '.join(filter(None, [', '.join(most), last]))}"
 
 
-def _style(line: str) -> str | None:
+def _choose_style(line: str) -> str | None:
     """Return the style in which a terminal shows a line."""
     if line.startswith("  ..."):
         return "dim"

@@ -18,31 +18,43 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
-from lumen.checkpoint import Saves
+from lumen.checkpoint import CheckpointSaver
 from lumen.console import in_notebook, logger as _log, stderr
-from lumen.distributed.culprit import Place, is_prompt, name_culprits, name_unmatched
+from lumen.distributed.process_location import (
+    ProcessLocation,
+    describe_stuck_ranks,
+    describe_unmatched_ranks,
+    is_prompt,
+)
 from lumen.distributed.processes import Processes
-from lumen.distributed.stack_dump import OWN_SIGNAL, Begun, collectives_begun, find_unmatched, look_at, own_stacks
-from lumen.distributed.worker import is_worker, report
+from lumen.distributed.stack_dump import (
+    OWN_SIGNAL,
+    CollectivesBegun,
+    find_unmatched_ranks,
+    locate_each,
+    open_stack_file,
+    read_collectives_begun,
+)
+from lumen.distributed.worker import is_worker, report_error
 from lumen.errors import HUNG, ProcessStuck
-from lumen.internals.process_groups import RECORDERS, recorded_collectives
-from lumen.loop.manual import manual_step
+from lumen.internals.process_groups import RECORDERS, read_recorded_collectives
+from lumen.loop.manual import run_manual_step
 from lumen.loop.step import train_step
 from lumen.run.run import Run
-from lumen.trainer.logs import record
-from lumen.trainer.stop_request import call_within
+from lumen.trainer.logs import log_status
+from lumen.trainer.stop_request import call_with_timeout
 
 if TYPE_CHECKING:
     from pdb import Pdb
 
 
-_SAVES = Saves.settle.__code__.co_filename
-_STEPS = {train_step.__code__, manual_step.__code__}
+_SAVES = CheckpointSaver.finish_save.__code__.co_filename
+_STEPS = {train_step.__code__, run_manual_step.__code__}
 _COLLECTIVES = str(Path(torch.distributed.__file__).parent) + os.sep
-_LOOKERS = {"ipykernel", "debugpy", "pydevd"}
-_TIMES = 5  # the limit is at least this factor times the longest time so far
-_LONGEST_PERIOD_S, _LOOKS = 1.0, 40
-_TELLING_S, _LEAVING_S = 5.0, 5.0
+_WATCHER_NAMES = {"ipykernel", "debugpy", "pydevd"}
+_PERIOD_FACTOR = 5  # the limit is at least this factor times the longest time so far
+_LONGEST_PERIOD_S, _POLLS_PER_LIMIT = 1.0, 40
+_REPORT_TIMEOUT_S, _EXIT_TIMEOUT_S = 5.0, 5.0
 _TAKES_LONG = (
     "If it only takes long, set a longer timeout_s, and where it is in no step a longer startup_timeout_s, of the "
     "strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}, or of lumen.FSDP or SingleDevice."
@@ -56,7 +68,7 @@ _UNMATCHED_AFTER_S = 3.0  # shorter waits are not checked for unmatched collecti
 
 
 @contextmanager
-def watched(run: Run, directory: Path | None) -> Iterator[threading.Event]:
+def watch_run(run: Run, directory: Path | None) -> Iterator[threading.Event]:
     """Watch a run within the context, and terminate the job if it hangs: if no step and no batch completes in time.
 
     The limit is `timeout_s` in a step and in waits for other processes. It is `startup_timeout_s` before the first
@@ -68,8 +80,8 @@ def watched(run: Run, directory: Path | None) -> Iterator[threading.Event]:
         An event that ends the watch, if set.
     """
     over = threading.Event()
-    watch = _Watch(run, directory, over, threading.get_ident())
-    thread = threading.Thread(target=watch.keep, name="lumen-watch", daemon=True)
+    watch = _HangWatch(run, directory, over, threading.get_ident())
+    thread = threading.Thread(target=watch.watch, name="lumen-watch", daemon=True)
     thread.start()
     try:
         yield over
@@ -79,7 +91,7 @@ def watched(run: Run, directory: Path | None) -> Iterator[threading.Event]:
 
 
 @final
-class _Watch:
+class _HangWatch:
     """Thread that watches the thread of a run.
 
     Args:
@@ -92,140 +104,140 @@ class _Watch:
     def __init__(self, run: Run, directory: Path | None, over: threading.Event, thread: int) -> None:
         self._run, self._directory, self._over, self._thread = run, directory, over, thread
         self._processes, self._stacks = run.processes, run.processes.stacks
-        self._file, self._is_fit = own_stacks(), run.stage == "fit"
+        self._file, self._is_fit = open_stack_file(), run.stage == "fit"
         self._is_traced = sys.gettrace() is not None
-        self._posted: dict[int, Begun] = {}
+        self._posted: dict[int, CollectivesBegun] = {}
         self._longest_s = {True: 0.0, False: 0.0}  # longest time without progress: True in a step, False elsewhere
 
-    def keep(self) -> None:
+    def watch(self) -> None:
         """Watch until the run is over."""
         processes, vote = self._processes, self._run.ending.vote
         beats, idle_s, is_in_step, patience, warned = vote.polls, 0.0, False, 1, False
         used = 0.0  # Fraction of the limit, which differs between a slow disk and a collective after it.
-        period_s = min(_LONGEST_PERIOD_S, min(processes.timeout_s, processes.startup_timeout_s) / _LOOKS)
+        period_s = min(_LONGEST_PERIOD_S, min(processes.timeout_s, processes.startup_timeout_s) / _POLLS_PER_LIMIT)
         while True:
             before_s = time.monotonic()
             if self._over.wait(period_s):
                 return
-            if self._stacks is not None and (why := self._stacks.over) is not None:
-                call_within(_TELLING_S, partial(self._record, why))
-                self._exit()
+            if self._stacks is not None and (why := self._stacks.end_reason) is not None:
+                call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_stacks, why))
+                self._exit_process()
             if vote.polls != beats:
-                if is_in_step or self._has_begun:  # the time of the start does not predict later times
+                if is_in_step or self._is_past_first_step:  # the time of the start does not predict later times
                     self._longest_s[is_in_step] = max(self._longest_s[is_in_step], idle_s)
                 beats, idle_s, used, patience, warned = vote.polls, 0.0, 0.0, 1, False
                 continue
             # limited, so that the time in which this process was suspended does not count
             passed_s = min(time.monotonic() - before_s, 2 * period_s)
-            is_in_step, limit_s, is_asked = self._limit()
+            is_in_step, limit_s, is_asked = self._get_limit()
             if is_asked:
                 idle_s, used, warned = 0.0, 0.0, False
                 continue
             limit_s *= patience
             idle_s += passed_s
             used += passed_s / limit_s
-            if (pair := self._unmatched(idle_s)) is not None and (places := self._claim(beats)):
-                headline = name_unmatched(*(places[rank] for rank in pair))
-                self._end(places, headline, _CALL_EQUALLY_OFTEN, warns=not warned)
+            if (pair := self._find_unmatched_ranks(idle_s)) is not None and (places := self._claim_termination(beats)):
+                headline = describe_unmatched_ranks(*(places[rank] for rank in pair))
+                self._end_job(places, headline, _CALL_EQUALLY_OFTEN, warns=not warned)
                 warned = True
-            if used > 1 and (places := self._claim(beats)):
-                headline = f"no step and no batch was done for {idle_s:.3g} s: {name_culprits(places)}"
-                self._end(places, headline, _TAKES_LONG)
+            if used > 1 and (places := self._claim_termination(beats)):
+                headline = f"no step and no batch was done for {idle_s:.3g} s: {describe_stuck_ranks(places)}"
+                self._end_job(places, headline, _TAKES_LONG)
                 patience, idle_s, used, warned = 2 * patience, 0.0, 0.0, True
             elif used > 0.5 and not warned:
                 warned = True
-                self._warn(
+                self._print_warning(
                     f"rank {self._processes.rank} has done no step and no batch for {idle_s:.3g} s; the job is ended "
                     f"after {limit_s:.3g} s. If that is no surprise, set a longer timeout_s.\n"
-                    + self._own_place().told()
+                    + self._get_own_location().describe()
                 )
 
-    def _unmatched(self, idle_s: float) -> tuple[int, int] | None:
+    def _find_unmatched_ranks(self, idle_s: float) -> tuple[int, int] | None:
         """Return two ranks of this host that wait for each other in different collectives, seen twice, or None."""
         if self._stacks is None:
             return None
-        waits = idle_s > _UNMATCHED_AFTER_S and self._waits()
-        posted = self._stacks.exchange(collectives_begun(self._thread) if waits else None)
+        waits = idle_s > _UNMATCHED_AFTER_S and self._is_in_collective()
+        posted = self._stacks.exchange_collectives(read_collectives_begun(self._thread) if waits else None)
         before, self._posted = self._posted, posted
-        pair = find_unmatched(posted)
+        pair = find_unmatched_ranks(posted)
         return pair if pair is not None and all(before.get(rank) == posted[rank] for rank in pair) else None
 
-    def _frames(self) -> Iterator[FrameType]:
+    def _iterate_frames(self) -> Iterator[FrameType]:
         """Yield the frames of the watched thread, the innermost first."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             yield frame
             frame = frame.f_back
 
-    def _waits(self) -> bool:
+    def _is_in_collective(self) -> bool:
         """Return True if the watched thread waits in a collective."""
-        codes = ((frame.f_code, frame.f_lineno) for frame in self._frames())
+        codes = ((frame.f_code, frame.f_lineno) for frame in self._iterate_frames())
         lines = [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in codes]
-        return Place(self._processes.rank, os.getpid(), "runs", "\n".join(lines)).waits_for_others
+        return ProcessLocation(self._processes.rank, os.getpid(), "runs", "\n".join(lines)).waits_for_others
 
-    def _limit(self) -> tuple[bool, float, bool]:
+    def _get_limit(self) -> tuple[bool, float, bool]:
         """Return whether the run is in a step, its time limit in seconds, and whether a debugger prompts."""
-        processes, codes = self._processes, [frame.f_code for frame in self._frames()]
+        processes, codes = self._processes, [frame.f_code for frame in self._iterate_frames()]
         in_step, asked = not _STEPS.isdisjoint(codes), any(map(is_prompt, codes))
         files = [code.co_filename for code in codes]
         waits = any(file.startswith(_COLLECTIVES) for file in files) and _SAVES not in files  # a disk may be slow
-        if not self._has_begun:
+        if not self._is_past_first_step:
             return in_step, processes.startup_timeout_s, asked
         is_together = self._is_fit and (in_step or waits)
         floor_s = processes.timeout_s if is_together else max(processes.startup_timeout_s, processes.timeout_s)
-        limit_s = max(floor_s, _TIMES * self._longest_s[in_step])
+        limit_s = max(floor_s, _PERIOD_FACTOR * self._longest_s[in_step])
         if is_together:
-            processes.wait_for(limit_s)
+            processes.extend_timeout(limit_s)
         return in_step, limit_s, asked
 
     @property
-    def _has_begun(self) -> bool:
+    def _is_past_first_step(self) -> bool:
         """True after the first step of a training, and in all other stages."""
         return bool(self._run.step.weighted_windows) or not self._is_fit
 
-    def _warn(self, text: str) -> None:
-        call_within(_TELLING_S, partial(_log.warning, "%s", text))
+    def _print_warning(self, text: str) -> None:
+        call_with_timeout(_REPORT_TIMEOUT_S, partial(_log.warning, "%s", text))
 
-    def _claim(self, beats: int) -> list[Place]:
+    def _claim_termination(self, beats: int) -> list[ProcessLocation]:
         """Return the places of all processes if this process is to end the job.
 
         The list is empty if a different process ends the job, or if the run has progressed meanwhile.
         """
-        if self._stacks is not None and not self._stacks.claim():
+        if self._stacks is not None and not self._stacks.claim_termination():
             return []
-        places = self._stacks.look() if self._stacks is not None else [self._own_place()]
+        places = self._stacks.locate_processes() if self._stacks is not None else [self._get_own_location()]
         if self._run.ending.vote.polls == beats:
             return places
-        self._give_up_claim()
+        self._release_claim()
         return []
 
-    def _give_up_claim(self) -> None:
+    def _release_claim(self) -> None:
         if self._stacks is not None:
-            self._stacks.give_up_claim()
+            self._stacks.release_claim()
 
-    def _end(self, places: Sequence[Place], headline: str, advice: str, *, warns: bool = True) -> None:
+    def _end_job(self, places: Sequence[ProcessLocation], headline: str, advice: str, *, warns: bool = True) -> None:
         """Write the stacks of all processes to a file and the log, and end the job; failures to write are ignored.
 
         In a notebook, a debugger or an interactive session only warn.
         """
         here = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive) or self._is_traced
-        if here or not _LOOKERS.isdisjoint(sys.modules) or any(place.is_debugged for place in places):
-            self._give_up_claim()
+        if here or not _WATCHER_NAMES.isdisjoint(sys.modules) or any(place.is_traced for place in places):
+            self._release_claim()
             if warns:
-                self._warn(f"{headline}. It is not ended: somebody may be looking at it.")
+                self._print_warning(f"{headline}. It is not ended: somebody may be looking at it.")
             return
-        text, written = "\n".join([headline + ".", *(place.told() for place in places)]), list[Path]()
-        call_within(_TELLING_S, lambda: self._write("stacks.txt", f"{text}\n".encode(), written))
+        text, written = "\n".join([headline + ".", *(place.describe() for place in places)]), list[Path]()
+        call_with_timeout(_REPORT_TIMEOUT_S, lambda: self._write_log_file("stacks.txt", f"{text}\n".encode(), written))
         where = f"The stacks are in {written[0]}. " if written else ""
         told = f"error: {text}\n{where}{advice}\nerror: {headline}."
-        call_within(_TELLING_S, partial(self._record, headline))
-        if not report(ProcessStuck(headline), told):
-            call_within(_TELLING_S, partial(print, told, file=stderr, flush=True))
+        call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_stacks, headline))
+        if not report_error(ProcessStuck(headline), told):
+            call_with_timeout(_REPORT_TIMEOUT_S, partial(print, told, file=stderr, flush=True))
         if self._stacks is not None:
-            self._stacks.say_over(headline)
-        self._exit(_LEAVING_S)
+            self._stacks.announce_end(headline)
+        self._exit_process(_EXIT_TIMEOUT_S)
 
-    def _exit(self, others_s: float = 0.0) -> NoReturn:
+    def _exit_process(self, others_s: float = 0.0) -> NoReturn:
         """End this process in any state, after waiting for the other processes of its host."""
         for child in active_children():  # data workers would continue
             with suppress(OSError, ValueError):
@@ -233,18 +245,20 @@ class _Watch:
         if self._stacks is not None and others_s:
             self._stacks.end_others(others_s)
         if self._stacks is not None:
-            faulthandler.dump_traceback_later(_LEAVING_S, exit=True, file=self._file)  # a device may block this process
+            faulthandler.dump_traceback_later(
+                _EXIT_TIMEOUT_S, exit=True, file=self._file
+            )  # a device may block this process
             with suppress(Exception):  # Save the last collectives of this process with the stacks.
                 for recorder in RECORDERS:
-                    if b'"entries"' in (recorded := recorded_collectives(recorder)):
-                        self._write(f"collectives-{recorder}-rank{self._processes.rank}.json", recorded, [])
+                    if b'"entries"' in (recorded := read_recorded_collectives(recorder)):
+                        self._write_log_file(f"collectives-{recorder}-rank{self._processes.rank}.json", recorded, [])
         os._exit(HUNG)
 
-    def _record(self, headline: str) -> None:
+    def _record_stacks(self, headline: str) -> None:
         step = self._run.progress.step
-        record("failed: ProcessStuck: %s (step %d)", headline, step, error=ProcessStuck(headline))
+        log_status("failed: ProcessStuck: %s (step %d)", headline, step, error=ProcessStuck(headline))
 
-    def _write(self, what: str, content: bytes, written: list[Path]) -> None:
+    def _write_log_file(self, what: str, content: bytes, written: list[Path]) -> None:
         """Write a file into the folder of logs, with host and step in its name, and append its path to `written`."""
         if self._directory is not None:
             file = Path(self._directory, "logs", what)
@@ -254,12 +268,12 @@ class _Watch:
                 file.write_bytes(content)
                 written.append(file)
 
-    def _own_place(self) -> Place:
-        return look_at({self._processes.rank: (os.getpid(), self._file)}, OWN_SIGNAL)[self._processes.rank]
+    def _get_own_location(self) -> ProcessLocation:
+        return locate_each({self._processes.rank: (os.getpid(), self._file)}, OWN_SIGNAL)[self._processes.rank]
 
 
 @contextmanager
-def debuggable(processes: Processes) -> Iterator[None]:
+def debug_one_rank(processes: Processes) -> Iterator[None]:
     """Let `breakpoint()` and `pdb.set_trace()` prompt in one process only within the context.
 
     Lumen's launcher shows the output of rank 0 only. Other workers would silently take its input, so they continue

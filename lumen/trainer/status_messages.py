@@ -19,35 +19,35 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lumen.callbacks import EarlyStopping, ModelCheckpoint, savers_of
-from lumen.callbacks.checkpoint_names import is_same
-from lumen.callbacks.display import number
-from lumen.callbacks.early_stopping import monitored
+from lumen.callbacks import EarlyStopping, ModelCheckpoint, get_checkpoint_callbacks
+from lumen.callbacks.checkpoint_names import is_same_path
+from lumen.callbacks.display import format_number
+from lumen.callbacks.early_stopping import find_monitor
 from lumen.checkpoint import Checkpoint
-from lumen.checkpoint.format.folder import newest_committed, read_info
+from lumen.checkpoint.format.folder import find_newest_committed, read_info
 from lumen.checkpoint.format.storage import MANIFEST
 from lumen.console import in_notebook, logger as _log
-from lumen.distributed.restarts import has_lives, step_notes, told_restart
-from lumen.distributed.worker import is_worker, report_steps
+from lumen.distributed.restarts import can_be_restarted, get_restart, make_step_recorder
+from lumen.distributed.worker import is_worker, report_steps_with
 from lumen.errors import LumenError
-from lumen.errors.arguments import did_you_mean
-from lumen.internals.stop_signals import REQUEUE
+from lumen.errors.arguments import suggest_names
+from lumen.internals.stop_signals import REQUEUE_EXIT_CODE
 from lumen.run.goodput import goodput
 from lumen.run.run import Run
-from lumen.run.scheduler_config import may_move_further
+from lumen.run.scheduler_config import can_move_further
 from lumen.strategies import Strategy
 from lumen.task.hooks import texts_of
-from lumen.trainer.logs import record
+from lumen.trainer.logs import log_status
 
 if TYPE_CHECKING:
     from lumen.trainer.trainer import Trainer
 
 
-_WORTH_TELLING_S = 60.0
-_NEARLY_THE_SAME = 0.85  # val_los is similar to val_loss; _loss, as in f"{stage}_loss", is not
+_MIN_REPORTED_S = 60.0
+_EQUAL_SHARE = 0.85  # val_los is similar to val_loss; _loss, as in f"{stage}_loss", is not
 
 
-def resume_command(run_directory: Path, command: str, beyond: tuple[str, int | str] | None = None) -> str:
+def format_resume_command(run_directory: Path, command: str, beyond: tuple[str, int | str] | None = None) -> str:
     """Return the command that resumes a run; for a script or notebook, the line of code.
 
     Args:
@@ -67,16 +67,16 @@ def resume_command(run_directory: Path, command: str, beyond: tuple[str, int | s
     return f"{script}   # with {trainer}"
 
 
-def tell_setup(run: Run) -> None:
+def log_setup(run: Run) -> None:
     """Log in one line the devices, strategy, precision, step size and seed of a run; unknown facts are omitted."""
     if run.processes.is_global_zero:
         strategy = run.strategy
         how = [strategy.__class__.__name__] * strategy.spans_processes
-        pieces = [_devices(strategy), *how, run.precision.name, *_step_size(run), f"seed {run.seed}"]
+        pieces = [_describe_devices(strategy), *how, run.precision.name, *_describe_step_size(run), f"seed {run.seed}"]
         _log.info("%s", " · ".join(pieces))
 
 
-def _devices(strategy: Strategy) -> str:
+def _describe_devices(strategy: Strategy) -> str:
     """Describe the devices of a run."""
     processes, device = strategy.processes, strategy.device
     world, nodes = processes.world_size, processes.nodes
@@ -91,10 +91,10 @@ def _devices(strategy: Strategy) -> str:
     return f"{world} processes{where}{' on' if device.type == 'cpu' else ', rank 0 on'} {own}"
 
 
-def _step_size(run: Run) -> Iterator[str]:
+def _describe_step_size(run: Run) -> Iterator[str]:
     """Yield the number of samples per step, if all steps have the same number."""
     adapter, processes = run.loaders.train, run.processes.world_size
-    size = None if adapter is None else adapter.cut().get("batch_size")
+    size = None if adapter is None else adapter.get_batching().get("batch_size")
     if adapter is None or size is None or len(run.plan.accumulate) > 1:
         return
     accumulate, rest = divmod(adapter.per_step, processes)
@@ -103,7 +103,7 @@ def _step_size(run: Run) -> Iterator[str]:
     yield f"global batch {size * adapter.per_step}" + (f" = {' x '.join([str(size), *factors])}" if factors else "")
 
 
-def tell_end(trainer: Trainer, run: Run) -> None:
+def log_end(trainer: Trainer, run: Run) -> None:
     """Log why a run is over, its best value, and commands to use it further.
 
     Args:
@@ -111,46 +111,46 @@ def tell_end(trainer: Trainer, run: Run) -> None:
         run: A run of `fit` whose last hook has been called.
     """
     why, progress = run.ending.limit_reached, run.progress
-    record("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
-    _tell_idle_monitors(run)
-    run.records.goodput.write(progress.step)
+    log_status("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_started)
+    _log_idle_monitors(run)
+    run.records.goodput.write_line(progress.step)
     directory = trainer.run_directory
     if directory is None or not trainer.is_global_zero:
         return
     with suppress(FileNotFoundError):  # the time is not measured, or could not be written
-        if run.records.goodput.is_on and (spent := goodput(directory)).wall_s >= _WORTH_TELLING_S:
+        if run.records.goodput.is_enabled and (spent := goodput(directory)).wall_s >= _MIN_REPORTED_S:
             _log.info("%s", spent)
-    for line in _what_now(trainer, run, directory):
+    for line in _iterate_next_steps(trainer, run, directory):
         _log.info("%s", line)
 
 
-def _tell_idle_monitors(run: Run) -> None:
+def _log_idle_monitors(run: Run) -> None:
     """Log monitors that never had a value because the run was too short. In a longer run this is an error."""
     waiting: dict[str, list[str]] = {}
     for each in run.hooks.callbacks:
         if isinstance(each, EarlyStopping | ModelCheckpoint) and each.monitor not in (None, *run.values.newest):
             waiting.setdefault(str(each.monitor), []).append(type(each).__name__)
-    if not waiting or not (missing := " and ".join(run.values.yet_to_log)):
+    if not waiting or not (missing := " and ".join(run.values.pending_stages)):
         return
     named = texts_of([run.task, *run.hooks.callbacks])
     for name, who in waiting.items():
-        near = did_you_mean(name, named, cutoff=_NEARLY_THE_SAME)
+        near = suggest_names(name, named, cutoff=_EQUAL_SHARE)
         near = "" if name in named else near or f" No text in the code of {type(run.task).__name__} reads so."
         text = "%s had no value: the run ended before its first %s. %s had nothing to go by.%s"
         _log.info(text, name, missing, " and ".join(dict.fromkeys(who)), near)
 
 
-def _what_now(trainer: Trainer, run: Run, directory: Path) -> Iterator[str]:
-    saver, found, newest = trainer.checkpoint_callback, monitored(trainer), _newest(trainer)
-    best = f"{found.name} {number(found.best, 4)}" if found is not None and found.best is not None else ""
+def _iterate_next_steps(trainer: Trainer, run: Run, directory: Path) -> Iterator[str]:
+    saver, found, newest = trainer.checkpoint_callback, find_monitor(trainer), _find_newest(trainer)
+    best = f"{found.name} {format_number(found.best, 4)}" if found is not None and found.best is not None else ""
     saved = None if newest is None else str(newest)
     if best and saver is not None and saver.monitor is not None:
         saved = saver.best_model_path
         yield f"best: {best} in {saved}"
     elif best or saved is not None:
         yield "; ".join([f"best: {best}"] * bool(best) + [f"newest checkpoint: {saved}"] * (saved is not None))
-    if newest is not None and (limit := _longer(run)) is not None:
-        yield f"longer: {resume_command(directory, trainer._command, limit)}"
+    if newest is not None and (limit := _suggest_longer_limit(run)) is not None:
+        yield f"longer: {format_resume_command(directory, trainer._command, limit)}"
     shell = "!" if in_notebook else ""
     if trainer.loggers:
         yield f"curves: {shell}lumen report {shlex.quote(str(directory))}"
@@ -159,10 +159,10 @@ def _what_now(trainer: Trainer, run: Run, directory: Path) -> Iterator[str]:
         yield f"weights: {shell}{shlex.join(words)}"
 
 
-def _longer(run: Run) -> tuple[str, int | str] | None:
+def _suggest_longer_limit(run: Run) -> tuple[str, int | str] | None:
     """Return the limit that ended a run, with twice its value; None if the run cannot be resumed beyond a limit."""
     plan, progress = run.plan, run.progress
-    if progress.should_stop or not may_move_further(run.optim.schedulers):
+    if progress.should_stop or not can_move_further(run.optim.schedulers):
         return None
     if plan.max_steps is not None and progress.step >= plan.max_steps > 0:
         return "max_steps", 2 * plan.max_steps
@@ -175,7 +175,7 @@ def _longer(run: Run) -> tuple[str, int | str] | None:
     return None
 
 
-def tell_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") -> None:
+def log_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") -> None:
     """Log which signal stopped a run, at which step, its newest checkpoint, and how to resume it.
 
     Args:
@@ -187,16 +187,16 @@ def tell_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") 
     by = f"by {signal.Signals(number or signal.SIGINT).name}{reason and ', '}{reason}"
     at = f"stopped at step {run.progress.step} {by}"
     if trainer.state.fn != "fit":
-        record("%s stopped %s", trainer.state.fn, by)
-    elif (home := trainer.run_directory) is None or (newest := _newest(trainer)) is None:
-        record("%s; no checkpoint was saved", at)
+        log_status("%s stopped %s", trainer.state.fn, by)
+    elif (home := trainer.run_directory) is None or (newest := _find_newest(trainer)) is None:
+        log_status("%s; no checkpoint was saved", at)
     else:
-        again = f"; exit code {REQUEUE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
-        command = resume_command(home, trainer._command)
-        record("%s; newest checkpoint: %s%s. Go on with:\n  %s", at, newest.name, again, command)
+        again = f"; exit code {REQUEUE_EXIT_CODE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
+        command = format_resume_command(home, trainer._command)
+        log_status("%s; newest checkpoint: %s%s. Go on with:\n  %s", at, newest.name, again, command)
 
 
-def tell_failure(error: BaseException, step: int, trainer: Trainer, directory: Path, *, stays: bool) -> None:
+def log_failure(error: BaseException, step: int, trainer: Trainer, directory: Path, *, stays: bool) -> None:
     """Log the error that ends a run, and add notes to it: where the logs are, and how to resume.
 
     Args:
@@ -207,61 +207,61 @@ def tell_failure(error: BaseException, step: int, trainer: Trainer, directory: P
         stays: True if the directory is kept.
     """
     first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-    record("failed: %s (step %d)", first_line, step, error=error)
+    log_status("failed: %s (step %d)", first_line, step, error=error)
     if not stays:
         return
     several = f"The tracebacks of all ranks are in {directory / 'logs'}."
     error.add_note(several if trainer.world_size > 1 else f"The log of the run is {directory / 'run.log'}.")
-    if (newest := _newest(trainer)) is not None:
-        command = resume_command(directory, trainer._command)
+    if (newest := _find_newest(trainer)) is not None:
+        command = format_resume_command(directory, trainer._command)
         error.add_note(f"Its newest checkpoint is {newest}. Go on with:\n  {command}")
 
 
-def home_of(trainer: Trainer) -> Path:
+def get_home(trainer: Trainer) -> Path:
     """Return the run directory; for a run that writes nothing, the directory that it would have."""
     return trainer.run_directory or trainer.default_root_dir / str(trainer.name)
 
 
-def checkpoints_of(trainer: Trainer, home: Path | None = None) -> list[PurePath]:
+def list_checkpoint_folders(trainer: Trainer, home: Path | None = None) -> list[PurePath]:
     """Return the checkpoint folders of a run, beginning with that of the callback that decides the best checkpoint.
 
     Args:
         trainer: The trainer of the run.
         home: The run's directory. Default: the directory of the trainer's own run.
     """
-    default = (home or home_of(trainer)) / "checkpoints"
-    folders = [saver.given_dirpath or default for saver in savers_of(trainer.callbacks)] or [default]
-    return [each for number, each in enumerate(folders) if not any(is_same(each, one) for one in folders[:number])]
+    default = (home or get_home(trainer)) / "checkpoints"
+    folders = [saver.given_dirpath or default for saver in get_checkpoint_callbacks(trainer.callbacks)] or [default]
+    return [each for number, each in enumerate(folders) if not any(is_same_path(each, one) for one in folders[:number])]
 
 
-def _newest(trainer: Trainer) -> PurePath | None:
+def _find_newest(trainer: Trainer) -> PurePath | None:
     """Return the newest checkpoint of a trainer's run, or None."""
     with suppress(LumenError, OSError):  # an unreachable store must not hide why the run ends
-        saved = [path for path in map(newest_committed, checkpoints_of(trainer)) if path is not None]
+        saved = [path for path in map(find_newest_committed, list_checkpoint_folders(trainer)) if path is not None]
         if len(saved) > 1:
             saved.sort(key=lambda path: read_info(path)["micro_batches"])
         return saved[-1] if saved else None
     return None
 
 
-def note_steps(run: Run, directory: Path | None) -> None:
+def record_steps(run: Run, directory: Path | None) -> None:
     """Write down the first step and each later step of a training, for a launcher that may restart it."""
-    if has_lives() and directory is not None:
+    if can_be_restarted() and directory is not None:
         progress = run.progress
-        report_steps(lambda: progress.step)
-        note = step_notes(run.processes.rank, directory, progress.step)
-        run.hooks.call_last("on_step_end", lambda: note(progress.step))
+        report_steps_with(lambda: progress.step)
+        note = make_step_recorder(run.processes.rank, directory, progress.step)
+        run.hooks.add_last_call("on_step_end", lambda: note(progress.step))
 
 
-def tell_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
+def log_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     """Log in one line that the run was restarted: the reason, the step, and the lost steps and time."""
     if not trainer.is_global_zero:
         return
     if trainer.max_restarts and not is_worker():
-        record("max_restarts is that of %s, which started this run: not %d", trainer.processes.started_by,
+        log_status("max_restarts is that of %s, which started this run: not %d", trainer.processes.started_by,
                trainer.max_restarts)  # fmt: skip
-    restart, here = told_restart(), (None, str(trainer.run_directory))
-    if restart is None or trainer.origin.left_out is not None or restart.directory not in here:
+    restart, here = get_restart(), (None, str(trainer.run_directory))
+    if restart is None or trainer.origin.excluded is not None or restart.directory not in here:
         return
     step, since_s = 0, restart.began_s
     if checkpoint is not None:
@@ -269,7 +269,7 @@ def tell_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
         with suppress(OSError):  # the checkpoint is in an object store
             since_s = max(since_s, Path(checkpoint.path, MANIFEST).stat().st_mtime)
     lost = max(restart.reached - step, 0)
-    record(
+    log_status(
         "restart %d of %d: %s; going on from step %d; lost: %d step%s, %.1f s",
         restart.number, restart.most, restart.why, step, lost, "" if lost == 1 else "s", time.time() - since_s,
     )  # fmt: skip

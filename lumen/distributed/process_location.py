@@ -20,11 +20,11 @@ import torch
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 _LUMEN, _TORCH = str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES, _LOADER = _TORCH + f"distributed{os.sep}", _TORCH + os.path.join("utils", "data", "")
-_WAITS = str(Path(__file__).parent / "processes.py")
-_LOOPS = tuple(_LUMEN + folder + os.sep for folder in ("loop", "trainer"))
+_WAIT_FILE = str(Path(__file__).parent / "processes.py")
+_LOOP_FOLDERS = tuple(_LUMEN + folder + os.sep for folder in ("loop", "trainer"))
 _AUTOGRAD = _TORCH + f"autograd{os.sep}"
 _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
-_DEBUGGER = re.compile(r"[/\\](bdb|pdb|IPython[/\\].*|_?pydevd\w*([/\\].*)?|debugpy[/\\].*)\.py$")
+_DEBUGGER_FILE = re.compile(r"[/\\](bdb|pdb|IPython[/\\].*|_?pydevd\w*([/\\].*)?|debugpy[/\\].*)\.py$")
 
 
 @final
@@ -40,25 +40,25 @@ class Frame:
         return f"{self.file}:{self.line} in {self.function}"
 
     @property
-    def is_lumens(self) -> bool:
+    def is_in_lumen(self) -> bool:
         """True if the frame is in Lumen's code."""
         return self.file.startswith(_LUMEN)
 
     @property
     def is_wait(self) -> bool:
         """True if the frame waits for a collective that Lumen started earlier."""
-        return self.file == _WAITS and self.function == "finish"
+        return self.file == _WAIT_FILE and self.function == "finish"
 
     @property
     def calls_wait(self) -> bool:
         """True if the frame is user code that waits for an operation started earlier, as `work.wait()` does."""
-        return self.is_users and ".wait(" in linecache.getline(self.file, self.line)
+        return self.is_in_user_code and ".wait(" in linecache.getline(self.file, self.line)
 
     @property
-    def is_users(self) -> bool:
+    def is_in_user_code(self) -> bool:
         """True if the frame is user code: not code of Lumen or of an installed library."""
-        installed = self.file.startswith(_libraries()) or f"{os.sep}site-packages{os.sep}" in self.file
-        return not (self.is_lumens or installed or self.file.startswith("<"))
+        installed = self.file.startswith(_list_library_folders()) or f"{os.sep}site-packages{os.sep}" in self.file
+        return not (self.is_in_lumen or installed or self.file.startswith("<"))
 
     @property
     def is_internal(self) -> bool:
@@ -70,17 +70,17 @@ class Frame:
 
 
 @cache
-def _libraries() -> tuple[str, ...]:
+def _list_library_folders() -> tuple[str, ...]:
     """Return the folders of installed packages; cached, because the query makes Python import a module."""
     return tuple({sysconfig.get_path(name) + os.sep for name in _INSTALLED})
 
 
 def is_prompt(code: CodeType) -> bool:
     """Return True if a frame with this code is a debugger's that waits for a command."""
-    return code.co_name == "interaction" and _DEBUGGER.search(code.co_filename) is not None
+    return code.co_name == "interaction" and _DEBUGGER_FILE.search(code.co_filename) is not None
 
 
-def frames_of(stacks: str) -> list[Frame]:
+def parse_frames(stacks: str) -> list[Frame]:
     """Return the main thread's stack from faulthandler's output of all threads, innermost frame first."""
     last = re.split(r"^(?:Current thread|Thread) 0x.*$", stacks, flags=re.M)[-1]  # the main thread comes last
     return [Frame(file, int(line), name) for file, line, name in _FRAME.findall(last)]
@@ -88,7 +88,7 @@ def frames_of(stacks: str) -> list[Frame]:
 
 @final
 @dataclass(frozen=True)
-class Worker:
+class DataWorker:
     """Data worker, or other process that a process of the run has forked."""
 
     pid: int
@@ -98,18 +98,18 @@ class Worker:
     @property
     def own_frame(self) -> Frame | None:
         """The innermost frame of user code; None if there is no such frame, as in a worker that waits for work."""
-        return next((frame for frame in frames_of(self.stacks) if frame.is_users), None)
+        return next((frame for frame in parse_frames(self.stacks) if frame.is_in_user_code), None)
 
     @property
-    def is_unborn(self) -> bool:
+    def is_forking(self) -> bool:
         """True if the worker is still inside the fork, before its own Python code."""
-        frames = frames_of(self.stacks)
+        frames = parse_frames(self.stacks)
         return bool(frames) and Path(frames[0].file).name == "popen_fork.py"
 
 
 @final
 @dataclass(frozen=True)
-class Place:
+class ProcessLocation:
     """State and stacks of a process of a run.
 
     Attributes:
@@ -126,56 +126,58 @@ class Place:
     state: str
     stacks: str = ""
     is_busy: bool = False
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[DataWorker] = field(default_factory=list)
 
     @cached_property
     def frames(self) -> list[Frame]:
         """Frames of the main thread, innermost first."""
-        return frames_of(self.stacks)
+        return parse_frames(self.stacks)
 
     @cached_property
-    def _inner(self) -> list[Frame]:
+    def _library_frames(self) -> list[Frame]:
         """Library frames that the innermost frame of Lumen or of the user has called."""
-        number = next((i for i, frame in enumerate(self.frames) if frame.is_lumens or frame.is_users), None)
+        number = next((i for i, frame in enumerate(self.frames) if frame.is_in_lumen or frame.is_in_user_code), None)
         return self.frames[:number]
 
     @property
     def waits_for_data(self) -> bool:
         """True if the process waits for a data worker."""
-        return any(frame.file.startswith(_LOADER) for frame in self._inner)
+        return any(frame.file.startswith(_LOADER) for frame in self._library_frames)
 
     @property
     def waits_for_others(self) -> bool:
         """True if the process is in a collective, or in a backward that does not compute."""
         if self.frames and (self.frames[0].is_wait or self.frames[0].calls_wait):
             return True
-        in_backward = bool(self._inner) and self._inner[0].file.startswith(_AUTOGRAD) and not self.is_busy
-        return in_backward or any(frame.file.startswith(_COLLECTIVES) for frame in self._inner)
+        in_backward = (
+            bool(self._library_frames) and self._library_frames[0].file.startswith(_AUTOGRAD) and not self.is_busy
+        )
+        return in_backward or any(frame.file.startswith(_COLLECTIVES) for frame in self._library_frames)
 
     @property
-    def users_frame(self) -> Frame | None:
+    def user_frame(self) -> Frame | None:
         """The innermost frame of user code that the loop has called; None if the loop itself is running."""
-        within = itertools.takewhile(lambda frame: not frame.file.startswith(_LOOPS), self.frames)
-        return next((frame for frame in within if frame.is_users), None)
+        within = itertools.takewhile(lambda frame: not frame.file.startswith(_LOOP_FOLDERS), self.frames)
+        return next((frame for frame in within if frame.is_in_user_code), None)
 
     @property
-    def is_debugged(self) -> bool:
+    def is_traced(self) -> bool:
         """True if a debugger or another tracing tool is attached to the process."""
-        return self.state == "traced" or any(_DEBUGGER.search(frame.file) for frame in self.frames)
+        return self.state == "traced" or any(_DEBUGGER_FILE.search(frame.file) for frame in self.frames)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Describe the process with all its stacks."""
         if self.state.startswith("elsewhere"):
             return f"rank {self.rank} runs {self.state}: see what it says itself"
         if self.state == "ended":
             return f"rank {self.rank} has ended"
-        texts = [f"rank {self.rank} (pid {self.pid}) stands here:\n{self.stacks or _silent(self.state)}"]
+        texts = [f"rank {self.rank} (pid {self.pid}) stands here:\n{self.stacks or _describe_silence(self.state)}"]
         for worker in self.workers:
-            stacks = worker.stacks or _silent(worker.state)
+            stacks = worker.stacks or _describe_silence(worker.state)
             texts.append(f"rank {self.rank}, process {worker.pid}, a data worker:\n{stacks}")
         return "\n".join(texts)
 
-    def doing(self, *, alone: bool) -> str:
+    def describe_activity(self, *, alone: bool) -> str:
         """Describe the activity of the process, in words that follow its name."""
         if self.state == "stopped":
             return f"is stopped (SIGSTOP; `kill -CONT {self.pid}` lets it go on)"
@@ -184,20 +186,20 @@ class Place:
         if not self.stacks:
             return f"does not answer (pid {self.pid})"
         if self.waits_for_data:
-            return self._waiting_for_data()
-        frame = next((frame for frame in self.frames if frame.is_users), None)
+            return self._describe_data_wait()
+        frame = next((frame for frame in self.frames if frame.is_in_user_code), None)
         if self.waits_for_others and not alone:
-            return f"waits for other processes at {self._anchor}"
+            return f"waits for other processes at {self._outer_frame}"
         if frame is not None and frame.function != "<module>":
             return f"is in user code: {frame}"
-        return f"stands at {self._anchor}"
+        return f"stands at {self._outer_frame}"
 
-    def _waiting_for_data(self) -> str:
+    def _describe_data_wait(self) -> str:
         for worker in self.workers:
             if worker.state == "stopped":
                 return f"waits for its data worker {worker.pid}, which is stopped (SIGSTOP)"
         for worker in self.workers:
-            if worker.is_unborn:
+            if worker.is_forking:
                 return (
                     f"waits for its data worker {worker.pid}, which hung when it was forked: a lock that a thread held "
                     "then is held there for ever. Python 3.12 frees it; persistent_workers=True forks once in a run"
@@ -208,16 +210,16 @@ class Place:
         return f"waits for its data workers ({pids})" if pids else "waits for data"
 
     @property
-    def _anchor(self) -> Frame | str:
+    def _outer_frame(self) -> Frame | str:
         """The innermost frame of Lumen or of the user."""
-        return next((frame for frame in self.frames if frame.is_lumens or frame.is_users), "an unknown place")
+        return next((frame for frame in self.frames if frame.is_in_lumen or frame.is_in_user_code), "an unknown place")
 
 
-def _silent(state: str) -> str:
+def _describe_silence(state: str) -> str:
     return "(it is stopped)" if state == "stopped" else "(it does not answer)"
 
 
-def name_culprits(places: Sequence[Place]) -> str:
+def describe_stuck_ranks(places: Sequence[ProcessLocation]) -> str:
     """Describe the process that keeps the others waiting: the process that is not in a collective.
 
     If all processes are in collectives, describe their different places.
@@ -230,30 +232,30 @@ def name_culprits(places: Sequence[Place]) -> str:
     named = [place for place in here if place.state in ("stopped", "ended") or not place.stacks]
     named = named or [place for place in here if alone or place.waits_for_data or not place.waits_for_others]
     if named:
-        what = "; ".join(f"rank {place.rank} {place.doing(alone=alone)}" for place in named)
+        what = "; ".join(f"rank {place.rank} {place.describe_activity(alone=alone)}" for place in named)
         others = [place.rank for place in here if place not in named]
-        return what if not others else f"{what}. {_ranks(others)} {'wait' if len(others) > 1 else 'waits'}"
-    spots = Counter(str(place._anchor) for place in here)
+        return what if not others else f"{what}. {_format_ranks(others)} {'wait' if len(others) > 1 else 'waits'}"
+    spots = Counter(str(place._outer_frame) for place in here)
     if len(spots) > 1:
         rarest = min(spots.values())
-        odd = [place for place in here if spots[str(place._anchor)] == rarest]
+        odd = [place for place in here if spots[str(place._outer_frame)] == rarest]
         return "the processes wait for one another at different places: " + "; ".join(
-            f"rank {place.rank} at {place._anchor}" for place in (odd if rarest * 2 < len(here) else here)
+            f"rank {place.rank} at {place._outer_frame}" for place in (odd if rarest * 2 < len(here) else here)
         )
     what = f"all processes of this host wait at {next(iter(spots))}"
     return what if len(here) == len(places) else f"{what}; see what the others say"
 
 
-def name_unmatched(one: Place, two: Place) -> str:
+def describe_unmatched_ranks(one: ProcessLocation, two: ProcessLocation) -> str:
     """Describe two processes that wait for one another in different collectives."""
-    if two.users_frame is not None and one.users_frame is None:
+    if two.user_frame is not None and one.user_frame is None:
         one, two = two, one
-    other = f"is at {two.users_frame}" if two.users_frame is not None else "has gone on without it"
+    other = f"is at {two.user_frame}" if two.user_frame is not None else "has gone on without it"
     return (
         f"rank {one.rank} waits in a collective that rank {two.rank} does not reach: rank {one.rank} is at "
-        f"{one.users_frame or one._anchor}; rank {two.rank} {other}"
+        f"{one.user_frame or one._outer_frame}; rank {two.rank} {other}"
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -19,18 +19,18 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lumen.console import logger as _log
-from lumen.data.combined import loaders_in
-from lumen.data.generators import walk
-from lumen.data.iterable_style import shards_itself
-from lumen.data.rank_checks import pieces
+from lumen.data.combined import list_loaders
+from lumen.data.generators import walk_objects
+from lumen.data.iterable_style import is_sharded_by_itself
+from lumen.data.rank_checks import iterate_bytes
 from lumen.data.windows import RankSlice
 from lumen.errors import DataError
 from lumen.random import GENERATORS
 
 #: Limits: items of a collection that a digest reads (evenly spaced), nested items, items on a disk, collections.
-_ITEMS, _NESTED, _FEWER, _COLLECTIONS = 16_384, 1024, 64, 1024
+_MAX_ITEMS, _MAX_NESTED_ITEMS, _MAX_SLOW_ITEMS, _COLLECTIONS = 16_384, 1024, 64, 1024
 #: Limits: parts of an item, values per dimension of an array, characters of a text, nesting depth.
-_FEW, _VALUES, _LONG, _DEPTH = 64, 4, 256, 4
+_FEW, _MAX_VALUES, _LONG_TEXT, _MAX_DEPTH = 64, 4, 256, 4
 _DEVICE = re.compile(r"(cuda|cpu|mps|xpu)(:\d+)?")
 _ARRAYS = (torch.Tensor, np.ndarray)
 _SETS = (set, frozenset)
@@ -78,9 +78,9 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
     """
     here, lengths = dict[str, Collection](), set[int]()
     for purpose, source in sources.items():
-        for number, (_, loader) in enumerate(loaders_in(source)):
-            if not shards_itself(loader, rank_slice.world):
-                found, met = collections_of(loader)
+        for number, (_, loader) in enumerate(list_loaders(source)):
+            if not is_sharded_by_itself(loader, rank_slice.world_size):
+                found, met = digest_collections(loader)
                 lengths |= met
                 loader_name = f"{purpose} {number}" if number else purpose
                 here |= {f"{name} of the {loader_name}": each for name, each in found.items()}
@@ -101,7 +101,7 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
                 _log.warning("%s. Samples that depend on it differ from those of a run on one process.", what)
 
 
-def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
+def digest_collections(loader: Any) -> tuple[dict[str, Collection], set[int]]:
     """Return a digest of each collection in a loader's data set, samplers and collate function.
 
     The digests cover lists, tuples, dictionaries, sets, arrays, tensors, tables of pandas and data sets of Hugging
@@ -117,19 +117,19 @@ def collections_of(loader: Any) -> tuple[dict[str, Collection], set[int]]:
     names = ("dataset", "sampler", "batch_sampler", "collate_fn")
     roots = {name: part for name in names if (part := getattr(loader, name, None)) is not None} or {"loader": loader}
     found, lengths = dict[str, Collection](), set[int]()
-    for place, part in walk(roots, _is_end, _LEAVES):
+    for place, part in walk_objects(roots, _ends_walk, _LEAVES):
         if place in ("dataset", "sampler", "loader") or isinstance(part, Dataset):
             with suppress(Exception):
                 lengths.add(len(part))
         with suppress(Exception):  # Collections that raise when read are not compared.
-            if (digest := _digest(part)) is not None:
+            if (digest := _digest_collection(part)) is not None:
                 found[place] = digest
         if len(found) == _COLLECTIONS:
             break
     return found, lengths
 
 
-def _is_end(part: Any) -> bool:
+def _ends_walk(part: Any) -> bool:
     """Return True for a collection that is digested as a whole, a module, a generator, or an unreadable object."""
     try:
         return isinstance(part, (nn.Module, *GENERATORS)) or _is_collection(part)
@@ -140,20 +140,20 @@ def _is_end(part: Any) -> bool:
 def _is_collection(part: Any) -> bool:
     """Return True for a collection that is digested as a whole."""
     if isinstance(part, (dict, *_SEQUENCES)):
-        first = _first(part)
+        first = _get_first(part)
         is_few_arrays = isinstance(first, _ARRAYS) and len(part) <= _FEW and not isinstance(part, dict)
         return _is_data(first) and not is_few_arrays  # A few arrays are, for example, the tensors of a TensorDataset.
     return isinstance(part, (*_ARRAYS, *_SETS)) or _is_table(part)
 
 
-def _first(part: Any) -> Any:
+def _get_first(part: Any) -> Any:
     return next(iter(part.values() if isinstance(part, dict) else part), None)
 
 
-def _is_data(item: Any, depth: int = _DEPTH) -> bool:
+def _is_data(item: Any, depth: int = _MAX_DEPTH) -> bool:
     """Return True for scalars, arrays, records, and nested collections of them, judged by first items."""
     if depth and isinstance(item, (dict, *_SEQUENCES)):
-        return _is_data(_first(item), depth - 1)
+        return _is_data(_get_first(item), depth - 1)
     return isinstance(item, (*_SCALARS, *_ARRAYS)) or is_dataclass(item)
 
 
@@ -163,31 +163,36 @@ def _is_table(part: Any) -> bool:
     return library in marks and hasattr(part, marks[library]) and hasattr(type(part), "__len__")
 
 
-def _digest(part: Any) -> Collection | None:
+def _digest_collection(part: Any) -> Collection | None:
     """Return the digest of a collection; None for other objects, for fewer than two items, and for caches with gaps."""
-    if not _is_collection(part) or not (items := _items(part)) or len(part) < 2 or any(each is None for each in items):
+    if (
+        not _is_collection(part)
+        or not (items := _sample_items(part))
+        or len(part) < 2
+        or any(each is None for each in items)
+    ):
         return None
-    folder = _folder(items)
-    codes = [_code(item, folder) for item in items]
+    folder = _find_common_folder(items)
+    codes = [_hash_item(item, folder) for item in items]
     if isinstance(part, dict):
-        is_label_map = {*part.values()} == {*range(len(part))} if isinstance(_first(part), int) else False
-        mixed = sum(_code(each, folder) for item in items for each in item) if is_label_map else None
+        is_label_map = {*part.values()} == {*range(len(part))} if isinstance(_get_first(part), int) else False
+        mixed = sum(_hash_item(each, folder) for item in items for each in item) if is_label_map else None
         return Collection(len(part), sum(codes), mixed, is_table=True)
     has_order = not isinstance(part, (deque, *_SETS)) and not _DEVICE.fullmatch(str(items[0]))
     return Collection(len(part), crc32(repr(codes).encode()) if has_order else sum(codes), sum(codes))
 
 
-def _items(part: Any) -> list[Any]:
+def _sample_items(part: Any) -> list[Any]:
     """Return evenly spaced items of a collection; an empty list if they cannot be read cheaply."""
     if isinstance(part, _ARRAYS):
-        return _rows(part, _FEWER if isinstance(part, np.memmap) else _ITEMS)
+        return _sample_rows(part, _MAX_SLOW_ITEMS if isinstance(part, np.memmap) else _MAX_ITEMS)
     if isinstance(part, (dict, *_SETS, deque)):
         items = part.items() if isinstance(part, dict) else part
-        return list(islice(items, _ITEMS)) if len(part) <= _ITEMS or isinstance(part, (dict, deque)) else []
+        return list(islice(items, _MAX_ITEMS)) if len(part) <= _MAX_ITEMS or isinstance(part, (dict, deque)) else []
     is_on_disk = _is_table(part) and not hasattr(part, "iloc")
-    is_nested = isinstance(part, _SEQUENCES) and not isinstance(_first(part), _SCALARS)
-    most = _FEWER if is_on_disk else _NESTED if is_nested else _ITEMS
-    positions = range(0, len(part), _stride(len(part), most))
+    is_nested = isinstance(part, _SEQUENCES) and not isinstance(_get_first(part), _SCALARS)
+    most = _MAX_SLOW_ITEMS if is_on_disk else _MAX_NESTED_ITEMS if is_nested else _MAX_ITEMS
+    positions = range(0, len(part), _compute_stride(len(part), most))
     if is_on_disk:
         return list(part.with_format("arrow")[list(positions)].to_pylist()) if positions else []
     if hasattr(part, "iloc"):
@@ -196,11 +201,11 @@ def _items(part: Any) -> list[Any]:
     return [part[position] for position in positions]
 
 
-def _stride(length: int, most: int) -> int:
+def _compute_stride(length: int, most: int) -> int:
     return max(1, -(-length // most))
 
 
-def _rows(part: torch.Tensor | np.ndarray[Any, Any], most: int) -> list[Any]:
+def _sample_rows(part: torch.Tensor | np.ndarray[Any, Any], most: int) -> list[Any]:
     """Return rows of an array or a tensor, with some values of each; an empty list without plain storage."""
     if isinstance(part, torch.Tensor):
         has_values = part.layout is torch.strided and not (part.is_meta or part.is_nested or part.is_quantized)
@@ -209,7 +214,7 @@ def _rows(part: torch.Tensor | np.ndarray[Any, Any], most: int) -> list[Any]:
         part = part.detach()
     if part.ndim == 0 or 0 in part.shape:
         return []
-    strides = [_stride(part.shape[0], most), *(_stride(size, _VALUES) for size in part.shape[1:])]
+    strides = [_compute_stride(part.shape[0], most), *(_compute_stride(size, _MAX_VALUES) for size in part.shape[1:])]
     rows: Any = part[tuple(slice(None, None, stride) for stride in strides)]
     if isinstance(rows, torch.Tensor):
         rows = rows.cpu().contiguous().reshape(len(rows), -1).view(torch.uint8).numpy()
@@ -218,7 +223,7 @@ def _rows(part: torch.Tensor | np.ndarray[Any, Any], most: int) -> list[Any]:
     return [np.ascontiguousarray(row).tobytes() for row in rows]
 
 
-def _folder(items: list[Any]) -> str:
+def _find_common_folder(items: list[Any]) -> str:
     """Return the common folder of all paths among the items, with its slash; "" without a common folder."""
     strings = [each for item in items for each in (item if isinstance(item, tuple) else (item,))]
     paths = [os.fspath(each) for each in strings if isinstance(each, (str, os.PathLike)) and os.sep in str(each)]
@@ -228,30 +233,30 @@ def _folder(items: list[Any]) -> str:
     return ""
 
 
-def _code(item: Any, folder: str) -> int:
+def _hash_item(item: Any, folder: str) -> int:
     code = 0
-    for piece in islice(_bytes_of(item, folder, _DEPTH), _FEW):
+    for piece in islice(_iterate_bytes(item, folder, _MAX_DEPTH), _FEW):
         code = crc32(piece, code)
     return code
 
 
-def _bytes_of(item: Any, folder: str, depth: int) -> Iterator[bytes]:
+def _iterate_bytes(item: Any, folder: str, depth: int) -> Iterator[bytes]:
     """Yield the bytes of an item of a collection; an object counts by its class and its attributes."""
     if isinstance(item, (str, os.PathLike)):
-        yield str(item).removeprefix(folder)[:_LONG].encode(errors="surrogatepass")
+        yield str(item).removeprefix(folder)[:_LONG_TEXT].encode(errors="surrogatepass")
     elif isinstance(item, (bytes, bytearray)):
-        yield b"%d" % len(item) + item[:_LONG] + item[-_LONG:]
+        yield b"%d" % len(item) + item[:_LONG_TEXT] + item[-_LONG_TEXT:]
     elif isinstance(item, _ARRAYS) and item.ndim:
-        yield from pieces([str(item.dtype), *item.shape, *_rows(item, _FEW // 2)])
+        yield from iterate_bytes([str(item.dtype), *item.shape, *_sample_rows(item, _FEW // 2)])
     elif isinstance(item, (*_SCALARS, *_ARRAYS)):
-        yield from pieces(item)
+        yield from iterate_bytes(item)
     elif depth:
         yield type(item).__name__.encode()
         if isinstance(item, _SETS):
-            yield b"%d" % sum(_code(part, folder) for part in item)
+            yield b"%d" % sum(_hash_item(part, folder) for part in item)
         elif isinstance(item, _SEQUENCES):
             for part in islice(item, _FEW):
-                yield from _bytes_of(part, folder, depth - 1)
+                yield from _iterate_bytes(part, folder, depth - 1)
         else:
             attributes = item if isinstance(item, dict) else getattr(item, "__dict__", {})
-            yield b"%d" % sum(_code(pair, folder) for pair in islice(attributes.items(), _FEW))
+            yield b"%d" % sum(_hash_item(pair, folder) for pair in islice(attributes.items(), _FEW))

@@ -4,7 +4,7 @@ from lumen import callbacks
 from lumen.integrations.ray import RayTrainReportCallback
 from lumen.tools.report.callback import Report
 
-BYSTANDERS = (
+SIDE_EFFECT_CALLBACKS = (
     callbacks.BasePredictionWriter, callbacks.DeviceStatsMonitor, callbacks.ModelCheckpoint, callbacks.ModelSummary,
     callbacks.OnExceptionCheckpoint, callbacks.ProgressBar, callbacks.ThroughputMonitor, RayTrainReportCallback, Report,
 )  # fmt: skip

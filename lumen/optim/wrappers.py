@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lumen.data.nested import convert
-from lumen.distributed.dtensor import from_local, is_cut, is_sharded, local_block, local_tensor
+from lumen.data.nested import map_leaves
+from lumen.distributed.dtensor import get_local_block, get_local_tensor, is_sharded, is_split, make_dtensor
 from lumen.errors import ConfigError
-from lumen.internals.optimizers import attributes_of_all_optimizers
+from lumen.internals.optimizers import list_common_attributes
 
 _REFUSAL = re.compile(r"assert closure(?! is None)|if (closure is None|not closure):(\s*#.*)?\s*raise ")
 
@@ -25,11 +25,11 @@ _REFUSAL = re.compile(r"assert closure(?! is None)|if (closure is None|not closu
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return True if an optimizer's `step` needs a closure that evaluates loss and gradients, as with LBFGS and SAM."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and (closure.default is closure.empty or _refuses_none(type(optimizer).step))
+    return closure is not None and (closure.default is closure.empty or _requires_closure(type(optimizer).step))
 
 
 @cache
-def _refuses_none(step: Callable[..., Any]) -> bool:
+def _requires_closure(step: Callable[..., Any]) -> bool:
     """Return True if the source of a `step(closure=None)` raises an error without a closure."""
     try:
         return bool(_REFUSAL.search(inspect.getsource(step)))
@@ -37,7 +37,7 @@ def _refuses_none(step: Callable[..., Any]) -> bool:
         return False
 
 
-class _Around(Optimizer, ABC):
+class _OptimizerWrapper(Optimizer, ABC):
     """Base class of optimizers around one other, with the same objects as groups and state as the optimizer inside.
 
     So schedulers, gradient scalers and checkpoints work as with the optimizer inside.
@@ -81,11 +81,11 @@ class _Around(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._move()
+        self._step_inner()
         return loss
 
     @abstractmethod
-    def _move(self) -> None:
+    def _step_inner(self) -> None:
         """Make one step of the optimizer inside, with the additions of the subclass."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class _Around(Optimizer, ABC):
 
 
 @final
-class Lookahead(_Around):
+class Lookahead(_OptimizerWrapper):
     """Lookahead around an optimizer: every k steps, slow weights move a part of the way to the parameters.
 
     The parameters are then set to the slow weights. Zhang et al., Lookahead Optimizer: k steps forward, 1 step back,
@@ -122,7 +122,7 @@ class Lookahead(_Around):
         """Pickle all attributes, because `Optimizer` would leave out those that torch does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
 
-    def _move(self) -> None:
+    def _step_inner(self) -> None:
         """Make one fast step, and after every k-th a slow step."""
         moving = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
         starts = {each: each.clone() for each in moving if "slow" not in self.state.get(each, ())}
@@ -138,7 +138,7 @@ class Lookahead(_Around):
 
 
 @final
-class WholeMatrices(_Around):
+class WholeMatrices(_OptimizerWrapper):
     """Optimizer that gives the optimizer inside unsharded parameters under FSDP, as Muon and Shampoo need.
 
     On shards of a matrix `torch.optim.Muon` sums in a different order, whose 16-bit rounding changes a tenth of an
@@ -172,7 +172,7 @@ class WholeMatrices(_Around):
         """Pickle all attributes, because `Optimizer` would leave out those that torch does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer}
 
-    def _move(self) -> None:
+    def _step_inner(self) -> None:
         """Make one step of the optimizer inside. Collective, where parameters are sharded.
 
         Raises:
@@ -181,45 +181,47 @@ class WholeMatrices(_Around):
         if not any(is_sharded(parameter) for group in self.param_groups for parameter in group["params"]):
             self.optimizer.step()
             return
-        optimizer, groups, state, before = self.optimizer, self.param_groups, self.state, self._counters()
+        optimizer, groups, state, before = self.optimizer, self.param_groups, self.state, self._get_counters()
         try:
             for group in groups:
                 after: dict[str, Any] = {}
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        other, after = after, self._step(parameter, group, state)
-                        self._refuse({key for key in other if key != "params" and _differ(other[key], after[key])})
+                        other, after = after, self._step_parameter(parameter, group, state)
+                        self._refuse_state(
+                            {key for key in other if key != "params" and _is_different(other[key], after[key])}
+                        )
                 group.update({key: value for key, value in after.items() if key != "params"})
         finally:
             optimizer.param_groups, optimizer.state = groups, state
-        self._refuse({name for name, value in self._counters().items() if before.get(name, value) != value})
+        self._refuse_state({name for name, value in self._get_counters().items() if before.get(name, value) != value})
 
-    def _step(self, parameter: Any, group: dict[str, Any], state: Any) -> dict[str, Any]:
+    def _step_parameter(self, parameter: Any, group: dict[str, Any], state: Any) -> dict[str, Any]:
         """Step one parameter. Returns the group after the step."""
-        whole = nn.Parameter(_whole(parameter.detach()), requires_grad=parameter.requires_grad)
+        whole = nn.Parameter(_gather_whole(parameter.detach()), requires_grad=parameter.requires_grad)
         whole.__dict__.update(parameter.__dict__)
-        whole.grad = _whole(parameter.grad)
+        whole.grad = _gather_whole(parameter.grad)
         self.optimizer.param_groups = [stepped := {**group, "params": [whole]}]
         self.optimizer.state = defaultdict(dict)
         if parameter in state:
-            self.optimizer.state[whole] = convert(state[parameter], _whole)
+            self.optimizer.state[whole] = map_leaves(state[parameter], _gather_whole)
         self.optimizer.step()
-        self._refuse({str(key) for key in self.optimizer.state if key is not whole})
-        local_tensor(parameter.detach()).copy_(local_tensor(_cut(whole.detach(), parameter)))
+        self._refuse_state({str(key) for key in self.optimizer.state if key is not whole})
+        get_local_tensor(parameter.detach()).copy_(get_local_tensor(_shard_like(whole.detach(), parameter)))
         if whole in self.optimizer.state:
-            state[parameter] = convert(self.optimizer.state[whole], partial(_cut, like=parameter))
+            state[parameter] = map_leaves(self.optimizer.state[whole], partial(_shard_like, like=parameter))
         return stepped
 
-    def _counters(self) -> dict[str, Any]:
+    def _get_counters(self) -> dict[str, Any]:
         """Return the numeric attributes of the optimizer inside, which may be counters of steps."""
-        known = attributes_of_all_optimizers()
+        known = list_common_attributes()
         return {
             name: value
             for name, value in vars(self.optimizer).items()
             if name not in known and type(value) in (int, float, bool)
         }
 
-    def _refuse(self, kept: set[str]) -> None:
+    def _refuse_state(self, kept: set[str]) -> None:
         """Raise an error if the step of one parameter has changed values that belong to no parameter."""
         if kept:
             raise ConfigError(
@@ -233,7 +235,7 @@ def muons_on_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
     if isinstance(optimizer, WholeMatrices):
         return
     if isinstance(optimizer, getattr(torch.optim, "Muon", ())) and any(
-        is_cut(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        is_split(parameter) for group in optimizer.param_groups for parameter in group["params"]
     ):
         yield optimizer
     inside = [getattr(optimizer, "optimizer", None), *getattr(optimizer, "optimizers", ())]
@@ -242,19 +244,19 @@ def muons_on_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
             yield from muons_on_parts(each)
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _is_different(one: Any, other: Any) -> bool:
     return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
 
 
-def _whole(value: Any) -> Any:
+def _gather_whole(value: Any) -> Any:
     """Gather a DTensor; return any other value as it is."""
     return value.full_tensor() if is_sharded(value) else value
 
 
-def _cut(value: Any, like: Any) -> Any:
+def _shard_like(value: Any, like: Any) -> Any:
     """Shard a tensor that every process holds like the DTensor `like`, without communication; return others as is."""
     if not (is_sharded(like) and isinstance(value, torch.Tensor) and value.ndim):
         return value
-    block = zip(*local_block(like, value.shape), strict=True)
+    block = zip(*get_local_block(like, value.shape), strict=True)
     rows = value[tuple(slice(offset, offset + size) for offset, size in block)].clone()  # A view would keep the rest.
-    return from_local(rows, like, value.shape)
+    return make_dtensor(rows, like, value.shape)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lumen.callbacks.model_checkpoint import ModelCheckpoint
 
 
-class UsedTrainer(RunningTrainer, Protocol):
+class CallbackTrainer(RunningTrainer, Protocol):
     """Members of a trainer that Lumen's callbacks use, besides those of `RunningTrainer`.
 
     Attributes:

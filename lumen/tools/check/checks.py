@@ -7,28 +7,30 @@ import math
 from lumen.callbacks.model_summary import summarize
 from lumen.errors import NonFiniteLoss
 from lumen.run.run import Run
-from lumen.tools.check.data import look_at_data, look_for_leaks
-from lumen.tools.check.schedule import Course, look_at_checkpoints, look_at_monitors, look_at_schedule, look_at_time
-from lumen.tools.check.show import Report, shortened
-from lumen.tools.check.trial import Trial
+from lumen.tools.check.data import check_data, check_leaks
+from lumen.tools.check.report import CheckReport, shorten_rows
+from lumen.tools.check.schedule import RunLength, check_checkpoints, check_monitors, check_schedule, check_time
+from lumen.tools.check.trial import CheckTrial
 
 _MODEL, _STEP = "model", "first steps"
 _NAMES_SHOWN, _MODULES_SHOWN = 6, 8
 _EXPLODES, _CHANCE_FACTOR = 1e3, 2.0
 
 
-def look_at_model(report: Report, trial: Trial, run: Run) -> None:
+def check_model(report: CheckReport, trial: CheckTrial, run: Run) -> None:
     """Report the size of the model, and the parameters that are not trained."""
     summary = summarize(trial.task)
     rows = [[row.name, row.type, f"{row.parameters:,}"] for row in summary[1:] if row.parameters]
     total, frozen = summary.total_parameters, summary[0].frozen
     text = f"{total:,} parameters, {summary.model_size:.3g} MB" + (f"; {frozen:,} of them are frozen" if frozen else "")
-    report.add(_MODEL, "ok", "model.size", text, rows=shortened(rows, _MODULES_SHOWN))
+    report.add(_MODEL, "ok", "model.size", text, rows=shorten_rows(rows, _MODULES_SHOWN))
     report.facts["model"] = {"parameters": total, "frozen": frozen, "mb": summary.model_size}
     trained = {name: each for name, each in trial.task.named_parameters() if each.requires_grad}
     held = {id(each): group for group in run.optim.optimizer.param_groups for each in group["params"]}
     if free := [name for name, each in trained.items() if id(each) not in held]:
-        report.add(_MODEL, "suspicious", "parameters.unheld", f"no optimizer has {_names(free)}: they never change")
+        report.add(
+            _MODEL, "suspicious", "parameters.unheld", f"no optimizer has {_format_names(free)}: they never change"
+        )
     decayed = {name: each for name, each in trained.items() if held.get(id(each), {}).get("weight_decay")}
     if flat := [name for name, each in decayed.items() if each.dim() < 2]:
         text = f"weight decay is on {len(flat)} norms and biases, such as {flat[0]}"
@@ -36,9 +38,9 @@ def look_at_model(report: Report, trial: Trial, run: Run) -> None:
                    "dimension}.")  # fmt: skip
 
 
-def look_at_step(report: Report, trial: Trial, run: Run) -> None:
+def check_step(report: CheckReport, trial: CheckTrial, run: Run) -> None:
     """Report on the loss and the gradients of the first steps."""
-    _look_at_loss(report, trial)
+    _check_loss(report, trial)
     if not trial.task.automatic_optimization:
         report.add(
             _STEP, "note", "manual",
@@ -46,12 +48,12 @@ def look_at_step(report: Report, trial: Trial, run: Run) -> None:
             "its loss depends on the input were not looked at",
         )  # fmt: skip
         return
-    _look_at_gradients(report, trial)
-    _look_at_dependence(report, trial)
+    _check_gradients(report, trial)
+    _check_dependence(report, trial)
 
 
-def _look_at_loss(report: Report, trial: Trial) -> None:
-    losses = trial.witness.losses
+def _check_loss(report: CheckReport, trial: CheckTrial) -> None:
+    losses = trial.observer.losses
     if not losses:
         report.add(_STEP, "note", "loss", "no loss was seen")
         return
@@ -61,7 +63,7 @@ def _look_at_loss(report: Report, trial: Trial) -> None:
         report.add(_STEP, "wrong", "loss.finite", f"the first loss is {first}")
         return
     said = f"{'first loss that goes backward' if by_hand else 'first loss'}: {first:.4g}"
-    if (classes := _classes(trial)) is None:
+    if (classes := _count_classes(trial)) is None:
         report.add(_STEP, "ok", "loss", f"{said}, finite")
         return
     expected = report.facts["loss_by_chance"] = math.log(classes)
@@ -72,9 +74,9 @@ def _look_at_loss(report: Report, trial: Trial) -> None:
         report.add(_STEP, "ok", "loss", said)
 
 
-def _classes(trial: Trial) -> int | None:
+def _count_classes(trial: CheckTrial) -> int | None:
     """Return the number of classes if the task's loss is the plain loss of one classifier."""
-    seen, losses = trial.witness.seen, trial.witness.losses
+    seen, losses = trial.observer.seen, trial.observer.losses
     if not seen or len(seen[0].losses) != 1 or not losses:
         return None
     loss = seen[0].losses[0]
@@ -82,21 +84,21 @@ def _classes(trial: Trial) -> int | None:
     return loss.classes if loss.is_plain and is_all and loss.classes > 1 else None
 
 
-def _look_at_gradients(report: Report, trial: Trial) -> None:
-    found = trial.witness.gradients
+def _check_gradients(report: CheckReport, trial: CheckTrial) -> None:
+    found = trial.observer.gradients
     if found is None:
         report.add(_STEP, "note", "gradients", "no gradients were seen")
         return
     report.facts["gradients"] = vars(found)
     if found.odd:
-        report.add(_STEP, "wrong", "gradients.finite", f"NaN or infinite gradients of {_names(found.odd)}")
+        report.add(_STEP, "wrong", "gradients.finite", f"NaN or infinite gradients of {_format_names(found.odd)}")
     elif found.norm is not None:
-        _look_at_norm(report, trial, found.norm)
+        _check_norm(report, trial, found.norm)
     if found.without:
-        report.add(_STEP, "suspicious", "gradients.none", f"no gradient reaches {_names(found.without)}")
+        report.add(_STEP, "suspicious", "gradients.none", f"no gradient reaches {_format_names(found.without)}")
 
 
-def _look_at_norm(report: Report, trial: Trial, norm: float) -> None:
+def _check_norm(report: CheckReport, trial: CheckTrial, norm: float) -> None:
     clip = trial.plan.clip_norm
     clipped = f", clipped to {clip:g}" if clip is not None and norm > clip else ""
     said = f"norm of the gradients: {norm:.4g}{clipped}"
@@ -108,31 +110,31 @@ def _look_at_norm(report: Report, trial: Trial, norm: float) -> None:
         report.add(_STEP, "ok", "gradients", said)
 
 
-def _look_at_dependence(report: Report, trial: Trial) -> None:
-    witness = trial.witness
+def _check_dependence(report: CheckReport, trial: CheckTrial) -> None:
+    witness = trial.observer
     if len(witness.losses) >= 3 and len(set(witness.losses)) == 1 and witness.losses[0] != 0.0:
         report.add(_STEP, "suspicious", "loss.constant", f"the loss is {witness.losses[0]:.6g} for each of the first "
                    f"{len(witness.losses)} batches: it does not depend on them")  # fmt: skip
-    elif witness.twins is not None and witness.twins[0] == witness.twins[1]:
+    elif witness.equal_losses is not None and witness.equal_losses[0] == witness.equal_losses[1]:
         text = (
-            f"the loss stays {witness.twins[0]:.6g} when {witness.changed} of the batch is changed: it does not depend "
+            f"the loss stays {witness.equal_losses[0]:.6g} when {witness.changed} of the batch is changed: it does not depend "
             "on it"
         )
         report.add(_STEP, "suspicious", "loss.input", text)
-    elif witness.twins is None:
+    elif witness.equal_losses is None:
         report.add(_STEP, "note", "loss.input", "whether the loss depends on the input could not be tried")
 
 
-def _names(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 #: Warnings to leave out: not mistakes, or reported by another check.
-_ONLY_TOLD = ("Lumen did not draw these batches", "the optimizer does not hold")
+_INFORMATIONAL = ("Lumen did not draw these batches", "the optimizer does not hold")
 
 
-def look(report: Report, trial: Trial, samples: int) -> None:
+def check_training(report: CheckReport, trial: CheckTrial, samples: int) -> None:
     """Check a training and write nothing. The task, the data and the trainer cannot be used afterwards.
 
     Args:
@@ -145,42 +147,42 @@ def look(report: Report, trial: Trial, samples: int) -> None:
         Exception: An error of the user's own code.
     """
     try:
-        with trial.opened() as run:
+        with trial.open_run() as run:
             try:
                 trial.begin(run)
             except NonFiniteLoss:
                 if run.step.loss is not None:
-                    trial.witness.losses[:1] = [float(run.step.loss.detach())]
-                _look_at_beginning(report, trial, run, samples)
+                    trial.observer.losses[:1] = [float(run.step.loss.detach())]
+                _check_beginning(report, trial, run, samples)
                 raise
             except Exception:
-                if trial.witness.batch is not None or trial.witness.validation:
-                    look_at_data(report, trial, run)
+                if trial.observer.batch is not None or trial.observer.validation:
+                    check_data(report, trial, run)
                 raise
-            if trial.witness.batch is None:
+            if trial.observer.batch is None:
                 report.add("first steps", "note", "finished", "the run is finished: there is nothing to do")
                 return
-            _look_at_beginning(report, trial, run, samples)
-            _look_ahead(report, trial, run)
+            _check_beginning(report, trial, run, samples)
+            _check_whole_run(report, trial, run)
     finally:
-        for text in trial.said:
-            if not any(each in text for each in _ONLY_TOLD):
+        for text in trial.warnings:
+            if not any(each in text for each in _INFORMATIONAL):
                 report.add("what fit warns of", "suspicious", "warning", text)
 
 
-def _look_at_beginning(report: Report, trial: Trial, run: Run, samples: int) -> None:
-    look_at_data(report, trial, run)
+def _check_beginning(report: CheckReport, trial: CheckTrial, run: Run, samples: int) -> None:
+    check_data(report, trial, run)
     if samples:
-        look_for_leaks(report, run, samples)
-    look_at_model(report, trial, run)
-    look_at_step(report, trial, run)
+        check_leaks(report, run, samples)
+    check_model(report, trial, run)
+    check_step(report, trial, run)
 
 
-def _look_ahead(report: Report, trial: Trial, run: Run) -> None:
-    course = Course(trial.plan, run)
-    look_at_schedule(report, trial, run, course)
-    look_at_monitors(report, trial, run)
-    look_at_checkpoints(report, trial, run, course, look_at_time(report, trial, run, course))
+def _check_whole_run(report: CheckReport, trial: CheckTrial, run: Run) -> None:
+    course = RunLength(trial.plan, run)
+    check_schedule(report, trial, run, course)
+    check_monitors(report, trial, run)
+    check_checkpoints(report, trial, run, course, check_time(report, trial, run, course))
     if trial.finders:
         said = f"{' and '.join(trial.finders)} searches first; that is not done here"
         report.add("schedule", "note", "finders", said)

@@ -12,16 +12,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lumen.console import size, stdout
-from lumen.tools.terminal import print_json, table_console
+from lumen.console import format_bytes, stdout
+from lumen.tools.terminal import make_table_console, print_json
 
-_MOST_PARTS = 16
+_MAX_LEAVES = 16
 _PLAIN = (str, bytes, int, float, type(None))
 
 
 @final
 @dataclass(frozen=True)
-class Part:
+class BatchLeaf:
     """Leaf of a nested batch.
 
     Attributes:
@@ -49,36 +49,36 @@ class Part:
     infinite: int = 0
 
     @property
-    def cells(self) -> list[str]:
+    def format_cells(self) -> list[str]:
         """Cells of the leaf's row in the table."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
         holds = "" if self.least is None or self.most is None else f"{self.least:.3g} .. {self.most:.3g}"
         spread = "" if self.mean is None or self.std is None else f"mean {self.mean:.3g} std {self.std:.3g}"
         odd = [f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.infinite, "infinite")) if count]
-        memory = size(self.size_bytes) if self.size_bytes else ""
+        memory = format_bytes(self.size_bytes) if self.size_bytes else ""
         return [self.path, self.kind, shape, holds, ", ".join([*filter(None, [spread]), *odd]), memory]
 
 
-def parts_of(batch: Any) -> list[Part]:
+def describe_leaves(batch: Any) -> list[BatchLeaf]:
     """Describe the leaves of a nested batch, depth first."""
-    return [_part(path, leaf) for path, leaf in leaves(batch)]
+    return [_describe_leaf(path, leaf) for path, leaf in iterate_leaves(batch)]
 
 
-def rows_of(parts: list[Part]) -> list[list[str]]:
-    """Return parts as rows of a table, at most `_MOST_PARTS`."""
-    return shortened([each.cells for each in parts], _MOST_PARTS)
+def format_rows(parts: list[BatchLeaf]) -> list[list[str]]:
+    """Return parts as rows of a table, at most `_MAX_LEAVES`."""
+    return shorten_rows([each.format_cells for each in parts], _MAX_LEAVES)
 
 
-def shortened(rows: list[list[str]], most: int) -> list[list[str]]:
+def shorten_rows(rows: list[list[str]], most: int) -> list[list[str]]:
     """Return the first rows of a table, and a row with the number of rows left out."""
     return [*rows[:most], *([[f"and {len(rows) - most} more"]] if len(rows) > most else [])]
 
 
-def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a nested batch with their paths, depth first. A list of strings or numbers is one leaf."""
     inside: Iterator[tuple[str, Any]]
     if isinstance(batch, Mapping):
-        inside = ((_within(path, key), value) for key, value in batch.items())
+        inside = ((_join_path(path, key), value) for key, value in batch.items())
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
         inside = ((f"{path}.{name}", value) for name, value in zip(batch._fields, batch, strict=True))
     elif isinstance(batch, (list, tuple)) and not all(isinstance(each, _PLAIN) for each in batch):
@@ -89,31 +89,31 @@ def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         inside = iter(())
         yield path or "batch", batch
     for where, value in inside:
-        yield from leaves(value, where)
+        yield from iterate_leaves(value, where)
 
 
-def _within(path: str, key: Any) -> str:
+def _join_path(path: str, key: Any) -> str:
     return f"{path}.{key}".lstrip(".") if isinstance(key, str) else f"{path}[{key!r}]"
 
 
-def largest(batch: Any) -> tuple[str, torch.Tensor] | None:
+def find_largest(batch: Any) -> tuple[str, torch.Tensor] | None:
     """Return the first of the largest tensors with two or more dimensions; None without such a tensor."""
-    found = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+    found = [(path, leaf) for path, leaf in iterate_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
     return max(found, key=lambda each: each[1].numel(), default=None)
 
 
-def _part(path: str, leaf: Any) -> Part:
+def _describe_leaf(path: str, leaf: Any) -> BatchLeaf:
     if isinstance(leaf, (list, tuple)):
         kinds = {type(each).__name__: None for each in leaf}
-        return Part(path, f"{len(leaf)} {', '.join(kinds)}".rstrip())
+        return BatchLeaf(path, f"{len(leaf)} {', '.join(kinds)}".rstrip())
     if not isinstance(leaf, torch.Tensor):
-        return Part(path, type(leaf).__name__)
+        return BatchLeaf(path, type(leaf).__name__)
     kind, shape = str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
     size_bytes = leaf.numel() * leaf.element_size()
     if leaf.is_sparse or leaf.is_nested or leaf.is_complex() or leaf.is_quantized or not leaf.numel():
-        return Part(path, kind, shape, size_bytes)
+        return BatchLeaf(path, kind, shape, size_bytes)
     numbers = leaf.detach().float() if leaf.is_floating_point() else leaf.detach().long()
-    part = Part(path, kind, shape, size_bytes, nan=int(numbers.isnan().sum()), infinite=int(numbers.isinf().sum()))
+    part = BatchLeaf(path, kind, shape, size_bytes, nan=int(numbers.isnan().sum()), infinite=int(numbers.isinf().sum()))
     if not (finite := numbers[numbers.isfinite()]).numel():
         return part
     part = replace(part, least=float(finite.min()), most=float(finite.max()))
@@ -121,7 +121,7 @@ def _part(path: str, leaf: Any) -> Part:
     return replace(part, mean=float(finite.mean()), std=float(finite.std(correction=0))) if is_float else part
 
 
-def duration(seconds: float) -> str:
+def format_rough_duration(seconds: float) -> str:
     """Return a duration in words: `40 ms`, `12 s`, `3 min`, `5.2 h`, `2.1 days`."""
     for most, unit, name in ((1, 0.001, "ms"), (100, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
         if seconds < most:
@@ -129,8 +129,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.3g} days"
 
 
-def every(count: int, what: str) -> str:
-    """Return an interval in words: `every step`, `every 2 steps`."""
+def format_every(count: int, what: str) -> str:
+    """Return an interval in words: `format_every step`, `format_every 2 steps`."""
     return f"every {what}" if count == 1 else f"every {count:,} {what}s"
 
 
@@ -191,7 +191,7 @@ class Finding:
 
 @final
 @dataclass
-class Report:
+class CheckReport:
     """Findings of a check.
 
     Attributes:
@@ -212,34 +212,34 @@ class Report:
             advice = advice or ADVICE.get(name, "")
         self.sections.setdefault(section, []).append(Finding(mark, name, text, advice, rows))
 
-    def all_of(self, mark: Mark) -> list[Finding]:
+    def list_findings(self, mark: Mark) -> list[Finding]:
         """Return the findings with a mark."""
         return [each for section in self.sections.values() for each in section if each.mark == mark]
 
-    def exit_code(self, *, strict: bool) -> int:
+    def get_exit_code(self, *, strict: bool) -> int:
         """Return 2 if a finding is wrong, 1 if `strict` and a finding is suspicious, else 0."""
-        return 2 if self.all_of("wrong") else int(strict and bool(self.all_of("suspicious")))
+        return 2 if self.list_findings("wrong") else int(strict and bool(self.list_findings("suspicious")))
 
 
 _MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "suspicious": ("!", "yellow"), "wrong": ("✗", "bold red")}
-_WIDEST = 120
+_MAX_WIDTH = 120
 
 
-def show(report: Report) -> None:
+def print_report(report: CheckReport) -> None:
     """Print a report as wide as the terminal, at most 120 columns, or 80 columns without a terminal."""
-    console = table_console()
-    console.width = min(console.width, _WIDEST) if console.is_terminal else 80
+    console = make_table_console()
+    console.width = min(console.width, _MAX_WIDTH) if console.is_terminal else 80
     with console.capture() as shown:
         console.print(Text(report.title, "bold"))
         for name, findings in report.sections.items():
             console.print("\n", Text(name, "bold"), sep="")
             for finding in findings:
-                _show(console, finding)
-        console.print("\n", verdict(report), sep="")
+                _print_finding(console, finding)
+        console.print("\n", format_verdict(report), sep="")
     print(*map(str.rstrip, shown.get().splitlines()), sep="\n", file=stdout)
 
 
-def _show(console: Console, finding: Finding) -> None:
+def _print_finding(console: Console, finding: Finding) -> None:
     sign, style = _MARKS[finding.mark]
     line = Table.grid(padding=(0, 1))
     line.add_column(width=1)
@@ -249,10 +249,10 @@ def _show(console: Console, finding: Finding) -> None:
         line.add_row("", Text(finding.advice))
     console.print(line)
     if finding.rows:
-        console.print(Padding(_table(finding.rows), (0, 0, 0, 4)))
+        console.print(Padding(_make_table(finding.rows), (0, 0, 0, 4)))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Table:
+def _make_table(rows: Sequence[Sequence[str]]) -> Table:
     table, columns = Table.grid(padding=(0, 2)), max(map(len, rows))
     for _ in range(columns):
         table.add_column(overflow="fold")
@@ -261,16 +261,16 @@ def _table(rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def verdict(report: Report) -> Text:
+def format_verdict(report: CheckReport) -> Text:
     """Return a one-line summary of a report."""
-    wrong, suspicious = (len(report.all_of(mark)) for mark in ("wrong", "suspicious"))
+    wrong, suspicious = (len(report.list_findings(mark)) for mark in ("wrong", "suspicious"))
     if wrong or suspicious:
         text = f"{f'{wrong} wrong, ' if wrong else ''}{suspicious} suspicious"
         return Text(text, "bold red" if wrong else "bold yellow")
     return Text("nothing suspicious was found", "bold green")
 
 
-def show_json(report: Report, exit_code: int) -> None:
+def print_json_report(report: CheckReport, exit_code: int) -> None:
     """Print a report as JSON. Non-finite numbers are strings."""
     sections = {name: [vars(each) for each in findings] for name, findings in report.sections.items()}
     print_json({"title": report.title, "exit_code": exit_code, "sections": sections, "facts": report.facts})
