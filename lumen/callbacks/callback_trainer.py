@@ -75,7 +75,7 @@ class CallbackTrainer(RunningTrainer, Protocol):
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the step's gradient. Collective."""
 
-    def request_agreement(self) -> None:
+    def request_stop_vote(self) -> None:
         """Have all processes agree, after `on_step_end`, on whether the run ends here."""
 
     def skip_update(self) -> None:

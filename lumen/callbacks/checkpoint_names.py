@@ -27,7 +27,7 @@ def can_rank_checkpoints(settings: Mapping[str, Any]) -> bool:
 
 
 def order_checkpoint_callbacks(savers: Iterable[Saver]) -> list[Saver]:
-    """Return the savers in order, but first the one whose ranking counts for the whole run (see `can_rank_checkpoints`)."""
+    """Return the savers in order, but first the one that ranks for the whole run (see `can_rank_checkpoints`)."""
     return sorted(savers, key=lambda saver: not can_rank_checkpoints(vars(saver)))
 
 

@@ -114,7 +114,7 @@ class EarlyStopping(Callback):
             self.stopping_reason_message, self._pending = f"{self.monitor}: {self._pending}", None
             _log.info("early stopping: %s", self.stopping_reason_message)
             trainer.should_stop = True
-            trainer.request_agreement()
+            trainer.request_stop_vote()
 
     def on_train_epoch_start(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Raise an error if the monitor had no value in the previous epoch, whose checkpoint is saved by now."""

@@ -58,7 +58,7 @@ def apply_accumulation_schedule(plan: Plan, callbacks: Iterable[Callback], repla
         )
     if plan.accumulate not in ({0: 1}, accumulate):
         raise ConfigError(
-            f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)} and GradientAccumulationScheduler({given[0]}) both "
-            "say how large a step is. Leave one out."
+            f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)} and "
+            f"GradientAccumulationScheduler({given[0]}) both say how large a step is. Leave one out."
         )
     return replace(plan, accumulate=accumulate)

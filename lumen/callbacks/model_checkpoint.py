@@ -223,7 +223,7 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         """Check if a rule wants a checkpoint of this step; if so, all ranks first agree on whether the run ends."""
         self._should_save = self.dirpath is not None and self._is_due(trainer)
         if self._should_save:
-            trainer.request_agreement()
+            trainer.request_stop_vote()
 
     def on_step_checkpoint(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Save if a rule wants a checkpoint."""

@@ -57,9 +57,10 @@ class ParquetFile:
         table = arrow.table(named | {name: self._make_column(tensor) for name, tensor in columns.items()})
         if self._pending_tables and table.schema != self._pending_tables[0].schema:
             raise DataError(
-                f"PredictionWriter: {self._path.name} has the columns {_describe_schema(self._pending_tables[0].schema)}, but a "
-                f"batch has {_describe_schema(table.schema)}. Let predict_step return the same names, dtypes and numbers of "
-                "dimensions for each batch, or use format: safetensors."
+                f"PredictionWriter: {self._path.name} has the columns "
+                f"{_describe_schema(self._pending_tables[0].schema)}, but a batch has "
+                f"{_describe_schema(table.schema)}. Let predict_step return the same names, dtypes and numbers "
+                "of dimensions for each batch, or use format: safetensors."
             )
         self._pending_tables.append(table)
         held = self._pending_tables[1:]

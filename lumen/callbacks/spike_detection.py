@@ -163,7 +163,7 @@ class SpikeDetection(Callback):
         if self._should_stop:
             self._should_stop = False
             trainer.should_stop = True
-            trainer.request_agreement()
+            trainer.request_stop_vote()
 
     @property
     def state_key(self) -> str:

@@ -77,7 +77,7 @@ class Timer(Callback):
     def on_step_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """End training if the time is used up; all ranks use the same clock."""
         if self._stop_if_used_up(trainer):
-            trainer.request_agreement()
+            trainer.request_stop_vote()
 
     def on_train_end(self, trainer: CallbackTrainer, task: TaskModule) -> None:
         """Stop the clock."""

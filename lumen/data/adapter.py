@@ -145,7 +145,8 @@ class LoadedStep(NamedTuple):
     ) -> AccumulationWindow:
         """Return the step as a window for the loop; dummy batches come last."""
         return AccumulationWindow(
-            map(_FETCH_NOTHING, self.items).__next__, self.sizes, index, state, waited_s, rank_slice, self.assigned, last=last
+            map(_FETCH_NOTHING, self.items).__next__, self.sizes, index, state, waited_s, rank_slice, self.assigned,
+            last=last,
         )  # fmt: skip
 
 

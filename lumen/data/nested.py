@@ -115,7 +115,10 @@ class CopyStream:
         )  # one per pending batch, set when the work before it is done
 
     def move_batch(self, batch: Any) -> Any:
-        """Copy a batch like `move_batch`; the current stream waits for the copies, the host for the batch `_BATCHES_AHEAD` before."""
+        """Copy a batch like `move_batch`, in a stream of its own.
+
+        The current stream waits for the copies. The host waits for the copies of the batch `_BATCHES_AHEAD` earlier.
+        """
         if sum(part.nbytes for part in iterate_tensors(batch) if _is_copied_alone(part)) < _SMALL_BYTES:
             return move_batch(batch, self._device, self._dtype)
         current = torch.cuda.current_stream(self._device)

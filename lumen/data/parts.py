@@ -70,8 +70,8 @@ def _cut_leaf(leaf: Any, samples: int, where: slice) -> Any:
         return leaf[where]
     raise DataError(
         f"a batch of {samples} samples does not fit into memory, and cannot be halved: where its samples are is not "
-        f"known of {_describe_value(leaf)}; only tensors that have them along dimension 0 can be cut, and lists without "
-        "tensors. Make batch_size of that loader smaller."
+        f"known of {_describe_value(leaf)}; only tensors that have them along dimension 0 can be cut, and lists "
+        "without tensors. Make batch_size of that loader smaller."
     )
 
 

@@ -242,8 +242,8 @@ def as_image_array(name: str, image: Array) -> np.ndarray[Any, Any]:
     """
     if not isinstance(image, torch.Tensor | np.ndarray):
         raise ConfigError(
-            f"log_image({name!r}): expected an image, as a tensor or an array, found {describe_type(image)}. Call it once "
-            "for each image; np.array(image).transpose(2, 0, 1) makes an array of one of PIL, with channels first."
+            f"log_image({name!r}): expected an image, as a tensor or an array, found {describe_type(image)}. Call it "
+            "once for each image; np.array(image).transpose(2, 0, 1) makes an array of one of PIL, with channels first."
         )
     pixels = as_array(image)
     pixels = pixels[None] if pixels.ndim == 2 else pixels

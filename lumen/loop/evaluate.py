@@ -69,7 +69,7 @@ def evaluate(run: Run, stage: str) -> bool:
     name = "validation" if stage in ("validate", "sanity") else stage
     if stage == "validate" and run.stage == "fit" and is_overridden(run.task, "on_validation_model_zero_grad"):
         run.task.on_validation_model_zero_grad()
-    around = run.hooks.around_validation if run.stage == "fit" else []
+    around = run.hooks.validation_context if run.stage == "fit" else []
     ordinary = partial(avoid_inference_tensors, run.task, vars(run.optim).get("optimizer"))
     with (
         save_training_state(run, stage) as apart,

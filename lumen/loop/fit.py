@@ -65,7 +65,7 @@ def train_run(run: Run) -> list[int] | None:
     modes.warn_if_left_in_eval(run.optim.built["evaluating"])
     if run.saves.is_enabled:
         check_additions(run)
-    asked = any(callback.reads_step_loss for callback in run.hooks.callbacks)
+    asked = any(callback.needs_step_loss for callback in run.hooks.callbacks)
     own_time = run.records.guard.local_time
     run.step.start_weighing(run.task, run.log.gather, own_time.start_sum, keeps_losses=asked)
     (has_metrics,) = run.ending.vote_now(bool(find_metrics(run.task)))

@@ -230,7 +230,7 @@ class StageMetrics:
         ]
 
     def loaders(self) -> dict[str, tuple[str, ...]]:
-        """Return the suffixes of the loaders for which each name of `compute_epoch_values` was logged; "" for no loader."""
+        """Return the loader suffixes for which each name of `compute_epoch_values` was logged; "" for no loader."""
         entries = [entry for entry in self._entries.values() if entry.options.on_epoch]
         return {name: entry.loaders for name, entry in zip(self.list_epoch_names(), entries, strict=True)}
 

@@ -36,8 +36,9 @@ def check_plan(task: TaskModule, plan: Plan) -> None:
     name = f"{type(task).__name__} optimizes by hand (automatic_optimization = False)"
     if plan.has_accumulation:
         raise ConfigError(
-            f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)}, but {name}: let training_step call step() and "
-            "zero_grad() of its optimizers in every so many batches, by batch_idx; or give a larger global_batch_size."
+            f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)}, but {name}: let training_step call step() "
+            "and zero_grad() of its optimizers in every so many batches, by batch_idx; or give a larger "
+            "global_batch_size."
         )
     if plan.clip_norm is not None or plan.clip_value is not None:
         raise ConfigError(

@@ -147,8 +147,8 @@ def open_evaluation_loaders(
     is_shared = isinstance(training_loader, Iterator) and any(each is training_loader for each in loaders)
     if is_shared and run.plan.val_every_epoch_fraction != 1.0:
         raise DataError(
-            f"training and validation within its epoch read one {type(training_loader).__name__}, which is its own iterator: "
-            "each would move the other on. Give a loader to each."
+            f"training and validation within its epoch read one {type(training_loader).__name__}, which is its own "
+            "iterator: each would move the other on. Give a loader to each."
         )
     rank_slice = _make_rank_slice(run, needs_dummies=run.strategy.has_collectives_in("evaluation"))
     adapters = []

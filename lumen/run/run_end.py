@@ -143,7 +143,7 @@ class RunEnd:
         """Ask for the end of the run once its minimum is reached; withdraw the request if `value` is False."""
         self._progress.should_stop = value
 
-    def request_agreement(self) -> None:
+    def request_stop_vote(self) -> None:
         """Let all processes vote on the end after `on_step_end`. Every rank must call this in `on_step_end`."""
         self.is_vote_requested = True
 

@@ -111,7 +111,7 @@ class LoggedValues:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of logged names by stage, for checkpoints; `get_forked_names` and `get_unlogged_names` need these options."""
+        """Options of logged names by stage, for checkpoints, `get_forked_names` and `get_unlogged_names`."""
         return {stage: metrics.get_options() for stage, metrics in self._stage_metrics.items()}
 
     def restore(self, newest: dict[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:

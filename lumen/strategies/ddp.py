@@ -261,9 +261,9 @@ class DDP(Strategy):
         late = [name for name, each in self._task.named_parameters() if each.requires_grad and id(each) not in known]
         if late and self.processes.world_size > 1:
             raise TrainingError(
-                f"{format_first_names(late)} began to be trained in the middle of a step, when the processes had agreed on "
-                "whose gradients they sum. Unfreeze and add parameters between steps: in on_train_epoch_start, "
-                "on_train_batch_end or on_before_zero_grad."
+                f"{format_first_names(late)} began to be trained in the middle of a step, when the processes had "
+                "agreed on whose gradients they sum. Unfreeze and add parameters between steps: in "
+                "on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
             )
 
     def _describe_unused(self, message: str) -> str:

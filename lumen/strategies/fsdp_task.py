@@ -184,8 +184,8 @@ class ShardedTask:
         if self._in_forward and isinstance(parameter, DTensor):
             raise ConfigError(
                 f"FSDP: training_step uses {name}, by a reference that is kept beside the module, while its unit is "
-                f"not gathered. Units are {self._describe_units()}. Use it in the forward of its unit; or choose others (wrap): "
-                "what is in no unit is gathered for the whole step."
+                f"not gathered. Units are {self._describe_units()}. Use it in the forward of its unit; or choose "
+                "others (wrap): what is in no unit is gathered for the whole step."
             )
         return parameter
 
@@ -205,15 +205,15 @@ class ShardedTask:
         self._versions.clear()
         if moved:
             raise TrainingError(
-                f"FSDP: {format_first_names(moved)} was frozen or unfrozen in a step or a hook in which it was gathered, and "
-                "what was gathered is thrown away. Do it between steps: in on_train_epoch_start, on_train_batch_end "
-                "or on_before_zero_grad."
+                f"FSDP: {format_first_names(moved)} was frozen or unfrozen in a step or a hook in which it was "
+                "gathered, and what was gathered is thrown away. Do it between steps: in on_train_epoch_start, "
+                "on_train_batch_end or on_before_zero_grad."
             )
         if written:
             raise TrainingError(
-                f"FSDP: {format_first_names(written)} was written in a step or a hook in which it was gathered, and what was "
-                "gathered is thrown away. Write in on_before_zero_grad, on_validation_start or on_validation_end, "
-                "where each process holds its part."
+                f"FSDP: {format_first_names(written)} was written in a step or a hook in which it was gathered, and "
+                "what was gathered is thrown away. Write in on_before_zero_grad, on_validation_start or "
+                "on_validation_end, where each process holds its part."
             )
 
     def _capture_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -229,8 +229,8 @@ class ShardedTask:
         if total**2 != world * squares:
             raise TrainingError(
                 f"FSDP: the ranks call different units in one training_step, or in a different order. Units are "
-                f"{self._describe_units()}. Let each rank call all of them, with a weight of 0 if need be; or choose units with "
-                "wrap so that both branches are in one; or use strategy: ddp."
+                f"{self._describe_units()}. Let each rank call all of them, with a weight of 0 if need be; or choose "
+                "units with wrap so that both branches are in one; or use strategy: ddp."
             )
 
     def _mark_arrived(self, name: str, parameter: nn.Parameter) -> None:

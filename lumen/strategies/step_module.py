@@ -73,8 +73,8 @@ class StepModule(nn.Module):
 def describe_unused(names: list[str], rank: int, strategy: str) -> str:
     """Return an error text that names the parameters unused in a rank's loss, and the option to set."""
     return (
-        f"{len(names)} parameters took no part in the loss of rank {rank}: {format_first_names(names)}. Set requires_grad of "
-        "them to False if they are never trained, or use strategy: "
+        f"{len(names)} parameters took no part in the loss of rank {rank}: {format_first_names(names)}. Set "
+        "requires_grad of them to False if they are never trained, or use strategy: "
         f"{{class_path: lumen.{strategy}, init_args: {{find_unused_parameters: true}}}}."
     )
 

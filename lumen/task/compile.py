@@ -187,8 +187,8 @@ def _explain_compile_error(error: BaseException | None) -> None:
         ) from error
     if "InvalidCxxCompiler" in str(error):
         raise ConfigError(
-            f"compile: there is no C++ compiler, which compiling for the CPU needs: {_get_first_line(error)}. Install g++ "
-            "or clang++, name one in the environment variable CXX, or set compile: false."
+            f"compile: there is no C++ compiler, which compiling for the CPU needs: {_get_first_line(error)}. Install "
+            "g++ or clang++, name one in the environment variable CXX, or set compile: false."
         ) from error
     raise ConfigError(
         f"compile: torch.compile failed: {type(error).__name__}: {_get_first_line(error)}. Try compile: false. If that "

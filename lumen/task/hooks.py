@@ -81,7 +81,7 @@ _CALLED: Mapping[str, tuple[str, ...]] = {
     "callback": (*HOOKS, *_STATES),
 }
 #: More names that a misspelt method may have meant.
-_ALSO_MEANT: Mapping[str, tuple[str, ...]] = {"task": _STEPS, "data module": (), "callback": ("around_validation",)}
+_ALSO_MEANT: Mapping[str, tuple[str, ...]] = {"task": _STEPS, "data module": (), "callback": ("validation_context",)}
 _NAMES = {"pl_module": "task"}  # Lightning's names of arguments, with Lumen's
 _AFTER_THE_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_step_end")
 _MIN_SIMILARITY = 0.9  # ratio of difflib: one wrong letter in ten; `training_stage` differs more from `training_step`
@@ -98,7 +98,7 @@ class Hooks:
 
     Attributes:
         callbacks: The callbacks, as given.
-        around_validation: Functions that return the context of a validation in `fit`, one per callback that overrides
+        validation_context: Functions that return the context of a validation in `fit`, one per callback that overrides
             it.
         may_stop_at_steps: True if a hook between the last backward of a step and its end may stop the run.
     """
@@ -106,12 +106,12 @@ class Hooks:
     def __init__(self, task: TaskModule, callbacks: Sequence[Any], trainer: Any) -> None:
         self.callbacks = callbacks
         self._first_arguments = trainer, task
-        stopping = [task, *(callback for callback in callbacks if callback.stops_at_steps)]
+        stopping = [task, *(callback for callback in callbacks if callback.may_stop_at_steps)]
         self.may_stop_at_steps = any(is_overridden(owner, name) for owner in stopping for name in _AFTER_THE_BACKWARD)
-        self.around_validation = [
-            partial(callback.around_validation, trainer, task)
+        self.validation_context = [
+            partial(callback.validation_context, trainer, task)
             for callback in callbacks
-            if is_overridden(callback, "around_validation")
+            if is_overridden(callback, "validation_context")
         ]
         for name in HOOKS:
             calls: list[Callable[..., Any]] = [

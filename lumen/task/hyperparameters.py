@@ -131,8 +131,8 @@ def _as_dictionary(hparams: Any) -> dict[str, Any]:
     if isinstance(hparams, SimpleNamespace | Namespace):
         return dict(vars(hparams))
     raise ConfigError(
-        f"save_hyperparameters: expected names of arguments, or a dictionary, namespace or dataclass, found {hparams!r}. "
-        "Call it without arguments to keep those of __init__."
+        f"save_hyperparameters: expected names of arguments, or a dictionary, namespace or dataclass, found "
+        f"{hparams!r}. Call it without arguments to keep those of __init__."
     )
 
 

@@ -288,7 +288,7 @@ class TaskModule(HasHyperparameters, ModelHooks, OptimizerHooks, DataHooks, Atta
                 raise TrainingError(
                     f"all_gather: the ranks must give tensors of equal shapes and types, but rank 0 gives "
                     f"{', '.join(described[0]) or 'none'} and rank {rank} gives {', '.join(other) or 'none'}. Pad "
-                    "them, or use trainer.strategy.gather, which takes any plain data and tensors."
+                    "them, or use trainer.strategy.all_gather, which takes any plain data and tensors."
                 )
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
             return map_leaves(prepared, _gathered)

@@ -145,8 +145,8 @@ class RunDirectory:
             is_there = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), held)
         if not is_there and held.st_nlink:
             raise RunDirectoryError(
-                f"{self.path} was moved to {self._get_current_path()} while its run was writing there; what was written is there. "
-                "Move it back, and resume the run."
+                f"{self.path} was moved to {self._get_current_path()} while its run was writing there; what was "
+                "written is there. Move it back, and resume the run."
             )
         if not is_there:
             raise RunDirectoryError(

@@ -210,8 +210,8 @@ class RunView:
     def should_stop(self) -> bool:
         """Request to end training. Set True, on one rank or on all, to end training after the step in progress.
 
-        This applies in all hooks and steps of the task and of callbacks. If a thread or a callback with `stops_at_steps
-        = False` sets it, several processes stop one step later.
+        This applies in all hooks and steps of the task and of callbacks. If a thread sets it, or a callback with
+        `may_stop_at_steps = False`, several processes stop one step later.
         """
         return self._run is not None and self._run.progress.should_stop
 
@@ -264,7 +264,7 @@ class RunView:
 
         Every rank must call this, in `on_step_end`.
         """
-        self.run.ending.request_agreement()
+        self.run.ending.request_stop_vote()
 
     @property
     def sanity_checking(self) -> bool:
@@ -407,7 +407,7 @@ class RunView:
         Collective: every rank must call this.
 
         Raises:
-            ConfigError: No callback has `reads_step_loss = True`, so Lumen did not keep the losses; or the task uses
+            ConfigError: No callback has `needs_step_loss = True`, so Lumen did not keep the losses; or the task uses
                 manual optimization.
         """
         if self.run.optim.manual is not None:
@@ -417,7 +417,7 @@ class RunView:
             )
         if (parts := self.run.step.weighting.losses) is None:
             raise ConfigError(
-                "trainer.step_loss(): the losses of a step are kept for callbacks that say so. Write reads_step_loss = "
+                "trainer.step_loss(): the losses of a step are kept for callbacks that say so. Write needs_step_loss = "
                 "True in the class of yours."
             )
         own = torch.stack(parts).sum() if parts else torch.zeros((), device=self.strategy.device)

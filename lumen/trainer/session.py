@@ -136,7 +136,7 @@ class Session:
 
     @contextmanager
     def open_session(self) -> Iterator[None]:
-        """Enter the phases of the session, after `check_and_launch`; within this context `open_run` opens one run after another."""
+        """Enter the phases of the session, after `check_and_launch`; within this context `open_run` opens the runs."""
         with ExitStack() as entered:
             for phase in PHASES:
                 entered.enter_context(phase(self))
@@ -356,7 +356,8 @@ def make_run(session: Session) -> Iterator[None]:
             plan=trainer.plan, precision=precision, hooks=Hooks(session.task, trainer.callbacks, trainer),
             compilation=trainer.compilation, seed=seed, loggers=session.loggers, goodput=goodput, checkpoint=checkpoint,
             make_saves=partial(
-                CheckpointSaver, check_run_directory=session.check_home, is_enabled=trainer.enable_checkpointing, stays=origin.keeps_directory,
+                CheckpointSaver, check_run_directory=session.check_home, is_enabled=trainer.enable_checkpointing,
+                stays=origin.keeps_directory,
                 switches={name: getattr(trainer, name) for name in _SWITCHES},
             ),
         )  # fmt: skip
@@ -474,7 +475,8 @@ def profile(session: Session) -> Iterator[None]:
 
 Phases: TypeAlias = tuple[Callable[[Session], AbstractContextManager[None]], ...]
 PHASES: Phases = (
-    wait_for_turn, limit_grace, note_status, switch_torch, show_messages, connect_processes, claim_directory, write_logs,
+    wait_for_turn, limit_grace, note_status, switch_torch, show_messages, connect_processes, claim_directory,
+    write_logs,
 )  # fmt: skip
 PHASES_OF_RUN: Phases = (
     make_run, watch_progress, open_loggers, catch_signals, collect_garbage, attach_task, report_end, profile,
@@ -494,8 +496,9 @@ def _share_run_name(trainer: Trainer) -> str | None:
         if found != first:
             raise ConfigError(
                 f"callbacks differ between ranks: rank 0 has {_describe_arguments(first)}; rank {rank} has "
-                f"{_describe_arguments(found)}. What callbacks agree on all ranks agree on, in one order: give every rank "
-                "the same ones in the same order. One that acts on a single rank can ask trainer.is_global_zero."
+                f"{_describe_arguments(found)}. What callbacks agree on all ranks agree on, in one order: give "
+                "every rank the same ones in the same order. One that acts on a single rank can ask "
+                "trainer.is_global_zero."
             )
     return name
 

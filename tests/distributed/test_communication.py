@@ -122,7 +122,7 @@ class Hooked(Saying):
 
 
 class Harmless(lumen.Callback):
-    stops_at_steps = False
+    may_stop_at_steps = False
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         """Never stops the run."""

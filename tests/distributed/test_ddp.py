@@ -493,7 +493,7 @@ def stop_anywhere(folder, hook, who, saved_every):
 class Unheard(lumen.Callback):
     """Says that it never stops in a step, and does."""
 
-    stops_at_steps = False
+    may_stop_at_steps = False
 
     def on_step_end(self, trainer, task):
         task.stop()

@@ -52,7 +52,7 @@ class Mesh(lumen.Strategy):
         self.device_mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=("shard", "tensor"))
         self.processes.include(self.device_mesh.get_all_groups())
 
-    def communicates_in(self, part):
+    def has_collectives_in(self, part):
         return True
 
     def setup(self, task):
@@ -71,7 +71,7 @@ class Mesh(lumen.Strategy):
         self.root.set_requires_gradient_sync(last)
         yield
 
-    def zero_loss(self):
+    def make_zero_loss(self):
         return None
 
     @contextmanager

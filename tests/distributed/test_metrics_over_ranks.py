@@ -640,7 +640,7 @@ def stand_in(folder, count):
             return super().compute().sum()
 
     strategy = lumen.DDP()
-    strategy.communicates_in = lambda part: True  # as where a forward of an evaluation does
+    strategy.has_collectives_in = lambda part: True  # as where a forward of an evaluation does
     task = Watched(in_validation=step, kept=Sum())
     values = evaluate(folder, task, count, strategy=strategy)
     forwards, counted = task.forwards, int(task.counted)
@@ -713,8 +713,8 @@ class Communicating(Logs):
         strategy, first = self.trainer.strategy, rank() == 0
         mine, parts = torch.tensor([rank() + 1.0, -rank()]), [torch.tensor([10.0]), torch.tensor([20.0])]
         self.found["broadcast"] = [strategy.broadcast(mine, source).tolist() for source in (0, 1)]
-        self.found["gather"] = [each.tolist() for each in strategy.gather(mine)]
-        self.found["plain"] = strategy.broadcast({"rank": rank()}, 1), strategy.gather({"rank": rank()})
+        self.found["gather"] = [each.tolist() for each in strategy.all_gather(mine)]
+        self.found["plain"] = strategy.broadcast({"rank": rank()}, 1), strategy.all_gather({"rank": rank()})
         self.found["scatter"] = strategy.broadcast(parts if first else None)[rank()].item()
         strategy.barrier()
         total, part, gathered = mine.clone(), torch.zeros(1), [torch.zeros(2), torch.zeros(2)]

@@ -593,7 +593,7 @@ class Asking(lumen.Callback):
     """Has the ranks agree at the end of the first step."""
 
     def on_step_end(self, trainer, task):
-        trainer.request_agreement()
+        trainer.request_stop_vote()
 
 
 DIFFERENT = {

@@ -94,7 +94,7 @@ COLLECTIVES = {
     "wait": wait_for_what_was_begun,
     "barrier": lambda task, value: dist.barrier(),
     "self.all_gather": lambda task, value: task.all_gather(value),
-    "strategy.gather": lambda task, value: task.trainer.strategy.gather(float(value)),
+    "strategy.all_gather": lambda task, value: task.trainer.strategy.all_gather(float(value)),
 }
 #: Modes in which every second batch calls one of them, so that rank 0 alone does.
 STEPS = ("validation_step", "training_step")

@@ -113,8 +113,9 @@ def test_evaluation_makes_few_python_calls_per_batch(tmp_path):
 EVERY_STEP = [
     step.train_step, step.begin_weighting, step.update_parameters, step.complete_gradients,
     micro_batch.accumulate_gradient, micro_batch.read_output, micro_batch.run_backward,
-    fit.finish_step, fit.reach_boundary, StepContext.begin_step, StepContext.seed_micro_batch, TaskCalls.move_to_device, TaskCalls.get_arguments,
-    Optimization.zero_grad, StepContext.check_loss, StepContext.count_window, RunEnd.read_clock, RunRecords.write_pending_row,
+    fit.finish_step, fit.reach_boundary, StepContext.begin_step, StepContext.seed_micro_batch,
+    TaskCalls.move_to_device, TaskCalls.get_arguments, Optimization.zero_grad, StepContext.check_loss,
+    StepContext.count_window, RunEnd.read_clock, RunRecords.write_pending_row,
     RunEnd.decide_end, RunEnd.decide_validation, Progress.count_window, Run.resume_epoch_logging,
     AccumulationWindow.__init__, AccumulationWindow.__iter__, MicroBatch.__init__,
 ]  # fmt: skip

@@ -315,8 +315,15 @@ def parameters(function, skip):
 
 
 def test_hooks_have_same_arguments_on_callback_and_task():
-    not_hooks = {"state_key", "state_dict", "load_state_dict", "stops_at_steps", "reads_step_loss", "around_validation"}
-    not_hooks |= {"evaluated_state", "log", "log_dict"}
+    not_hooks = {
+        "state_key",
+        "state_dict",
+        "load_state_dict",
+        "may_stop_at_steps",
+        "needs_step_loss",
+        "validation_context",
+    }
+    not_hooks |= {"evaluated_state_key", "log", "log_dict"}
     hooks = [name for name in vars(lumen.Callback) if not name.startswith("_") and name not in not_hooks]
     assert sorted(hooks) == sorted(HOOKS)
     assert len(set(HOOKS)) == len(HOOKS)
@@ -616,7 +623,7 @@ def test_booleans_are_given_by_keyword():
 
 #: What a class declares of itself, by its base class; read as a plain attribute.
 DECLARED = {
-    lumen.Callback: {"evaluated_state", "reads_step_loss", "state_key", "stops_at_steps"},
+    lumen.Callback: {"evaluated_state_key", "needs_step_loss", "state_key", "may_stop_at_steps"},
     lumen.Logger: {"state_key"},
 }
 #: What loaders and data sets declare, which inherit nothing from Lumen.

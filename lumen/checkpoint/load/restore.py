@@ -202,12 +202,13 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
     groups = get_group_names(run.task, optimizer)
     if saved["class"] != describe_class(optimizer) or [group["params"] for group in saved["groups"]] != groups:
         there, here = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
+        schedulers = ["schedulers"] if len(groups) != len(saved["groups"]) else []
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved with {saved['class']} over {[len(g['params']) for g in saved['groups']]} "
             f"parameters per group; this run has {describe_class(optimizer)} over {[len(g) for g in groups]}"
             f"{_describe_names('there', there - here)}{_describe_names('here', here - there)}. "
             "Resume with the optimizer and the parameter groups it was saved with, or "
-            f"{format_parts_without(checkpoint, 'optimizer', *(['schedulers'] if len(groups) != len(saved['groups']) else []))}."
+            f"{format_parts_without(checkpoint, 'optimizer', *schedulers)}."
         )
     parameters, wrong = dict(run.task.named_parameters()), []
     for name in saved["state"]:  # find parameters with another shape or dtype

@@ -255,7 +255,7 @@ class CheckpointSaver:
 
     @property
     def has_ended(self) -> bool:
-        """True if all ranks know that the save in progress ended on some rank; `finish_save` then completes the save."""
+        """True if all ranks know that the save in progress ended on a rank; `finish_save` then completes the save."""
         return self._run.ending.vote.save_ended
 
     @property

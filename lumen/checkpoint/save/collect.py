@@ -243,7 +243,7 @@ def collect_contents(run: Run, info: Mapping[str, Any]) -> CheckpointContents:
     shown = {name: vars(run.progress)[name] for name in INFO_COUNTERS}
     shown |= {"metrics": dict(run.values.newest), "copied": _list_unaveraged_buffers(run.task)}
     for callback in run.hooks.callbacks:  # path of the weights that validations evaluate
-        if kept := callback.evaluated_state:
+        if kept := callback.evaluated_state_key:
             shown["evaluated"] = f"callbacks.{callback.state_key}.{kept}"
     return CheckpointContents(sections, aliases, state, shown | dict(info), _list_trained_names(run))
 

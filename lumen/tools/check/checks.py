@@ -117,8 +117,8 @@ def _check_dependence(report: CheckReport, trial: CheckTrial) -> None:
                    f"{len(witness.losses)} batches: it does not depend on them")  # fmt: skip
     elif witness.equal_losses is not None and witness.equal_losses[0] == witness.equal_losses[1]:
         text = (
-            f"the loss stays {witness.equal_losses[0]:.6g} when {witness.changed} of the batch is changed: it does not depend "
-            "on it"
+            f"the loss stays {witness.equal_losses[0]:.6g} when {witness.changed} of the batch is changed: it does not "
+            "depend on it"
         )
         report.add(_STEP, "suspicious", "loss.input", text)
     elif witness.equal_losses is None:

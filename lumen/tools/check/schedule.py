@@ -385,7 +385,8 @@ def _check_loader_speed(report: CheckReport, run: Run, step_s: float, wait_s: fl
         advice = "Make samples cheaper: decode or resize them once, before the run."
     report.add(
         "time", "note" if makes_own else "suspicious", "loader.slow",
-        f"the loader is slower than the step: {format_rough_duration(wait_s)} for the data of one, {format_rough_duration(step_s)} to compute it",
+        f"the loader is slower than the step: {format_rough_duration(wait_s)} for the data of one, "
+        f"{format_rough_duration(step_s)} to compute it",
         advice,
     )  # fmt: skip
 

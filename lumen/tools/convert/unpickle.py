@@ -227,9 +227,10 @@ def _write_tensors(content: Any, source: Path, output: Path, request: Request) -
     if (total := sum(tensor.nbytes for tensor in tensors.values())) > _estimate_max_bytes(source):
         widest = max(tensors, key=lambda name: tensors[name].nbytes)
         raise CheckpointError(
-            f"{source} has {format_bytes(source.stat().st_size)}, but its tensors have {format_bytes(total)} where none shares memory, "
-            f"{widest} {format_bytes(tensors[widest].nbytes)}. At most {format_bytes(_estimate_max_bytes(source))} are written. Leave tensors "
-            "out by --module, or save them without those that are expanded or repeated."
+            f"{source} has {format_bytes(source.stat().st_size)}, but its tensors have {format_bytes(total)} where "
+            f"none shares memory, {widest} {format_bytes(tensors[widest].nbytes)}. At most "
+            f"{format_bytes(_estimate_max_bytes(source))} are written. Leave tensors out by --module, or save "
+            "them without those that are expanded or repeated."
         )
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_safetensors(output, tensors)

@@ -142,8 +142,9 @@ def _explain_build(at: Event, outcome: Outcome, how: str) -> DifferenceCause:
     return DifferenceCause(
         "what is built is drawn outside the keys",
         _format_place(outcome, at.name, found),
-        f"{at.name} {how} after building, before any step, though the generators were seeded alike.{_format_suspects(found)} "
-        "Initialise from the global generators, and from nothing that a process has for itself.",
+        f"{at.name} {how} after building, before any step, though the generators were seeded alike."
+        f"{_format_suspects(found)} Initialise from the global generators, and from nothing that a process has "
+        "for itself.",
     )
 
 
@@ -255,8 +256,8 @@ def _explain_data(at: Event, reference: VariantResult, other: VariantResult) -> 
         return DifferenceCause(
             "a sampler draws outside the keys",
             _format_line(ours, "sampler", sampler) or _format_line(ours, "batch sampler", sampler),
-            f"In step {at.step + 1} other samples were asked for.{_format_suspects(sampler)} Draw from torch's global generator, "
-            "or keep the generator in an attribute: then Lumen keys it.",
+            f"In step {at.step + 1} other samples were asked for.{_format_suspects(sampler)} Draw from torch's global "
+            "generator, or keep the generator in an attribute: then Lumen keys it.",
         )
     samples, again = ours.probes.get("samples", [[], []]), theirs.probes.get("samples", [])
     differs_twice = bool(samples) and samples[0] != samples[-1]

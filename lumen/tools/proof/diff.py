@@ -175,7 +175,8 @@ def _iterate_lines(a: Rerun, b: Rerun, found: Findings) -> Iterator[str]:
 
 
 def _iterate_table(title: str, differ: Mapping[str, tuple[Any, Any]] | None) -> Iterator[str]:
-    yield f"{title:15}{'not known' if differ is None else format_count(len(differ), 'difference') if differ else 'equal'}"
+    count = "not known" if differ is None else format_count(len(differ), "difference") if differ else "equal"
+    yield f"{title:15}{count}"
     for key, (mine, other) in (differ or {}).items():
         yield f"  {key}"
         yield f"    A  {_shorten_value(mine)}"

@@ -345,7 +345,8 @@ def explain_parts(ours: Outcome, theirs: Outcome) -> str | None:
     counts = [ours.counts.get(number, {}) for number in micro]
     units = [
         what for what, one in counts[0].items()
-        if one and (other := counts[1].get(what)) and what != "samples" and abs(one / (one + other) - share) < _FIT_TOLERANCE
+        if one and (other := counts[1].get(what)) and what != "samples"
+        and abs(one / (one + other) - share) < _FIT_TOLERANCE
     ]  # fmt: skip
     one, other = (each.get(units[0] if units else "samples", 0) for each in counts)
     found = f"where {units[0]}: {one} in the first micro-batch, {other} in the second" if units else "of some kind"

@@ -139,9 +139,8 @@ class _ReplayedStep(Callback):
         for (step, name), text in run.metrics.items():
             now = self.logged.get((step, name))
             if self.begin < step <= self.number and now != text and now is not None:
-                found.append(
-                    f"step {step}, {name}: {text} was recorded, now {now}{_format_comparison(compute_relative_difference(text, now), bound)}"
-                )
+                comparison = _format_comparison(compute_relative_difference(text, now), bound)
+                found.append(f"step {step}, {name}: {text} was recorded, now {now}{comparison}")
         if self.number in run.checkpoints:
             saved = Checkpoint.open(run.checkpoints[self.number]).as_mapping("model")
             for key, value in self._list_kept("parameter"):

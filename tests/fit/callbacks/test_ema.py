@@ -133,7 +133,7 @@ def test_user_callback_can_wrap_validation(tmp_path):
     calls = []
 
     class Around(lumen.Callback):
-        def around_validation(self, trainer, task):
+        def validation_context(self, trainer, task):
             calls.append("made")
             return nn.utils.parametrize.cached()
 

@@ -88,7 +88,7 @@ class Weighed(Regression):
 
 
 class Losses(lumen.Callback):
-    reads_step_loss = True
+    needs_step_loss = True
 
     def __init__(self):
         self.values = []

@@ -426,7 +426,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
 
 
 class ReadsLoss(lumen.Callback):
-    reads_step_loss = True
+    needs_step_loss = True
 
     def __init__(self):
         self.losses = []

@@ -613,7 +613,7 @@ def test_accumulated_gradients_survive_a_weightless_batch(tmp_path):
 
 
 class ReadsLoss(lumen.Callback):
-    reads_step_loss = True
+    needs_step_loss = True
 
     def on_before_optimizer_step(self, trainer, task, optimizer):
         trainer.step_loss()

@@ -164,7 +164,7 @@ def test_in_16_bits_too(tmp_path, precision):
 class Notes(lumen.Callback):
     """Notes what hooks see."""
 
-    reads_step_loss = True
+    needs_step_loss = True
 
     def __init__(self):
         self.batches, self.losses = [], []
