@@ -121,7 +121,7 @@ def test_collectives_page_names_every_file_that_communicates():
 def test_collectives_page_has_counted_numbers():
     page, vote = PAGES[COLLECTIVES], communication.VOTE
     assert f"by a sum of **{vote} numbers**" in " ".join(page.split())
-    assert f"1 `gather` (**{communication.GATHER} collectives**)" in page
+    assert f"1 `all_gather` (**{communication.GATHER} collectives**)" in page
     assert f"1 all-reduce of **{communication.BESIDE} numbers**" in page
     votes = {moment: int(numbers) for moment, _, numbers in rows(COLLECTIVES, "Some steps: the vote")}
     assert votes["a validation is over, or an epoch whose hooks ran"] == vote + 1
