@@ -94,7 +94,7 @@ class ResumableIterator:
             DataError: The batches have a different size now, or a different number of samples.
         """
         name, remedy = self._describe_missing_state()
-        changed = [f"{what} was {old}, is {self.batching.get(what)}" for what, old in state["cut"].iterate_batches()
+        changed = [f"{what} was {old}, is {self.batching.get(what)}" for what, old in state["cut"].items()
                    if old != self.batching.get(what)]  # fmt: skip
         if changed:
             raise DataError(self._describe_misread(number, f"but it is cut otherwise now: {', '.join(changed)}"))

@@ -114,15 +114,15 @@ def test_pin_memory_is_checked_before_reading(monkeypatch):
 @pytest.mark.parametrize("name", ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"])
 def test_optimizer_step_keeps_wrapper_when_hooks_are_unknown(monkeypatch, name):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
-    assert as_imported(optimizers).bare_step(optimizer) != optimizer.step
+    assert as_imported(optimizers).get_unwrapped_step(optimizer) != optimizer.step
     monkeypatch.delattr(sys.modules["torch.optim.optimizer"], name)
-    assert as_imported(optimizers).bare_step(optimizer) == optimizer.step
+    assert as_imported(optimizers).get_unwrapped_step(optimizer) == optimizer.step
 
 
 def test_unknown_collate_falls_back_to_torch(monkeypatch):
-    assert as_imported(loaders).collates_as_ever()
+    assert as_imported(loaders).has_default_collate()
     monkeypatch.delattr(collate, "collate_int_fn")
-    assert not as_imported(loaders).collates_as_ever()
+    assert not as_imported(loaders).has_default_collate()
 
 
 def test_schedules_whose_parts_are_unknown_are_not_checked():

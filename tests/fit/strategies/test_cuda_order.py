@@ -323,7 +323,7 @@ class Recorded:
     def for_user(self):
         return self
 
-    def gather(self, value):
+    def all_gather(self, value):
         return [value, value]
 
     def broadcast(self, value, source):
