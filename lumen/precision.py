@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lumen.console import logger as _log
 from lumen.errors import ConfigError, NonFiniteLoss
 from lumen.errors.arguments import check_arguments, suggest_names
+from lumen.errors.renamed import RenamedMembers
 from lumen.internals.optimizers import get_unwrapped_step
 
 _NO_CONTEXT = nullcontext()
@@ -32,7 +33,13 @@ _DTYPE_ERROR_PATTERN = {
 }
 
 
-class Precision(ABC):
+#: New names of members, by the names of earlier versions.
+_RENAMED = {
+    "leave_out": "skip_update",
+}
+
+
+class Precision(RenamedMembers, ABC, renamed=_RENAMED):
     """Base class of precisions: the parts of a step that depend on the precision.
 
     Pass an object of your own subclass to `Trainer(precision=...)`; only `forward` must be defined. One object serves

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
+from lumen.errors.renamed import RenamedMembers
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,7 +25,16 @@ class _TaskOnlyHook:
         raise AttributeError(f"{owner.__name__} has no attribute {self._name}. Write task.{self._name}(...).")
 
 
-class Callback:
+#: New names of members, by the names of earlier versions.
+_RENAMED = {
+    "around_validation": "validation_context",
+    "evaluated_state": "evaluated_state_key",
+    "reads_step_loss": "needs_step_loss",
+    "stops_at_steps": "may_stop_at_steps",
+}
+
+
+class Callback(RenamedMembers, renamed=_RENAMED):
     """Base class of callbacks. Subclass it and define the hooks you need; an undefined hook costs no time.
 
     The task has the same hooks, without the arguments `trainer` and `task`. A hook may omit its last arguments:

@@ -237,6 +237,7 @@ ATTRIBUTES = {
     "optimizer_frequencies": "With automatic_optimization = False a task steps its optimizers when they are due.",
     "precision_plugin": "Read trainer.run.precision.",
     "predict_loop": "trainer.predict returns the predictions.",
+    "request_agreement": "Call trainer.request_stop_vote, its new name.",
     "request_dataloader": "Call the method of the data module or the task.",
     "reset_train_dataloader": "Use Trainer(reload_dataloaders_every_n_epochs=...).",
     "reset_val_dataloader": "Use Trainer(reload_dataloaders_every_n_epochs=...).",

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lumen.data.nested import fill_tensors, move_batch
 from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import ConfigError
+from lumen.errors.renamed import RenamedMembers
 from lumen.internals.tensors import list_persistent_buffers
 
 if TYPE_CHECKING:
@@ -25,7 +26,16 @@ SAME = 1e-5  # relative difference allowed between norms of equal numbers on dif
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
 
 
-class Strategy(ABC):
+#: New names of members, by the names of earlier versions.
+_RENAMED = {
+    "alike": "collect_rank_invariants",
+    "communicates_in": "has_collectives_in",
+    "gather": "all_gather",
+    "zero_loss": "make_zero_loss",
+}
+
+
+class Strategy(RenamedMembers, ABC, renamed=_RENAMED):
     """Base class that places a task on devices and coordinates its processes in each step.
 
     No other code checks the type of the strategy. A subclass outside Lumen can be given to `Trainer(strategy=...)` and

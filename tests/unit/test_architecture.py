@@ -25,7 +25,10 @@ from tests.helpers.architecture import AROUND_THE_CORE, FLOORS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DOORS = {"lumen", "lumen.__main__"}
-MIXINS = {"LightningAttributeErrors", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached"}
+MIXINS = {
+    "LightningAttributeErrors", "HasHyperparameters", "ModelHooks", "OptimizerHooks", "DataHooks", "Attached",
+    "RenamedMembers",
+}  # fmt: skip
 OPEN_CLASSES = {"TaskModule", "DataModule", "Callback", "BasePredictionWriter", "CLI", "RunView"} | MIXINS
 PUBLIC = [
     "AdvancedProfiler",
