@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import error_index
+import lightning_index
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -119,7 +120,7 @@ def _source(path: str) -> str | bytes:
 
 
 def _reference() -> Iterator[tuple[str, str]]:
-    """The pages of the reference: what `lumen` exports, `lumen.optim`, and what each command says of itself."""
+    """The generated pages: what `lumen` exports, `lumen.optim`, and what each command says of itself."""
     left = sorted(lumen.__all__, key=lambda name: (name not in FIRST, FIRST.index(name) if name in FIRST else 0, name))
     for page, (title, homes) in REFERENCE.items():
         names = [name for name in left if lumen._HOME[name].startswith(homes)]
@@ -127,6 +128,7 @@ def _reference() -> Iterator[tuple[str, str]]:
         yield f"reference/{page}.md", _described(page, title, [f"lumen.{name}" for name in names])
     yield "reference/optim.md", _described("optim", "lumen.optim", [f"lumen.optim.{name}" for name in optim.__all__])
     yield "reference/errors.md", error_index.page((ROOT / "docs/site/errors.md").read_text())
+    yield "migration/lightning-names.md", lightning_index.page()
     helps = [_help(command) for command in ("", *commands.list_commands())]
     yield "reference/commands.md", "\n\n".join(["# The command line", *helps])
 
