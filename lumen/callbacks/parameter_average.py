@@ -237,7 +237,7 @@ class EMA(ParameterAverage):
             return
         self._seen = step = trainer.global_step
         begins_at, epoch = self.update_starting_at_step or 0, self.update_starting_at_epoch or 0
-        if step <= begins_at or trainer.progress.epochs_started <= epoch:
+        if step <= begins_at or trainer.progress.epochs_begun <= epoch:
             self._averages.update_averages(0.0)
         elif step % self.update_every_n_steps == 0:
             decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay

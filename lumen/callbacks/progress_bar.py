@@ -171,7 +171,7 @@ class ProgressBar(Callback):
             samples = f"{format_number(rates.samples_per_s, 3)} samples/s"
             waiting = f"data {100 * rates.data_wait_share:.0f} %"
             costs = [format_speed(rates.steps_per_s, "step"), samples, waiting, *costs]
-        epoch = _format_done_of_total(progress.epochs_started, trainer.plan.max_epochs)
+        epoch = _format_done_of_total(progress.epochs_begun, trainer.plan.max_epochs)
         return ProgressLine(
             head=f"step {_format_done_of_total(progress.step, self._total_steps)} · epoch {epoch}",
             fraction=self._get_fraction(trainer),

@@ -314,7 +314,7 @@ class Progress:
         self.in_epoch = False
 
     @property
-    def epochs_started(self) -> int:
+    def epochs_begun(self) -> int:
         """Number of the epoch in progress, counted from 1 for messages; between epochs that of the last one."""
         return self.epoch + self.in_epoch
 

@@ -111,7 +111,7 @@ def log_end(trainer: Trainer, run: Run) -> None:
         run: A run of `fit` whose last hook has been called.
     """
     why, progress = run.ending.limit_reached, run.progress
-    log_status("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_started)
+    log_status("finished: %s at step %d, epoch %d", why, progress.step, progress.epochs_begun)
     _log_idle_monitors(run)
     run.records.goodput.write_line(progress.step)
     directory = trainer.run_directory
