@@ -156,7 +156,7 @@ def make_failure(failures: Mapping[int, ProcessFailure], notes: Path) -> Failure
 
 def describe_exit(code: int) -> str:
     """Describe the end of a process that left no report."""
-    return f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def _is_same_failure(before: Failure, now: Failure) -> bool:

@@ -297,9 +297,7 @@ class StageMetrics:
                     "other's. Make it an attribute of the task (a list of them an nn.ModuleList)."
                 )
             if name not in self._entries:
-                self._register_entry(
-                    name, _LoggedEntry(ranks[0].options, None if place is None else modules[place])
-                )
+                self._register_entry(name, _LoggedEntry(ranks[0].options, None if place is None else modules[place]))
             self._entries[name].loaders = tuple(dict.fromkeys(chain.from_iterable(each.loaders for each in ranks)))
         self._entries = {name: self._entries[name] for name in reports}  # the same order on all ranks
         self.hook_values = {

@@ -90,6 +90,14 @@ class LateOnRankZero(Clean):
             time.sleep(3)
 
 
+class Exits(Clean):
+    """Ends its process in the first step, as a crash in native code does."""
+
+    def training_step(self, batch):
+        print("the last words", flush=True)
+        os._exit(3)
+
+
 # ---------------------------------------------------------------------- tasks that break a promise each
 
 

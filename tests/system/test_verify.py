@@ -11,9 +11,10 @@ import yaml
 
 from lumen.cli import main
 from lumen.tools.proof import worker
+from lumen.tools.proof.causes import cause_of_failure
 from lumen.tools.proof.variants import Variant
 from tests.helpers import ROOT
-from tests.helpers.verified_tasks import SIZE, LateOnRankZero, Make
+from tests.helpers.verified_tasks import SIZE, Exits, LateOnRankZero, Make
 
 HERE = "tests.helpers.verified_tasks"
 
@@ -121,11 +122,37 @@ def test_finished_process_leaves_others_their_time(tmp_path, monkeypatch):
     assert (result.failure, len(result.outcomes)) == (None, 2)
 
 
+def test_ended_process_is_reported_with_output(tmp_path):
+    runs = worker.Pool(Make(Exits), SIZE, tmp_path, 2, worker.libraries())
+    try:
+        result = runs.run(Variant("one", 1, "single"), "fp64")
+    finally:
+        runs.close()
+    cause = cause_of_failure(result)
+    assert cause.kind == "process ended"
+    *_, words, message = cause.text.split("\n  ")
+    assert words == "the last words"
+    assert message == "rank 0 ended with exit code 3 before the end of its run."
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        ([-9, -6], "rank 1 was killed by SIGABRT before the end of its run."),
+        ([-9, -9], "rank 0 was killed by SIGKILL before the end of its run."),
+        ([0, -9], "rank 0 ended with exit code 0 before the end of its run."),
+    ],
+)
+def test_first_ended_rank_is_named(tmp_path, codes, message):
+    """The pool itself kills a rank that waits for an ended one."""
+    assert worker._failure_of_silent(codes, [None, None], tmp_path)["message"] == message
+
+
 MANY = """
 from pathlib import Path
 from lumen.tools.proof.worker import Pool
 from lumen.tools.proof.variants import Variant
-from tests.helpers.verified_tasks import SIZE, LateOnRankZero, Make
+from tests.helpers.verified_tasks import SIZE, Exits, LateOnRankZero, Make
 
 names = [f"a_module_with_a_name_that_is_not_short_{number}" for number in range(5000)]
 runs = Pool(Make(LateOnRankZero), SIZE, Path("runs"), 2, ["mine_is_broken", *names])

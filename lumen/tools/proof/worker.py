@@ -27,6 +27,7 @@ from lumen.callbacks import Callback
 from lumen.distributed.cluster_environment import get_loopback_variables
 from lumen.distributed.process_location import Frame
 from lumen.distributed.processes import Processes
+from lumen.distributed.restarts import describe_exit
 from lumen.errors import LumenError
 from lumen.internals.atomic_files import replace_file
 from lumen.internals.interpreters import SAFE_PATH, SearchPath, protect_search_path
@@ -304,9 +305,7 @@ class VariantPool:
         if failure is None and first:
             result.failure = first[0]
         elif failure is None and not result.killed and not all(answers):
-            code = next(code for code, answer in zip(codes, answers, strict=True) if not answer)
-            said = "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(folder.glob("rank-*.log")))
-            result.failure = _make_failure("Ended", f"a process ended with exit code {code}.", said)
+            result.failure = _make_silent_failure(codes, answers, folder)
         return result
 
     def close(self) -> None:
@@ -353,11 +352,21 @@ class VariantPool:
             return None
         stacks = [f"rank {rank}:\n{(folder / f'rank-{rank}.stacks').read_text()}" for rank in range(len(processes))]
         said = f"not done after {self._size.limit_s:.0f} s: a process hangs, or one rank alone does what needs all."
-        return _make_failure("Hangs", said, "\n".join(stacks))
+        return _make_failure("process hangs", said, "\n".join(stacks))
 
 
-def _make_failure(kind: str, message: str, text: str) -> dict[str, str]:
-    return {"kind": kind, "message": message, "place": "", "text": text, "ours": "False"}
+def _make_silent_failure(codes: Sequence[int | None], answers: Sequence[object], folder: Path) -> dict[str, str]:
+    """Return the failure of a variant whose processes ended without an answer, with the end of their output."""
+    silent = [(rank, code or 0) for rank, (code, answer) in enumerate(zip(codes, answers, strict=True)) if not answer]
+    # The pool kills a rank that waits for one that has ended, so a rank that ended in a different way is the cause.
+    rank, code = min(silent, key=lambda each: each[1] == -signal.SIGKILL)
+    log = folder / f"rank-{rank}.log"
+    output = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+    return _make_failure("process ended", f"rank {rank} {describe_exit(code)} before the end of its run.", output)
+
+
+def _make_failure(kind: str, message: str, output: str) -> dict[str, str]:
+    return {"kind": kind, "message": message, "place": "", "text": f"{output.strip()}\n{message}", "ours": "False"}
 
 
 def _read_outcome(folder: Path, rank: int) -> dict[str, dict[str, str]] | None:
