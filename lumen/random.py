@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -145,8 +144,8 @@ class SeededState(NamedTuple):
         )
 
     def _have_device_generators_moved(self) -> bool:
-        unused = struct.pack("=QQ", self.key, 0)  # the seed and the offset, which is 0 before the first draw
-        return any(each.get_state().numpy().tobytes() != unused for each in torch.cuda.default_generators)
+        # The offset is 0 before the first draw. Reading both numbers is faster than `get_state`, which makes a tensor.
+        return any(each.initial_seed() != self.key or each.get_offset() for each in torch.cuda.default_generators)
 
 
 _seeded = SeededState(b"", b"", b"", 0)

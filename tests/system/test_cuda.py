@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import lumen
+from lumen.data.seeded_dataset import BatchRequest, SeededDataset
 from lumen.errors import ConfigError, NonFiniteLoss
 from tests.helpers import ROOT
 from tests.helpers.tables import rows_of
@@ -407,6 +408,37 @@ def test_forked_workers_do_not_free_cuda_objects(tmp_path):
             del task, trainer
     finally:
         gc.enable()
+
+
+class Draws(torch.utils.data.Dataset):
+    """Draws its samples on the device."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.randn(16, device="cuda")
+
+
+def test_draws_on_device_depend_on_sample_alone():
+    torch.cuda.init()
+    collate, requests = torch.utils.data.default_collate, [(0, [0, 1, 2, 3]), (2, [2, 3])]
+    whole, part = (
+        SeededDataset(Draws(), collate, 0, single=False)[BatchRequest(0, start, indices, False)]
+        for start, indices in requests
+    )
+    assert torch.equal(whole[2:], part)
+    assert not torch.equal(whole[0], whole[1])
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_draw_on_device_is_detected(draws):
+    torch.cuda.init()
+    data = Draws() if draws else [torch.full((16,), index, device="cuda") for index in range(8)]
+    seeded = SeededDataset(data, torch.utils.data.default_collate, 0, single=False)
+    for start in (0, 4):
+        seeded[BatchRequest(0, start, range(start, start + 4), False)]
+    assert seeded.have_drawn.value is draws
 
 
 # ---------------------------------------------------------------------- several processes
