@@ -40,7 +40,7 @@ compat: $(COMPAT)/.ready ## The tests with another torch, 6 GB in an environment
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## What only CUDA devices can show: make gpu GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m cuda -rs $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
-	$(GPU_PYTHON) -m benchmarks gpt2-cuda gpt2-gaps --rounds 1 --readme
+	$(GPU_PYTHON) -m benchmarks tiny-cuda gpt2-cuda gpt2-gaps --rounds 1 --readme
 
 torture: $(READY) ## Random kills, a soak and hostile input, for as long as you like: make torture KILLS=1000 MINUTES=60 FUZZ=60
 	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) LUMEN_SOAK_MINUTES=$(or $(MINUTES),30) LUMEN_FUZZ_MINUTES=$(or $(FUZZ),10) \

@@ -189,6 +189,8 @@ _CASES = [
          systems=("hand", "again", "lumen", "lumen-at-once", "lightning", "lightning-async"), model="linears",
          tensors=True, fused="yes", batch_size=1, epoch=22, epochs=1, turns=1, save_every=20,
          measure="blocked_s", also=("lost_s",), rounds=2),
+    Case("tiny-cuda", "tiny on a CUDA device with fused AdamW, wall time", device="cuda", measure="wall_s", fused="yes",
+         systems=("hand", "again", "lumen", "lightning")),
     Case("gpt2-cuda", "nanoGPT's 124 M GPT, bf16, compiled, 12 x 1024 tokens a step", model="gpt2", precision="bf16",
          systems=("hand", "again", "lumen", "lightning"), device="cuda", compiled=True, measure="wall_s",
          batch_size=12, epoch=20, epochs=4, turns=1, lr=1e-4, fused="yes", tolerance=1e-3, goal=1.01),
