@@ -22,7 +22,7 @@ def test_methods_use_the_documented_collectives(group):
     table = {name.strip("`"): text for name, _, text in rows("docs/contributing/collectives.md", "The methods")}
     for counted in group(2).run(count_collectives):
         assert counted == {name: said_of(name, table) for name in counted}
-        assert counted.keys() == COLLECTIVE - {"connect", "beside"}
+        assert counted.keys() == COLLECTIVE - {"connect", "for_thread"}
 
 
 def count_collectives():
@@ -31,16 +31,16 @@ def count_collectives():
     processes.connect(torch.device("cpu"))
     calls = {
         "broadcast": partial(processes.broadcast, 1),
-        "gather": partial(processes.all_gather, 1),
-        "gather_on_zero": partial(processes.gather_on_rank_zero, 1),
-        "sum": partial(processes.all_reduce_sum, [1.0]),
-        "begin_gather": lambda: processes.start_all_gather([1.0])(),
-        "begin_sum": lambda: processes.start_sum([1.0])(),
+        "all_gather": partial(processes.all_gather, 1),
+        "gather_on_rank_zero": partial(processes.gather_on_rank_zero, 1),
+        "all_reduce_sum": partial(processes.all_reduce_sum, [1.0]),
+        "start_all_gather": lambda: processes.start_all_gather([1.0])(),
+        "start_sum": lambda: processes.start_sum([1.0])(),
         "barrier": processes.barrier,
-        "on_rank_zero": partial(processes.run_on_rank_zero, list),
-        "together": partial(processes.run_on_all, list),
-        "conclude": partial(processes.run_and_conclude, list, lambda answers: answers()),
-        "once_per_node": partial(processes.run_once_per_node, list),
+        "run_on_rank_zero": partial(processes.run_on_rank_zero, list),
+        "run_on_all": partial(processes.run_on_all, list),
+        "run_and_conclude": partial(processes.run_and_conclude, list, lambda answers: answers()),
+        "run_once_per_node": partial(processes.run_once_per_node, list),
     }
     return {name: recorded(call) for name, call in calls.items()}
 
