@@ -64,7 +64,7 @@ class Processes:
         timeout_s: Maximum time after the first step that a process waits for the others, or that a step makes no
             progress.
         startup_timeout_s: Maximum time before the end of the first step; `trainer/hang_watch.py` has the details.
-        waited_s: Seconds that this process has waited in `broadcast`, `all_gather_values`, `all_reduce_sum` and methods
+        waited_s: Seconds that this process has waited in `broadcast`, `all_gather`, `all_reduce_sum` and methods
             that use them.
     """
 
