@@ -24,8 +24,8 @@ SMALLER = """
 import sys
 from pathlib import Path
 from lumen.tools.convert import unpickle
-unpickle._LEAST_S, unpickle._LEAST_BYTES = int(sys.argv[1]), 2**26
-unpickle.bound(Path("in.pt"))
+unpickle._MIN_S, unpickle._MIN_BYTES = int(sys.argv[1]), 2**26
+unpickle.limit_resources(Path("in.pt"))
 unpickle.main("in.pt", "out.safetensors", "{}", "temporary")
 """
 

@@ -94,7 +94,7 @@ def test_running_export_is_not_cleaned_up(large):
 PEAK = """
 import re, sys
 from pathlib import Path
-from lumen.checkpoint.format.storage import as_place
+from lumen.checkpoint.format.storage import as_path_or_url
 from lumen.cli import main
 
 def memory(which):

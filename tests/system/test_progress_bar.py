@@ -159,7 +159,7 @@ def test_debugger_gets_terminal_without_the_bar(tmp_path: Path) -> None:
     shown, written, code = debug_in_a_terminal(
         f"""
         from tests.fit.callbacks import test_progress_bar as t
-        t.lumen.callbacks.display._DRAWING_SHARE = t.math.inf
+        t.lumen.callbacks.display._MAX_DRAWING_SHARE = t.math.inf
         def set_trace(): import pdb; pdb.set_trace()
         task = t.Task(pause_s=0.01)
         task.at = {{5: lambda: breakpoint(), 9: set_trace}}

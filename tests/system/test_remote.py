@@ -436,16 +436,16 @@ def test_object_shortened_after_opening_is_named(place, left):
 
 MEMORY = """
 import resource, sys, torch
-from lumen.checkpoint import Checkpoint, as_place
+from lumen.checkpoint import Checkpoint, as_path_or_url
 from lumen.checkpoint.save.writer import write_checkpoint
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 tensors = {f"t{i}": torch.ones(1024, 1024).T for i in range(50)}
-write_checkpoint(as_place(sys.argv[1]) / "step-1", {"model": {"w": torch.ones(2, 3).T}}, {}, info={})
-Checkpoint.open(as_place(sys.argv[1]) / "step-1")
+write_checkpoint(as_path_or_url(sys.argv[1]) / "step-1", {"model": {"w": torch.ones(2, 3).T}}, {}, info={})
+Checkpoint.open(as_path_or_url(sys.argv[1]) / "step-1")
 start = peak()
-write_checkpoint(as_place(sys.argv[1]) / "step-2", {"model": tensors}, {}, info={})
+write_checkpoint(as_path_or_url(sys.argv[1]) / "step-2", {"model": tensors}, {}, info={})
 written = peak()
-checkpoint = Checkpoint.open(as_place(sys.argv[1]) / "step-2")
+checkpoint = Checkpoint.open(as_path_or_url(sys.argv[1]) / "step-2")
 for name, tensor in tensors.items():
     checkpoint.copy_into("model", name, tensor)
 print(written - start, peak() - start)
@@ -701,7 +701,7 @@ import sys, time
 from lumen.checkpoint.format.object_store import ObjectStore
 from pathlib import Path
 from tests.system.test_remote import Regression, fit
-from lumen.checkpoint import as_place
+from lumen.checkpoint import as_path_or_url
 upload = ObjectStore.create
 def create(self, path):
     if str(path).endswith("step-00000004/state.json"):
@@ -709,7 +709,7 @@ def create(self, path):
         time.sleep(100)
     return upload(self, path)
 ObjectStore.create = create
-fit(Path(sys.argv[1]), as_place(sys.argv[2]), 8)
+fit(Path(sys.argv[1]), as_path_or_url(sys.argv[2]), 8)
 """
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from lumen.cli import main
 from lumen.tools.proof import worker
-from lumen.tools.proof.causes import cause_of_failure
+from lumen.tools.proof.causes import explain_failure
 from lumen.tools.proof.variants import Variant
 from tests.helpers import ROOT
 from tests.helpers.verified_tasks import SIZE, Exits, LateOnRankZero, Make
@@ -123,12 +123,12 @@ def test_finished_process_leaves_others_their_time(tmp_path, monkeypatch):
 
 
 def test_ended_process_is_reported_with_output(tmp_path):
-    runs = worker.Pool(Make(Exits), SIZE, tmp_path, 2, worker.libraries())
+    runs = worker.VariantPool(Make(Exits), SIZE, tmp_path, 2, worker.list_libraries())
     try:
-        result = runs.run(Variant("one", 1, "single"), "fp64")
+        result = runs.run_variant(Variant("one", 1, "single"), "fp64")
     finally:
         runs.close()
-    cause = cause_of_failure(result)
+    cause = explain_failure(result)
     assert cause.kind == "process ended"
     *_, words, message = cause.text.split("\n  ")
     assert words == "the last words"
@@ -145,18 +145,18 @@ def test_ended_process_is_reported_with_output(tmp_path):
 )
 def test_first_ended_rank_is_named(tmp_path, codes, message):
     """The pool itself kills a rank that waits for an ended one."""
-    assert worker._failure_of_silent(codes, [None, None], tmp_path)["message"] == message
+    assert worker._make_silent_failure(codes, [None, None], tmp_path)["message"] == message
 
 
 MANY = """
 from pathlib import Path
-from lumen.tools.proof.worker import Pool
+from lumen.tools.proof.worker import VariantPool
 from lumen.tools.proof.variants import Variant
 from tests.helpers.verified_tasks import SIZE, Exits, LateOnRankZero, Make
 
 names = [f"a_module_with_a_name_that_is_not_short_{number}" for number in range(5000)]
-runs = Pool(Make(LateOnRankZero), SIZE, Path("runs"), 2, ["mine_is_broken", *names])
-result = runs.run(Variant("one", 1, "single"), "fp64")
+runs = VariantPool(Make(LateOnRankZero), SIZE, Path("runs"), 2, ["mine_is_broken", *names])
+result = runs.run_variant(Variant("one", 1, "single"), "fp64")
 runs.close()
 print(result.failure, len(result.outcomes))
 """
