@@ -438,7 +438,7 @@ def test_draw_on_device_is_detected(draws):
     seeded = SeededDataset(data, torch.utils.data.default_collate, 0, single=False)
     for start in (0, 4):
         seeded[BatchRequest(0, start, range(start, start + 4), False)]
-    assert seeded.have_drawn.value is draws
+    assert seeded.has_drawn.value is draws
 
 
 # ---------------------------------------------------------------------- several processes
