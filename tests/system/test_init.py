@@ -56,7 +56,7 @@ def test_each_template_trains_passes_its_test_and_lints(template, monkeypatch):
 
 def test_a_project_is_begun_without_torch():
     code = "import sys; from lumen.cli import main; sys.exit(main(['init', 'mine']) or 'torch' in sys.modules)"
-    assert "mine is a project now" in python("-c", code, cwd=".")
+    assert "Created mine from" in python("-c", code, cwd=".")
 
 
 @pytest.mark.slow

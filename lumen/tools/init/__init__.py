@@ -3,5 +3,5 @@
 from lumen.cli.commands import Command
 
 COMMAND = Command(
-    "Begin a project: a task, data, a config and a test, which train at once.", "lumen.tools.init.command"
+    "Create a small project that trains: a task, a data module, a config and a test.", "lumen.tools.init.command"
 )

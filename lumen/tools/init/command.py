@@ -13,31 +13,32 @@ from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.tools.init import COMMAND
 
-_MORE = (
-    "It needs no network and passes its own test. Templates: gpt writes text; images reads digits (lumen[examples]); "
-    "table tells the classes of a CSV's rows; transformers holds a model of that library (lumen[transformers])."
+_DESCRIPTION = (
+    "The project needs no network and passes its own test. Templates: gpt writes text; images reads digits (needs "
+    "lumen[examples]); table classifies the rows of a CSV file; transformers trains a model of that library (needs "
+    "lumen[transformers])."
 )
 _TEMPLATES = Path(__file__).parent / "templates"
-_TEMPLATE_NAME = "starter"  # the name of each template's package, config and test
-_CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # present if somebody ran the template itself
+_TEMPLATE_NAME = "starter"  # name of the package, config and test in each template
+_CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # written when the template itself was run
 
 
 def options() -> Words:
     """Return the parser of the command's options."""
     templates = sorted(path.name for path in _TEMPLATES.iterdir())
-    parser = Words("init", COMMAND, f"NAME [--template {'|'.join(templates)}]", _MORE)
-    parser.add_argument("directory", metavar="NAME", help="Directory to make; its last part names the package in it.")
-    parser.add_argument("--template", choices=templates, default="gpt", help="What to begin with. Default: gpt.")
+    parser = Words("init", COMMAND, f"NAME [--template {'|'.join(templates)}]", _DESCRIPTION)
+    parser.add_argument("directory", metavar="NAME", help="Directory to create; its last part names the package.")
+    parser.add_argument("--template", choices=templates, default="gpt", help="Template to copy. Default: gpt.")
     return parser
 
 
 def run(words: list[str]) -> int:
     """Create a directory with a project and return 0."""
-    given = options().read(words)
-    project = Path(given.directory).expanduser()
+    arguments = options().read(words)
+    project = Path(arguments.directory).expanduser()
     name = make_package_name(project.resolve().name)
     _check_free(project)
-    template = _TEMPLATES / given.template
+    template = _TEMPLATES / arguments.template
     files = [path.relative_to(template) for path in sorted(template.rglob("*")) if path.is_file()]
     for path in (each for each in files if _CACHES.isdisjoint(each.parts)):
         target = project / str(path).replace(_TEMPLATE_NAME, name)
@@ -45,33 +46,31 @@ def run(words: list[str]) -> int:
         text = (template / path).read_text(encoding="utf-8")
         target.write_text(text.replace(_TEMPLATE_NAME, name), encoding="utf-8")
     steps = [f"cd {project}", f"lumen fit --config {name}.yaml", "python -m pytest"]
-    print(f"{project} is a project now: {given.template}, package {name}. README.md says more.", file=stdout)
+    print(f"Created {project} from template {arguments.template}, package {name}. Read README.md, or run:", file=stdout)
     print(*(f"  {step}" for step in steps), sep="\n", file=stdout)
     return 0
 
 
 def make_package_name(name: str) -> str:
     """Return a package name similar to a text: an identifier that no other importable module has."""
-    near = re.sub(r"\W+", "_", name).strip("_").lower()
-    if not near:
+    package = re.sub(r"\W+", "_", name).strip("_").lower()
+    if not package:
         return "project"
-    if not near.isidentifier() or keyword.iskeyword(near) or _is_taken(near):
-        return f"my_{near}"
-    return near
+    if not package.isidentifier() or keyword.iskeyword(package) or _is_taken(package):
+        return f"my_{package}"
+    return package
 
 
 def _is_taken(name: str) -> bool:
     """Return True if another module has the name. Plain directories and files in the working directory do not count."""
-    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
-    found = PathFinder.find_spec(name, elsewhere)
+    directories = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
+    found = PathFinder.find_spec(name, directories)
     return name in {"tests", *sys.stdlib_module_names} or (found is not None and found.loader is not None)
 
 
 def _check_free(project: Path) -> None:
     if project.exists() and not project.is_dir():
-        raise ConfigError(f"{project} is a file. Name a directory that is empty or not there.")
+        raise ConfigError(f"{project} is a file. Name a new or empty directory.")
     if project.is_dir() and (found := sorted(path.name for path in project.iterdir())):
-        more = ", ..." if len(found) > 3 else ""
-        raise ConfigError(
-            f"{project} is not empty: it has {', '.join(found[:3])}{more}. Name a directory that is empty or not there."
-        )
+        names = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise ConfigError(f"{project} is not empty: the directory contains {names}. Name a new or empty directory.")

@@ -57,7 +57,7 @@ def test_non_empty_directory_is_refused_and_kept(capsys):
     Path("mine/notes.txt").write_text("keep")
     assert main(["init", "mine"]) == 2
     assert capsys.readouterr().err == (
-        "error: mine is not empty: it has notes.txt. Name a directory that is empty or not there.\n"
+        "error: mine is not empty: the directory contains notes.txt. Name a new or empty directory.\n"
     )
     assert [path.name for path in Path("mine").iterdir()] == ["notes.txt"]
 

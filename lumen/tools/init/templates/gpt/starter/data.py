@@ -10,15 +10,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Text(lumen.DataModule):
-    """Blocks of characters, and the same blocks one character later; the last tenth of the text is for validation.
+    """Blocks of characters, with the same blocks one character later as targets.
 
-    A batch is `[inputs, targets]`, both int64 of shape `(batch, block_size)`; to predict, it is the prompt alone.
+    The last tenth of the text is for validation. A batch is `[inputs, targets]`, both int64 of shape
+    `(batch, block_size)`. A batch to predict is the prompt alone.
 
     Args:
-        path: A text file in UTF-8. Default: what Python's own `help()` says of the language.
-        block_size: Characters in a block, which is as far as the model looks back.
-        batch_size: Blocks in a batch.
-        prompt: What `lumen predict` continues; its characters must occur in the text.
+        path: A text file in UTF-8. Default: the texts of Python's own `help()` on the language.
+        block_size: Number of characters in a block. The model looks back as far.
+        batch_size: Number of blocks in a batch.
+        prompt: Text that `lumen predict` continues. All its characters must occur in the text of `path`.
     """
 
     def __init__(self, path: str | None = None, block_size: int = 64, batch_size: int = 32, prompt: str = "The "):
@@ -36,43 +37,43 @@ class Text(lumen.DataModule):
 
     @cached_property
     def characters(self) -> str:
-        """All characters that occur; the one at position i has the number i."""
+        """All distinct characters, sorted. The position of a character is its id."""
         return "".join(sorted(set(self.text)))
 
     @property
     def vocab_size(self) -> int:
-        """Number of characters. The model takes it from here, and `block_size` too."""
+        """Number of distinct characters. The model takes this value and `block_size` from the data module."""
         return len(self.characters)
 
     def encode(self, text: str) -> Tensor:
-        """Turn characters into their numbers, int64 of shape `(len(text),)`."""
-        number = {character: i for i, character in enumerate(self.characters)}
-        return torch.tensor([number[character] for character in text])
+        """Return the ids of characters, int64 of shape `(len(text),)`."""
+        ids = {character: i for i, character in enumerate(self.characters)}
+        return torch.tensor([ids[character] for character in text])
 
     def decode(self, ids: Tensor) -> str:
-        """Turn numbers, of shape `(length,)`, back into text."""
+        """Return the text of ids of shape `(length,)`."""
         return "".join(self.characters[i] for i in ids.tolist())
 
     def setup(self, stage: str) -> None:
-        """Cut the text: a training block may begin at any character, those of validation lie side by side."""
+        """Split the text. Training blocks begin at every character; validation blocks do not overlap."""
         ids = self.encode(self.text)
         cut = len(ids) * 9 // 10
-        self.train = self.blocks(ids[:cut], step=1)
-        self.val = self.blocks(ids[cut:], step=self.block_size)
+        self.train = self.make_blocks(ids[:cut], stride=1)
+        self.val = self.make_blocks(ids[cut:], stride=self.block_size)
 
-    def blocks(self, ids: Tensor, step: int) -> TensorDataset:
-        """All blocks that begin `step` characters after each other, with their targets."""
-        windows = ids.unfold(0, self.block_size + 1, step)
+    def make_blocks(self, ids: Tensor, stride: int) -> TensorDataset:
+        """Return blocks that begin `stride` characters apart, with their targets."""
+        windows = ids.unfold(0, self.block_size + 1, stride)
         return TensorDataset(windows[:, :-1], windows[:, 1:])
 
     def train_dataloader(self) -> DataLoader:
-        """Training blocks, shuffled."""
+        """Return the training blocks, shuffled."""
         return DataLoader(self.train, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """Validation blocks."""
+        """Return the validation blocks."""
         return DataLoader(self.val, self.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
-        """The prompt."""
+        """Return the prompt."""
         return DataLoader([self.encode(self.prompt)])

@@ -7,17 +7,17 @@ from torch.nn import functional as F
 
 
 class GPT(lumen.TaskModule):
-    """Predicts each next token from those before it.
+    """GPT, which predicts each next token from the tokens before it.
 
     Args:
-        vocab_size: Number of tokens; not set in the config, it comes from the data.
-        block_size: Tokens that it can look back; from the data too.
-        width: Numbers that stand for a token.
-        heads: Attention heads in a layer; they share the width.
+        vocab_size: Number of tokens. The data module provides this argument.
+        block_size: Largest number of tokens that the model looks back. The data module provides this argument.
+        width: Size of the vector of a token, a multiple of `heads`.
+        heads: Number of attention heads in a layer.
         layers: Number of layers.
-        dropout: Probability with which a number is dropped in training.
-        lr: AdamW's learning rate at its highest, after a tenth of the run.
-        new_tokens: Tokens that `lumen predict` appends to the prompt.
+        dropout: Dropout probability.
+        lr: Highest learning rate of AdamW, which is reached after a tenth of the run.
+        new_tokens: Number of tokens that `lumen predict` appends to the prompt.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GPT(lumen.TaskModule):
         self.head = nn.Linear(width, vocab_size)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of each next token, of shape `(batch, time, vocab_size)`, from ids of shape `(batch, time)`."""
+        """Return logits of each next token, of shape `(batch, time, vocab_size)`, for ids of shape `(batch, time)`."""
         time = ids.shape[1]
         x = self.tokens(ids) + self.positions(torch.arange(time, device=ids.device))
         mask = nn.Transformer.generate_square_subsequent_mask(time, device=ids.device)
@@ -52,29 +52,29 @@ class GPT(lumen.TaskModule):
         return self.head(self.norm(x))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        """Mean cross-entropy, in nats per token."""
+        """Return the mean cross-entropy, in nats per token."""
         inputs, targets = batch
         return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """What is made smaller."""
+        """Return the loss to minimize."""
         loss = self.loss(batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """The same on text that it does not learn from."""
+        """Log the loss on validation text."""
         self.log("val_loss", self.loss(batch), prog_bar=True)
 
     def predict_step(self, batch: Tensor) -> list[str]:
         """Continue each prompt, token by token."""
         for _ in range(self.hparams.new_tokens):
-            likely = self(batch[:, -self.hparams.block_size :])[:, -1].softmax(-1)
-            batch = torch.cat([batch, torch.multinomial(likely, 1)], dim=1)
+            probabilities = self(batch[:, -self.hparams.block_size :])[:, -1].softmax(-1)
+            batch = torch.cat([batch, torch.multinomial(probabilities, 1)], dim=1)
         return [self.trainer.datamodule.decode(ids) for ids in batch]
 
     def configure_optimizers(self) -> dict:
-        """AdamW; its learning rate rises, then falls, a little at each step."""
+        """Return AdamW with a learning rate that rises, then falls, in each step."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         steps = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)

@@ -7,15 +7,15 @@ from torch.nn import functional as F
 
 
 class Classifier(lumen.TaskModule):
-    """Tells what an image shows.
+    """Convolutional network that classifies images.
 
     Args:
-        channels: Numbers of a pixel; not set in the config, it comes from the data.
-        classes: Number of classes; from the data too.
-        width: Channels after the first convolution; there are twice as many after the second.
-        dropout: Probability with which a number is dropped in training.
-        lr: AdamW's learning rate.
-        weight_decay: AdamW's weight decay.
+        channels: Number of channels of an image. The data module provides this argument.
+        classes: Number of classes. The data module provides this argument.
+        width: Number of channels after the first convolution. The second convolution has twice as many.
+        dropout: Dropout probability.
+        lr: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
     """
 
     def __init__(
@@ -42,31 +42,31 @@ class Classifier(lumen.TaskModule):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape `(batch, classes)`, from images of shape `(batch, channels, height, width)`."""
+        """Return logits of shape `(batch, classes)` for images of shape `(batch, channels, height, width)`."""
         return self.net(images)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Cross-entropy of the labels, which is made smaller."""
+        """Return the loss to minimize, the cross-entropy of the labels."""
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """How good it is on images that it does not learn from."""
+        """Log loss and accuracy on validation images."""
         self.evaluate(batch, "val")
 
     def test_step(self, batch: list[Tensor]) -> None:
-        """How good it is in the end."""
+        """Log loss and accuracy on test images."""
         self.evaluate(batch, "test")
 
     def evaluate(self, batch: list[Tensor], part: str) -> None:
-        """Log the loss, and the part of the images whose label is found."""
+        """Log loss and accuracy under names that begin with `part`."""
         images, labels = batch
         logits = self(images)
         self.log(f"{part}_loss", F.cross_entropy(logits, labels))
         self.log(f"{part}_acc", (logits.argmax(dim=1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW with a constant learning rate."""
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, weight_decay=self.hparams.weight_decay)

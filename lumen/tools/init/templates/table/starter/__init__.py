@@ -1,1 +1,1 @@
-"""A small network that tells the classes of a table's rows apart."""
+"""A small network that classifies the rows of a table."""

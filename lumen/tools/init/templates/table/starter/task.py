@@ -7,14 +7,14 @@ from torch.nn import functional as F
 
 
 class Classifier(lumen.TaskModule):
-    """Tells the class of a row.
+    """Network with one hidden layer that classifies rows.
 
     Args:
-        features: Numbers in a row; not set in the config, it comes from the data.
-        classes: Number of classes; from the data too.
-        width: Numbers in the hidden layer.
-        dropout: Probability with which one of them is dropped in training.
-        lr: AdamW's learning rate.
+        features: Number of features in a row. The data module provides this argument.
+        classes: Number of classes. The data module provides this argument.
+        width: Size of the hidden layer.
+        dropout: Dropout probability.
+        lr: Learning rate of AdamW.
     """
 
     def __init__(self, features: int, classes: int, width: int = 32, dropout: float = 0.1, lr: float = 1e-2):
@@ -25,44 +25,44 @@ class Classifier(lumen.TaskModule):
         self.net = nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, classes))
 
     def setup(self, stage: str) -> None:
-        """Learn the scale of each column from the training rows; a checkpoint brings it along."""
+        """Compute mean and standard deviation of each column of the training rows. Both are saved in checkpoints."""
         if stage == "fit":
             rows, _ = self.trainer.datamodule.train[:]
             self.mean.copy_(rows.mean(0))
             self.std.copy_(rows.std(0).clamp(min=1e-6))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Logits of shape `(batch, classes)`, from rows of shape `(batch, features)` as they stand in the table."""
+        """Return logits of shape `(batch, classes)` for rows of the table, of shape `(batch, features)`."""
         return self.net((rows - self.mean) / self.std)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Cross-entropy of the labels, which is made smaller."""
+        """Return the loss to minimize, the cross-entropy of the labels."""
         rows, labels = batch
         loss = F.cross_entropy(self(rows), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """How good it is on rows that it does not learn from."""
+        """Log loss and accuracy on validation rows."""
         self.evaluate(batch, "val")
 
     def test_step(self, batch: list[Tensor]) -> None:
-        """How good it is in the end."""
+        """Log loss and accuracy on test rows."""
         self.evaluate(batch, "test")
 
     def evaluate(self, batch: list[Tensor], part: str) -> None:
-        """Log the loss, and the part of the rows whose class is found."""
+        """Log loss and accuracy under names that begin with `part`."""
         rows, labels = batch
         logits = self(rows)
         self.log(f"{part}_loss", F.cross_entropy(logits, labels), prog_bar=True)
         self.log(f"{part}_acc", (logits.argmax(dim=1) == labels).float().mean(), prog_bar=True)
 
     def predict_step(self, batch: list[Tensor]) -> list[str]:
-        """The class that it finds for each row, and how sure it is."""
-        sure, found = self(batch[0]).softmax(dim=1).max(dim=1)
+        """Return the most likely class of each row, and its probability."""
+        highest, labels = self(batch[0]).softmax(dim=1).max(dim=1)
         names = self.trainer.datamodule.names
-        return [f"{names[label]} {p:.0%}" for label, p in zip(found.tolist(), sure.tolist(), strict=True)]
+        return [f"{names[label]} {p:.0%}" for label, p in zip(labels.tolist(), highest.tolist(), strict=True)]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW with a constant learning rate."""
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)

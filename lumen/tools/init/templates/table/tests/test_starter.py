@@ -1,4 +1,4 @@
-"""The project trains as its configuration says, and the model is what it should be."""
+"""Tests of the project: its config trains a model, and the data module reads a table."""
 
 from pathlib import Path
 
@@ -10,17 +10,17 @@ from starter.data import Table
 CONFIG = Path(__file__).parents[1] / "starter.yaml"
 
 
-def test_a_few_epochs_are_better_than_guessing(tmp_path, monkeypatch):
-    """What the config says, but shorter and in a directory of its own."""
+def test_short_training_beats_guessing(tmp_path, monkeypatch):
+    """Train with the config of the project, but for five epochs and in a temporary directory."""
     monkeypatch.chdir(CONFIG.parent)
-    words = ["fit", "--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=5"]
-    cli = lumen.CLI(args=words)
+    arguments = ["fit", "--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=5"]
+    cli = lumen.CLI(args=arguments)
     assert cli.trainer.current_epoch == 5
     assert cli.trainer.callback_metrics["val_acc"] > 0.5
 
 
-def test_a_table_is_read_as_it_stands_there(tmp_path):
-    """Ten rows: six to train, two to validate, two to test; none twice."""
+def test_every_row_is_read_once(tmp_path):
+    """Of ten rows, six are for training, two for validation and two for the test."""
     path = tmp_path / "rows.csv"
     path.write_text("size,kind,weight\n" + "".join(f"{n},{'odd' if n % 2 else 'even'},{n / 2}\n" for n in range(10)))
     data = Table(str(path), target="kind")

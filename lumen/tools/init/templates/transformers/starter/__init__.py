@@ -1,1 +1,1 @@
-"""A model of transformers that tells from the name of a character what kind it is."""
+"""A model of transformers that predicts from the name of a character what kind it is."""

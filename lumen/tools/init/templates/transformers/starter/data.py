@@ -1,4 +1,4 @@
-"""Texts, and what kind each is."""
+"""Texts and their kinds."""
 
 import unicodedata
 from functools import cached_property
@@ -13,27 +13,29 @@ KINDS = {"L": "letter", "M": "mark", "N": "number", "P": "punctuation", "S": "sy
 
 
 class Names(lumen.DataModule):
-    """Names of characters in Unicode, such as SNOWMAN, each with the number of its kind; a tenth is for validation.
+    """Names of Unicode characters, such as SNOWMAN, with their kinds as labels; a tenth is for validation.
 
     A batch is a dictionary of int64: `input_ids` and `attention_mask` of shape `(batch, time)`, `labels` of `(batch,)`.
 
     Args:
-        tokenizer: A directory or a name that `from_pretrained` takes. Default: a token is a byte.
-        longest: Tokens of a text at most; the rest is cut off.
-        batch_size: Texts in a batch.
-        split: Seed that says which texts are for validation.
+        tokenizer: A name or a directory for `from_pretrained`. Default: each byte of a text is a token.
+        max_length: Largest number of tokens of a text. Longer texts are truncated.
+        batch_size: Number of texts in a batch.
+        split: Seed of the random split into training and validation.
     """
 
-    classes = len(KINDS)  # the model takes it from here, and `vocab_size` too
+    classes = len(KINDS)  # The model takes this value and `vocab_size` from the data module.
 
-    def __init__(self, tokenizer: str | None = None, longest: int = 48, batch_size: int = 64, split: int = 0):
+    def __init__(self, tokenizer: str | None = None, max_length: int = 48, batch_size: int = 64, split: int = 0):
         super().__init__()
-        self.name, self.longest, self.batch_size, self.split = tokenizer, longest, batch_size, split
+        self.tokenizer_name, self.max_length = tokenizer, max_length
+        self.batch_size, self.split = batch_size, split
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """What makes tokens of text."""
-        return ByT5Tokenizer() if self.name is None else AutoTokenizer.from_pretrained(self.name)
+        """The tokenizer of the texts."""
+        name = self.tokenizer_name
+        return ByT5Tokenizer() if name is None else AutoTokenizer.from_pretrained(name)
 
     @property
     def vocab_size(self) -> int:
@@ -41,24 +43,24 @@ class Names(lumen.DataModule):
         return len(self.tokenizer)
 
     def setup(self, stage: str) -> None:
-        """Read the texts and deal them. Your own: any sequence of (text, label)."""
+        """Read and split the texts. Your own texts can be any sequence of (text, label)."""
         kinds, characters = list(KINDS), map(chr, range(0x3000))
         named = [(unicodedata.name(each, ""), unicodedata.category(each)[0]) for each in characters]
         samples = [(name, kinds.index(kind)) for name, kind in named if name and kind in kinds]
         self.train, self.val = random_split(samples, [0.9, 0.1], torch.Generator().manual_seed(self.split))
 
     def collate(self, samples: list[tuple[str, int]]) -> dict[str, Tensor]:
-        """Make a batch of some samples, as long as the longest of them."""
+        """Return a batch of samples, padded to the longest text."""
         texts, labels = zip(*samples, strict=True)
         tokens = self.tokenizer(
-            list(texts), padding=True, truncation=True, max_length=self.longest, return_tensors="pt"
+            list(texts), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
         )
         return {**tokens, "labels": torch.tensor(labels)}
 
     def train_dataloader(self) -> DataLoader:
-        """Training texts, shuffled."""
+        """Return the training texts, shuffled."""
         return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader:
-        """Validation texts."""
+        """Return the validation texts."""
         return DataLoader(self.val, self.batch_size, collate_fn=self.collate)

@@ -7,16 +7,16 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 
 
 class Classifier(lumen.TaskModule):
-    """Tells the kind of a text.
+    """Model of transformers that classifies texts.
 
     Args:
-        vocab_size: Number of tokens; not set in the config, it comes from the data.
-        classes: Number of kinds; from the data too.
-        pretrained: A directory or a name that `from_pretrained` takes; the data needs its tokenizer then. Default: a
-            small BERT with random weights, and nothing is downloaded.
-        width: Numbers that stand for a token in the small BERT.
-        layers: Layers of the small BERT.
-        lr: AdamW's learning rate at its highest, after a tenth of the run.
+        vocab_size: Number of tokens. The data module provides this argument.
+        classes: Number of kinds. The data module provides this argument.
+        pretrained: A name or a directory for `from_pretrained`. Set the tokenizer of the data module too. Default: a
+            small BERT with random weights, which downloads nothing.
+        width: Size of the vector of a token in the small BERT.
+        layers: Number of layers of the small BERT.
+        lr: Highest learning rate of AdamW, which is reached after a tenth of the run.
     """
 
     def __init__(
@@ -42,22 +42,22 @@ class Classifier(lumen.TaskModule):
                 num_attention_heads=4,
             )
             model = AutoModelForSequenceClassification.from_config(config)
-        self.model = model.train()  # transformers loads without dropout
+        self.model = model.train()  # transformers loads models in eval mode, without dropout.
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        """Cross-entropy of the labels, which is made smaller."""
+        """Return the loss to minimize, the cross-entropy of the labels."""
         loss = self.model(**batch).loss
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor]) -> None:
-        """The same, and the part of the texts whose kind is found, on texts that it does not learn from."""
-        found = self.model(**batch)
-        self.log("val_loss", found.loss, prog_bar=True)
-        self.log("val_acc", (found.logits.argmax(dim=1) == batch["labels"]).float().mean(), prog_bar=True)
+        """Log loss and accuracy on validation texts."""
+        output = self.model(**batch)
+        self.log("val_loss", output.loss, prog_bar=True)
+        self.log("val_acc", (output.logits.argmax(dim=1) == batch["labels"]).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> dict:
-        """AdamW; its learning rate rises, then falls, a little at each step."""
+        """Return AdamW with a learning rate that rises, then falls, in each step."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         steps = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)
