@@ -3,7 +3,7 @@
 from lumen.cli.commands import Command
 
 COMMAND = Command(
-    "Look at a configuration before a long run: data, first steps, schedules, room, time.",
+    "Dry-run a config: check data, first steps, schedules, disk space and run time.",
     "lumen.tools.check.command",
     has_config=True,
 )

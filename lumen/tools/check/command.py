@@ -19,49 +19,48 @@ from lumen.tools.check.trial import CheckTrial
 from lumen.tools.terminal import get_first_line
 from lumen.trainer.logs import LogSettings, log_to_console
 
-_MORE = (
-    "Runs forward and backward of a few micro-batches. Takes what `lumen fit` takes, trains nothing and writes "
-    "nothing: an update or two are made in memory and thrown away. Exit code: 0; 1: something is suspicious, with "
-    "--strict; 2: the configuration is wrong, or a step fails. The settings are those of lumen fit --help."
+_DESCRIPTION = (
+    "The command runs forward and backward of a few micro-batches and writes nothing. It makes one or two updates in "
+    "memory and discards them. All options of lumen fit are allowed: see lumen fit --help. Exit code: 0; 1 with "
+    "--strict if something is suspicious; 2 if the config is wrong or a step fails."
 )
 
 
 def options() -> Words:
     """Return the parser of the options that `lumen fit` lacks."""
-    parser = Words("check", COMMAND, "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _MORE)
+    parser = Words("check", COMMAND, "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--strict", action="store_true", help="Exit with 1 if something is suspicious.")
-    parser.add_argument("--samples", type=int, default=1000, metavar="N", help="Training and validation samples to "
-                        "compare at most. Default: 1000; 0: none.")  # fmt: skip
+    parser.add_argument("--samples", type=int, default=1000, metavar="N", help="Largest number of training "
+                        "and validation samples to compare. Default: 1000; 0: none.")  # fmt: skip
     return parser
 
 
 def run(words: list[str]) -> int:
     """Check a training, print the findings, and return the exit code."""
-    asked, words = options().parse_known_args(words)
-    if asked.samples < 0:
-        raise ConfigError(f"--samples: expected a number of at least 0, found {asked.samples}.")
+    arguments, words = options().parse_known_args(words)
+    if arguments.samples < 0:
+        raise ConfigError(f"--samples: expected a number of at least 0, found {arguments.samples}.")
     report = CheckReport()
     try:
         with redirect_stdout(sys.stderr), suppress(HelpShown):  # Output of user code goes to stderr.
-            _CheckCLI(report, asked.samples, words)
+            _CheckCLI(report, arguments.samples, words)
             if not report.title:  # --print_config has printed the config.
                 return 0
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _show_failure(report, error, as_text=not asked.json)
-    code = report.get_exit_code(strict=asked.strict)
-    print_json_report(report, code) if asked.json else print_report(report)
+        return _show_failure(report, error, as_text=not arguments.json)
+    code = report.get_exit_code(strict=arguments.strict)
+    print_json_report(report, code) if arguments.json else print_report(report)
     return code
 
 
 def _show_failure(report: CheckReport, error: BaseException, *, as_text: bool) -> int:
     """Print the findings before an error, and the error. Errors of user code have a traceback."""
     if not isinstance(error, LumenError):
-        report.add(
-            "first steps", "wrong", "failed", f"it fails with {get_first_line(error)}", "Its traceback is below."
-        )
+        text = f"a step failed with {get_first_line(error)}"
+        report.add("first steps", "wrong", "failed", text, "The traceback is below.")
     elif not report.list_findings("wrong"):
         report.add("first steps", "wrong", "failed", str(error))
     if report.title:
@@ -76,7 +75,7 @@ class _CheckCLI(CLI):
 
     Args:
         report: Report that receives the findings.
-        samples: The most samples of training and validation to compare.
+        samples: Largest number of training and validation samples to compare.
         words: The command line, without the options of `lumen check`.
     """
 
@@ -88,16 +87,16 @@ class _CheckCLI(CLI):
 
     def _build_and_run(self) -> None:
         config = self._get_command_settings(self.config)
-        wanted = self._find_processes(config.trainer)
-        if wanted.world_size > 1 and not wanted.must_be_started:
-            said = "lumen check looks at a run with one process, but torchrun or SLURM has started"
-            raise ConfigError(f"{said} {wanted.world_size}. Run it without them.")
-        asked = config.trainer.strategy
+        processes = self._find_processes(config.trainer)
+        if processes.world_size > 1 and not processes.must_be_started:
+            started = f"torchrun or SLURM has started {processes.world_size} processes"
+            raise ConfigError(f"lumen check needs a single process, but {started}. Run lumen check without a launcher.")
+        strategy = config.trainer.strategy
         config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy = 1, 1, "auto"
         with log_to_console(LogSettings("WARNING"), shown=False):
             self._build(self._find_processes(config.trainer))
-            self._add_description(wanted.world_size, asked)
-            trial = CheckTrial(self.trainer, self.model, self.datamodule, self._configure, wanted.world_size)
+            self._add_description(processes.world_size, strategy)
+            trial = CheckTrial(self.trainer, self.model, self.datamodule, self._configure, processes.world_size)
             check_training(self._report, trial, self._samples)
 
     def _add_description(self, processes: int, strategy: Any) -> None:
@@ -112,7 +111,5 @@ class _CheckCLI(CLI):
         report.add("configuration", "ok", "configuration", text)
         if processes > 1:
             name = strategy if isinstance(strategy, str) else strategy.class_path
-            text = (
-                f"the run has {processes} processes (strategy {name}); one was looked at, without what is between them"
-            )
+            text = f"the run has {processes} processes (strategy {name}); the check used one, without communication"
             report.add("configuration", "note", "processes", text)

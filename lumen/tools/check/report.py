@@ -49,14 +49,14 @@ class BatchLeaf:
     infinite: int = 0
 
     @property
-    def format_cells(self) -> list[str]:
+    def cells(self) -> list[str]:
         """Cells of the leaf's row in the table."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
-        holds = "" if self.least is None or self.most is None else f"{self.least:.3g} .. {self.most:.3g}"
+        bounds = "" if self.least is None or self.most is None else f"{self.least:.3g} .. {self.most:.3g}"
         spread = "" if self.mean is None or self.std is None else f"mean {self.mean:.3g} std {self.std:.3g}"
-        odd = [f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.infinite, "infinite")) if count]
+        odd = [f"{count} {label}" for count, label in ((self.nan, "NaN"), (self.infinite, "infinite")) if count]
         memory = format_bytes(self.size_bytes) if self.size_bytes else ""
-        return [self.path, self.kind, shape, holds, ", ".join([*filter(None, [spread]), *odd]), memory]
+        return [self.path, self.kind, shape, bounds, ", ".join([*filter(None, [spread]), *odd]), memory]
 
 
 def describe_leaves(batch: Any) -> list[BatchLeaf]:
@@ -66,30 +66,30 @@ def describe_leaves(batch: Any) -> list[BatchLeaf]:
 
 def format_rows(parts: list[BatchLeaf]) -> list[list[str]]:
     """Return parts as rows of a table, at most `_MAX_LEAVES`."""
-    return shorten_rows([each.format_cells for each in parts], _MAX_LEAVES)
+    return shorten_rows([each.cells for each in parts], _MAX_LEAVES)
 
 
-def shorten_rows(rows: list[list[str]], most: int) -> list[list[str]]:
+def shorten_rows(rows: list[list[str]], max_rows: int) -> list[list[str]]:
     """Return the first rows of a table, and a row with the number of rows left out."""
-    return [*rows[:most], *([[f"and {len(rows) - most} more"]] if len(rows) > most else [])]
+    return [*rows[:max_rows], *([[f"and {len(rows) - max_rows} more"]] if len(rows) > max_rows else [])]
 
 
 def iterate_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a nested batch with their paths, depth first. A list of strings or numbers is one leaf."""
-    inside: Iterator[tuple[str, Any]]
+    children: Iterator[tuple[str, Any]]
     if isinstance(batch, Mapping):
-        inside = ((_join_path(path, key), value) for key, value in batch.items())
+        children = ((_join_path(path, key), value) for key, value in batch.items())
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        inside = ((f"{path}.{name}", value) for name, value in zip(batch._fields, batch, strict=True))
+        children = ((f"{path}.{name}", value) for name, value in zip(batch._fields, batch, strict=True))
     elif isinstance(batch, (list, tuple)) and not all(isinstance(each, _PLAIN) for each in batch):
-        inside = ((f"{path}[{number}]", value) for number, value in enumerate(batch))
+        children = ((f"{path}[{number}]", value) for number, value in enumerate(batch))
     elif is_dataclass(batch) and not isinstance(batch, type):
-        inside = ((f"{path}.{each.name}", getattr(batch, each.name)) for each in fields(batch))
+        children = ((f"{path}.{each.name}", getattr(batch, each.name)) for each in fields(batch))
     else:
-        inside = iter(())
+        children = iter(())
         yield path or "batch", batch
-    for where, value in inside:
-        yield from iterate_leaves(value, where)
+    for child_path, value in children:
+        yield from iterate_leaves(value, child_path)
 
 
 def _join_path(path: str, key: Any) -> str:
@@ -123,47 +123,46 @@ def _describe_leaf(path: str, leaf: Any) -> BatchLeaf:
 
 def format_rough_duration(seconds: float) -> str:
     """Return a duration in words: `40 ms`, `12 s`, `3 min`, `5.2 h`, `2.1 days`."""
-    for most, unit, name in ((1, 0.001, "ms"), (100, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
-        if seconds < most:
+    for limit, unit, name in ((1, 0.001, "ms"), (100, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
             return f"{seconds / unit:.2g} {name}" if seconds < 100 * unit else f"{seconds / unit:.0f} {name}"
     return f"{seconds / 86400:.3g} days"
 
 
-def format_every(count: int, what: str) -> str:
-    """Return an interval in words: `format_every step`, `format_every 2 steps`."""
-    return f"every {what}" if count == 1 else f"every {count:,} {what}s"
+def format_every(count: int, unit: str) -> str:
+    """Return an interval in words: `every step`, `every 2 steps`."""
+    return f"every {unit}" if count == 1 else f"every {count:,} {unit}s"
 
 
 #: Advice on findings, by name.
 ADVICE = {
-    "training.order": "Write DataLoader(..., shuffle=True), or give a sampler.",
+    "training.order": "Write DataLoader(..., shuffle=True), or pass a sampler.",
     "validation.loader": "Define val_dataloader in the data module or the task, or set limit_val_batches: 0.",
     "validation.step": "Define validation_step(self, batch), or set limit_val_batches: 0.",
-    "labels.range": "Give the model as many outputs as there are classes, or number the labels from 0; those that are "
-    "not to count are ignore_index.",
-    "labels.constant": "Look at where labels come from; data that is sorted by class has to be shuffled.",
-    "inputs.constant": "Look at what the data set gives, and at what is done to it before this layer.",
-    "inputs.scale": "Normalise inputs to about mean 0 and standard deviation 1, in the data set or by a first norm.",
-    "leak": "Split the data before anything is copied or cut, by what must stay together.",
-    "parameters.unheld": "Give them to the optimizer, or set requires_grad of them to False.",
-    "loss.finite": "Look at the data for NaN, at divisions, logarithms and roots; trainer.detect_anomaly names the "
-    "operation.",
-    "loss.by_chance": "Look at the scale of the inputs and of the last layer's weights; is softmax missing, or there "
+    "labels.range": "Give the model one output per class, or number the labels from 0. Labels that do not count must "
+    "be ignore_index.",
+    "labels.constant": "Check the source of the labels. Data that is sorted by class must be shuffled.",
+    "inputs.constant": "Check the samples of the dataset, and the operations before this layer.",
+    "inputs.scale": "Normalize the inputs to mean 0 and standard deviation 1, in the dataset or in a first norm layer.",
+    "leak": "Split the data before it is augmented or cut, and keep related samples in one part.",
+    "parameters.unheld": "Pass these parameters to the optimizer, or set their requires_grad to False.",
+    "loss.finite": "Check the data for NaN, and the loss for divisions, logarithms and roots. trainer.detect_anomaly "
+    "names the operation.",
+    "loss.by_chance": "Check the scale of the inputs and of the last layer's weights. Is softmax missing, or applied "
     "twice?",
-    "gradients.finite": "Look at divisions, roots of 0 and logarithms; trainer.detect_anomaly names the operation.",
-    "gradients.none": "If the loss is not to depend on them, set requires_grad of them to False.",
-    "gradients.zero": "Look at what stands between the parameters and the loss: a dead activation, a detach, an "
-    "argmax.",
-    "gradients.explode": "Look at the scale of inputs, targets and first weights; gradient_clip_val bounds the norm.",
-    "loss.constant": "Look at what training_step makes of its batch.",
-    "loss.input": "Look at what training_step makes of this part, the largest of its batch.",
-    "schedule.length": "Let the schedule be as long as the run: self.trainer.estimated_stepping_batches steps, or "
+    "gradients.finite": "Check divisions, roots of 0 and logarithms. trainer.detect_anomaly names the operation.",
+    "gradients.none": "If the loss need not depend on these parameters, set their requires_grad to False.",
+    "gradients.zero": "Check the operations between parameters and loss for a dead activation, a detach or an argmax.",
+    "gradients.explode": "Check the scale of inputs, targets and initial weights. gradient_clip_val limits the norm.",
+    "loss.constant": "Check how training_step uses its batch.",
+    "loss.input": "Check how training_step uses this part, the largest tensor of its batch.",
+    "schedule.length": "Make the schedule as long as the run: self.trainer.estimated_stepping_batches steps, or "
     "max_epochs.",
-    "validation.never": "Lower val_check_interval or check_val_every_n_epoch, or let the run be longer.",
-    "rates.idle": "Let the schedule be as long as the run, or the run as short as the schedule.",
-    "monitor": "Write one of these names, or log it.",
+    "validation.never": "Lower val_check_interval or check_val_every_n_epoch, or make the run longer.",
+    "rates.idle": "Make the schedule as long as the run, or the run as short as the schedule.",
+    "monitor": "Monitor one of these names, or log the missing name.",
     "checkpoints.writable": "Choose another trainer.default_root_dir or dirpath, or change its permissions.",
-    "checkpoints.room": "Keep fewer of them: keep_last, save_top_k and keep_every_n_steps of ModelCheckpoint.",
+    "checkpoints.room": "Keep fewer checkpoints: keep_last, save_top_k and keep_every_n_steps of ModelCheckpoint.",
 }
 Mark = Literal["ok", "note", "suspicious", "wrong"]
 
@@ -229,14 +228,14 @@ def print_report(report: CheckReport) -> None:
     """Print a report as wide as the terminal, at most 120 columns, or 80 columns without a terminal."""
     console = make_table_console()
     console.width = min(console.width, _MAX_WIDTH) if console.is_terminal else 80
-    with console.capture() as shown:
+    with console.capture() as captured:
         console.print(Text(report.title, "bold"))
         for name, findings in report.sections.items():
             console.print("\n", Text(name, "bold"), sep="")
             for finding in findings:
                 _print_finding(console, finding)
         console.print("\n", format_verdict(report), sep="")
-    print(*map(str.rstrip, shown.get().splitlines()), sep="\n", file=stdout)
+    print(*map(str.rstrip, captured.get().splitlines()), sep="\n", file=stdout)
 
 
 def _print_finding(console: Console, finding: Finding) -> None:

@@ -126,8 +126,8 @@ class _LossObserver(TorchFunctionMode):
             self._seen.losses.append(found)
             if found.is_out_of_range and found.least is not None and args[0].device.type != "cpu":
                 raise DataError(  # A CUDA assertion would break the process and be reported elsewhere.
-                    f"labels from {found.least} to {found.most}, but {found.classes} classes: from 0 to "
-                    f"{found.classes - 1}."
+                    f"labels range from {found.least} to {found.most}, but the output has {found.classes} classes. "
+                    f"Labels must be from 0 to {found.classes - 1}, or ignore_index."
                 )
         value = func(*args, **kwargs)
         if found is not None and value.numel() == 1:
@@ -135,28 +135,28 @@ class _LossObserver(TorchFunctionMode):
         return value
 
 
-def _observe_loss(func: Callable[..., Any], given: dict[str, Any]) -> ClassLoss | None:
-    outputs, target = given["input"], given["target"]
-    is_mean = given.get("reduction", "mean") == "mean" and given.get("weight") is None
+def _observe_loss(func: Callable[..., Any], arguments: dict[str, Any]) -> ClassLoss | None:
+    outputs, target = arguments["input"], arguments["target"]
+    is_mean = arguments.get("reduction", "mean") == "mean" and arguments.get("weight") is None
     if func in _BINARY_LOSSES:
-        return ClassLoss(2, is_mean and given.get("pos_weight") is None, None)
+        return ClassLoss(2, is_mean and arguments.get("pos_weight") is None, None)
     classes = outputs.shape[1 if outputs.dim() > 1 else 0]
     if target.is_floating_point():
         return ClassLoss(classes, is_mean, None)
-    labels = target.detach()[target.detach() != given.get("ignore_index", -100)]
+    labels = target.detach()[target.detach() != arguments.get("ignore_index", -100)]
     if not labels.numel():
         return None
-    some = frozenset(labels.flatten()[:4096].tolist())
-    return ClassLoss(classes, is_mean, None, int(labels.min()), int(labels.max()), some)
+    distinct = frozenset(labels.flatten()[:4096].tolist())
+    return ClassLoss(classes, is_mean, None, int(labels.min()), int(labels.max()), distinct)
 
 
 def _observe_first_layer(
     names: Mapping[nn.Module, str], seen: ForwardObservations, module: nn.Module, args: tuple[Any, ...]
 ) -> None:
     """Record the input of the first of some layers, as a forward pre-hook of all modules."""
-    given = args[0] if args and module in names and seen.first is None else None
-    if isinstance(given, torch.Tensor) and given.is_floating_point() and given.numel() > 1:
-        numbers = given.detach().float()
+    value = args[0] if args and module in names and seen.first is None else None
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1:
+        numbers = value.detach().float()
         mean, std, least, most = map(float, (numbers.mean(), numbers.std(), numbers.min(), numbers.max()))
         seen.first = FirstInput(f"{names[module]} ({type(module).__name__})", mean, std, least, most)
 
@@ -185,7 +185,7 @@ class GradientSummary:
     Args:
         task: The task with the gradients.
         trainer: The trainer of the task, in a run.
-        is_whole: True if the gradients are complete and unscaled.
+        is_complete: True if the gradients are complete and unscaled.
 
     Attributes:
         norm: Norm of all gradients, or None if they are still scaled.
@@ -194,7 +194,7 @@ class GradientSummary:
         odd: Names of parameters whose gradient has NaN or infinite elements.
     """
 
-    def __init__(self, task: TaskModule, trainer: Trainer, *, is_whole: bool = False) -> None:
+    def __init__(self, task: TaskModule, trainer: Trainer, *, is_complete: bool = False) -> None:
         self.without, self.zero, self.odd = list[str](), list[str](), list[str]()
         norms = list[float]()
         for name, parameter in task.named_parameters():
@@ -208,7 +208,7 @@ class GradientSummary:
                 self.zero.append(name)
             elif not math.isfinite(norms[-1]):
                 self.odd.append(name)
-        is_known = is_whole or not trainer.run.precision.handles_overflow  # otherwise still scaled by the loss scale
+        is_known = is_complete or not trainer.run.precision.handles_overflow  # Other gradients have the loss scale.
         self.norm = math.hypot(*norms) if is_known else None
 
 
@@ -220,15 +220,15 @@ class TrialObserver(Callback):
         batch: The first training batch, as passed to the step.
         validation: The first batch of each validation loader, by the loader's number.
         losses: The loss of each micro-batch.
-        seen: Observations of the first training forwards.
-        seen_in_validation: Observations of the first validation forwards.
+        forwards: Observations of the first training forwards.
+        validation_forwards: Observations of the first validation forwards.
         compute_s: Duration of each micro-batch that was only timed, without waiting for data.
         waited_s: Time that each step waited for its data.
-        step_s: Duration of the updates.
-        validation_s: Duration of the validation steps.
+        step_s: Duration of each update.
+        validation_s: Duration of each validation step.
         micro_batches: Number of micro-batches.
         gradients: The first gradients, or None.
-        twins: The loss of a batch, and of that batch with its largest tensor changed, or None if not tried.
+        paired_losses: The loss of a batch, and of that batch with its largest tensor changed, or None if not tried.
         changed: Path of the changed tensor in the batch.
         names: Names of the logged values.
     """
@@ -238,10 +238,10 @@ class TrialObserver(Callback):
         self.validation: dict[int, list[BatchLeaf]] = {}
         self.losses, self.compute_s, self.waited_s = list[float](), list[float](), list[float]()
         self.step_s, self.validation_s = list[float](), list[float]()
-        self.seen, self.seen_in_validation = list[ForwardObservations](), list[ForwardObservations]()
+        self.forwards, self.validation_forwards = list[ForwardObservations](), list[ForwardObservations]()
         self.micro_batches = 0
         self.gradients: GradientSummary | None = None
-        self.equal_losses: tuple[float, float] | None = None
+        self.paired_losses: tuple[float, float] | None = None
         self.changed = ""
         self.names: set[str] = set()
         self._probes_forwards = probes_forwards
@@ -257,7 +257,7 @@ class TrialObserver(Callback):
     ) -> None:
         """Record the loader's first batch, and start to observe the forward."""
         self.validation.setdefault(dataloader_idx, describe_leaves(batch))
-        self._run_probed(task, self.seen_in_validation)
+        self._run_probed(task, self.validation_forwards)
         self._at_s = _get_synchronized_time(trainer)
 
     def on_validation_batch_end(
@@ -281,7 +281,7 @@ class TrialObserver(Callback):
                 with suppress(Exception):  # The step itself will raise the error.
                     self._compare_changed_batch(trainer, task, batch, batch_idx)
         if self.micro_batches < MAX_PROBED_BATCHES:
-            self._run_probed(task, self.seen)
+            self._run_probed(task, self.forwards)
         self._at_s = _get_synchronized_time(trainer)
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:
@@ -294,7 +294,7 @@ class TrialObserver(Callback):
     def on_after_backward(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the time, and the first gradients."""
         if task.automatic_optimization:
-            self._get_time(trainer)
+            self._record_compute_s(trainer)
             if self.gradients is None:
                 self.gradients = GradientSummary(task, trainer)
 
@@ -303,7 +303,7 @@ class TrialObserver(Callback):
         if not task.automatic_optimization:
             return
         if self.gradients is not None and not self.waited_s:
-            self.gradients = GradientSummary(task, trainer, is_whole=True)
+            self.gradients = GradientSummary(task, trainer, is_complete=True)
         done, took_s = self.micro_batches + 1, time.perf_counter() - self._began_s
         has_enough = (done >= _MIN_STEPS and took_s > _BUDGET_S) or done >= _MAX_STEPS or _is_last(trainer)
         self._is_over = self._is_over or has_enough
@@ -318,7 +318,7 @@ class TrialObserver(Callback):
         self.end_probes()
         self.micro_batches += 1
         if not task.automatic_optimization:
-            self._get_time(trainer)
+            self._record_compute_s(trainer)
             self._is_over = self.micro_batches >= MAX_PROBED_BATCHES + 1 or _is_last(trainer)
             self._updates = 2
         waited_s = trainer.run.step.counters.waited_s
@@ -328,27 +328,27 @@ class TrialObserver(Callback):
         if self._step_at_s:
             self.step_s.append(_get_synchronized_time(trainer) - self._step_at_s)
             self._step_at_s = 0.0
-        late = time.perf_counter() - self._began_s > 5 * _BUDGET_S  # may be within a long step
-        if (self._is_over and (self._updates > 1 or _is_last(trainer))) or (late and self.micro_batches > 1):
+        is_late = time.perf_counter() - self._began_s > 5 * _BUDGET_S  # A long step may not be over.
+        if (self._is_over and (self._updates > 1 or _is_last(trainer))) or (is_late and self.micro_batches > 1):
             raise TrialFinished
 
     def end_probes(self) -> None:
         """Stop observing forwards."""
         self._probe.close()
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ helpers
 
     def _run_probed(self, task: TaskModule, seen: list[ForwardObservations]) -> None:
         self.end_probes()
         if self._probes_forwards:
             seen.append(self._probe.enter_context(_probe_forwards(task)))
 
-    def _get_time(self, trainer: Trainer) -> None:
+    def _record_compute_s(self, trainer: Trainer) -> None:
         took_s = _get_synchronized_time(trainer) - self._at_s
         if self.micro_batches >= MAX_PROBED_BATCHES or not self.compute_s:
             self.compute_s.append(took_s)
         else:
-            self.compute_s[0] = took_s  # the newest time is used until a micro-batch is only timed
+            self.compute_s[0] = took_s  # The newest duration counts until a micro-batch is only timed.
 
     def _compare_changed_batch(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         """Compare the loss of a batch with the loss after changing its largest tensor, with the same random numbers."""
@@ -357,20 +357,20 @@ class TrialObserver(Callback):
             return
         self.changed, tensor = found
         before, states = tensor.clone(), GeneratorStates()
-        one = self._compute_loss(trainer, batch, batch_idx)
+        loss = self._compute_loss(trainer, batch, batch_idx)
         states.restore()
         try:
             with torch.no_grad():
                 is_float = before.is_floating_point()
                 tensor.copy_(before * 0.5 + 0.25 * torch.randn_like(before) if is_float else before.flip(-1))
             states.restore()
-            other = self._compute_loss(trainer, batch, batch_idx)
+            changed_loss = self._compute_loss(trainer, batch, batch_idx)
         finally:
             with torch.no_grad():
                 tensor.copy_(before)
             states.restore()
-        if one is not None and other is not None:
-            self.equal_losses = one, other
+        if loss is not None and changed_loss is not None:
+            self.paired_losses = loss, changed_loss
 
     def _compute_loss(self, trainer: Trainer, batch: Any, batch_idx: int) -> float | None:
         run = trainer.run
@@ -409,8 +409,8 @@ class CheckTrial:
         plan: The trainer's plan, as given.
         savers: The callbacks that save checkpoints.
         monitors: Names of callbacks, each with the logged name that it monitors.
-        witness: Observations of the first steps.
-        said: Warnings of the run.
+        observer: Observations of the first steps.
+        warnings: Warnings of the run.
         finders: Names of the search callbacks that `fit` would run first.
     """
 

@@ -106,7 +106,7 @@ class _ReplayedStep(Callback):
         """Describe the micro-batch."""
         if trainer.global_step + 1 == self.number:
             self._batch = batch
-            self.batches.append(["  ".join(filter(None, each.format_cells)) for each in describe_leaves(batch)])
+            self.batches.append(["  ".join(filter(None, each.cells)) for each in describe_leaves(batch)])
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: Any) -> None:
         """Keep the loss."""

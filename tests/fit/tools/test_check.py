@@ -92,14 +92,14 @@ def test_training_samples_in_validation_are_counted(checked, mistake, told):
 
 def test_how_many_samples_were_compared_is_said(checked):
     found = checked("--samples", "30", of_data={"mistake": "copies"})
-    assert "30 validation samples compared with 30 of 80 of the training" in found.text("leak")
+    assert "30 validation samples compared with 30 of 80 training samples" in found.text("leak")
     assert not checked("--samples=0", of_data={"mistake": "copies"}).text("leak")
 
 
 def test_out_of_range_labels_are_named(checked):
     found = checked(of_data={"mistake": "labels from 1"})
     assert found.code == 2
-    assert re.search(r"labels go from \d to 5, but the output has 5 classes: 0 to 4", found.text("labels.range"))
+    assert re.search(r"labels range from \d to 5, but the output has 5 classes: 0 to 4", found.text("labels.range"))
     assert ", in validation_step\n" in found.err
 
 
@@ -191,7 +191,7 @@ def test_resumable_run_is_checked_without_touching_it(checked, tmp_path, capsys)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     words = ["--trainer.resume", "auto", "--trainer.max_epochs", "3"]
     found = check("mine.yaml", capsys, *words)
-    assert "30 steps: 3 epochs of 10 steps, 20 of them are made" in found.text("length")
+    assert "30 steps: 3 epochs of 10 steps, 20 of them done" in found.text("length")
     assert "nothing to do" in check("mine.yaml", capsys, *words[:2]).text("finished")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
@@ -208,7 +208,7 @@ def test_output_fits_80_columns_without_user_output(checked, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
     assert out.startswith("lumen check: mine\n")
-    assert "\n! global_batch_size 20 is no multiple" in out
+    assert "\n! global_batch_size 20 is not a multiple" in out
     assert out.endswith("1 suspicious\n")
     assert "a word of the user's" in err
     assert "a word of the user's" not in out
