@@ -115,7 +115,7 @@ def test_diff_is_a_patch_equal_to_write(project):
     before = texts(project)
     code, diff, said = command(".")
     assert (code, texts(project)) == (0, before)
-    assert "To think about:\na.py:2:" not in said
+    assert "To check by hand:\na.py:2:" not in said
     assert "2 files, 5 lines of the diff; `--write` makes these edits" in said
     subprocess.run(["git", "apply"], input=diff.encode(), check=True)
     patched = texts(project)
@@ -131,7 +131,7 @@ def test_a_second_run_prints_no_edit(project):
     git(project, "commit", "-qam", "b")
     code, diff, said = command(".")
     assert (code, diff) == (0, "")
-    assert said == "nothing to edit; 0 places to think about\n"
+    assert said == "nothing to edit; 0 places to check by hand\n"
 
 
 def test_edits_that_git_cannot_undo_are_refused(project):

@@ -34,7 +34,7 @@ class UnknownValue:
 
 
 UNKNOWN, UNCHANGED = UnknownValue(), object()
-_REMOVED, _KEPT_SENTENCE = ArgumentChange({}), ArgumentChange()
+_REMOVED, _NO_CHANGE = ArgumentChange({}), ArgumentChange()
 
 
 #: Argument names of Lightning's constructors in order, for classes whose order differs in Lumen.
@@ -62,16 +62,19 @@ POSITIONS: Mapping[str, str] = {
     "Timer": "duration interval verbose",
 }
 #: Notes on removed arguments of DDP. The other classes have their own notes in `INSTEAD`.
-_OF_DDP = {"ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.", "timeout": "timeout_s is in seconds."}
+_DDP_NOTES = {
+    "ddp_comm_hook": "Use DDP(gradient_compression='bf16'), or 'fp16'.",
+    "timeout": "Set timeout_s, in seconds.",
+}
 #: Unknown arguments that change the training. They stay, so that Lumen raises an error for them.
-_STAY = {
+_KEPT_ARGUMENTS = {
     "DDP": ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"),
     "EMA": ("avg_fn",), "SWA": ("avg_fn",),
     "Trainer": ("auto_lr_find", "auto_scale_batch_size", "early_stop_callback", "ipus", "multiple_trainloader_mode",
                 "plugins", "stochastic_weight_avg", "tpu_cores", "truncated_bptt_steps"),
 }  # fmt: skip
-_ALL_STAY = ("FSDP",)
-_NONE_NEEDED = {"cpu_stats", "accelerator", "parallel_devices", "flush_logs_every_n_steps", "process_group_backend"}
+_KEPT_CLASSES = ("FSDP",)
+_UNNEEDED = {"cpu_stats", "accelerator", "parallel_devices", "flush_logs_every_n_steps", "process_group_backend"}
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
         "gradient_clip": "gradient_clip_val",
@@ -82,39 +85,39 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     },
     "CLI": {"seed_everything_seed": "seed_everything_default"},
 }
-_FROM_PATH = (
-    "resume: Lumen goes on from its own checkpoints, which are directories. The weights of a .ckpt of Lightning's: "
+_RESUME_NOTE = (
+    "resume: Lumen resumes from its own checkpoints, which are directories. For the weights of Lightning's .ckpt: "
     "lumen convert FILE OUT.safetensors, and Trainer(init_from=OUT.safetensors)."
 )
-_WHICH = "devices: it is how many; which ones are those of CUDA_VISIBLE_DEVICES."
-_PRECISION = "precision: 16-true would train float16 parameters without a loss scale: use fp16, or bf16-true."
-_STEPS = (
-    "val_check_interval as an int counts optimizer steps here, across epochs: divide it by accumulate_grad_batches, "
+_DEVICES_NOTE = "devices: a number of devices. Choose the devices by CUDA_VISIBLE_DEVICES."
+_PRECISION_NOTE = "precision: 16-true would train float16 parameters without a loss scale. Use fp16, or bf16-true."
+_INTERVAL_NOTE = (
+    "val_check_interval: an int counts optimizer steps, across epochs. Divide the value by accumulate_grad_batches, "
     "and leave check_val_every_n_epoch=None out."
 )
-_UNUSED = (
+_UNUSED_NOTE = (
     "strategy: write lumen.DDP(find_unused_parameters=True), or in a config {class_path: lumen.DDP, init_args: "
     "{find_unused_parameters: true}}."
 )
-_TO_DDP = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find_unused_parameters_false")
+_DDP_NAMES = ("ddp_spawn", "ddp_fork", "ddp_notebook", "ddp2", "ddp_cpu", "ddp_find_unused_parameters_false")
 
 
 def _make_flag_change(on: Mapping[str, Any]) -> Callable[[Any], ArgumentChange]:
     """Return a rule that replaces an argument that is on, and removes one that is off."""
-    return lambda value: _KEPT_SENTENCE if value is UNKNOWN else ArgumentChange(on if value else {})
+    return lambda value: _NO_CHANGE if value is UNKNOWN else ArgumentChange(on if value else {})
 
 
 def _change_strategy(value: Any) -> ArgumentChange:
     name = value.lower() if isinstance(value, str) else ""
     if name in ("ddp_find_unused_parameters_true", "ddp_notebook_find_unused_parameters_true"):
-        return ArgumentChange(None, _UNUSED)
-    if name.startswith(_TO_DDP) or name in ("fsdp_native", "fsdp_cpu_offload"):
+        return ArgumentChange(None, _UNUSED_NOTE)
+    if name.startswith(_DDP_NAMES) or name in ("fsdp_native", "fsdp_cpu_offload"):
         return ArgumentChange({"strategy": name[: 4 if name.startswith("fsdp") else 3]})
     if name.startswith("deepspeed"):
-        said = f"strategy: {name} is unknown. Use fsdp, which keeps parameters and optimizer in shards too."
-        return ArgumentChange(None, said)
-    said = "strategy: dp is not built. Use ddp, with a process for each device."
-    return ArgumentChange(None, said) if name == "dp" else _KEPT_SENTENCE
+        note = f"strategy: {name} is not supported. Use fsdp, which shards parameters and optimizer states too."
+        return ArgumentChange(None, note)
+    note = "strategy: dp is not supported. Use ddp, with a process for each device."
+    return ArgumentChange(None, note) if name == "dp" else _NO_CHANGE
 
 
 def _change_accelerator(value: Any) -> ArgumentChange:
@@ -122,13 +125,13 @@ def _change_accelerator(value: Any) -> ArgumentChange:
         change = _change_strategy(value)
         return ArgumentChange({"strategy": UNCHANGED, **(change.arguments or {})}, change.sentence)
     known = value is UNKNOWN or value is None or value in ("auto", "cpu", "cuda", "gpu", "mps")
-    return _KEPT_SENTENCE if known else ArgumentChange(None, f"accelerator: there is no support for {value}.")
+    return _NO_CHANGE if known else ArgumentChange(None, f"accelerator: {value} is not supported.")
 
 
 def _change_gpus(value: Any) -> ArgumentChange:
     if value is UNKNOWN:
         return ArgumentChange(
-            {"accelerator": "gpu", "devices": UNCHANGED}, 'gpus: 0 or None would mean accelerator="cpu".'
+            {"accelerator": "gpu", "devices": UNCHANGED}, 'gpus: for a value of 0 or None, set accelerator="cpu".'
         )
     if value in (None, 0, "0", []):
         return _REMOVED
@@ -138,7 +141,7 @@ def _change_gpus(value: Any) -> ArgumentChange:
 
 def _change_devices(value: Any) -> ArgumentChange:
     several = [each for each in value.split(",") if each] if isinstance(value, str) and "," in value else value
-    return ArgumentChange({"devices": len(several)}, _WHICH) if isinstance(several, list | tuple) else _KEPT_SENTENCE
+    return ArgumentChange({"devices": len(several)}, _DEVICES_NOTE) if isinstance(several, list | tuple) else _NO_CHANGE
 
 
 def _change_checkpoint_callback(value: Any) -> ArgumentChange:
@@ -149,10 +152,10 @@ def _change_checkpoint_callback(value: Any) -> ArgumentChange:
 
 def _change_precision(value: Any) -> ArgumentChange:
     if value in ("16-true", "fp16-true"):
-        return ArgumentChange(None, _PRECISION)
+        return ArgumentChange(None, _PRECISION_NOTE)
     if isinstance(value, str) and value.startswith("transformer-engine"):
-        return ArgumentChange(None, "precision: there is none by the Transformer Engine. Use bf16.")
-    return _KEPT_SENTENCE
+        return ArgumentChange(None, "precision: the Transformer Engine is not supported. Use bf16.")
+    return _NO_CHANGE
 
 
 #: Rules for arguments whose change depends on their value.
@@ -170,16 +173,16 @@ _BY_VALUE: Mapping[tuple[str, str], Callable[[Any], ArgumentChange]] = {
     ),
     ("Trainer", "reload_dataloaders_every_epoch"): _make_flag_change({"reload_dataloaders_every_n_epochs": 1}),
     ("Trainer", "resume_from_checkpoint"): lambda value: (
-        ArgumentChange({"resume": UNCHANGED}, _FROM_PATH) if value else _REMOVED
+        ArgumentChange({"resume": UNCHANGED}, _RESUME_NOTE) if value else _REMOVED
     ),
     ("Trainer", "strategy"): _change_strategy,
     ("Trainer", "val_check_interval"): lambda value: (
-        ArgumentChange(None, _STEPS) if type(value) is int else _KEPT_SENTENCE
+        ArgumentChange(None, _INTERVAL_NOTE) if type(value) is int else _NO_CHANGE
     ),
     ("Trainer", "weights_summary"): lambda value: (
         ArgumentChange({"enable_model_summary": value is UNKNOWN}) if value in (None, UNKNOWN) else _REMOVED
     ),
-    ("CLI", "seed_everything_default"): lambda value: _REMOVED if value is False else _KEPT_SENTENCE,
+    ("CLI", "seed_everything_default"): lambda value: _REMOVED if value is False else _NO_CHANGE,
 }
 #: New names of the arguments of methods; None removes the argument.
 METHODS: Mapping[str, Mapping[str, str | None]] = {
@@ -192,7 +195,7 @@ METHODS: Mapping[str, Mapping[str, str | None]] = {
     "test": {"test_dataloaders": "dataloaders"},
     "validate": {"val_dataloaders": "dataloaders"},
 }
-_STORAGE = "storage_options: keys of object stores are those of their own environment variables."
+_STORAGE_NOTE = "storage_options: set the environment variables of the object store."
 
 
 def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
@@ -203,27 +206,23 @@ def get_change(owner: str, name: str, value: Any = UNKNOWN) -> ArgumentChange:
         name: Name of the argument in Lightning.
         value: Value of the argument, or `UNKNOWN` if it is not plain data.
     """
-    if (rule := _BY_VALUE.get((owner, name))) is not None and (change := rule(value)) is not _KEPT_SENTENCE:
+    if (rule := _BY_VALUE.get((owner, name))) is not None and (change := rule(value)) is not _NO_CHANGE:
         return change
     if name in _list_accepted(owner) or owner == "LambdaCallback":
-        return _KEPT_SENTENCE
+        return _NO_CHANGE
     kind = getattr(lumen, owner)
-    said = getattr(kind, "INSTEAD", {}).get(name) or (_OF_DDP.get(name, "") if owner == "DDP" else "")
-    use = _USE.fullmatch(said)
-    to = _RENAMED.get(owner, {}).get(name) or (use[1] if use is not None and use[1] in _list_accepted(owner) else None)
-    if to is not None:
-        again = get_change(owner, to, value)
-        return again if again.arguments is not None else ArgumentChange({to: UNCHANGED}, again.sentence)
-    if (
-        _is_off(value)
-        or name in _NONE_NEEDED
-        or is_neutral_argument(kind, name, value)
-        or said.startswith("Leave it out")
-    ):
+    note = getattr(kind, "INSTEAD", {}).get(name) or (_DDP_NOTES.get(name, "") if owner == "DDP" else "")
+    new = _RENAMED.get(owner, {}).get(name)
+    if new is None and (use := _USE.fullmatch(note)) is not None and use[1] in _list_accepted(owner):
+        new = use[1]
+    if new is not None:
+        change = get_change(owner, new, value)
+        return change if change.arguments is not None else ArgumentChange({new: UNCHANGED}, change.sentence)
+    if _is_off(value) or name in _UNNEEDED or is_neutral_argument(kind, name, value) or note.startswith("Leave it out"):
         return _REMOVED
-    stays = not said or owner in _ALL_STAY or name in _STAY.get(owner, ())
-    what = f"{name} of {owner}" if stays else f"{name} of {owner} is left out"
-    return ArgumentChange(None if stays else {}, f"{what}. {said or f'{owner} has no argument {name}.'}")
+    stays = not note or owner in _KEPT_CLASSES or name in _KEPT_ARGUMENTS.get(owner, ())
+    subject = f"{name} of {owner}" if stays else f"{name} of {owner} is left out"
+    return ArgumentChange(None if stays else {}, f"{subject}. {note or f'{owner} has no argument {name}.'}")
 
 
 def get_method_change(method: str, name: str) -> ArgumentChange:
@@ -232,12 +231,12 @@ def get_method_change(method: str, name: str) -> ArgumentChange:
     found = getattr(lumen.Tuner if method in ("lr_find", "scale_batch_size") else owner, method)
     takes = inspect.signature(found).parameters
     if name in takes or name not in METHODS[method]:
-        return _KEPT_SENTENCE
-    to = METHODS[method][name]
+        return _NO_CHANGE
+    new = METHODS[method][name]
     return (
-        ArgumentChange({to: UNCHANGED})
-        if to is not None
-        else ArgumentChange({}, _STORAGE if name == "storage_options" else "")
+        ArgumentChange({new: UNCHANGED})
+        if new is not None
+        else ArgumentChange({}, _STORAGE_NOTE if name == "storage_options" else "")
     )
 
 
@@ -281,11 +280,11 @@ class CallEditor:
     Args:
         source: The text of the file.
         note: Function that records a note on a line.
-        is_accepted: True if the project calls a trainer's `fit`.
+        calls_fit: True if the project calls a trainer's `fit`.
     """
 
-    def __init__(self, source: EditableSource, note: Callable[[int, str], None], *, is_accepted: bool) -> None:
-        self._source, self._note, self._is_accepted = source, note, is_accepted
+    def __init__(self, source: EditableSource, note: Callable[[int, str], None], *, calls_fit: bool) -> None:
+        self._source, self._note, self._calls_fit = source, note, calls_fit
 
     def edit_method(self, node: ast.Call, method: str) -> None:
         """Edit the arguments of a call of a method of the trainer, the tuner or the task."""
@@ -319,7 +318,7 @@ class CallEditor:
             if owner == "CLI" and name == "trainer_defaults" and isinstance(item.value, ast.Dict):
                 self.edit_constructor(item.value, "Trainer", "Trainer")
         is_limited = bool({item.name for item in items.all} & {*_LIMITS, None})
-        if owner == "Trainer" and items.is_call and self._is_accepted and not is_limited:
+        if owner == "Trainer" and items.is_call and self._calls_fit and not is_limited:
             items.add(f"max_epochs={_ENDLESS}")
         items.apply_edits()
 

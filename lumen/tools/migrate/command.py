@@ -25,15 +25,15 @@ from lumen.tools.migrate.project import ParsedFile, ProjectClasses, find_unsaved
 from lumen.tools.migrate.python import FileEditor, MigrationNote, iterate_used_names
 from lumen.tools.terminal import format_count, make_table_console
 
-_MORE = (
-    "Prints the edits as a diff, which `git apply` takes, and on stderr what has to be thought about, with file and "
-    "line. No code of the project is run. Exit code: 0; 1 if a file could not be read, and the others were; 2 if "
-    "nothing was done: a wrong command line, or edits that git could not take back."
+_DESCRIPTION = (
+    "The command prints the edits as a diff for `git apply`, and on stderr the places to check by hand, with file and "
+    "line. It runs no code of the project. Exit code: 0; 1 if some files could not be read; 2 if nothing was done, "
+    "because the command line is wrong or git could not undo the edits."
 )
 _ANY = re.compile(rf"\b({'|'.join(sorted(LIGHTNING_PACKAGES, reverse=True))})\b")
 _REQUIRED = re.compile(r"(?<![\w/.-])(pytorch[-_]lightning|lightning)(?=$|[\s\"'\[<>=~!;,:])")
-_SAID_OF_NOTEBOOKS = "a notebook is not edited. Write what it imports and gives to the trainer by hand, as in the diff."
-_SAID_OF_PACKAGES = "put lumen in the place of Lightning."
+_NOTEBOOK_NOTE = "notebooks are not edited. Edit the imports and the trainer's arguments by hand, as in the diff."
+_PACKAGE_NOTE = "replace Lightning by lumen."
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 
@@ -60,25 +60,25 @@ class MigratedFile(NamedTuple):
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("migrate", COMMAND, "PATH [--write]", _MORE)
+    parser = Words("migrate", COMMAND, "PATH [--write]", _DESCRIPTION)
     parser.add_argument("path", metavar="PATH", help="A project's directory, or one file.")
-    parser.add_argument("--write", action="store_true", help="Make the edits. Git must be able to take them back.")
-    parser.add_argument("--force", action="store_true", help="Make them where git could not take them back, too.")
+    parser.add_argument("--write", action="store_true", help="Write the edits. Git must be able to undo the edits.")
+    parser.add_argument("--force", action="store_true", help="Write the edits even if git could not undo the edits.")
     return parser
 
 
 def run(words: list[str]) -> int:
     """Show or make the edits, and return the exit code."""
-    given = options().read(words)
-    path = Path(os.path.expanduser(given.path))
+    arguments = options().read(words)
+    path = Path(os.path.expanduser(arguments.path))
     found = migrate_project(path)
     edited = [each for each in found if each.after != each.before]
-    if given.write:
-        _write_edits(edited, force=given.force)
+    if arguments.write:
+        _write_edits(edited, force=arguments.force)
     else:
         for each in edited:
             _print_diff(_iterate_diff(each, _format_path(each.path, path)))
-    _print_report(found, edited, path, written=given.write)
+    _print_report(found, edited, path, written=arguments.write)
     return int(any(each.problem for each in found))
 
 
@@ -103,35 +103,35 @@ def migrate_project(path: Path) -> list[MigratedFile]:
             else:
                 rest.append((file, text, encoding))
         except RecursionError:
-            found.append(MigratedFile(file, problem="it is nested too deeply."))
+            found.append(MigratedFile(file, problem="the file is nested too deeply."))
         except SyntaxError as error:
-            found.append(MigratedFile(file, problem=f"line {error.lineno or 1}: it is no Python: {error.msg}."))
+            found.append(MigratedFile(file, problem=f"line {error.lineno or 1}: not valid Python: {error.msg}."))
         except (OSError, UnicodeError, ValueError) as error:
-            found.append(MigratedFile(file, problem=f"it cannot be read: {error}."))
-    classes = ProjectClasses(read for read, _ in python.values())
-    used = frozenset(word for read, _ in python.values() for word in iterate_used_names(read.tree))
-    for file, (read, encoding) in python.items():
-        after, notes = FileEditor(read, classes, used).edit()
-        found.append(MigratedFile(file, read.text, after, encoding, tuple(notes)))
-    is_lightnings = any(read.names.every for read, _ in python.values())
-    found += [_migrate_other(file, text, encoding, is_lightnings=is_lightnings) for file, text, encoding in rest]
+            found.append(MigratedFile(file, problem=f"the file cannot be read: {error}."))
+    classes = ProjectClasses(parsed for parsed, _ in python.values())
+    used = frozenset(name for parsed, _ in python.values() for name in iterate_used_names(parsed.tree))
+    for file, (parsed, encoding) in python.items():
+        after, notes = FileEditor(parsed, classes, used).edit()
+        found.append(MigratedFile(file, parsed.text, after, encoding, tuple(notes)))
+    uses_lightning = any(parsed.names.all_bindings for parsed, _ in python.values())
+    found += [_migrate_other(file, text, encoding, uses_lightning=uses_lightning) for file, text, encoding in rest]
     return sorted(each for each in found if each.problem or each.notes or each.after != each.before)
 
 
-def _migrate_other(file: Path, text: str, encoding: str, *, is_lightnings: bool) -> MigratedFile:
+def _migrate_other(file: Path, text: str, encoding: str, *, uses_lightning: bool) -> MigratedFile:
     """Return the edits of a file that is not Python."""
-    if file.suffix in (".yaml", ".yml") and (is_lightnings or _ANY.search(text)):
+    if file.suffix in (".yaml", ".yml") and (uses_lightning or _ANY.search(text)):
         try:
             after, notes = ConfigEditor(text).edit()
         except yaml.YAMLError as error:
-            problem = f"it is no YAML: {getattr(error, 'problem', None) or error}." if _ANY.search(text) else None
+            problem = f"not valid YAML: {getattr(error, 'problem', None) or error}." if _ANY.search(text) else None
             return MigratedFile(file, problem=problem)
         if notes or after != text or not _REQUIRED.search(text):
             return MigratedFile(file, text, after, encoding, tuple(notes))
     if file.suffix == ".ipynb":
-        return MigratedFile(file, notes=(MigrationNote(1, _SAID_OF_NOTEBOOKS),) if _ANY.search(text) else ())
+        return MigratedFile(file, notes=(MigrationNote(1, _NOTEBOOK_NOTE),) if _ANY.search(text) else ())
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _REQUIRED.search(line.split("#")[0])]
-    return MigratedFile(file, text, text, encoding, tuple(MigrationNote(number, _SAID_OF_PACKAGES) for number in lines))
+    return MigratedFile(file, text, text, encoding, tuple(MigrationNote(number, _PACKAGE_NOTE) for number in lines))
 
 
 def _read_file(file: Path) -> tuple[str, str]:
@@ -152,9 +152,9 @@ def _write_edits(edited: list[MigratedFile], *, force: bool) -> None:
     """
     lost = {} if force else find_unsaved(each.path for each in edited)
     if lost:
-        said = "\n".join(f"  {file} {why}" for file, why in lost.items())
+        lines = "\n".join(f"  {file} {reason}" for file, reason in lost.items())
         raise ConfigError(
-            f"nothing was written, since git could not take the edits back:\n{said}\nCommit first, or give --force."
+            f"nothing was written, because git could not undo the edits:\n{lines}\nCommit first, or add --force."
         )
     for each in edited:
         each.path.write_bytes(each.after.encode(each.encoding))
@@ -193,7 +193,7 @@ def _print_report(found: list[MigratedFile], edited: list[MigratedFile], path: P
     if stdout.isatty() and stderr.isatty() and edited and not written:
         print(file=stderr)
     if notes:
-        print("To think about:", file=stderr)
+        print("To check by hand:", file=stderr)
     for where, sentence in notes:
         _print_sentence(where, sentence)
     for each in found:
@@ -201,13 +201,13 @@ def _print_report(found: list[MigratedFile], edited: list[MigratedFile], path: P
             _print_sentence(_format_path(each.path, path), f"not edited: {each.problem}", style="bold red")
     lines = sum(line.startswith(("+", "-")) and not line.startswith(("+++", "---"))
                 for each in edited for line in _iterate_diff(each, ""))  # fmt: skip
-    what = (
+    summary = (
         f"{format_count(len(edited), 'file')}, {format_count(lines, 'line')} of the diff; "
         if edited
         else "nothing to edit"
     )
     end = "" if not edited else "written" if written else "`--write` makes these edits"
-    print(f"{what}{end}; {format_count(len(notes), 'place')} to think about", file=stderr)
+    print(f"{summary}{end}; {format_count(len(notes), 'place')} to check by hand", file=stderr)
 
 
 def _print_sentence(where: str, sentence: str, style: str = "bold") -> None:

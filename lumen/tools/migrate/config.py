@@ -15,11 +15,11 @@ from lumen.tools.migrate.names import get_short_name
 from lumen.tools.migrate.python import MigrationNote
 from lumen.tools.migrate.source import EditableSource
 
-_OF_HYDRA = re.compile("_[a-z]+_")
-_OF_LIGHTNING = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
+_HYDRA_KEY = re.compile("_[a-z]+_")
+_LIGHTNING_NAME = re.compile(rf"({'|'.join(LIGHTNING_PACKAGES)})(\.\w+)+")
 _COMMANDS = ("fit", "validate", "test", "predict")
-_CKPT_PATH = "For fit, what it goes on from is trainer.resume: auto, last, best or the path of a run or checkpoint."
-_MONITOR = "lr_schedule"
+_CKPT_PATH_NOTE = "For fit, set trainer.resume: auto, last, best, or the path of a run or checkpoint."
+_SCHEDULE_KEY = "lr_schedule"
 
 
 @final
@@ -61,21 +61,21 @@ class ConfigEditor:
 
     def _edit_cli_settings(self, root: yaml.MappingNode, keys: dict[str, yaml.Node]) -> None:
         """Edit the settings outside `trainer`."""
-        gone = {"weights_only"} & {*keys}
+        removed = {"weights_only"} & {*keys}
         path = keys.get("ckpt_path")
         if path is not None and _as_plain(path) is None:
-            gone.add("ckpt_path")
+            removed.add("ckpt_path")
         elif path is not None:
-            self._add_note(path, f"ckpt_path: {_CKPT_PATH}")
-        self._remove_entries(root, gone)
+            self._add_note(path, f"ckpt_path: {_CKPT_PATH_NOTE}")
+        self._remove_entries(root, removed)
         schedule = keys.get("lr_scheduler")
-        given = _get_entries(schedule).get("init_args")
-        monitor = _get_entries(given).get("monitor")
-        if monitor is not None and isinstance(given, yaml.MappingNode) and isinstance(schedule, yaml.MappingNode):
-            self._remove_entries(given, {"monitor"}, owner=(schedule, "init_args"))
+        arguments = _get_entries(schedule).get("init_args")
+        monitor = _get_entries(arguments).get("monitor")
+        if monitor is not None and isinstance(arguments, yaml.MappingNode) and isinstance(schedule, yaml.MappingNode):
+            self._remove_entries(arguments, {"monitor"}, owner=(schedule, "init_args"))
             column = " " * root.start_mark.column
             at = self._find_end(schedule)
-            text = f"{column}{_MONITOR}: {{monitor: {self._get_text(monitor)}}}{self._source.newline}"
+            text = f"{column}{_SCHEDULE_KEY}: {{monitor: {self._get_text(monitor)}}}{self._source.newline}"
             before = "" if self._source.text[:at].endswith(("\n", "\r")) or at == 0 else self._source.newline
             self._source.replace(at, at, before + text)
 
@@ -89,19 +89,19 @@ class ConfigEditor:
         for key, value in node.value:  # A config may name a callback without class_path.
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 new = self._rename_class(each) or ""
-                given = _get_entries(node).get("init_args")
-                if new.startswith("lumen.") and _OF_HYDRA.fullmatch(str(key.value)):
+                arguments = _get_entries(node).get("init_args")
+                if new.startswith("lumen.") and _HYDRA_KEY.fullmatch(str(key.value)):
                     self._edit_arguments(node, get_short_name(new))
-                elif new.startswith("lumen.") and key.value == "class_path" and isinstance(given, yaml.MappingNode):
-                    self._edit_arguments(given, get_short_name(new), (node, "init_args"))
+                elif new.startswith("lumen.") and key.value == "class_path" and isinstance(arguments, yaml.MappingNode):
+                    self._edit_arguments(arguments, get_short_name(new), (node, "init_args"))
 
     def _rename_class(self, node: yaml.Node) -> str | None:
         """Replace the name of a Lightning class by the name of Lumen's class, and return that name, or None."""
-        if not isinstance(node, yaml.ScalarNode) or not _OF_LIGHTNING.fullmatch(node.value):
+        if not isinstance(node, yaml.ScalarNode) or not _LIGHTNING_NAME.fullmatch(node.value):
             return None
         found = of_lightning(node.value)
         if found is None or found.name is None:
-            self._add_note(node, f"{node.value}: {found.instead if found else 'It is a module of Lightning.'}")
+            self._add_note(node, f"{node.value}: {found.instead if found else 'Lumen has no such module.'}")
             return None
         self._replace_text(node, found.name)
         return found.name
@@ -110,10 +110,10 @@ class ConfigEditor:
         self, node: yaml.MappingNode, owner: str, within: tuple[yaml.MappingNode, str] | None = None
     ) -> None:
         """Edit the arguments of a class."""
-        gone = set()
+        removed = set()
         for key, value in node.value:
             name = key.value.removesuffix("+")
-            if name == "class_path" or _OF_HYDRA.fullmatch(name):
+            if name == "class_path" or _HYDRA_KEY.fullmatch(name):
                 continue
             change = get_change(owner, name, _as_plain(value))
             if change.sentence:
@@ -121,8 +121,8 @@ class ConfigEditor:
             if change.arguments:
                 self._replace_entry(node, key, value, change.arguments)
             elif change.arguments is not None:
-                gone.add(key.value)
-        self._remove_entries(node, gone, owner=within)
+                removed.add(key.value)
+        self._remove_entries(node, removed, owner=within)
 
     def _replace_entry(self, node: yaml.MappingNode, key: yaml.Node, value: yaml.Node, new: Any) -> None:
         """Replace one entry by the new entries."""

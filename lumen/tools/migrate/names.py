@@ -85,7 +85,7 @@ def find_replacement(full: str) -> str:
     return INSTEAD_OF_CLASSES.get(short) or _FUNCTIONS.get(short) or f"Lumen has no {short}."
 
 
-_LOGGING = "Write logging.getLogger(__name__): what it is told is shown once, by the first process."
+_LOGGING = "Write logging.getLogger(__name__). Lumen shows a message once, from the first process."
 _FUNCTIONS: Mapping[str, str] = {
     "AttributeDict": "Write a dictionary, or types.SimpleNamespace.",
     "LRSchedulerCallable": "Write Callable[[Optimizer], LRScheduler].",
@@ -123,20 +123,20 @@ class FileNames:
 
     def __init__(self, tree: ast.Module) -> None:
         self.bindings: dict[str, ImportBinding] = {}
-        self.every: list[ImportBinding] = []
-        self.stars: list[ast.ImportFrom] = []
-        self.others: dict[str, str] = {}
+        self.all_bindings: list[ImportBinding] = []
+        self.star_imports: list[ast.ImportFrom] = []
+        self.imported: dict[str, str] = {}
         self.bound: set[str] = set()
         for node in ast.walk(tree):
             self._record_binding(node)
         kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
         functions = [each for each in ast.walk(tree) if isinstance(each, kinds)]
         #: Lightning's names that a function of the file rebinds, so that a use is ambiguous.
-        self.unclear = {_get_stored_name(node) for function in functions for node in ast.walk(function)} & {
+        self.ambiguous = {_get_stored_name(node) for function in functions for node in ast.walk(function)} & {
             *self.bindings
         }
         #: Names that the file also assigns, for example as a fallback for a failed import.
-        self.assigned = {_get_stored_name(node) for node in ast.walk(tree)} - self.unclear
+        self.assigned = {_get_stored_name(node) for node in ast.walk(tree)} - self.ambiguous
 
     def _record_binding(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
@@ -147,7 +147,7 @@ class FileNames:
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name == "*" and (node.module or "").split(".")[0] in LIGHTNING_PACKAGES and not node.level:
-                    self.stars.append(node)
+                    self.star_imports.append(node)
                 full = f"{'.' * node.level}{node.module or ''}.{alias.name}"
                 self._add_binding(alias.asname or alias.name, full, alias, node)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -160,20 +160,20 @@ class FileNames:
     def _add_binding(self, local: str, full: str, alias: ast.alias, statement: ast.Import | ast.ImportFrom) -> None:
         if full.split(".")[0] in LIGHTNING_PACKAGES:
             if alias.name != "*":
-                self.every.append(ImportBinding(local, full, alias, statement))
-                self.bindings[local] = self.every[-1]
+                self.all_bindings.append(ImportBinding(local, full, alias, statement))
+                self.bindings[local] = self.all_bindings[-1]
         else:
             self.bound.add(local)
-            self.others[local] = full
+            self.imported[local] = full
 
     def get_full_name(self, node: ast.AST) -> str | None:
         """Return the full name of the imported object that a name or attribute in the file refers to, or None."""
         if isinstance(node, ast.Attribute):
             owner = self.get_full_name(node.value)
             return None if owner is None else f"{owner}.{node.attr}"
-        if not isinstance(node, ast.Name) or node.id in self.unclear:
+        if not isinstance(node, ast.Name) or node.id in self.ambiguous:
             return None
-        return self.bindings[node.id].full if node.id in self.bindings else self.others.get(node.id)
+        return self.bindings[node.id].full if node.id in self.bindings else self.imported.get(node.id)
 
     def get_lightning_name(self, node: ast.AST) -> str | None:
         """Return the full name of the Lightning object that a name in the file refers to, or None."""
@@ -184,7 +184,7 @@ class FileNames:
         """Return the binding that a name or the beginning of a dotted name refers to, or None."""
         while isinstance(node, ast.Attribute):
             node = node.value
-        return self.bindings.get(node.id) if isinstance(node, ast.Name) and node.id not in self.unclear else None
+        return self.bindings.get(node.id) if isinstance(node, ast.Name) and node.id not in self.ambiguous else None
 
 
 def _get_stored_name(node: ast.AST) -> str:
@@ -194,7 +194,7 @@ def _get_stored_name(node: ast.AST) -> str:
     return node.arg if isinstance(node, ast.arg) else ""
 
 
-_UNCLEAR = "{} is something else in a function of this file. Rename one of them, and run this again."
+_AMBIGUOUS = "{} has a second meaning in a function of this file. Rename one of the two, and run lumen migrate again."
 
 
 @final
@@ -210,8 +210,8 @@ class ImportEditor:
         self._source, self._names = source, names
         self._kept: set[ImportBinding] = set()
         self._wanted: defaultdict[ImportBinding, list[LumenName]] = defaultdict(list)
-        is_free = names.others["lumen"] == "lumen" if "lumen" in names.others else "lumen" not in names.bound
-        modules = [each.local for each in names.every if is_module(each.full)]
+        is_free = names.imported["lumen"] == "lumen" if "lumen" in names.imported else "lumen" not in names.bound
+        modules = [each.local for each in names.all_bindings if is_module(each.full)]
         kept = [local for local in modules if local in names.assigned] or ([] if is_free else modules)
         self._package = next(iter(kept), "lumen")
 
@@ -253,7 +253,7 @@ class ImportEditor:
     def _is_free(self, new: LumenName) -> bool:
         """Return True if the file binds the name to no other object."""
         same = (f"{new.module}.{new.name}", f"typing.{new.name}")
-        bound = new.name in self._names.bound and self._names.others.get(new.name) not in same
+        bound = new.name in self._names.bound and self._names.imported.get(new.name) not in same
         ours = self._names.bindings.get(new.name)
         return not bound and (ours is None or find_new_name(ours.full) == new)
 
@@ -266,7 +266,7 @@ class ImportEditor:
             Lines that still import Lightning, each with a note.
         """
         left: list[tuple[int, str]] = []
-        for block in _iterate_blocks(tree) if self._names.every else ():
+        for block in _iterate_blocks(tree) if self._names.all_bindings else ():
             written: set[str] = set()
             for run in self._iterate_import_runs(block):
                 lines = self._make_import_lines(run, written, left)
@@ -288,7 +288,7 @@ class ImportEditor:
     def _iterate_import_runs(self, block: list[ast.stmt]) -> Iterator[list[ast.Import | ast.ImportFrom]]:
         """Yield runs of consecutive Lightning imports without a comment between them."""
         run: list[ast.Import | ast.ImportFrom] = []
-        ours = {id(binding.statement) for binding in self._names.every}
+        ours = {id(binding.statement) for binding in self._names.all_bindings}
         for before, statement in pairwise([None, *block]):
             if not isinstance(statement, ast.Import | ast.ImportFrom) or id(statement) not in ours:
                 continue
@@ -304,13 +304,13 @@ class ImportEditor:
     ) -> list[str]:
         """Return the new lines that replace consecutive imports."""
         plain: list[str] = []
-        of_modules: defaultdict[str, list[str]] = defaultdict(list)
-        bindings = {id(binding.alias): binding for binding in self._names.every}
+        by_module: defaultdict[str, list[str]] = defaultdict(list)
+        bindings = {id(binding.alias): binding for binding in self._names.all_bindings}
 
-        def need(new: LumenName, local: str) -> None:
-            if self._names.others.get(local) in (f"{new.module}.{new.name}", f"typing.{new.name}"):
+        def add_import(new: LumenName, local: str) -> None:
+            if self._names.imported.get(local) in (f"{new.module}.{new.name}", f"typing.{new.name}"):
                 return
-            of_modules[new.module].append(new.name if local == new.name else f"{new.name} as {local}")
+            by_module[new.module].append(new.name if local == new.name else f"{new.name} as {local}")
 
         for statement in run:
             for alias in statement.names:
@@ -318,29 +318,28 @@ class ImportEditor:
                 if binding is None:
                     plain.append(ast.unparse(alias))
                     continue
-                new, of_module = find_new_name(binding.full), is_module(binding.full)
-                is_unclear, wanted = binding.local in self._names.unclear, self._wanted[binding]
-                if new is not None and not of_module and not is_unclear:
-                    need(new, self._get_local_name(binding))
-                elif not of_module or is_unclear or binding in self._kept:
-                    said = (
-                        _UNCLEAR if is_unclear else f"{get_short_name(binding.full)}: {find_replacement(binding.full)}"
-                    )
-                    left.append((statement.lineno, said.format(binding.local)))
+                new, is_module_name = find_new_name(binding.full), is_module(binding.full)
+                is_ambiguous, wanted = binding.local in self._names.ambiguous, self._wanted[binding]
+                if new is not None and not is_module_name and not is_ambiguous:
+                    add_import(new, self._get_local_name(binding))
+                elif not is_module_name or is_ambiguous or binding in self._kept:
+                    short = get_short_name(binding.full)
+                    note = _AMBIGUOUS if is_ambiguous else f"{short}: {find_replacement(binding.full)}"
+                    left.append((statement.lineno, note.format(binding.local)))
                     if isinstance(statement, ast.Import):
                         plain.append(ast.unparse(alias))
                     else:
-                        of_modules[statement.module or ""].append(ast.unparse(alias))
+                        by_module[statement.module or ""].append(ast.unparse(alias))
                 else:
                     wanted = wanted or [LumenName("lumen", "")]
                 for each in dict.fromkeys(wanted):
                     if each.module != "lumen":
-                        need(each, each.name if self._is_free(each) else f"_{each.name}")
-                    elif "lumen" not in self._names.others:
+                        add_import(each, each.name if self._is_free(each) else f"_{each.name}")
+                    elif "lumen" not in self._names.imported:
                         plain.append("lumen" if self._package == "lumen" else f"lumen as {self._package}")
         lines = [f"import {each}" for each in plain]
         comments = self._list_comments(run)
-        for module, several in of_modules.items():
+        for module, several in by_module.items():
             fresh = [each for each in dict.fromkeys(several) if f"{module}.{each}" not in written]
             written.update(f"{module}.{each}" for each in fresh)
             if fresh:

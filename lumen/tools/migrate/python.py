@@ -19,18 +19,18 @@ from lumen.tools.migrate.source import EditableSource
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-_GONE = {"optimizer_idx", "on_tpu", "using_native_amp", "using_lbfgs"}
+_REMOVED_ARGUMENTS = {"optimizer_idx", "on_tpu", "using_native_amp", "using_lbfgs"}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_OWN_STATE = (
-    "What it returns is not kept: write state_dict and load_state_dict, or put it into the checkpoint, which is a "
-    "dictionary of this callback's own."
+_CALLBACK_STATE_NOTE = (
+    "Lumen does not save the returned value. Write state_dict and load_state_dict, or put the value into checkpoint, "
+    "which is a dictionary of this callback alone."
 )
-_BY_HAND = (
-    "With automatic_optimization = False, max_steps, global_step and every_n_train_steps count the passes of "
-    "training_step in which an optimizer has moved, however many have."
+_MANUAL_NOTE = (
+    "With automatic_optimization = False, max_steps, global_step and every_n_train_steps count the calls of "
+    "training_step in which at least one optimizer has stepped."
 )
-_OWN_OPTIMIZER_STEP = (
-    "optimizer_step is called when the gradients are complete and clipped, with (epoch, batch_idx, optimizer, "
+_OPTIMIZER_STEP_NOTE = (
+    "Lumen calls optimizer_step after the gradients are complete and clipped, with (epoch, batch_idx, optimizer, "
     "optimizer_closure)."
 )
 
@@ -58,7 +58,7 @@ class MethodEditor:
         not_called = NOT_IN_CLI if kind == "cli" else NOT_CALLED.get(kind, {})
         for name, method in methods.items():
             if name in not_called:
-                self._note(method, f"{name} is not called. {not_called[name]}")
+                self._note(method, f"Lumen does not call {name}. {not_called[name]}")
             elif kind in ("task", "callback"):
                 self._edit_signature(method, kind)
         for each in owner.body:
@@ -70,7 +70,7 @@ class MethodEditor:
         for target in node.targets:
             name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
             if name == "automatic_optimization" and isinstance(node.value, ast.Constant) and node.value.value is False:
-                self._note(node, _BY_HAND)
+                self._note(node, _MANUAL_NOTE)
             if name == "truncated_bptt_steps":
                 self._note(node, NOT_CALLED["task"]["truncated_bptt_steps"])
 
@@ -80,29 +80,29 @@ class MethodEditor:
         if method.name in _STEPS and kind == "task":
             for name in names:
                 if name in NOT_GIVEN:
-                    self._note(method, f"{name} is not given. {NOT_GIVEN[name]}")
+                    self._note(method, f"Lumen does not pass {name}. {NOT_GIVEN[name]}")
             return
-        if method.name == "optimizer_step" and not _GONE.isdisjoint(names):
-            self._note(method, _OWN_OPTIMIZER_STEP)
+        if method.name == "optimizer_step" and not _REMOVED_ARGUMENTS.isdisjoint(names):
+            self._note(method, _OPTIMIZER_STEP_NOTE)
         if method.name not in HOOKS or arguments.vararg is not None:
             return
         returned = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
         if kind == "callback" and method.name == "on_save_checkpoint" and any(returned):
-            self._note(method, _OWN_STATE)
+            self._note(method, _CALLBACK_STATE_NOTE)
         owner = lumen.Callback if kind == "callback" else lumen.TaskModule
-        given = len(inspect.signature(getattr(owner, method.name)).parameters)
-        if len(names) - len(arguments.defaults) > given:
-            self._drop_parameters(method, names, given)
+        passed = len(inspect.signature(getattr(owner, method.name)).parameters)
+        if len(names) - len(arguments.defaults) > passed:
+            self._drop_parameters(method, names, passed)
 
-    def _drop_parameters(self, method: _Function, names: list[str], given: int) -> None:
+    def _drop_parameters(self, method: _Function, names: list[str], passed: int) -> None:
         """Remove the last parameters, which Lumen does not pass, if the method does not read them."""
-        extra = {*names[given:]}
+        extra = {*names[passed:]}
         read = {node.id for each in method.body for node in ast.walk(each) if isinstance(node, ast.Name)}
         if extra & read or method.args.defaults:
-            listed = ", ".join(names[given:])
-            self._note(method, f"{method.name} is not given {listed}. It is called with ({', '.join(names[:given])}).")
+            left_out, kept = ", ".join(names[passed:]), ", ".join(names[:passed])
+            self._note(method, f"Lumen does not pass {left_out} to {method.name}: the arguments are ({kept}).")
             return
-        last_kept, last = [*method.args.posonlyargs, *method.args.args][given - 1], method.args.args[-1]
+        last_kept, last = [*method.args.posonlyargs, *method.args.args][passed - 1], method.args.args[-1]
         self._source.replace(self._source.get_span(last_kept)[1], self._source.get_span(last)[1], "")
 
     def check_key(self, node: ast.Subscript, function: _Function | None, steps_return: set[bool]) -> None:
@@ -112,32 +112,38 @@ class MethodEditor:
         names = [each.arg for each in function.args.args]
         owner, key = node.value.id, str(node.slice.value)
         if function.name in ("on_save_checkpoint", "on_load_checkpoint") and owner in names and key in INSTEAD_OF_KEYS:
-            self._note(node, f"checkpoint[{key!r}] is not there. {INSTEAD_OF_KEYS[key]}")
+            self._note(node, f"checkpoint[{key!r}] does not exist. {INSTEAD_OF_KEYS[key]}")
         if function.name == "on_train_batch_end" and owner in names and key == "loss":
             if True not in steps_return:
                 self._source.replace_node(node, owner)
             elif False in steps_return:
-                self._note(node, "outputs is what training_step returned: a loss alone is no dictionary.")
+                self._note(
+                    node, "outputs is the value that training_step returned, which may be a loss and no dictionary."
+                )
 
 
-_CKPT = (
-    "A checkpoint is a directory, without a suffix. The weights of a .ckpt of Lightning's: lumen convert FILE "
+_CHECKPOINT_NOTE = (
+    "A checkpoint is a directory without a suffix. For the weights of Lightning's .ckpt: lumen convert FILE "
     "OUT.safetensors, and Trainer(init_from=OUT.safetensors)."
 )
-_LOGS = "The directory of a run is default_root_dir/name, by default runs/NAME; metrics.csv is in it."
-_EXPERIMENT = (
-    "The first logger that is given to the trainer is self.logger: give it lumen.TensorBoardLogger() for a writer of "
-    "TensorBoard's; without one the experiment is None."
+_DIRECTORY_NOTE = (
+    "The directory of a run is default_root_dir/name, by default runs/NAME. The directory contains metrics.csv."
 )
-_ARGPARSE = "There is no argparse for the trainer. Use lumen.CLI, which has an option for each of its arguments."
-_OF_ARGPARSE = ("from_argparse_args", "add_argparse_args", "parse_argparser", "match_env_arguments")
-_STAR = "Import the names of Lightning that are used, one by one: * does not say which."
+_EXPERIMENT_NOTE = (
+    "self.logger is the first logger of the trainer. Pass lumen.TensorBoardLogger() to the trainer, or the experiment "
+    "is None."
+)
+_ARGPARSE_NOTE = (
+    "The trainer has no argparse functions. Use lumen.CLI, which has an option for each argument of the trainer."
+)
+_ARGPARSE_METHODS = ("from_argparse_args", "add_argparse_args", "parse_argparser", "match_env_arguments")
+_STAR_NOTE = "Import the used names of Lightning one by one, in place of *."
 #: Attributes of Lightning's trainer that Lumen has under another name, which `ATTRIBUTES` gives.
-_SAME = {
+_RENAMED_ATTRIBUTES = {
     "gpus", "lightning_optimizers", "num_gpus", "num_processes", "resume_from_checkpoint", "total_batch_idx",
     "training_type_plugin",
 }  # fmt: skip
-_OF_TASKS: Mapping[str, str] = {
+_TASK_ATTRIBUTES: Mapping[str, str] = {
     "dtype": "Read next(self.parameters()).dtype.",
     "fabric": "Lumen has no Fabric.",
     "on_gpu": 'Read self.device.type == "cuda".',
@@ -146,8 +152,8 @@ _OF_TASKS: Mapping[str, str] = {
     "to_tensorrt": "Write lumen export RUN --format torch-export --output FILE.pt2.",
     "use_amp": "Read self.trainer.precision.",
 }
-_OF_TRAINERS = ("fit", "validate", "test", "predict", "save_checkpoint")
-_OWN_NAMES = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
+_TRAINER_METHODS = ("fit", "validate", "test", "predict", "save_checkpoint")
+_SAME_ARGUMENTS = {"lumen.TaskModule", "lumen.DataModule", "lumen.Callback"}
 
 
 @final
@@ -163,17 +169,17 @@ class FileEditor:
     """Editor of one file.
 
     Args:
-        read: The text and syntax tree of the file.
+        file: The text and syntax tree of the file.
         classes: The classes of the whole project.
         used: All names that the project uses.
     """
 
-    def __init__(self, read: ParsedFile, classes: ProjectClasses, used: frozenset[str]) -> None:
-        self._read, self._names, self._classes, self._used = read, read.names, classes, used
-        self._source = EditableSource(read.text)
+    def __init__(self, file: ParsedFile, classes: ProjectClasses, used: frozenset[str]) -> None:
+        self._file, self._names, self._classes, self._used = file, file.names, classes, used
+        self._source = EditableSource(file.text)
         self._imports = ImportEditor(self._source, self._names)
         self._methods = MethodEditor(self._source, self._add_note)
-        self._calls = CallEditor(self._source, self._add_line_note, is_accepted="fit" in used)
+        self._calls = CallEditor(self._source, self._add_line_note, calls_fit="fit" in used)
         self._notes: dict[MigrationNote, None] = {}
         self._kinds: list[str | None] = [None]
         self._bases: list[list[str]] = [[]]
@@ -182,12 +188,12 @@ class FileEditor:
 
     def edit(self) -> tuple[str, list[MigrationNote]]:
         """Return the text with all edits, and the notes."""
-        self._visit(self._read.tree)
-        for star in self._names.stars:
-            self._add_note(star, _STAR)
-        for line, said in self._imports.write_imports(self._read.tree):
-            if said not in {note.sentence for note in self._notes}:
-                self._add_line_note(line, said)
+        self._visit(self._file.tree)
+        for star in self._names.star_imports:
+            self._add_note(star, _STAR_NOTE)
+        for line, sentence in self._imports.write_imports(self._file.tree):
+            if sentence not in {note.sentence for note in self._notes}:
+                self._add_line_note(line, sentence)
         return self._source.apply_edits(), sorted(self._notes)
 
     def _add_note(self, node: ast.AST, sentence: str) -> None:
@@ -198,24 +204,24 @@ class FileEditor:
 
     def _visit(self, node: ast.AST) -> None:
         """Visit a node, and its children unless the node's own visitor did."""
-        see: Callable[[ast.AST], bool | None] | None = getattr(self, f"_see_{type(node).__name__}", None)
-        if see is None or not see(node):
-            self._visit_within(node)
+        visitor: Callable[[ast.AST], bool | None] | None = getattr(self, f"_visit_{type(node).__name__}", None)
+        if visitor is None or not visitor(node):
+            self._visit_children(node)
 
-    def _visit_within(self, node: ast.AST) -> None:
+    def _visit_children(self, node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
             self._visit(child)
 
     def _find_trainers(self) -> tuple[set[str], set[ast.AST]]:
         """Return the names of trainer variables, and the dictionaries unpacked into arguments of `Trainer`."""
         trainers, unpacked = {"trainer"}, set()
-        assigned = [node for node in ast.walk(self._read.tree) if isinstance(node, ast.Assign)]
-        for node in ast.walk(self._read.tree):
+        assigned = [node for node in ast.walk(self._file.tree) if isinstance(node, ast.Assign)]
+        for node in ast.walk(self._file.tree):
             if isinstance(node, ast.Call) and self._get_lumen_class(self._get_lightning_class(node.func)) == "Trainer":
-                given = [each.value for each in node.keywords if each.arg is None]
-                unpacked |= {each.id for each in given if isinstance(each, ast.Name)}
-                held = [target for each in assigned if each.value is node for target in each.targets]
-                trainers |= {each.id for each in held if isinstance(each, ast.Name)}
+                values = [each.value for each in node.keywords if each.arg is None]
+                unpacked |= {each.id for each in values if isinstance(each, ast.Name)}
+                targets = [target for each in assigned if each.value is node for target in each.targets]
+                trainers |= {each.id for each in targets if isinstance(each, ast.Name)}
         named = ((each.value, {getattr(target, "id", None) for target in each.targets}) for each in assigned)
         return trainers, {value for value, names in named if names & unpacked}
 
@@ -236,25 +242,27 @@ class FileEditor:
 
     # ------------------------------------------------------------------ names
 
-    def _see_Name(self, node: ast.Name) -> None:
+    def _visit_Name(self, node: ast.Name) -> None:
         if self._names.get_binding(node) is not None and isinstance(node.ctx, ast.Load):
             self._rename_use(node)
 
-    def _see_Attribute(self, node: ast.Attribute) -> bool:
+    def _visit_Attribute(self, node: ast.Attribute) -> bool:
         full, owner = self._names.get_lightning_name(node), self._names.get_lightning_name(node.value)
         if full is not None and owner is not None and is_module(owner):
             self._rename_use(node)
             return True
-        if full is not None and node.attr in _OF_ARGPARSE:
-            self._add_note(node, _ARGPARSE)
+        if full is not None and node.attr in _ARGPARSE_METHODS:
+            self._add_note(node, _ARGPARSE_NOTE)
         if self._is_trainer(node.value) and node.attr in ATTRIBUTES and not hasattr(lumen.Trainer, node.attr):
             self._edit_trainer_attribute(node)
         is_logger = getattr(node.value, "attr", "") == "logger"
         if node.attr == "experiment" and is_logger and "TensorBoardLogger" not in self._used:
-            self._add_note(node, _EXPERIMENT)
-        of_task = self._kinds[-1] == "task" and getattr(node.value, "id", "") == "self" and node.attr in _OF_TASKS
-        if of_task and (node.attr.startswith("to_") or not hasattr(lumen.TaskModule, node.attr)):
-            self._add_note(node, f"self.{node.attr}: {_OF_TASKS[node.attr]}")
+            self._add_note(node, _EXPERIMENT_NOTE)
+        is_of_task = (
+            self._kinds[-1] == "task" and getattr(node.value, "id", "") == "self" and node.attr in _TASK_ATTRIBUTES
+        )
+        if is_of_task and (node.attr.startswith("to_") or not hasattr(lumen.TaskModule, node.attr)):
+            self._add_note(node, f"self.{node.attr}: {_TASK_ATTRIBUTES[node.attr]}")
         return False
 
     def _rename_use(self, node: ast.Name | ast.Attribute) -> None:
@@ -262,18 +270,18 @@ class FileEditor:
             self._add_note(node, f"{get_short_name(full)}: {find_replacement(full)}")
 
     def _edit_trainer_attribute(self, node: ast.Attribute) -> None:
-        if node.attr in _SAME and isinstance(node.ctx, ast.Load):
-            end, said = self._source.get_span(node)[1], ATTRIBUTES[node.attr]
-            self._source.replace(end - len(node.attr), end, said.removeprefix("Read trainer.").removesuffix("."))
+        if node.attr in _RENAMED_ATTRIBUTES and isinstance(node.ctx, ast.Load):
+            end, advice = self._source.get_span(node)[1], ATTRIBUTES[node.attr]
+            self._source.replace(end - len(node.attr), end, advice.removeprefix("Read trainer.").removesuffix("."))
         else:
             self._add_note(node, f"trainer.{node.attr}: {ATTRIBUTES[node.attr]}")
 
     # ------------------------------------------------------------------ annotations, texts
 
-    def _see_arg(self, node: ast.arg | ast.AnnAssign) -> None:
+    def _visit_arg(self, node: ast.arg | ast.AnnAssign) -> None:
         self._edit_annotation(node.annotation)
 
-    _see_AnnAssign = _see_arg
+    _visit_AnnAssign = _visit_arg
 
     def _edit_annotation(self, node: ast.expr | None) -> None:
         """Visit the quoted parts of an annotation as expressions."""
@@ -293,58 +301,58 @@ class FileEditor:
             if quoted and "\n" not in quoted:
                 self._visit(inner)
 
-    def _see_Constant(self, node: ast.Constant) -> None:
+    def _visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str) and "\n" not in node.value:
             if node.value.endswith(".ckpt"):
-                self._add_note(node, _CKPT)
+                self._add_note(node, _CHECKPOINT_NOTE)
             if "lightning_logs" in node.value:
-                self._add_note(node, _LOGS)
+                self._add_note(node, _DIRECTORY_NOTE)
 
-    def _see_Expr(self, node: ast.Expr) -> bool:
+    def _visit_Expr(self, node: ast.Expr) -> bool:
         return isinstance(node.value, ast.Constant)  # Docstrings are not visited.
 
     # ------------------------------------------------------------------ classes, functions
 
-    def _see_ClassDef(self, node: ast.ClassDef) -> bool:
+    def _visit_ClassDef(self, node: ast.ClassDef) -> bool:
         kind = self._classes.get_kind(node, self._names)
         if kind in ("task", "data module", "callback", "cli"):
             self._methods.edit_methods(node, kind)
         self._kinds.append(kind)
         self._bases.append([name for base in node.bases if (name := self._names.get_lightning_name(base)) is not None])
-        self._visit_within(node)
+        self._visit_children(node)
         self._kinds.pop()
         self._bases.pop()
         return True
 
-    def _see_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    def _visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         self._edit_annotation(node.returns)
         self._functions.append(node)
-        self._visit_within(node)
+        self._visit_children(node)
         self._functions.pop()
         return True
 
-    _see_AsyncFunctionDef = _see_FunctionDef
+    _visit_AsyncFunctionDef = _visit_FunctionDef
 
-    def _see_Assign(self, node: ast.Assign) -> None:
+    def _visit_Assign(self, node: ast.Assign) -> None:
         if self._kinds[-1] == "task" and any(isinstance(target, ast.Attribute) for target in node.targets):
             self._methods.check_flag(node)
         if node.value in self._unpacked and isinstance(node.value, ast.Call | ast.Dict):
             self._calls.edit_constructor(node.value, "Trainer", "Trainer")
 
-    def _see_Subscript(self, node: ast.Subscript) -> None:
+    def _visit_Subscript(self, node: ast.Subscript) -> None:
         function = self._functions[-1] if self._functions else None
         self._methods.check_key(node, function, self._classes.steps_return)
 
     # ------------------------------------------------------------------ calls
 
-    def _see_Call(self, node: ast.Call) -> None:
+    def _visit_Call(self, node: ast.Call) -> None:
         full = self._get_lightning_class(node.func)
         if (owner := self._get_lumen_class(full)) is not None and full is not None:
             self._calls.edit_constructor(node, get_short_name(full), owner)
         elif _is_super_init(node):
             for base in self._bases[-1]:
                 owner = self._get_lumen_class(base)
-                if owner is not None and f"lumen.{owner}" not in _OWN_NAMES:
+                if owner is not None and f"lumen.{owner}" not in _SAME_ARGUMENTS:
                     self._calls.edit_constructor(node, get_short_name(base), owner)
         elif isinstance(node.func, ast.Attribute) and self._is_method(node.func):
             self._calls.edit_method(node, node.func.attr)
@@ -353,7 +361,7 @@ class FileEditor:
 
     def _is_method(self, function: ast.Attribute) -> bool:
         """Return True if a call is of a method of the task, the trainer or the tuner."""
-        if function.attr in _OF_TRAINERS:
+        if function.attr in _TRAINER_METHODS:
             return self._is_trainer(function.value)
         if function.attr in ("log", "log_dict"):
             is_ours = self._kinds[-1] in ("task", "callback")

@@ -121,12 +121,12 @@ class ItemEditor:
         begin = source.get_span(node.func)[1] if isinstance(node, ast.Call) else source.get_span(node)[0]
         self.open, self.close = source.text.index("(" if self.is_call else "{", begin) + 1, source.get_span(node)[1] - 1
         self.all: list[SourceItem] = []
-        self._gone: set[int] = set()
+        self._removed: set[int] = set()
         self._added = ""
-        given = _list_call_items(node) if isinstance(node, ast.Call) else _list_dictionary_items(node)
-        places = pairwise([*(source.get_span(first)[0] for _, first, _ in given), self.close])
+        items = _list_call_items(node) if isinstance(node, ast.Call) else _list_dictionary_items(node)
+        places = pairwise([*(source.get_span(first)[0] for _, first, _ in items), self.close])
         at = self.open
-        for (name, first, value), (begin, following) in zip(given, places, strict=True):
+        for (name, first, value), (begin, following) in zip(items, places, strict=True):
             before = _blank_comments(source.text[at:begin])  # This includes parentheses around a value.
             start, end = (
                 at + len(before) - len(before.lstrip()),
@@ -156,7 +156,7 @@ class ItemEditor:
 
     def remove(self, item: SourceItem) -> None:
         """Remove an argument or entry."""
-        self._gone.add(self.all.index(item))
+        self._removed.add(self.all.index(item))
 
     def add(self, text: str) -> None:
         """Append one argument or entry."""
@@ -164,11 +164,11 @@ class ItemEditor:
 
     def apply_edits(self) -> None:
         """Make the edits. Call this once, after all other methods."""
-        kept = [number for number in range(len(self.all)) if number not in self._gone]
-        if self._gone and not kept:
+        kept = [number for number in range(len(self.all)) if number not in self._removed]
+        if self._removed and not kept:
             self._source.replace(self.open, self.close, self._added)
             return
-        for _, run in groupby(sorted(self._gone), key=lambda number: number - sorted(self._gone).index(number)):
+        for _, run in groupby(sorted(self._removed), key=lambda number: number - sorted(self._removed).index(number)):
             self._remove_neighbours([*run])
         if self._added:
             self._add_items()
@@ -177,10 +177,10 @@ class ItemEditor:
         """Remove neighbouring items."""
         source, first, last = self._source, self.all[run[0]], self.all[run[-1]]
         rest = source.text[last.comma : source.find_line_end(last.comma - 1)].split("#")[0]
-        begins = not source.text[source.find_line_start(first.start) : first.start].strip()
-        if begins and not rest.strip():  # The items have their own lines; trailing comments are removed too.
+        starts_line = not source.text[source.find_line_start(first.start) : first.start].strip()
+        if starts_line and not rest.strip():  # The items have their own lines; trailing comments are removed too.
             source.replace(source.find_line_start(first.start), source.find_line_end(last.comma - 1), "")
-        elif run[0] == 0 or (run[-1] + 1 < len(self.all) and (begins or rest.strip())):
+        elif run[0] == 0 or (run[-1] + 1 < len(self.all) and (starts_line or rest.strip())):
             source.replace(first.start, self.all[run[-1] + 1].start, "")
         else:
             before = self.all[run[0] - 1]

@@ -200,7 +200,7 @@ SAID = [
     ("class A(L.LightningModule):\n    def f(self):\n        self.logger.experiment.add_scalar('a', 1)", "TensorBoard"),
     (
         "class A(L.LightningModule):\n    def on_train_epoch_end(self, outputs):\n        print(outputs)",
-        "not given outputs",
+        "does not pass outputs",
     ),
     ("class A(L.LightningDataModule):\n    def on_save_checkpoint(self, c): ...", "Write state_dict"),
     ("class A(L.Callback):\n    def on_epoch_end(self, trainer, pl_module): ...", "on_train_epoch_end"),
@@ -212,7 +212,7 @@ SAID = [
     ("L.Trainer(strategy='ddp_find_unused_parameters_true')", "write lumen.DDP(find_unused_parameters=True)"),
     ("L.Trainer(strategy='dp')", "Use ddp"),
     ("L.Trainer(plugins=[L.pytorch.plugins.environments.SLURMEnvironment()])", "Leave it out: SLURM is found"),
-    ("L.Trainer(accelerator='tpu')", "no support for tpu"),
+    ("L.Trainer(accelerator='tpu')", "tpu is not supported"),
     ("L.Trainer(val_check_interval=100)", "optimizer steps"),
     ("L.Trainer(precision='16-true')", "bf16-true"),
     ("L.Trainer(devices=[0, 1])", "CUDA_VISIBLE_DEVICES"),
@@ -223,7 +223,7 @@ SAID = [
     ("L.Fabric()", "no Fabric"),
     ("from lightning.pytorch.utilities import measure_flops", "FlopCounterMode"),
     ("from lightning.pytorch import *", "one by one"),
-    ("def f(x, *L): ...", "L is something else in a function of this file. Rename one"),
+    ("def f(x, *L): ...", "L has a second meaning in a function of this file. Rename one"),
     ("from lightning.pytorch.cli import OptimizerCallable", "Write Callable[[Iterable], Optimizer]"),
     ("self.trainer.fit_loop.restarting = True", "trainer.progress"),
 ]
@@ -309,7 +309,7 @@ def test_outputs_are_read_as_steps_return_them(tmp_path, returned, after, said):
     text = "".join(["import lightning as L\n", *(f"{step}{each}\n" for each in returned), f"{hook}o['loss']\n"])
     edited, notes = migrated(tmp_path, text)
     assert edited.endswith(f"        {after}\n")
-    assert any("a loss alone is no dictionary" in note for note in notes) == said
+    assert any("a loss and no dictionary" in note for note in notes) == said
 
 
 def test_a_run_without_a_limit_keeps_lightnings(tmp_path):
@@ -370,9 +370,9 @@ def test_unreadable_files_are_named_and_others_edited(tmp_path):
     (tmp_path / "empty.py").write_text("")
     code, said = write(tmp_path, "--force")
     assert code == 1
-    assert "bad.py: not edited: line 2: it is no Python: '(' was never closed." in said
+    assert "bad.py: not edited: line 2: not valid Python: '(' was never closed." in said
     assert "bytes.py: not edited:" in said
-    assert "bad.yaml: not edited: it is no YAML" in said
+    assert "bad.yaml: not edited: not valid YAML" in said
     assert (tmp_path / "good.py").read_text() == "import lumen\n"
 
 
@@ -383,11 +383,11 @@ def test_notebooks_and_requirements_are_named_and_not_edited(tmp_path):
     code, diff, said = command(tmp_path)
     assert (code, diff) == (0, "")
     assert said.splitlines() == [
-        "To think about:",
-        "a.ipynb:1: a notebook is not edited. Write what it imports and gives to the trainer by hand, as in the diff.",
-        "pyproject.toml:1: put lumen in the place of Lightning.",
-        "requirements.txt:2: put lumen in the place of Lightning.",
-        "nothing to edit; 3 places to think about",
+        "To check by hand:",
+        "a.ipynb:1: notebooks are not edited. Edit the imports and the trainer's arguments by hand, as in the diff.",
+        "pyproject.toml:1: replace Lightning by lumen.",
+        "requirements.txt:2: replace Lightning by lumen.",
+        "nothing to edit; 3 places to check by hand",
     ]
 
 
