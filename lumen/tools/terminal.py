@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def format_count(count: float, what: str) -> str:
+def format_count(count: float, unit: str) -> str:
     """Return a count in words: `1 step`, `2 steps`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {unit}{'' if count == 1 else 's'}"
 
 
 def get_first_line(error: BaseException) -> str:
@@ -26,20 +26,20 @@ def get_first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def check_output_free(output: Path, said: str) -> None:
+def check_output_free(output: Path, subject: str) -> None:
     """Raise if an output exists or its directory does not.
 
     Args:
         output: The file or directory to write.
-        said: The beginning of the error message.
+        subject: The beginning of the error message.
 
     Raises:
         ConfigError: The output cannot be created.
     """
     if not output.parent.is_dir():
-        raise ConfigError(f"{said}: there is no directory {output.parent}. Create it.")
+        raise ConfigError(f"{subject}: there is no directory {output.parent}. Create the directory.")
     if os.path.lexists(output):
-        raise ConfigError(f"{said}: it exists, and nothing is overwritten. Choose another name.")
+        raise ConfigError(f"{subject}: the output exists, and Lumen overwrites nothing. Choose another name.")
 
 
 def make_table_console() -> Console:

@@ -12,32 +12,38 @@ from lumen.errors.arguments import expand_path
 from lumen.tools.convert import COMMAND
 from lumen.tools.convert.unpickle import Converted, Request, convert_pickle
 
-_MORE = (
-    "A process of its own reads the pickle with torch's weights_only reader, which runs no code that the file names. "
-    "The names lose what DDP (module.) and torch.compile (_orig_mod.) put before them, unless --module or --rename is "
-    "given. Hyperparameters in Lightning's checkpoints are printed as YAML. trainer.init_from begins with the file."
+_DESCRIPTION = (
+    "A separate process reads the pickle with torch's weights_only reader, which runs no code that the file names. "
+    "Without --module and --rename, the prefixes of DDP (module.) and torch.compile (_orig_mod.) are removed from the "
+    "names. Hyperparameters of Lightning's checkpoints are printed as YAML. trainer.init_from loads the output."
 )
 
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("convert", COMMAND, "FILE OUTPUT [--KEY VALUE ...]", _MORE)
-    parser.add_argument("source", metavar="FILE", help="A .ckpt of Lightning's, or a .pt, .pth or .bin.")
-    parser.add_argument("output", metavar="OUTPUT", help="A .safetensors file. It must not exist.")
-    parser.add_argument("--key", metavar="NAME", help="Where in FILE the tensors are. Default: state_dict, or found.")
-    parser.add_argument("--module", metavar="NAME", help="Only this part, such as model, by its names in it.")
+    parser = Words("convert", COMMAND, "FILE OUTPUT [--KEY VALUE ...]", _DESCRIPTION)
+    parser.add_argument("source", metavar="FILE", help="A .ckpt file of Lightning, or a .pt, .pth or .bin file.")
+    parser.add_argument("output", metavar="OUTPUT", help="A .safetensors file that does not exist.")
     parser.add_argument(
-        "--rename", metavar="PATTERN=TEXT", action="append", default=[], help="As re.sub has it; may be repeated."
+        "--key", metavar="NAME", help="Key of the tensors in FILE. Default: state_dict, or the only key."
+    )
+    parser.add_argument("--module", metavar="NAME", help="Convert only this submodule, such as model.")
+    parser.add_argument(
+        "--rename",
+        metavar="PATTERN=TEXT",
+        action="append",
+        default=[],
+        help="Rename tensors as re.sub does; repeatable.",
     )
     return parser
 
 
 def run(words: list[str]) -> int:
     """Convert the file, print a summary, and return 0."""
-    given = options().read(words)
-    output = expand_path(given.output)
-    request = Request(given.key, given.module, dict(map(_parse_pair, given.rename)))
-    _print_result(str(output), given.source, convert_pickle(expand_path(given.source), output, request))
+    arguments = options().read(words)
+    output = expand_path(arguments.output)
+    request = Request(arguments.key, arguments.module, dict(map(_parse_pair, arguments.rename)))
+    _print_result(str(output), arguments.source, convert_pickle(expand_path(arguments.source), output, request))
     return 0
 
 
@@ -48,22 +54,22 @@ def _parse_pair(text: str) -> tuple[str, str]:
     try:
         re.sub(pattern, replacement, "")
     except re.error as error:
-        raise ConfigError(f"--rename {text}: it cannot be used as a regular expression: {error}.") from error
+        raise ConfigError(f"--rename {text}: not a valid regular expression: {error}.") from error
     return pattern, replacement
 
 
 def _print_result(output: str, source: str, found: Converted) -> None:
     kinds = ", ".join(f"{number} {kind}" for kind, number in found.dtypes.items())
-    where = f"{source}, {found.key}" if found.key else source
+    origin = f"{source}, {found.key}" if found.key else source
     total = sum(found.dtypes.values())
-    print(f"{output}: {total} tensors ({kinds}), {format_bytes(found.tensor_bytes)}, from {where}", file=stderr)
+    print(f"{output}: {total} tensors ({kinds}), {format_bytes(found.tensor_bytes)}, from {origin}", file=stderr)
     if found.unwrapped:
         name, short = found.unwrapped
-        print(f"removed the names of wrappers (DDP, torch.compile), such as {name} -> {short}", file=stderr)
+        print(f"removed the prefixes of wrappers (DDP, torch.compile), such as {name} -> {short}", file=stderr)
     if found.left_out:
-        print(f"{', '.join(found.left_out)}: no tensors, and left out", file=stderr)
+        print(f"left out, since they are no tensors: {', '.join(found.left_out)}", file=stderr)
     if found.not_plain:
-        said = "hyperparameters that are no plain data or too large, and not shown:"
-        print(said, ", ".join(found.not_plain), file=stderr)
+        names = ", ".join(found.not_plain)
+        print(f"hyperparameters not shown, since they are too large or no plain data: {names}", file=stderr)
     if found.hyperparameters:
         print(dump_yaml(found.hyperparameters), end="", file=stdout)

@@ -141,12 +141,12 @@ def main(source: str, output: str, request: str, temporary: str) -> None:
         answer = asdict(_write_tensors(content, Path(source), Path(temporary), Request(**json.loads(request))))
         Path(output).hardlink_to(temporary)
     except FileExistsError:
-        answer = {"wrong": f"{output}: it exists, and nothing is overwritten. Choose another name."}
+        answer = {"wrong": f"{output}: the output exists, and Lumen overwrites nothing. Choose another name."}
     except (CheckpointError, ConfigError) as error:
         answer = {"wrong" if isinstance(error, ConfigError) else "refused": str(error)}
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory is short.
-        why = str(error).partition("\n")[0] or type(error).__name__
-        answer = {"refused": f"{source} cannot be converted: {why}"}
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        answer = {"refused": f"{source} cannot be converted: {reason}"}
     finally:
         Path(temporary).unlink(missing_ok=True)
     print(json.dumps(answer))
@@ -166,10 +166,9 @@ def limit_resources(source: Path) -> None:
     _set_limit(resource.RLIMIT_CPU, seconds, seconds + 10)
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + 2 * _estimate_max_bytes(
-            source
-        )  # twice: the tensors read, and their copies
-        _set_limit(resource.RLIMIT_AS, most, most)
+        # Twice, because the tensors that were read and their copies exist at the same time.
+        max_bytes = pages * resource.getpagesize() + 2 * _estimate_max_bytes(source)
+        _set_limit(resource.RLIMIT_AS, max_bytes, max_bytes)
 
 
 def _set_limit(kind: int, soft: int, hard: int) -> None:
@@ -181,8 +180,8 @@ def _set_limit(kind: int, soft: int, hard: int) -> None:
 def _exit_with_error(source: Path, seconds: int, number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # SIGXCPU is sent each second until the hard limit.
     raise CheckpointError(
-        f"{source} takes more than {seconds} s of the processor to read, too much for its size. Where it is trusted, "
-        "save its tensors alone: torch.save(model.state_dict(), FILE)."
+        f"reading {source} takes more than {seconds} s of CPU time, too much for the size of the file. If you trust "
+        "the file, save only the tensors: torch.save(model.state_dict(), FILE)."
     )
 
 
@@ -197,14 +196,14 @@ def _read_pickle(source: Path) -> Any:
     except CheckpointError:  # raised by `_exit_with_error`
         raise
     except Exception as error:
-        said = str(error)
-        if found := _REFUSED_TYPES.search(said):
+        message = str(error)
+        if found := _REFUSED_TYPES.search(message):
             raise CheckpointError(
-                f"{source} asks for {found[1] or found[2]}, to make an object of its own, but no code that a file "
-                "names is run. Where it is trusted, save its tensors alone: torch.save(model.state_dict(), FILE)."
+                f"{source} contains an object of {found[1] or found[2]}, but Lumen runs no code that a file names. If "
+                "you trust the file, save only the tensors: torch.save(model.state_dict(), FILE)."
             ) from error
-        why = (said.splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{source} cannot be read as torch.save writes files: {why}") from error
+        reason = (message.splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{source} is not a readable file of torch.save: {reason}") from error
 
 
 def _write_tensors(content: Any, source: Path, output: Path, request: Request) -> Converted:
@@ -216,21 +215,23 @@ def _write_tensors(content: Any, source: Path, output: Path, request: Request) -
     tensors = {new: found[name].detach() for name, new in names.items() if new is not None}
     if not tensors:
         parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
-        raise ConfigError(f"--module {request.module}: no tensor of {source} belongs to it. Its parts are {parts}.")
+        raise ConfigError(f"--module {request.module}: {source} has no such module. Modules in the file: {parts}.")
     if len(tensors) < sum(new is not None for new in names.values()):
-        twice = [new for new, count in Counter(names.values()).items() if count > 1 and new is not None]
-        raise ConfigError(f"--rename: several tensors would be called {twice[0]}.")
+        repeated = [new for new, count in Counter(names.values()).items() if count > 1 and new is not None]
+        raise ConfigError(f"--rename: several tensors would be called {repeated[0]}. Change the pattern.")
     for name, tensor in tensors.items():
         if not is_supported_dtype(tensor.dtype) or tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
             kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}"
-            raise ConfigError(f"{source}: {name} is a {kind}, which safetensors files do not have. Leave it out.")
+            raise ConfigError(
+                f"{source}: {name} is a {kind}, which safetensors files cannot store. Leave the tensor out."
+            )
     if (total := sum(tensor.nbytes for tensor in tensors.values())) > _estimate_max_bytes(source):
         widest = max(tensors, key=lambda name: tensors[name].nbytes)
         raise CheckpointError(
-            f"{source} has {format_bytes(source.stat().st_size)}, but its tensors have {format_bytes(total)} where "
-            f"none shares memory, {widest} {format_bytes(tensors[widest].nbytes)}. At most "
-            f"{format_bytes(_estimate_max_bytes(source))} are written. Leave tensors out by --module, or save "
-            "them without those that are expanded or repeated."
+            f"{source} has {format_bytes(source.stat().st_size)}, but its tensors have {format_bytes(total)} without "
+            f"shared memory ({widest}: {format_bytes(tensors[widest].nbytes)}). Lumen writes at most "
+            f"{format_bytes(_estimate_max_bytes(source))}. Choose fewer tensors by --module, or save the file without "
+            "expanded and repeated tensors."
         )
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_safetensors(output, tensors)
@@ -248,14 +249,14 @@ def _find_tensors(content: Any, source: Path, key: str | None) -> tuple[str, Map
     inside = {name: value for name, value in parts.items() if isinstance(value, Mapping) and _holds_tensors(value)}
     if key is not None:
         if key not in inside:
-            raise ConfigError(f"--key {key}: there are no tensors. {_describe_location(inside)}")
+            raise ConfigError(f"--key {key}: no tensors found. {_describe_location(inside)}")
         return key, inside[key]
     if not inside and _holds_tensors(content):
         return "", content
     if "state_dict" in inside or len(inside) == 1:
         key = "state_dict" if "state_dict" in inside else next(iter(inside))
         return key, inside[key]
-    raise ConfigError(f"{source}: which tensors are meant is not clear. {_describe_location(inside)}")
+    raise ConfigError(f"{source}: the choice of tensors is ambiguous. {_describe_location(inside)}")
 
 
 def _holds_tensors(value: Mapping[Any, Any]) -> bool:
@@ -264,7 +265,7 @@ def _holds_tensors(value: Mapping[Any, Any]) -> bool:
 
 
 def _describe_location(inside: Mapping[str, Any]) -> str:
-    return f"Give --key, one of {', '.join(inside)}." if inside else "It holds no dictionary of names and tensors."
+    return f"Set --key to one of {', '.join(inside)}." if inside else "The file has no dictionary of tensors."
 
 
 def _rename_tensor(name: str, request: Request) -> str | None:
@@ -282,16 +283,16 @@ def _rename_tensor(name: str, request: Request) -> str | None:
 def _get_plain_hyperparameters(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the hyperparameters that JSON can hold, and the names of the others."""
     parts = {key: content[key] for key in _HYPERPARAMETERS if content.get(key)}
-    others = [key for key, part in parts.items() if not isinstance(part, Mapping)]
-    found = {name: value for key, part in parts.items() if key not in others for name, value in part.items()}
+    not_plain = [key for key, part in parts.items() if not isinstance(part, Mapping)]
+    found = {name: value for key, part in parts.items() if key not in not_plain for name, value in part.items()}
     plain, left = {}, _MAX_CHARACTERS
     for name, value in found.items():
         try:
             left = _count_left_characters(value, left)
             plain[str(name)] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError):
-            others.append(str(name))
-    return plain, others
+            not_plain.append(str(name))
+    return plain, not_plain
 
 
 def _count_left_characters(value: Any, left: int, depth: int = 0) -> int:

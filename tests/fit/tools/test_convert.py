@@ -181,7 +181,7 @@ def test_what_only_code_could_make_is_not_made(capsys, what):
     torch.save(lightnings(Net(), hyper_parameters={"args": what}), "last.ckpt")
     said = refused(capsys, "last.ckpt", "out.safetensors", code=1)
     name = "argparse.Namespace" if isinstance(what, Namespace) else "getattr"
-    assert said.startswith(f"last.ckpt asks for {name}, to make an object of its own")
+    assert said.startswith(f"last.ckpt contains an object of {name}, but Lumen runs no code")
     assert "torch.save(model.state_dict(), FILE)" in said
     assert not Path("went-off").exists()
     assert not Path("out.safetensors").exists()
@@ -191,14 +191,14 @@ def test_what_only_code_could_make_is_not_made(capsys, what):
 @pytest.mark.parametrize(
     ("content", "request_", "said"),
     [
-        (TWO, {}, "which tensors are meant is not clear. Give --key, one of ema, model."),
-        (TWO, {"key": "emma"}, "--key emma: there are no tensors. Give --key, one of ema, model."),
-        (TWO, {"key": "ema", "module": "net"}, "Its parts are bias, weight."),
+        (TWO, {}, "the choice of tensors is ambiguous. Set --key to one of ema, model."),
+        (TWO, {"key": "emma"}, "--key emma: no tensors found. Set --key to one of ema, model."),
+        (TWO, {"key": "ema", "module": "net"}, "Modules in the file: bias, weight."),
         (TWO, {"key": "ema", "rename": {".+": "w"}}, "--rename: several tensors would be called w."),
         ([torch.ones(1)], {}, "holds a list, expected a dictionary of tensors."),
-        ({"lr": 0.1}, {}, "It holds no dictionary of names and tensors."),
+        ({"lr": 0.1}, {}, "The file has no dictionary of tensors."),
         ({"w": torch.ones(2, 2).to_sparse()}, {}, "w is a Tensor of torch.float32, torch.sparse_coo, which"),
-        ({"w": torch.ones(2, dtype=torch.complex128)}, {}, "which safetensors files do not have."),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, {}, "which safetensors files cannot store."),
     ],
 )
 def test_what_cannot_be_converted_says_why(capsys, content, request_, said):
@@ -212,7 +212,7 @@ def test_what_cannot_be_converted_says_why(capsys, content, request_, said):
 def test_invalid_arguments_are_found_before_the_work(capsys):
     Path("text.ckpt").write_text("not a pickle")
     for words, said in [
-        (["out.safetensors", "--rename", "(=w"], "cannot be used as a regular expression"),
+        (["out.safetensors", "--rename", "(=w"], "not a valid regular expression"),
         (["out.safetensors", "--rename", "w"], "write PATTERN=TEXT"),
         (["out.pt"], "Name a .safetensors file"),
         (["nowhere/out.safetensors"], "there is no directory nowhere"),
@@ -220,7 +220,7 @@ def test_invalid_arguments_are_found_before_the_work(capsys):
         assert said in refused(capsys, "text.ckpt", *words)
     assert "there is no file gone.pt" in refused(capsys, "gone.pt", "out.safetensors", code=1)
     Path("out.safetensors").write_text("mine")
-    assert "nothing is overwritten" in refused(capsys, "text.ckpt", "out.safetensors")
+    assert "Lumen overwrites nothing" in refused(capsys, "text.ckpt", "out.safetensors")
     assert Path("out.safetensors").read_text() == "mine"
 
 
@@ -230,7 +230,7 @@ def test_other_file_is_reported_as_no_pickle(capsys, content):
     Path("text.ckpt").write_text(content)
     unpickle.main("text.ckpt", "out.safetensors", "{}", "temporary")
     said = json.loads(capsys.readouterr().out)["refused"]
-    assert said.startswith("text.ckpt cannot be read as torch.save writes files: ")
+    assert said.startswith("text.ckpt is not a readable file of torch.save: ")
     assert not said.endswith(": ")
 
 
