@@ -115,16 +115,16 @@ def test_skypilot_task_has_valid_fields_and_valid_bash(capsys):
     ("words", "said"),
     [
         (["--on", "slurm", *FIT, "--trainer.max_epoch", "3"], "max_epoch"),
-        (["--on", "slurm", *FIT, "--trainer.devices", "4"], "trainer.devices: 4 asked for"),
-        (["--on", "slurm", "--nodes", "2", *FIT, "--trainer.num_nodes", "3"], "trainer.num_nodes: 3 asked for"),
-        (["--on", "slurm"], "expected fit or validate or test or predict after --, there is none"),
+        (["--on", "slurm", *FIT, "--trainer.devices", "4"], "trainer.devices: found 4"),
+        (["--on", "slurm", "--nodes", "2", *FIT, "--trainer.num_nodes", "3"], "trainer.num_nodes: found 3"),
+        (["--on", "slurm"], "expected fit or validate or test or predict after --, found no command"),
         (["--on", "slurm", "--", "runs"], "found runs"),
         (["--on", "slurm", "--nodes", "0", *FIT], "--nodes: must be at least 1"),
         (["--on", "slurm", "--time", "12", *FIT], "--time: expected HH:MM:SS"),
         (["--on", "slurm", "--name", "My Run", *FIT], "--name: expected"),
-        (["--on", "ray", "--partition", "gpu", *FIT], "--partition: not for --on ray"),
-        (["--on", "k8s", *FIT], "--image: Kubernetes needs one"),
-        (["--on", "sky", *FIT], "--gpu: SkyPilot must know the kind"),
+        (["--on", "ray", "--partition", "gpu", *FIT], "--partition: not supported by --on ray"),
+        (["--on", "k8s", *FIT], "--image: Kubernetes needs an image"),
+        (["--on", "sky", *FIT], "--gpu: SkyPilot needs a kind of GPU"),
         (["--on", "lsf", *FIT], "invalid choice"),
         (["--on", "slurm", "--partition", "a\n#SBATCH -N 9", *FIT], "--partition: expected a word of printable ASCII"),
     ],
@@ -136,7 +136,8 @@ def test_invalid_arguments_raise_before_writing(words, said, capsys):
 def test_missing_engine_names_file_and_command_to_run(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["submit", "--on", "slurm", *FIT]) == 2
-    assert "sbatch is not installed here. The job is in run.sbatch. Where it is, run: sbatch" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "sbatch is not installed. The job is in run.sbatch. Run on a machine with sbatch: sbatch" in said
     assert Path("run.sbatch").read_text().startswith("#!/bin/bash")
 
 
@@ -159,9 +160,8 @@ def test_a_file_that_was_edited_is_kept(monkeypatch, capsys):
     file.write_text(edited)
     capsys.readouterr()
     assert main([*words, *FIT]) == 2
-    assert (
-        "run.sbatch is there, with other text than this job has. Submit it as it is: sbatch" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "run.sbatch exists and differs from this job. Submit the existing file: sbatch" in said
     assert file.read_text() == edited
     main([*words, "--overwrite", *FIT])
     main([*words, *FIT])  # the file has this text already
@@ -238,7 +238,7 @@ def test_words_reach_the_job_from_the_command_line(capsys):
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert f"--trainer.default_root_dir={word}" in map(expanded, container["command"])
     assert main(["submit", "--on", "k8s", "--image", "a", *FIT, "--trainer.default_root_dir=\udcff"]) == 2
-    assert "a job of Kubernetes is YAML, which holds UTF-8 alone" in capsys.readouterr().err
+    assert "a Kubernetes job is YAML and must be UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", re.findall(r"^lumen (submit .*)$", PAGE, re.M))

@@ -3,6 +3,6 @@
 from lumen.cli.commands import Command
 
 COMMAND = Command(
-    "Write a job of SLURM, Ray, Kubernetes or SkyPilot that runs a command, and submit it.",
+    "Write a job for SLURM, Ray, Kubernetes or SkyPilot that runs a command, and submit the job.",
     "lumen.tools.submit.command",
 )

@@ -69,14 +69,14 @@ class Job:
 
 
 _NOTICE_S = 90
-_LAST_S = 300  # rank 0's time to finish writing after the others; also how long lost ranks may hold the nodes
+_WAIT_S = 300  # time for rank 0 to finish writing after the other ranks; lost ranks hold the nodes as long
 _SCRIPT = """\
 set -e
 cd {directory}
-{setup}# {notice} s before the time limit the processes get SIGUSR1: they finish their step, save, and leave with 75.
-# When a job of higher priority needs the nodes, they get SIGTERM. After both the job is put back into the queue.
+{setup}# {notice} s before the time limit, the processes get SIGUSR1: they finish the step, save, and exit with code 75.
+# If a job of higher priority needs the nodes, the processes get SIGTERM. After both signals the job is requeued.
 code=0
-srun --kill-on-bad-exit=0 --wait={last} {command} || code=$?
+srun --kill-on-bad-exit=0 --wait={wait} {command} || code=$?
 if [ "$code" != 0 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; then
     code=75
 fi
@@ -105,7 +105,7 @@ def make_slurm_script(job: Job) -> str:
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     setup, words = f"{job.setup}\n" if job.setup else "", quote_words(job.python, "-P", "-m", "lumen", *job.words)
     fields = {"directory": quote_words(job.directory), "setup": setup, "command": words}
-    script = _SCRIPT.format(notice=_NOTICE_S, last=_LAST_S, **fields)
+    script = _SCRIPT.format(notice=_NOTICE_S, wait=_WAIT_S, **fields)
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", script])
 
 
@@ -117,7 +117,7 @@ import os
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-DIRECTORY = {directory!r}  # every node must see it
+DIRECTORY = {directory!r}  # must exist on every node
 COMMAND = {words!r}
 
 
@@ -125,7 +125,7 @@ def train():
     from lumen.cli import main
 
     os.chdir(DIRECTORY)
-    if code := main(COMMAND):  # it has said why
+    if code := main(COMMAND):  # `main` has printed the error
         raise RuntimeError(f"lumen ended with exit code {{code}}")
 
 
@@ -164,7 +164,9 @@ def make_kubernetes_job(job: Job) -> str:
         "name": "pytorch",  # The operator requires this name.
         "image": job.image,
         "command": ["torchrun", f"--nproc-per-node={job.processes_per_node}", "--no-python", "lumen", *words],
-        "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_GRACE_S - 10)}],  # else torchrun kills earlier
+        "env": [
+            {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_GRACE_S - 10)}
+        ],  # By default, torchrun kills earlier.
         "volumeMounts": mounts,
     }
     if job.gpus_per_node:
@@ -179,10 +181,10 @@ def make_kubernetes_job(job: Job) -> str:
         "rdzvBackend": "c10d", "minReplicas": job.nodes, "maxReplicas": job.nodes, "maxRestarts": job.restarts,
     }  # fmt: skip
     workers = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-    own = {"matchLabels": {"training.kubeflow.org/job-name": job.name}}  # The operator gives this label to pods.
-    alone = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
+    pods = {"matchLabels": {"training.kubeflow.org/job-name": job.name}}  # The operator gives this label to pods.
+    access = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]}
     training = {"runPolicy": policy, "elasticPolicy": elastic, "pytorchReplicaSpecs": {"Worker": workers}}
-    documents = [("networking.k8s.io/v1", "NetworkPolicy", alone), ("kubeflow.org/v1", "PyTorchJob", training)]
+    documents = [("networking.k8s.io/v1", "NetworkPolicy", access), ("kubeflow.org/v1", "PyTorchJob", training)]
     return "---\n".join(
         dump_yaml({"apiVersion": version, "kind": kind, "metadata": {"name": job.name}, "spec": spec})
         for version, kind, spec in documents
@@ -196,7 +198,7 @@ def _escape_variables(word: str) -> str:
         ConfigError: The word has bytes that are not UTF-8.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in word):
-        raise ConfigError(f"{word!r}: a job of Kubernetes is YAML, which holds UTF-8 alone. Rename what it names.")
+        raise ConfigError(f"{word!r}: a Kubernetes job is YAML and must be UTF-8. Rename the file.")
     return word.replace("$", "$$")
 
 
