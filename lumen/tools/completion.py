@@ -13,29 +13,32 @@ from lumen.cli.commands import LOOPS, Command, Words, get_parser, get_summary, l
 from lumen.console import stdout
 from lumen.errors.arguments import import_optional
 
-COMMAND = Command("Print a script that makes bash, zsh or fish complete the words of lumen.", __name__)
+COMMAND = Command("Print a script for bash, zsh or fish that completes the command lumen.", __name__)
 _INSTALL = {
     "bash": "mkdir -p ~/.local/share/bash-completion/completions && lumen completion bash > "
     "~/.local/share/bash-completion/completions/lumen    # or source it in ~/.bashrc",
     "zsh": "lumen completion zsh > DIRECTORY/_lumen    # one of $fpath; or source it in ~/.zshrc, after compinit",
     "fish": "lumen completion fish > ~/.config/fish/completions/lumen.fish",
 }
-_MORE = "Completed are commands, options, their values, files and directories. Print the script again after an update."
-_NAMED = {
+_DESCRIPTION = (
+    "The script completes commands, options, their values, files and directories. Print the script again after an "
+    "update of Lumen."
+)
+_EXTRA_VALUES = {
     "trainer.devices": ("auto",),
     "trainer.log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "trainer.resume": ("auto",),
     "print_config": ("skip_default", "skip_unset", "skip_null"),
     "help": ("all",),
 }
-_FILES = {"config", "ckpt_path", "average", "output", "file", "trainer.init_from", "trainer.resume"}
-_FILES |= {"RUN", "CHECKPOINT_OR_RUN", "DIR", "A", "B", "FILE", "OUTPUT", "FILE_OR_DIR", "PATH"}
+_FILE_OPTIONS = {"config", "ckpt_path", "average", "output", "file", "trainer.init_from", "trainer.resume"}
+_FILE_OPTIONS |= {"RUN", "CHECKPOINT_OR_RUN", "DIR", "A", "B", "FILE", "OUTPUT", "FILE_OR_DIR", "PATH"}
 
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("completion", COMMAND, "bash|zsh|fish", _MORE)
-    parser.add_argument("shell", choices=(*_INSTALL,), help="Who is to complete.")
+    parser = Words("completion", COMMAND, "bash|zsh|fish", _DESCRIPTION)
+    parser.add_argument("shell", choices=(*_INSTALL,), help="The shell.")
     return parser
 
 
@@ -52,11 +55,11 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def make_full_parser(of_files: Any) -> ArgumentParser:
+def make_full_parser(file_marker: Any) -> ArgumentParser:
     """Return a parser of all commands, whose options list their possible values.
 
     Args:
-        of_files: The marker by which shtab completes an option with file names.
+        file_marker: The marker by which shtab completes an option with file names.
     """
     from lumen.cli.options import CommandOptions, OptionParser
 
@@ -70,7 +73,7 @@ def make_full_parser(of_files: Any) -> ArgumentParser:
         if name not in LOOPS:
             parents.append(get_parser(name))
         for action in (action for parent in parents for action in parent._actions):
-            _add_choices(action, of_files)
+            _add_choices(action, file_marker)
         commands.add_parser(
             name,
             help=get_summary(name),
@@ -82,15 +85,15 @@ def make_full_parser(of_files: Any) -> ArgumentParser:
     return root
 
 
-def _add_choices(action: Action, of_files: Any) -> None:
+def _add_choices(action: Action, file_marker: Any) -> None:
     """Set the possible values of an option, and shorten its help to one line."""
     hint = getattr(action, "_typehint", action.type)
     values = [*map(str, action.choices or ()), *_iterate_values(action.dest, hint)]
     if action.dest.endswith(".help"):
         action.help = SUPPRESS
     action.choices = [*dict.fromkeys(values)] or None
-    if action.dest in _FILES or action.metavar in _FILES:
-        action.complete = of_files  # type: ignore[attr-defined]
+    if action.dest in _FILE_OPTIONS or action.metavar in _FILE_OPTIONS:
+        action.complete = file_marker  # type: ignore[attr-defined]
     if action.help != SUPPRESS:
         text = re.split(r"\. (?=[A-Z])", " ".join(str(action.help or "").split()))[0]
         action.help = shorten(text, 80, placeholder=" ...").replace("%", "%%")
@@ -103,7 +106,7 @@ def _iterate_values(key: str, hint: Any) -> Iterator[str]:
     from lumen.strategies.factory import ACCELERATORS, STRATEGIES
 
     names = {"trainer.accelerator": ACCELERATORS, "trainer.precision": PRECISIONS, "trainer.strategy": STRATEGIES}
-    yield from (*_NAMED.get(key, ()), *names.get(key, ()))
+    yield from (*_EXTRA_VALUES.get(key, ()), *names.get(key, ()))
     for each in hints_in(hint):
         if get_origin(each) is Literal:
             yield from map(str, get_args(each))
@@ -119,8 +122,8 @@ def _iterate_class_names(bases: tuple[type, ...]) -> Iterator[str]:
 
     import lumen
 
-    for place in (lumen, torch.optim, torch.optim.lr_scheduler):
-        for name in getattr(place, "__all__", None) or vars(place):
-            kind = getattr(place, name)
+    for module in (lumen, torch.optim, torch.optim.lr_scheduler):
+        for name in getattr(module, "__all__", None) or vars(module):
+            kind = getattr(module, name)
             if inspect.isclass(kind) and issubclass(kind, bases) and kind not in bases and not inspect.isabstract(kind):
                 yield name

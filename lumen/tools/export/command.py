@@ -19,9 +19,9 @@ from lumen.tools.export import COMMAND
 from lumen.tools.export.weights import Exported, export_weights
 from lumen.trainer.logs import LogSettings, log_to_console
 
-_MORE = (
-    "The file has the names of the task's state_dict and is read by safetensors.torch.load_file alone; a tied tensor "
-    "is in it under each of its names. Checksums are verified first; nothing that exists is overwritten."
+_DESCRIPTION = (
+    "The file has the names of the task's state_dict; safetensors.torch.load_file reads the file. A tied tensor is "
+    "written under each of its names. Checksums are verified first, and existing files are not overwritten."
 )
 FORMATS = ("torch-export", "onnx", "huggingface")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -29,58 +29,66 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("export", COMMAND, "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _MORE)
-    parser.add_argument("source", metavar="CHECKPOINT_OR_RUN", nargs="+", help="A checkpoint, a run (its newest valid "
-                        "one), or weights as trainer.init_from takes them; a URL too. Of several, the mean of their "
-                        "floating-point tensors.")  # fmt: skip
+    parser = Words("export", COMMAND, "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _DESCRIPTION)
+    parser.add_argument("source", metavar="CHECKPOINT_OR_RUN", nargs="+", help="A checkpoint, a run (for its newest "
+                        "valid checkpoint), weights as for trainer.init_from, or a URL. Several sources give the mean "
+                        "of their floating-point tensors.")  # fmt: skip
     parser.add_argument("--output", required=True, metavar="FILE_OR_DIR", help="A .safetensors file, or a directory "
-                        "with model.safetensors as model hubs have it. It must not exist.")  # fmt: skip
-    parser.add_argument("--which", choices=("last", "best"), default="last", help="Of a run. Default: last.")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Of floating-point tensors. "
+                        "with model.safetensors, as for model hubs. The output must not exist.")  # fmt: skip
+    parser.add_argument("--which", choices=("last", "best"), default="last", help="Checkpoint of a run. Default: last.")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Dtype of floating-point tensors. "
                         "Default: as saved.")  # fmt: skip
-    parser.add_argument("--module", metavar="NAME", help="Only this part of the task, such as net, by the names that "
-                        "it has in it.")  # fmt: skip
-    parser.add_argument("--average", metavar="NAME", help="parameters; EMA, SWA or another callback whose state holds "
-                        "tensors by the parameters' names; Lookahead for its slow weights; last:5 for the mean of the "
-                        "newest five checkpoints, best:3 for that of the best three. Default: what validations "
-                        "evaluated, the average of a run with EMA or SWA.")  # fmt: skip
-    parser.add_argument("--max_shard_size", metavar="SIZE", help="Such as 5GB: several files in the directory, with "
-                        "model.safetensors.index.json. Default: one file.")  # fmt: skip
+    parser.add_argument("--module", metavar="NAME", help="Export only this submodule of the task, such as net.")
+    parser.add_argument("--average", metavar="NAME", help="Weights to export: parameters; EMA, SWA or another callback "
+                        "that saves tensors by the parameters' names; Lookahead for the slow weights; last:5 or best:3 "
+                        "for the mean of the newest five or best three checkpoints. Default: the weights that "
+                        "validations evaluated, which are the average in a run with EMA or SWA.")  # fmt: skip
+    parser.add_argument("--max_shard_size", metavar="SIZE", help="Largest size of a file, such as 5GB: write several "
+                        "files and model.safetensors.index.json. Default: one file.")  # fmt: skip
     parser.add_argument("--format", choices=("safetensors", *FORMATS), default="safetensors", help="torch-export: a "
                         "program, FILE.pt2, for torch.export.load. onnx: FILE.onnx. huggingface: a directory that "
-                        "from_pretrained reads. These build the model by the run's config and check what they have "
-                        "written.")  # fmt: skip
+                        "from_pretrained reads. These formats build the model from the run's config and check "
+                        "the output.")  # fmt: skip
     return parser
 
 
 def run(words: list[str]) -> int:
     """Export the weights or the model, print a summary, and return 0."""
-    given = options().read(words)
-    output = expand_path(given.output)
-    *others, source = given.source
-    if others and given.average:
-        said = f"{len(given.source)} sources are one mean already. Give one of them."
-        raise ConfigError(f"--average {given.average}: {said}")
-    average: Any = given.source if others else given.average
-    dtype = getattr(torch, given.dtype) if given.dtype else None
-    settings: dict[str, Any] = {"which": given.which, "module": given.module, "average": average, "dtype": dtype}
+    arguments = options().read(words)
+    output = expand_path(arguments.output)
+    *more_sources, source = arguments.source
+    if more_sources and arguments.average:
+        count = len(arguments.source)
+        raise ConfigError(f"--average {arguments.average}: expected one source, found {count}. Leave --average out.")
+    average: Any = arguments.source if more_sources else arguments.average
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    settings: dict[str, Any] = {
+        "which": arguments.which,
+        "module": arguments.module,
+        "average": average,
+        "dtype": dtype,
+    }
     with log_to_console(LogSettings("INFO")):
-        if given.format != "safetensors":
-            return _export_model(given, source, output, partial(export_weights, source, **settings))
-        shard = _parse_bytes(given.max_shard_size) if given.max_shard_size else None
+        if arguments.format != "safetensors":
+            return _export_model(arguments, source, output, partial(export_weights, source, **settings))
+        shard = _parse_bytes(arguments.max_shard_size) if arguments.max_shard_size else None
         exported = export_weights(source, output, **settings, max_shard_bytes=shard)
-    _print_result(output, exported, given.dtype, f"the {len(given.source)} sources" if others else given.average)
+    _print_result(
+        output, exported, arguments.dtype, f"the {len(arguments.source)} sources" if more_sources else arguments.average
+    )
     return 0
 
 
-def _export_model(given: Namespace, source: str, output: Path, weights: Callable[[Path], Exported]) -> int:
+def _export_model(arguments: Namespace, source: str, output: Path, weights: Callable[[Path], Exported]) -> int:
     from lumen.tools.export.formats import check_format, write_format  # a slow import
 
-    if given.max_shard_size:
-        raise ConfigError(f"--max_shard_size: it is for --format safetensors, found {given.format}. Leave it out.")
-    check_format(given.format, output)
-    checked = write_format(given.format, source, output, given.module, weights)
-    print(f"{output}: {given.format}, from {source}; {checked}", file=stdout)
+    if arguments.max_shard_size:
+        raise ConfigError(
+            f"--max_shard_size: only for --format safetensors, found {arguments.format}. Leave --max_shard_size out."
+        )
+    check_format(arguments.format, output)
+    checked = write_format(arguments.format, source, output, arguments.module, weights)
+    print(f"{output}: {arguments.format}, from {source}; {checked}", file=stdout)
     return 0
 
 
@@ -94,12 +102,12 @@ def _parse_bytes(text: str) -> int:
 def _print_result(output: Path, exported: Exported, dtype: str | None, average: str | None) -> None:
     kinds = {str(kind).removeprefix("torch."): number for kind, number in exported.dtypes.items()}
     total, by_kind = sum(kinds.values()), ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-    what = f"{total} tensors ({by_kind}), {format_bytes(exported.tensor_bytes)} in {len(exported.files)} files"
-    print(f"{output}: {what.removesuffix(' in 1 files')}, from {exported.source}", file=stdout)
-    if dtype and (others := total - kinds.get(dtype, 0)):
-        print(f"{others} of them hold no floating-point numbers and are as saved", file=stdout)
+    text = f"{total} tensors ({by_kind}), {format_bytes(exported.tensor_bytes)} in {len(exported.files)} files"
+    print(f"{output}: {text.removesuffix(' in 1 files')}, from {exported.source}", file=stdout)
+    if dtype and (unchanged := total - kinds.get(dtype, 0)):
+        print(f"{unchanged} tensors without floating-point numbers are as saved", file=stdout)
     if exported.averaged:
-        what = f"averages of {average}" if average else "averages, as validations evaluated them"
-        print(f"{exported.averaged} of them are {what}, the others are as saved", file=stdout)
+        text = f"averages of {average}" if average else "averages, as validations evaluated"
+        print(f"{exported.averaged} tensors are {text}; the others are as saved", file=stdout)
     for name, same in exported.tied.items():
         print(f"{name} is tied to {same} and is written under both names", file=stdout)

@@ -80,8 +80,8 @@ class ExportedModel(NamedTuple):
                     loader = getattr(owner, name)()
                     return next(iter(loader[0] if isinstance(loader, list | tuple) else loader))
         raise ConfigError(
-            f"--format: it is not known what {type(self.task).__name__} is called with. Set example_input_array in the "
-            "task, as self.example_input_array = torch.zeros(1, 3)."
+            f"--format: the input of {type(self.task).__name__} is unknown. Set example_input_array in the task, such "
+            "as self.example_input_array = torch.zeros(1, 3)."
         )
 
 
@@ -96,11 +96,11 @@ def check_format(kind: str, output: Path) -> None:
     """
     if output.suffix != _SUFFIXES[kind] and (_SUFFIXES[kind] or output.suffix in (".safetensors", ".pt2", ".onnx")):
         expected = f"a {_SUFFIXES[kind]} file" if _SUFFIXES[kind] else "a directory"
-        raise ConfigError(f"--output {output}: --format {kind} writes {expected}. Name one.")
+        raise ConfigError(f"--output {output}: --format {kind} writes {expected}. Change --output.")
     check_output_free(output, f"--output {output}")
     needed = {"onnx": ("onnx", "onnxscript"), "huggingface": ("transformers",)}.get(kind, ())
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise ConfigError(f"--format {kind}: it needs {' and '.join(missing)}. pip install {' '.join(missing)}")
+        raise ConfigError(f"--format {kind} needs {' and '.join(missing)}. Run: pip install {' '.join(missing)}")
 
 
 def write_format(kind: str, source: str, output: Path, module: str | None, weights: Callable[[Path], Any]) -> str:
@@ -143,21 +143,21 @@ def _fill_model(source: str, module: str | None, saved: dict[str, torch.Tensor])
     files = find_run_config(source)
     if not files:
         raise ConfigError(
-            f"--format: {source} is no run with a config.yaml, which would say how its model is built. Give such a "
-            "run, or build the model in Python, by load_from_checkpoint, and write it there."
+            f"--format: {source} has no config.yaml, so Lumen cannot build the model. Give a run with a config.yaml, "
+            "or load the model in Python with load_from_checkpoint and export it there."
         )
     made = CLI(args=["--config", *files, *_ON_ONE_CPU], run=False, save_config_callback=None)
     task = made.model.eval()
     task.configure_model()
     part = task if module is None else task.get_submodule(module)
     try:
-        differ = [name for names in part.load_state_dict(saved, strict=False) for name in names]
-        differ = [name for name in differ if name in saved or not name.endswith(EXTRA_STATE)]
-        why = f"only one of them has {', '.join(differ[:3])}." if differ else ""
+        different = [name for names in part.load_state_dict(saved, strict=False) for name in names]
+        different = [name for name in different if name in saved or not name.endswith(EXTRA_STATE)]
+        reason = f"only one of the two models has {', '.join(different[:3])}." if different else ""
     except RuntimeError as error:
-        why = str(error)
-    if why:
-        raise CheckpointMismatch(f"{files[0]} describes another model than {source} holds: {why}")
+        reason = str(error)
+    if reason:
+        raise CheckpointMismatch(f"the model of {files[0]} does not match the weights in {source}: {reason}")
     floating = {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()}
     return ExportedModel(task, part, made.datamodule, floating.pop() if len(floating) == 1 else None)
 
@@ -186,7 +186,9 @@ def _capture_call(part: nn.Module, task: nn.Module, call: ForwardCall) -> Forwar
     with handle, torch.no_grad():
         task(*call.args, **call.kwargs)
     if not calls:
-        raise ConfigError("--module: forward of the task does not call it, so that what it takes is not known.")
+        raise ConfigError(
+            "--module: the task does not call this module in forward, so the input of the module is unknown."
+        )
     return calls[0]
 
 
@@ -211,18 +213,18 @@ def _write_onnx(model: ExportedModel, call: ForwardCall, output: Path) -> str:
     assert program is not None  # With `dynamo`, export always returns a program.
     program.save(str(output), external_data=False)
     if find_spec("onnxruntime") is None:
-        return "not checked, for onnxruntime is not installed"
+        return "not checked, because onnxruntime is not installed"
     return _describe_difference(model.part(*call.args, **call.kwargs), program(*call.args, **call.kwargs))
 
 
 def _make_dynamic_shapes(part: nn.Module, call: ForwardCall) -> dict[str, Any]:
     """Return dynamic shapes for the arguments: the first dimension is the batch and may change."""
-    given = inspect.signature(part.forward).bind(*call.args, **call.kwargs).arguments
+    arguments = inspect.signature(part.forward).bind(*call.args, **call.kwargs).arguments
 
     def shape(value: Any) -> Any:
         return {0: torch.export.Dim.AUTO} if isinstance(value, torch.Tensor) and value.ndim else None
 
-    return {name: map_leaves(value, shape) for name, value in given.items()}
+    return {name: map_leaves(value, shape) for name, value in arguments.items()}
 
 
 def _describe_difference(ours: Any, theirs: Any) -> str:
@@ -236,8 +238,8 @@ def _describe_difference(ours: Any, theirs: Any) -> str:
     for one, two in pairs:
         close = _CLOSE.get(one.dtype, 1e-2)
         if one.shape != two.shape or not torch.allclose(one, two.to(one.dtype), rtol=close, atol=close, equal_nan=True):
-            raise ConfigError(f"--format: what would be written gives other numbers, {furthest:.3g} from the model's.")
-    return f"checked, its numbers are at most {furthest:.3g} from the model's"
+            raise ConfigError(f"--format: the outputs of the program differ from the model's by {furthest:.3g}.")
+    return f"checked: outputs differ from the model's by at most {furthest:.3g}"
 
 
 def _write_pretrained(model: ExportedModel, _: ForwardCall, output: Path) -> str:
@@ -245,8 +247,8 @@ def _write_pretrained(model: ExportedModel, _: ForwardCall, output: Path) -> str
     found = {name: each for name, each in model.part.named_modules() if isinstance(each, kind)}
     outermost = [name for name in found if sum(f"{name}.".startswith(above and f"{above}.") for above in found) == 1]
     if len(outermost) != 1:
-        there = f"has {', '.join(outermost)}. Choose one by --module" if found else "has none"
-        raise ConfigError(f"--format huggingface: it writes one model of transformers, and the task {there}.")
+        names = f"{', '.join(outermost)}. Choose one by --module" if found else "none"
+        raise ConfigError(f"--format huggingface: expected one model of transformers in the task, found {names}.")
     chosen: Any = _merge_adapter(model.part, found[outermost[0]])
     chosen.save_pretrained(output)
     for owner in (model.task, model.data):
@@ -255,8 +257,8 @@ def _write_pretrained(model: ExportedModel, _: ForwardCall, output: Path) -> str
                 value.save_pretrained(output)
     read = type(chosen).from_pretrained(output, dtype=chosen.dtype).state_dict()
     if not all(torch.equal(value, read[name]) for name, value in chosen.state_dict().items()):
-        raise ConfigError("--format huggingface: from_pretrained would read other numbers.")
-    return f"checked, {type(chosen).__name__}.from_pretrained reads the same bits"
+        raise ConfigError("--format huggingface: from_pretrained reads different values than the model has.")
+    return f"checked: {type(chosen).__name__}.from_pretrained reads bitwise identical values"
 
 
 def _merge_adapter(part: nn.Module, chosen: nn.Module) -> nn.Module:
@@ -266,8 +268,8 @@ def _merge_adapter(part: nn.Module, chosen: nn.Module) -> nn.Module:
         if isinstance(each, wraps) and chosen in each.modules():
             if not hasattr(each, "merge_and_unload"):
                 raise ConfigError(
-                    "--format huggingface: this adapter of peft cannot be merged into its model. Write the adapter "
-                    "alone, by its save_pretrained."
+                    "--format huggingface: the peft adapter cannot be merged into the model. Write only the adapter, "
+                    "by its method save_pretrained."
                 )
             return each.merge_and_unload()  # type: ignore[no-any-return]
     return chosen

@@ -108,7 +108,7 @@ def export_weights(
         _report_extra_state(checkpoint, module)
         read = average_checkpoint(checkpoint, average)
         stored = _map_stored_names(read, module)
-        tensors = {name: _make_meta_tensor(read, of, dtype) for name, of in stored.items()}
+        tensors = {name: _make_meta_tensor(read, source_name, dtype) for name, source_name in stored.items()}
 
         def value(name: str) -> torch.Tensor:
             return _cast_tensor(name, read.read_tensor("model", stored[name]), tensors[name].dtype)
@@ -137,7 +137,7 @@ def _open_source(source: str, which: str, sections: tuple[str, ...] | None) -> I
         is_run = is_dir(path) and not is_checkpoint and not is_files
         folder = path / "checkpoints" if is_dir(path / "checkpoints") else path
     if which == "best" and not is_run:
-        raise ConfigError(f"--which best: {source} is no run. Give the directory of one.")
+        raise ConfigError(f"--which best: {source} is not a run. Give the directory of a run.")
     if is_checkpoint:
         yield _open_checkpoint(path, sections)
     elif is_run:
@@ -145,7 +145,7 @@ def _open_source(source: str, which: str, sections: tuple[str, ...] | None) -> I
         assert checkpoint is not None  # Only "auto" may return None.
         yield checkpoint
     elif sections is None:
-        raise ConfigError(f"--average: {source} is no checkpoint of Lumen. Averages are found in these only.")
+        raise ConfigError(f"--average: {source} is not a checkpoint of Lumen. Only checkpoints of Lumen have averages.")
     else:
         with weights_source.open_weights(source, Processes()) as weights:
             yield weights
@@ -156,16 +156,16 @@ def _open_checkpoint(path: PurePath, sections: tuple[str, ...] | None) -> Checkp
         return Checkpoint.open(path, sections=sections)
     except CheckpointDamaged as error:
         good = open_newest_valid(path.parent, lambda _: None)
-        instead = f"{good.path} is whole." if good else "No other one beside it is whole."
-        what = "" if isinstance(error, CheckpointGone) else f"{path} is damaged, and nothing was written: "
-        raise CheckpointDamaged(f"{what}{error} {instead}") from error
+        advice = f"{good.path} is valid." if good else "The directory has no other valid checkpoint."
+        subject = "" if isinstance(error, CheckpointGone) else f"{path} is damaged, and nothing was written: "
+        raise CheckpointDamaged(f"{subject}{error} {advice}") from error
 
 
 def _report_extra_state(checkpoint: Checkpoint, module: str | None) -> None:
     prefix = "" if module is None else f"{module}."
     if found := [name for name in checkpoint.state.get("extra_state", ()) if f"{name}.".startswith(prefix)]:
         _log.warning(
-            "%s: what get_extra_state returned is no tensor and is left out: load_state_dict will need strict=False",
+            "%s: the value of get_extra_state is not a tensor and is left out; load_state_dict needs strict=False",
             ", ".join(name or "the task" for name in sorted(found)),
         )
 
@@ -177,8 +177,8 @@ def _map_stored_names(checkpoint: Checkpoint, module: str | None) -> dict[str, s
     chosen = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
     if module is not None and not chosen:
         modules = sorted({name.partition(".")[0] for name in stored if "." in name})
-        said = f"no tensor of {checkpoint.path} belongs to it. Its modules are {', '.join(modules)}."
-        raise ConfigError(f"--module {module}: {said}")
+        known = ", ".join(modules)
+        raise ConfigError(f"--module {module}: {checkpoint.path} has no such module. Modules there: {known}.")
     return chosen
 
 
@@ -205,8 +205,8 @@ def _make_temporary_directory(output: Path) -> Iterator[Path]:
     except OSError as error:
         with suppress(OSError):
             temporary.rmdir()
-        said = f"{output.parent} cannot be written: {error.strerror}. Choose another directory."
-        raise ConfigError(f"--output {output}: {said}") from error
+        reason = f"{output.parent} is not writable: {error.strerror}. Choose another directory."
+        raise ConfigError(f"--output {output}: {reason}") from error
     try:
         with suppress(OSError):  # Without locks, left-over directories stay.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -254,8 +254,11 @@ def _write_files(
     for file, group in zip(files, groups, strict=True):
         write_safetensors(temporary / file, group, value)
     if len(groups) > 1:
-        placed = {name: file for file, group in zip(files, groups, strict=True) for name in group}
-        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": placed}
+        weight_map = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": weight_map,
+        }
         with create_hashed_file(temporary / INDEX) as writer:
             writer.write(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
     with explain_storage_errors("write", output):
@@ -286,8 +289,8 @@ def _make_meta_tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype | No
     written = dtype if dtype is not None and castable else saved
     if not is_supported_dtype(written):
         raise CheckpointMismatch(
-            f"{checkpoint.path}: {name} is {written}, which safetensors files do not have"
-            + (". Give a --dtype." if castable else ". Leave it out with --module.")
+            f"{checkpoint.path}: {name} is {written}, which safetensors files cannot store"
+            + (". Set --dtype." if castable else ". Leave the tensor out with --module.")
         )
     return torch.empty(shape, dtype=written, device="meta")
 

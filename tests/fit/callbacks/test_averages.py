@@ -144,7 +144,7 @@ def test_average_accepts_paths_and_safetensors_files(capsys):
     assert main(["export", *paths, "--output", "mean.safetensors"]) == 0
     assert same(load_file("mean.safetensors"), expected)
     numbers = sum(each.is_floating_point() for each in expected.values())
-    assert f"{numbers} of them are averages of the 2 sources, the others are as saved" in capsys.readouterr().out
+    assert f"{numbers} tensors are averages of the 2 sources; the others are as saved" in capsys.readouterr().out
     files = []
     for step in (2, 8):
         files.append(f"{step}.safetensors")

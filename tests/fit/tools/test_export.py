@@ -120,7 +120,7 @@ def test_only_floating_point_tensors_are_cast(dtype, capsys):
     }
     for name, tensor in state.items():
         assert same(found[name], tensor if name in integers else tensor.to(dtype)), name
-    assert "3 of them hold no floating-point numbers and are as saved" in capsys.readouterr().out
+    assert "3 tensors without floating-point numbers are as saved" in capsys.readouterr().out
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_reported(capsys):
@@ -198,7 +198,7 @@ def test_packed_dtypes_are_rejected(refused):
     save(Path("step-1"), model={"a.packed": tensor_of(torch.float4_e2m1fn_x2, (2, 3)), "b.w": torch.ones(2)})
     for words in ([], ["--dtype", "bfloat16"]):
         said = refused("step-1", "--output", "x.safetensors", *words, code=1)
-        assert "a.packed is torch.float4_e2m1fn_x2, which safetensors files do not have. Leave it out" in said
+        assert "a.packed is torch.float4_e2m1fn_x2, which safetensors files cannot store. Leave the tensor out" in said
     export("step-1", "--output", "x.safetensors", "--module", "b")
 
 
@@ -218,7 +218,7 @@ def test_lookaheads_slow_weights_stand_for_the_parameters(capsys):
         assert not torch.equal(found[name], task.get_parameter(name))
     assert same(found["net.again.weight"], slow["net.first.weight"])
     assert same(found["net.norm.running_mean"], task.net.norm.running_mean)
-    assert f"{len(trained) + 1} of them are averages of Lookahead" in capsys.readouterr().out
+    assert f"{len(trained) + 1} tensors are averages of Lookahead" in capsys.readouterr().out
 
 
 def test_a_callbacks_averages_stand_for_the_parameters():
@@ -248,7 +248,7 @@ def test_missing_or_ambiguous_average_is_named(refused):
     assert tensors("--average", "callbacks.Trailing.slow")
     export("runs/run", "--output", "plain.safetensors")
     said = refused("plain.safetensors", "--output", "x.safetensors", "--average", "Lookahead", code=2)
-    assert "plain.safetensors is no checkpoint of Lumen" in said
+    assert "plain.safetensors is not a checkpoint of Lumen" in said
 
 
 # ---------------------------------------------------------------------- as model hubs have it
@@ -332,7 +332,7 @@ def test_checkpoints_in_an_object_store_are_exported(refused):
     memory = fsspec.filesystem("memory")
     memory.rm_file(memory.glob("/exported/run/step-2/model/00000-00000-*")[0])
     said = refused("memory://exported/run/step-2", "--output", "x.safetensors", code=1)
-    assert "memory://exported/run/step-1 is whole." in said
+    assert "memory://exported/run/step-1 is valid." in said
 
 
 def test_extra_state_is_reported_and_left_out(capsys):
@@ -346,7 +346,7 @@ def test_extra_state_is_reported_and_left_out(capsys):
     quiet_trainer(Path(), max_steps=1).fit(task := Noting(), loader())
     capsys.readouterr()
     export("runs/run/checkpoints/step-00000001", "--output", "all.safetensors")
-    assert "the task: what get_extra_state returned is no tensor and is left out" in capsys.readouterr().err
+    assert "the task: the value of get_extra_state is not a tensor and is left out" in capsys.readouterr().err
     export("runs/run", "--output", "net.safetensors", "--module", "net")
     assert capsys.readouterr().err == ""
     task.net.load_state_dict(load_file("net.safetensors"), strict=True)
@@ -375,7 +375,7 @@ def test_damage_is_named_with_an_intact_checkpoint(refused, file, how):
     said = refused(path, "--output", "x.safetensors", code=1)
     assert f"{path} is damaged, and nothing was written: " in said
     assert file in said
-    assert f"runs/run/checkpoints/{STEPS[1]} is whole." in said
+    assert f"runs/run/checkpoints/{STEPS[1]} is valid." in said
 
 
 def test_newest_valid_checkpoint_is_exported_and_damage_named(capsys):
@@ -396,7 +396,7 @@ def test_where_nothing_is_whole_that_is_said(refused):
         flip(f"runs/run/checkpoints/{step}/model/00000-00000.safetensors")
     assert "every checkpoint in runs/run/checkpoints is damaged" in refused("runs/run", "--output", "x", code=1)
     said = refused(f"runs/run/checkpoints/{STEPS[0]}", "--output", "x", code=1)
-    assert "No other one beside it is whole." in said
+    assert "The directory has no other valid checkpoint." in said
 
 
 @pytest.mark.parametrize(
@@ -406,14 +406,14 @@ def test_where_nothing_is_whole_that_is_said(refused):
         (["empty"], "no valid checkpoint found in empty.", 1),
         (["notes.txt"], "notes.txt is no safetensors file", 1),
         (["model.ckpt"], "model.ckpt is a pickle", 2),
-        (["step-1", "--which", "best"], "--which best: step-1 is no run. Give the directory of one.", 2),
-        (["step-1", "--module", "c"], "--module c: no tensor of step-1 belongs to it.", 2),
+        (["step-1", "--which", "best"], "--which best: step-1 is not a run. Give the directory of a run.", 2),
+        (["step-1", "--module", "c"], "--module c: step-1 has no such module.", 2),
         (["step-1", "--output", "x.pt"], "--output x.pt: export writes no pickles.", 2),
-        (["step-1", "--output", "no/x"], "--output no/x: there is no directory no. Create it.", 2),
+        (["step-1", "--output", "no/x"], "--output no/x: there is no directory no. Create the directory.", 2),
         (["step-1", "--output", "notes.txt/x"], "there is no directory notes.txt.", 2),
-        (["step-1", "--output", "/proc/x"], "--output /proc/x: /proc cannot be written: ", 2),
-        (["step-1", "--output", "empty"], "--output empty: it exists, and nothing is overwritten.", 2),
-        (["step-1", "--output", "dangling"], "--output dangling: it exists, and nothing is overwritten.", 2),
+        (["step-1", "--output", "/proc/x"], "--output /proc/x: /proc is not writable: ", 2),
+        (["step-1", "--output", "empty"], "--output empty: the output exists, and Lumen overwrites nothing.", 2),
+        (["step-1", "--output", "dangling"], "--output dangling: the output exists, and Lumen overwrites nothing.", 2),
         (["step-1", "--max_shard_size", "1GB"], "--max_shard_size may make several files. Name a directory.", 2),
         (["step-1", "--max_shard_size", "large"], "expected a size such as 5GB or 500MB, found 'large'.", 2),
         (["step-1", "--max_shard_size", "0GB"], "expected a size such as 5GB or 500MB, found '0GB'.", 2),
@@ -421,7 +421,7 @@ def test_where_nothing_is_whole_that_is_said(refused):
         (["step-1", "--outptu", "x"], "lumen export has no option --outptu. Did you mean --output?", 2),
         (["step-1", "--whhich=x"], "lumen export has no option --whhich. Did you mean --which?", 2),
         (["step-1", "step-2"], "step-2 does not exist. Give a checkpoint, a run, or safetensors files.", 1),
-        (["step-1", "step-1", "--average", "EMA"], "--average EMA: 2 sources are one mean already.", 2),
+        (["step-1", "step-1", "--average", "EMA"], "--average EMA: expected one source, found 2.", 2),
         ([], "the following arguments are required: CHECKPOINT_OR_RUN. Usage: lumen export", 2),
     ],
 )
@@ -440,7 +440,7 @@ def test_what_exists_is_never_overwritten(refused):
     for name in ("there.safetensors", "there"):
         export("step-1", "--output", name)
         before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-        assert f"--output {name}: it exists" in refused("step-1", "--output", name, code=2)
+        assert f"--output {name}: the output exists" in refused("step-1", "--output", name, code=2)
         assert before == {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
@@ -472,7 +472,7 @@ def test_failed_start_leaves_no_empty_directory(capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert code == 2
-    assert "--output again: . cannot be written: Too many open files" in capsys.readouterr().err
+    assert "--output again: . is not writable: Too many open files" in capsys.readouterr().err
     assert sorted(os.listdir()) == ["hub", "step-1"]
 
 

@@ -94,7 +94,7 @@ def test_exported_program_is_exact_for_any_batch_size(capsys):
     capsys.readouterr()
     assert export("--format", "torch-export", "--output", "line.pt2")
     assert capsys.readouterr().out == (
-        "line.pt2: torch-export, from runs/line; checked, its numbers are at most 0 from the model's\n"
+        "line.pt2: torch-export, from runs/line; checked: outputs differ from the model's by at most 0\n"
     )
     program, task = torch.export.load("line.pt2").module(), trained(Line)
     for count in (2, 5):
@@ -112,7 +112,7 @@ def test_module_is_exported_with_example_inputs_and_dtype():
 def test_a_directory_is_what_from_pretrained_reads(capsys):
     fit("Writer")
     assert export("--format", "huggingface", "--output", "gpt")
-    assert "GPT2LMHeadModel.from_pretrained reads the same bits" in capsys.readouterr().out
+    assert "GPT2LMHeadModel.from_pretrained reads bitwise identical values" in capsys.readouterr().out
     read, notes = GPT2LMHeadModel.from_pretrained("gpt", output_loading_info=True)
     assert not any(notes.values())
     task = trained(Writer)
@@ -138,7 +138,7 @@ def test_an_adapter_is_merged_into_its_model(capsys):
     fit("Prompted")
     capsys.readouterr()
     assert main(["export", "runs/line-2", "--format", "huggingface", "--output", "prompted"]) == 2
-    assert "this adapter of peft cannot be merged into its model. Write the adapter alone" in capsys.readouterr().err
+    assert "the peft adapter cannot be merged into the model. Write only the adapter" in capsys.readouterr().err
 
 
 def test_a_program_of_onnx_gives_the_tasks_numbers():
@@ -154,7 +154,7 @@ def test_a_program_of_onnx_gives_the_tasks_numbers():
 def test_packages_that_are_missing_are_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert "--format onnx: it needs onnx and onnxscript. pip install onnx onnxscript" in refused(
+    assert "--format onnx needs onnx and onnxscript. Run: pip install onnx onnxscript" in refused(
         capsys, "--format", "onnx", "--output", "line.onnx"
     )
 
@@ -165,19 +165,19 @@ def test_what_cannot_be_exported_so_says_why(capsys):
     assert "writes a .pt2 file" in refused(capsys, *program, "line.onnx")
     assert "writes a directory" in refused(capsys, "--format", "huggingface", "--output", "line.safetensors")
     assert "there is no directory nowhere" in refused(capsys, *program, "nowhere/line.pt2")
-    assert "it is for --format safetensors" in refused(capsys, *program, "line.pt2", "--max_shard_size", "1GB")
-    assert "the task has none" in refused(capsys, "--format", "huggingface", "--output", "line")
+    assert "only for --format safetensors" in refused(capsys, *program, "line.pt2", "--max_shard_size", "1GB")
+    assert "found none" in refused(capsys, "--format", "huggingface", "--output", "line")
     Path("line.pt2").write_text("mine")
-    assert "nothing is overwritten" in refused(capsys, *program, "line.pt2")
+    assert "Lumen overwrites nothing" in refused(capsys, *program, "line.pt2")
     assert Path("line.pt2").read_text() == "mine"
     config = yaml.safe_load(Path("runs/line/config.yaml").read_text())
     Path("runs/line/config.yaml").rename("kept.yaml")
-    assert "runs/line is no run with a config.yaml" in refused(capsys, *program, "new.pt2")
+    assert "runs/line has no config.yaml" in refused(capsys, *program, "new.pt2")
     config["model"]["init_args"]["width"] = 4
     Path("runs/line/config.yaml").write_text(yaml.safe_dump(config))
     capsys.readouterr()
     assert export(*program, "new.pt2", code=1)
-    assert "runs/line/config.yaml describes another model than runs/line holds" in capsys.readouterr().err
+    assert "the model of runs/line/config.yaml does not match the weights in runs/line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("method", "instead"), [("to_onnx", "--format onnx"), ("to_torchscript", "torch.export.load")])
