@@ -27,7 +27,7 @@ def test_two_processes_compute_what_one_does(tmp_path, group, strategy):
 def test_unsynchronized_batch_norm_is_named_and_no_failure(tmp_path, group):
     make = Make(partial(Within, "Norm"))
     cause = why(observed(tmp_path, Variant("one"), make), on_two(group, tmp_path, make), FLOAT64)
-    assert cause.kind == "BatchNorm sees other statistics on each process"
+    assert cause.kind == "BatchNorm statistics differ between processes"
     assert (cause.place, cause.verdict) == ("net.2.norm", "not promised")
 
 
@@ -35,7 +35,7 @@ def test_callback_on_rank_0_only_is_named(tmp_path, group):
     make = Make(Clean, callbacks=[verified_tasks.OnRankZero])
     two = on_two(group, tmp_path, make)
     cause = why(observed(tmp_path, Variant("one"), make), two, FLOAT64)
-    assert cause.kind == "a hook acts on one rank alone"
+    assert cause.kind == "a hook acts on one rank only"
     assert cause.place.startswith("OnRankZero.on_step_end (")
     assert "net.0.weight" in cause.text
     assert "written on rank 0 alone" in cause.text

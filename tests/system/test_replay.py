@@ -28,4 +28,4 @@ def test_one_process_replays_micro_batches_of_two(tmp_path, capsys):
     assert "2 processes have trained it, here it is one" in out
     assert out.count("its part of the loss") == 3  # of the epoch's 7
     assert "more than rounding" not in out
-    assert "it is as it was recorded, bit for bit: loss" in out or "of it: rounding)" in out
+    assert "the step is bitwise identical to the record: loss" in out or ": rounding)" in out

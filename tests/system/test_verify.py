@@ -83,7 +83,7 @@ def test_other_versions_or_devices_are_no_change():
         f"  torch was 1.0 and is {torch.__version__}.",
         f"  device was an abacus and is {certificate['device']}.",
         f"  threads was 0 and is {certificate['threads']}.",
-        "  verdicts and numbers are the same, bit for bit.",
+        "  verdicts are the same, and numbers are bitwise identical.",
     ]
 
 
@@ -109,7 +109,7 @@ def test_demo_certificate_is_reproducible():
 def test_data_following_training_is_reported_without_workers():
     (row,) = rows(verify("--only", "workers", "--json", "--data", "null", task="Plays")).values()
     assert (row["verdict"], row["cause"]["kind"]) == ("not shown", "nothing to compare")
-    assert "its data set follows the training" in row["cause"]["text"]
+    assert "its dataset follows the training" in row["cause"]["text"]
 
 
 def test_finished_process_leaves_others_their_time(tmp_path, monkeypatch):

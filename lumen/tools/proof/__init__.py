@@ -2,8 +2,10 @@
 
 from lumen.cli.commands import Command
 
-VERIFY = Command("Prove the promises of Lumen on your own task and data.", "lumen.tools.proof.verify", has_config=True)
+VERIFY = Command("Prove the promises of Lumen on your task and data.", "lumen.tools.proof.verify", has_config=True)
 DIFF = Command(
-    "Compare two runs or configs: where their trainings part, down to the operator.", "lumen.tools.proof.diff"
+    "Compare two runs or configs: find their first difference, down to the operator.", "lumen.tools.proof.diff"
 )
-REPLAY = Command("Make one step of a run again and compare it with what the run recorded.", "lumen.tools.proof.replay")
+REPLAY = Command(
+    "Repeat one step of a run, and compare the step with the record of the run.", "lumen.tools.proof.replay"
+)

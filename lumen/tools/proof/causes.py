@@ -12,16 +12,16 @@ from typing import Literal, NamedTuple, final
 from lumen.tools.proof.outcome import Event, Outcome, compare_outcomes, explain_parts, merge_outcomes
 from lumen.tools.proof.worker import VariantResult
 
-_ALWAYS = {
+_UNSEEDED = {
     "os.urandom", "os.getrandom", "os.getpid", "uuid.uuid1", "uuid.uuid4", "time.time", "time.time_ns",
     "time.monotonic", "time.perf_counter", "time.process_time", "datetime.now", "datetime.datetime.now",
     "random.SystemRandom", "SystemRandom", "torch.seed", "torch.initial_seed", "torch.Generator", "Generator",
 }  # fmt: skip
-_WITHOUT_SEED = {
+_UNSEEDED_IF_BARE = {
     "default_rng", "np.random.default_rng", "numpy.random.default_rng", "random.Random", "Random",
     "np.random.RandomState", "numpy.random.RandomState", "np.random.seed", "random.seed", "np.random.SeedSequence",
 }  # fmt: skip
-SETS = "a set, whose order is another one in each interpreter"
+SETS = "a set, whose order differs in each interpreter"
 
 
 @final
@@ -31,16 +31,16 @@ class SuspectLine(NamedTuple):
     Attributes:
         file: Path of the file.
         line: Number of the line.
-        what: The function that the line calls.
+        function: The function that the line calls.
     """
 
     file: str
     line: int
-    what: str
+    function: str
 
     def __str__(self) -> str:
         """Return the function with file and line, for use in a sentence."""
-        return f"{self.what}, {self.file}:{self.line}"
+        return f"{self.function}, {self.file}:{self.line}"
 
 
 def find_suspects(lines: tuple[str, int, int] | None) -> list[SuspectLine]:
@@ -65,7 +65,7 @@ def _iterate_suspects(tree: ast.AST, file: str) -> Iterator[SuspectLine]:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             is_bare = not node.args and not node.keywords
-            if name in _ALWAYS or name.startswith("secrets.") or (name in _WITHOUT_SEED and is_bare):
+            if name in _UNSEEDED or name.startswith("secrets.") or (name in _UNSEEDED_IF_BARE and is_bare):
                 yield SuspectLine(file, node.lineno, f"{name}()")
         elif isinstance(node, ast.For | ast.comprehension) and _is_set(node.iter):
             yield SuspectLine(file, node.iter.lineno, SETS)
@@ -77,9 +77,9 @@ def _is_set(node: ast.expr) -> bool:
 
 
 Verdict = Literal["proven", "failed", "not promised", "not shown"]
-OUTSIDE = "randomness outside the keys"
-_KEYED = "Draw from the global generators of torch, numpy or random, which Lumen keys."
-_STATE = "Make it a buffer (register_buffer), or keep it by on_save_checkpoint and on_load_checkpoint."
+UNSEEDED = "unseeded randomness"
+_KEYED = "Draw from the global generators of torch, numpy or random, which Lumen seeds."
+_STATE = "Store the state in a buffer (register_buffer), or by on_save_checkpoint and on_load_checkpoint."
 
 
 @final
@@ -118,7 +118,7 @@ def explain_failure(result: VariantResult, reference: VariantResult | None = Non
     ):
         return changed
     if found := explain_single_rank(result):
-        found.text += f" The run ended by: {failure['message'].splitlines()[0]}"
+        found.text += f" The run ended with: {failure['message'].splitlines()[0]}"
         return found
     end = "\n  ".join(failure["text"].strip().splitlines()[-6:])
     return DifferenceCause(failure["kind"], failure["place"], failure["message"] if failure["ours"] == "True" else end)
@@ -131,20 +131,20 @@ def explain_single_rank(result: VariantResult) -> DifferenceCause | None:
     first, others = result.outcomes[0], result.outcomes[1:]
     for rank, other in enumerate(others, 1):
         if (at := compare_outcomes(first, other, 0.0, ("built",)).at) is not None:
-            return _explain_build(at, first, f"is another one on rank {rank}")
+            return _explain_build(at, first, f"differs on rank {rank}")
         if (at := compare_outcomes(first, other, 0.0, ("gradient", "parameter")).at) is not None:
             return _explain_write(at, first, other, rank)
     return None
 
 
-def _explain_build(at: Event, outcome: Outcome, how: str) -> DifferenceCause:
+def _explain_build(at: Event, outcome: Outcome, verb: str) -> DifferenceCause:
     found = _find_module_suspects(outcome, _get_module_name(at.name), "task", "data")
     return DifferenceCause(
-        "what is built is drawn outside the keys",
+        "unseeded initialization",
         _format_place(outcome, at.name, found),
-        f"{at.name} {how} after building, before any step, though the generators were seeded alike."
-        f"{_format_suspects(found)} Initialise from the global generators, and from nothing that a process has "
-        "for itself.",
+        f"{at.name} {verb} before the first step, although the generators had the same seed."
+        f"{_format_suspects(found)} Initialize only from the global generators, and from no value that differs between "
+        "processes.",
     )
 
 
@@ -152,13 +152,13 @@ def _explain_write(at: Event, first: Outcome, other: Outcome, rank: int) -> Diff
     """Return the cause for a value that one rank wrote and that must be equal on all ranks."""
     ours, theirs = ({(step, hook) for step, hook, _ in each.written} for each in (first, other))
     alone = sorted(ours ^ theirs)
-    who = alone[0][1] if alone else "what is not a hook of a callback or of the task"
+    who = alone[0][1] if alone else "code outside the hooks of callbacks and task"
     side = "rank 0" if alone and alone[0] in ours else f"rank {rank}"
     return DifferenceCause(
-        "a hook acts on one rank alone",
+        "a hook acts on one rank only",
         who,
-        f"The ranks have another {at.what} {at.name} from step {at.step} on: it is written on {side} alone. Do it on "
-        "every rank, alike.",
+        f"The {at.kind} {at.name} differs between ranks from step {at.step} on: only {side} writes the value. Write "
+        "the same value on every rank.",
     )
 
 
@@ -173,13 +173,13 @@ def explain_values(wrong: Sequence[str], first: Outcome, other: Outcome) -> Diff
         return DifferenceCause(
             "a metric is averaged by hand",
             f"{name}, logged in {logged}",
-            f"{', '.join(wrong)}: on two processes another value, because each process has seen only its own batches "
-            "there. Log in the step, where each batch counts by its samples, or log a torchmetrics object.",
+            f"{', '.join(wrong)}: different on two processes, because each process sees only its own batches there. "
+            "Log in the step, where Lumen weights each batch by its samples, or log a torchmetrics object.",
         )
     return DifferenceCause(
         "an evaluation depends on the number of processes",
         f"{name}, logged in {logged}" if logged else name,
-        f"{', '.join(wrong)}: another value on two processes. Is something kept from one batch to the next?",
+        f"{', '.join(wrong)}: different on two processes. Does the task keep state from one batch to the next?",
     )
 
 
@@ -205,28 +205,28 @@ def explain_difference(
         return explain_validation_change(ours if ours.moved else theirs)
     if other.variant.world > 1 and (alone := explain_single_rank(other)):
         return alone
-    if at.what == "built":
-        return _explain_build(at, ours, "is another one in another run")
-    if at.what in ("order", "batch"):
+    if at.kind == "built":
+        return _explain_build(at, ours, "differs in a second run")
+    if at.kind in ("order", "batch"):
         return _explain_data(at, reference, other)
     if other.variant.joins:
         return _explain_joined(ours, theirs)
-    if at.what == "buffer" or (at.what in ("module", "input") and _is_norm(ours, at.name)):
+    if at.kind == "buffer" or (at.kind in ("module", "input") and _is_norm(ours, at.name)):
         return _explain_buffer(at, ours, other)
-    if at.what in ("input", "module", "loss"):
+    if at.kind in ("input", "module", "loss"):
         return _explain_forward(at, ours, other, exact=exact)
-    if at.what == "gradient":
+    if at.kind == "gradient":
         return DifferenceCause(
-            "gradients differ, of equal losses",
+            "gradients differ at equal losses",
             at.name,
-            f"In step {at.step + 1} the gradient of {at.name} is another one though all losses are equal: an operation "
-            "whose backward is not deterministic, a hook on gradients, or a backward of your own.",
+            f"In step {at.step + 1} the gradient of {at.name} differs although all losses are equal. Possible causes: "
+            "a nondeterministic backward, a hook on gradients, or a custom backward.",
         )
     writers = [hook for _, hook, name in (*ours.written, *theirs.written) if name == at.name]
     return DifferenceCause(
-        "what is written beside the optimizer differs" if writers else f"the {at.what} differs, of equal gradients",
+        "a hook writes different values" if writers else f"the {at.kind} differs at equal gradients",
         writers[0] if writers else at.name,
-        f"After step {at.step} the {at.what} {at.name} is another one though the gradients are equal.",
+        f"After step {at.step} the {at.kind} {at.name} differs although the gradients are equal.",
     )
 
 
@@ -236,10 +236,10 @@ def explain_validation_change(outcome: Outcome) -> DifferenceCause:
     norms = [name for name in outcome.training if "BatchNorm" in outcome.classes.get(name, "")]
     why = f" {norms[0]} ({outcome.classes[norms[0]]}) is in training mode in the validation." if norms else ""
     return DifferenceCause(
-        "a validation changes what is trained",
+        "a validation changes the model",
         hooks[0] if hooks else (norms[0] if norms else outcome.moved[0]),
-        f"{', '.join(outcome.moved[:3])} is another one after a validation.{why} Each process validates other batches, "
-        f"so training depends on how many there are. Leave modules in eval mode there.",
+        f"{', '.join(outcome.moved[:3])} changed in a validation.{why} Each process validates different batches, so "
+        "training depends on the number of processes. Keep modules in eval mode in validations.",
     )
 
 
@@ -252,26 +252,26 @@ def _explain_data(at: Event, reference: VariantResult, other: VariantResult) -> 
     if changed := _explain_changing_length(ours):
         return changed
     order = ours.probes.get("order", [])
-    if at.what == "order" or (order and order[0] != order[-1]):
+    if at.kind == "order" or (order and order[0] != order[-1]):
         return DifferenceCause(
-            "a sampler draws outside the keys",
+            "unseeded sampler",
             _format_line(ours, "sampler", sampler) or _format_line(ours, "batch sampler", sampler),
-            f"In step {at.step + 1} other samples were asked for.{_format_suspects(sampler)} Draw from torch's global "
-            "generator, or keep the generator in an attribute: then Lumen keys it.",
+            f"In step {at.step + 1} the sampler drew different samples.{_format_suspects(sampler)} Draw from torch's "
+            "global generator, or keep the generator in an attribute, so that Lumen seeds the generator.",
         )
-    samples, again = ours.probes.get("samples", [[], []]), theirs.probes.get("samples", [])
+    samples, second_samples = ours.probes.get("samples", [[], []]), theirs.probes.get("samples", [])
     differs_twice = bool(samples) and samples[0] != samples[-1]
-    repeats = not again or again == samples or not other.variant.exact
-    same = f"In step {at.step + 1} the samples of a batch are the same, their content is another"
+    repeats = not second_samples or second_samples == samples or not other.variant.exact
+    same = f"In step {at.step + 1} a batch has the same samples with different contents"
     if data or (differs_twice and not repeats):
         return DifferenceCause(
-            OUTSIDE, _format_line(ours, "dataset", data), f"{same}.{_format_suspects(data)} {_KEYED}"
+            UNSEEDED, _format_line(ours, "dataset", data), f"{same}.{_format_suspects(data)} {_KEYED}"
         )
     return DifferenceCause(
-        "state is kept in a data set",
+        "state is kept in a dataset",
         _format_line(ours, "dataset", []),
-        f"{same}: it depends on what this process has read before. Make a sample of its index alone; what __init__ "
-        "computes may stay.",
+        f"{same}: the contents depend on earlier reads of this process. Compute a sample only from its index and "
+        "from values of __init__.",
     )
 
 
@@ -281,10 +281,10 @@ def _explain_changing_length(ours: Outcome) -> DifferenceCause | None:
     if len(set(lengths)) < 2:
         return None
     return DifferenceCause(
-        "a data set changes while it runs",
+        "a dataset changes during the run",
         _format_line(ours, "dataset", []),
-        f"Its length is {lengths[0]} when training begins and {lengths[-1]} later, so what an index means depends on "
-        "when it is read. Make it ready in setup.",
+        f"The length of the dataset is {lengths[0]} when training begins and {lengths[-1]} later, so one index may "
+        "mean several samples. Prepare the dataset in setup.",
     )
 
 
@@ -295,16 +295,16 @@ def _explain_joined(ours: Outcome, theirs: Outcome) -> DifferenceCause:
         return DifferenceCause(
             "not comparable",
             _format_line(ours, "task", []),
-            "The training step draws random numbers (dropout, noise), which are keyed by micro-batch: larger ones draw "
-            "others. That is as promised: one global batch size and one micro-batch size.",
+            "The training step draws random numbers (dropout, noise), which depend on the micro-batch: larger "
+            "micro-batches draw different numbers. The promise is for one global batch size and one micro-batch size.",
             "not shown",
         )
     if norms:
         return DifferenceCause(
-            "BatchNorm sees other statistics in micro-batches of another size",
+            "BatchNorm statistics depend on the micro-batch size",
             norms[0],
-            f"{norms[0]} ({ours.classes[norms[0]]}) takes mean and variance of a micro-batch. Use GroupNorm or "
-            "LayerNorm where that matters.",
+            f"{norms[0]} ({ours.classes[norms[0]]}) computes mean and variance of a micro-batch. Use GroupNorm "
+            "or LayerNorm if the difference matters.",
             "not promised",
         )
     if found := explain_parts(ours, theirs):
@@ -314,57 +314,57 @@ def _explain_joined(ours: Outcome, theirs: Outcome) -> DifferenceCause:
     return DifferenceCause(
         "the loss couples samples",
         _format_line(ours, "task", []),
-        "The gradient of a batch is no weighted mean of those of its halves: the loss compares samples with each "
-        "other, as contrastive losses do.",
+        "The gradient of a batch is not a weighted mean of the gradients of its halves: the loss compares samples with "
+        "each other, as contrastive losses do.",
         "not promised",
     )
 
 
 def _explain_buffer(at: Event, ours: Outcome, other: VariantResult) -> DifferenceCause:
-    owner = at.name.rpartition(".")[0] if at.what == "buffer" else at.name
+    owner = at.name.rpartition(".")[0] if at.kind == "buffer" else at.name
     if _is_norm(ours, at.name) and other.variant.world > 1:
         return DifferenceCause(
-            "BatchNorm sees other statistics on each process",
+            "BatchNorm statistics differ between processes",
             owner,
-            f"{owner} ({ours.classes.get(owner)}): its running mean and variance come from the batches of one process. "
+            f"Running mean and variance of {owner} ({ours.classes.get(owner)}) come from the batches of one process. "
             "Use GroupNorm, or sync_batchnorm on CUDA.",
             "not promised",
         )
     return DifferenceCause(
         "a buffer differs",
         at.name,
-        f"After step {at.step} the buffer {at.name} is another one though gradients are equal: it is written from what "
-        "one process has seen, or keeps what is not saved.",
+        f"After step {at.step} the buffer {at.name} differs although gradients are equal. The buffer depends on the "
+        "batches of one process, or on state that is not saved.",
     )
 
 
 def _explain_forward(at: Event, ours: Outcome, other: VariantResult, *, exact: bool) -> DifferenceCause:
     """Return the cause for a module, or code between modules, with different outputs for equal inputs."""
     name = at.name.partition("#")[0]
-    owner = name if at.what == "module" else (name.rpartition(".")[0] if at.what == "input" else "")
+    owner = name if at.kind == "module" else (name.rpartition(".")[0] if at.kind == "input" else "")
     kind = ours.classes.get(owner, "the task")
     where = f"{owner or 'the task'} ({kind})"
     found = _find_module_suspects(ours, owner or "task")
     place = ", ".join(filter(None, [where, _format_line(ours, owner or "task", found)]))
-    between = {"input": f" before it calls {name}", "loss": " in training_step, from equal outputs of modules"}
-    first = f"In step {at.step + 1} {where} gives something else{between.get(at.what, '')}, of equal batches."
+    part = {"input": f" before the call of {name}", "loss": " in training_step, after equal outputs of modules"}
+    first = f"In step {at.step + 1} {where} computes different values{part.get(at.kind, '')}, from equal batches."
     if other.variant.fresh and not found:
         return DifferenceCause(
             "an operation is not deterministic",
             place,
-            f"{first} It differs from run to run: threads that race, memory that is read before it is written, the "
-            "order of a set, an algorithm of a device. Set deterministic: true to find an operation of torch.",
+            f"{first} The values differ from run to run. Possible causes: a race of threads, uninitialized memory, the "
+            "order of a set, an algorithm of the device. Set deterministic: true to find an operation of torch.",
         )
     if found:
-        of_sets = any(each.what == SETS for each in found)
-        kind, advice = ("an operation is not deterministic", "Sort it.") if of_sets else (OUTSIDE, _KEYED)
+        is_set_order = any(each.function == SETS for each in found)
+        kind, advice = ("an operation is not deterministic", "Sort the set.") if is_set_order else (UNSEEDED, _KEYED)
         return DifferenceCause(kind, place, f"{first}{_format_suspects(found)} {advice}")
     if exact or other.variant.world > 1:
         return DifferenceCause(
             "state is kept in a module",
             place,
-            f"{first} It keeps something between steps that is neither a parameter nor a buffer: each process has its "
-            f"own, and no checkpoint has it. {_STATE}",
+            f"{first} The module keeps state between steps that is neither a parameter nor a buffer. Processes differ, "
+            f"and checkpoints lack the state. {_STATE}",
         )
     return DifferenceCause("a forward differs", place, first)
 
@@ -386,7 +386,7 @@ def _find_module_suspects(outcome: Outcome, *names: str) -> list[SuspectLine]:
 
 
 def _format_suspects(found: Sequence[SuspectLine]) -> str:
-    return f" There is {'; '.join(str(each) for each in found[:3])}." if found else ""
+    return f" The code uses {'; '.join(str(each) for each in found[:3])}." if found else ""
 
 
 def _format_line(outcome: Outcome, name: str, found: Sequence[SuspectLine]) -> str:

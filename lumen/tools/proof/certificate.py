@@ -23,7 +23,7 @@ from lumen.version import __version__
 
 FORMAT = 1
 _WITH_TENSORS = ("base", "one")
-_SAME = (
+_CONDITIONS = (
     "lumen", "torch", "python", "machine", "device", "threads", "command", "seed", "steps", "precision", "accelerator",
 )  # fmt: skip
 _CPU_MODEL_PATTERN = {
@@ -42,7 +42,7 @@ def make_certificate(proof: Prover, command: str) -> dict[str, Any]:
         proof: The completed proof.
         command: The command line of the proof.
     """
-    made = {
+    certificate = {
         "format": FORMAT,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "lumen": __version__,
@@ -59,7 +59,7 @@ def make_certificate(proof: Prover, command: str) -> dict[str, Any]:
         "rows": [asdict(row) | {"verdict": row.verdict} for row in proof.rows],
         "runs": {name: _describe_run(result) for name, result in sorted(proof.results.items()) if result.outcomes},
     }
-    return {name: as_json_data(value) for name, value in made.items()}
+    return {name: as_json_data(value) for name, value in certificate.items()}
 
 
 def _get_device_name(accelerator: str) -> str:
@@ -80,10 +80,10 @@ def _describe_run(result: VariantResult) -> dict[str, Any]:
     losses = [(event.step + 1, event.micro, event.numbers[1].hex()) for event in outcome.iterate_events("loss")]
     steps: dict[int, dict[str, list[Event]]] = {}
     for event in outcome.iterate_events("gradient", "parameter", "buffer"):
-        number = event.step + (event.what == "gradient")
-        steps.setdefault(number, {}).setdefault(event.what, []).append(event)
+        number = event.step + (event.kind == "gradient")
+        steps.setdefault(number, {}).setdefault(event.kind, []).append(event)
     hashed = {
-        step: {what: _hash_events(events, result) for what, events in each.items()} for step, each in steps.items()
+        step: {kind: _hash_events(events, result) for kind, events in each.items()} for step, each in steps.items()
     }
     return {"losses": losses, "steps": hashed, "values": outcome.values}
 
@@ -105,13 +105,13 @@ def read_certificate(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--against {path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"--against {path}: no certificate of lumen verify. Give the file that it has written.")
+        raise ConfigError(f"--against {path}: not a certificate. Give a file that lumen verify has written.")
     return found
 
 
 def describe_changed_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the changes of versions, device, threads and command, as sentences."""
-    differ = (name for name in _SAME if name in before and before[name] != now.get(name))
+    differ = (name for name in _CONDITIONS if name in before and before[name] != now.get(name))
     return [f"{name} was {before[name]} and is {now.get(name)}." for name in differ]
 
 
@@ -129,18 +129,18 @@ def iterate_changed_results(before: Mapping[str, Any], now: Mapping[str, Any]) -
 def _find_first_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Return a description of the first number of a run that changed, or None."""
     for number in sorted({*old["steps"]} | {*new["steps"]}, key=int):
-        losses, others = ({(step, micro): text for step, micro, text in run["losses"]} for run in (old, new))
-        for key in sorted({*losses} | {*others}):
-            if key[0] == int(number) and losses.get(key) != others.get(key):
-                was, is_now = (float.fromhex(each[key]) if key in each else None for each in (losses, others))
+        losses, new_losses = ({(step, micro): text for step, micro, text in run["losses"]} for run in (old, new))
+        for key in sorted({*losses} | {*new_losses}):
+            if key[0] == int(number) and losses.get(key) != new_losses.get(key):
+                was, is_now = (float.fromhex(each[key]) if key in each else None for each in (losses, new_losses))
                 return f"in step {number}: the loss of micro-batch {key[1]} was {was!r} and is {is_now!r}"
-        for what in ("gradient", "parameter", "buffer"):
-            was, is_now = (run["steps"].get(number, {}).get(what) for run in (old, new))
+        for kind in ("gradient", "parameter", "buffer"):
+            was, is_now = (run["steps"].get(number, {}).get(kind) for run in (old, new))
             if was != is_now:
                 both = isinstance(was, dict) and isinstance(is_now, dict)
                 names = [key for key in was if was[key] != is_now.get(key)] if both else []
-                return f"in step {number}: the {what}{f' of {names[0]}' if names else 's'}"
+                return f"in step {number}: the {kind}{f' of {names[0]}' if names else 's'}"
     if old["values"] != new["values"]:
         names = [name for name in old["values"] if old["values"][name] != new["values"].get(name)]
-        return f"in the evaluation: {', '.join(names[:3]) or 'another value'}"
+        return f"in the evaluation: {', '.join(names[:3]) or 'a different value'}"
     return None

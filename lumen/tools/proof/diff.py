@@ -27,10 +27,10 @@ from lumen.tools.proof.rerun import (
 )
 from lumen.tools.terminal import format_count, print_json
 
-_MORE = (
-    "Compared are the settings, versions and machines, logged values and checkpoints; then both are trained again, "
-    "from the newest checkpoint at which they are equal, and what differs first is named. Nothing is written into the "
-    "runs. Exit code: 0 equal, 1 they differ, 2 an error."
+_DESCRIPTION = (
+    "The command compares settings, versions, machines, logged values and checkpoints. Then it trains both runs again, "
+    "from their newest equal checkpoint, and shows the first difference. It does not change the runs. Exit code: 0 if "
+    "both are equal, 1 if they differ, 2 after an error."
 )
 #: Settings that change no number of a training.
 _IGNORED_SETTINGS = {
@@ -40,7 +40,7 @@ _IGNORED_SETTINGS = {
     )
 }  # fmt: skip
 _STEPS_OF_CONFIGS = 10
-_ROOM = 72  # most characters of a printed value
+_MAX_VALUE_LENGTH = 72  # most characters of a printed value
 
 
 @final
@@ -77,29 +77,29 @@ class Findings:
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("diff", DIFF, "A B [--steps N] [--records] [--json]", _MORE)
+    parser = Words("diff", DIFF, "A B [--steps N] [--records] [--json]", _DESCRIPTION)
     parser.add_argument("a", metavar="A", help="The directory of a run, or a config file.")
-    parser.add_argument("b", metavar="B", help="Another one.")
-    parser.add_argument("--steps", type=int, metavar="N", help="The most steps to train again. Default: up to the "
-                        "first record that differs; of configs, or where no record tells, "
+    parser.add_argument("b", metavar="B", help="The run or the config to compare with A.")
+    parser.add_argument("--steps", type=int, metavar="N", help="Largest number of steps to train again. "
+                        "Default: up to the first record that differs; without such a record, and for configs, "
                         f"{_STEPS_OF_CONFIGS}.")  # fmt: skip
-    parser.add_argument("--records", action="store_true", help="Compare what is recorded, and train nothing.")
+    parser.add_argument("--records", action="store_true", help="Compare only the records, without training.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
 
 
 def run(words: list[str]) -> int:
     """Compare two runs or configs, print the differences, and return 0, 1 or 2."""
-    given = options().read(words)
-    if given.steps is not None and given.steps < 1:
-        raise ConfigError(f"--steps: expected a number from 1, found {given.steps}.")
-    return run_with_exit_code(partial(_run_diff, given))
+    args = options().read(words)
+    if args.steps is not None and args.steps < 1:
+        raise ConfigError(f"--steps: must be at least 1, found {args.steps}.")
+    return run_with_exit_code(partial(_run_diff, args))
 
 
-def _run_diff(given: Namespace) -> int:
-    a, b = Rerun(given.a), Rerun(given.b)
-    found = _compare_runs(a, b, given.steps, trains=not given.records)
-    if given.json:
+def _run_diff(args: Namespace) -> int:
+    a, b = Rerun(args.a), Rerun(args.b)
+    found = _compare_runs(a, b, args.steps, trains=not args.records)
+    if args.json:
         difference = found.difference and {**vars(found.difference), "what": str(found.difference)}
         both = {"a": a.source, "b": b.source, "equal": found.are_equal}
         print_json(both | vars(found) | {"difference": difference})
@@ -123,7 +123,7 @@ def _compare_runs(a: Rerun, b: Rerun, steps: int | None, *, trains: bool) -> Fin
         ends.append(begin + (steps or _STEPS_OF_CONFIGS))
     has_records = bool(a.metrics.keys() & b.metrics.keys())
     if has_records and found.metrics is None and found.checkpoint is None:
-        found.notes.append("Every value that both have logged is equal, and so is every checkpoint that both have.")
+        found.notes.append("All logged values and checkpoints that both runs have are equal.")
     elif trains:
         reasons = [each.refusal for each in (a, b) if each.refusal]
         if reasons:
@@ -141,8 +141,8 @@ def _train_both(a: Rerun, b: Rerun, begin: int, last: int, found: Findings) -> N
     found.difference = compare_trainings(of_a, of_b, last, first=begin + 1)
     found.trained = begin + 1, last
     for name, each in (("A", a), ("B", b)):
-        if apart := find_parting(each.metrics, logged[name]):
-            found.unlike_record[name] = apart
+        if parting := find_parting(each.metrics, logged[name]):
+            found.unlike_record[name] = parting
         found.notes += [f"{name}: {note}." for note in each.notes]
 
 
@@ -188,12 +188,12 @@ def _iterate_records(found: Findings) -> Iterator[str]:
         yield "logged values  equal"
     else:
         mine, other = found.metrics
-        apart = compute_relative_difference(mine.text, other.text)
-        by = f", by {apart:.3g} of it" if apart is not None and math.isfinite(apart) else ""
+        size = compute_relative_difference(mine.text, other.text)
+        by = f", relative difference {size:.3g}" if size is not None and math.isfinite(size) else ""
         yield f"logged values  differ from step {mine.step} on: {mine.name}{by}"
         yield f"    A  {mine.text}"
         yield f"    B  {other.text}"
-    differ = "equal" if found.checkpoint is None else f"differ from that of step {found.checkpoint} on"
+    differ = "equal" if found.checkpoint is None else f"differ from step {found.checkpoint} on"
     yield f"checkpoints    {differ}"
 
 
@@ -202,13 +202,13 @@ def _iterate_trained(found: Findings, steps: tuple[int, int]) -> Iterator[str]:
     difference = found.difference
     yield f"trained again  steps {first} to {last if difference is None else difference.step}"
     if difference is None:
-        yield "  both compute the same, bit for bit"
+        yield "  both are bitwise identical"
         if found.metrics is not None or found.checkpoint is not None:
-            yield "  what the records differ by is in no setting: it is the code, the data or the machine"
+            yield "  no setting explains the different records: the cause is the code, the data or the machine"
     else:
         yield from _iterate_difference(difference)
     for name, (recorded, now) in found.unlike_record.items():
-        yield f"  {name} has not repeated its own record, from step {recorded.step} on: {recorded.name}"
+        yield f"  {name} does not reproduce its own record, from step {recorded.step} on: {recorded.name}"
         yield f"    then {recorded.text}"
         yield f"    now  {now.text}"
 
@@ -218,14 +218,14 @@ def _iterate_difference(difference: Difference) -> Iterator[str]:
     yield f"    A  {_shorten_value(difference.a)}"
     yield f"    B  {_shorten_value(difference.b)}"
     if difference.operator is not None:
-        yield f"    first operator that returns something else: {difference.operator}"
+        yield f"    first operator with a different result: {difference.operator}"
     if difference.absolute is not None and difference.values is not None:
         mine, other = difference.values
         yield f"    largest difference {difference.absolute:.3g}, relative {difference.relative or 0:.3g}"
         yield f"    first element {difference.element}: A {mine!r}, B {other!r}"
     if difference.repeats is False:
-        yield "    made once more it was something else: no seed and no setting decides it"
-    yield f"  of what step {difference.step} computes"
+        yield "    repeated, the value changed again: no seed and no setting determines the value"
+    yield f"  computed in step {difference.step}:"
     for count in difference.counts:
         first = f", first {count.first}" if count.first else ""
         yield f"    {count.kind:25}" + (f"{count.differ} of {count.of} differ{first}" if count.differ else "equal")
@@ -233,4 +233,4 @@ def _iterate_difference(difference: Difference) -> Iterator[str]:
 
 def _shorten_value(value: Any) -> str:
     text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= _ROOM else f"{text[: _ROOM - 4]} ..."
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 4]} ..."

@@ -75,12 +75,16 @@ def find_first_difference(a: Sequence[StepTrace], b: Sequence[StepTrace]) -> Dif
 
     Steps that only one record has do not count as different, because one training may have stopped earlier.
     """
-    for step, twin in zip(a, b, strict=False):
-        for mine, other in zip_longest(step.events.items(), twin.events.items()):
+    for step, other_step in zip(a, b, strict=False):
+        for mine, other in zip_longest(step.events.items(), other_step.events.items()):
             if mine != other:
-                key = other[0] if mine is None or (other is not None and mine[0] in twin.events) else mine[0]
+                key = other[0] if mine is None or (other is not None and mine[0] in other_step.events) else mine[0]
                 return Difference(
-                    step.step, key, step.events.get(key), twin.events.get(key), _count_differences(step, twin)
+                    step.step,
+                    key,
+                    step.events.get(key),
+                    other_step.events.get(key),
+                    _count_differences(step, other_step),
                 )
     return None
 
@@ -144,11 +148,11 @@ def _compare_values(found: Difference, a: Any, b: Any) -> None:
         if mine.shape != other.shape or mine.layout is not torch.strided or torch.equal(mine, other):
             continue
         left, right = mine.double().reshape(-1), other.double().reshape(-1)
-        apart = (left - right).abs()
+        difference = (left - right).abs()
         larger = torch.maximum(left.abs(), right.abs())
         where = int(((left != right) & ~(left.isnan() & right.isnan())).nonzero()[0])
-        found.absolute = max(found.absolute or 0.0, float(apart.max()))
-        found.relative = max(found.relative or 0.0, float((apart / larger).nan_to_num(0.0).max()))
+        found.absolute = max(found.absolute or 0.0, float(difference.max()))
+        found.relative = max(found.relative or 0.0, float((difference / larger).nan_to_num(0.0).max()))
         if found.element is None:
             index = [int(each) for each in torch.unravel_index(torch.tensor(where), mine.shape)]
             found.element = f"tensor {number}, {index}" if number else str(index)
@@ -159,14 +163,16 @@ def _compare_values(found: Difference, a: Any, b: Any) -> None:
 
 def _find_operator(key: Key, a: StepTrace, b: StepTrace) -> str | None:
     """Return the first operator before the entry that differs, only within the entry's module if it has one."""
-    inside = key.place if key.kind in ("output", "random") else ""
+    module_of_key = key.place if key.kind in ("output", "random") else ""
     for (mine, code), (other, code_of_other) in zip(a.events.items(), b.events.items(), strict=False):
         if (mine, code) != (other, code_of_other):
             called = mine if "operator" in mine.kind else other
             module, _, name = called.place.rpartition(" ")
-            is_there = "operator" in called.kind and f"{module}.".startswith(f"{inside}." if inside else "")
-            if mine != other or is_there:
-                return name if is_there else None
+            is_inside = "operator" in called.kind and f"{module}.".startswith(
+                f"{module_of_key}." if module_of_key else ""
+            )
+            if mine != other or is_inside:
+                return name if is_inside else None
         if mine == key:
             break
     return None

@@ -73,11 +73,11 @@ class VariantObserver(Callback):
         self.step, self._first, self._number = 0, -1, 0
         self._before_validation: dict[str, str] = {}
 
-    def _add_event(self, what: str, name: str, thing: Any, micro: int = -1) -> None:
-        where = self.step, micro, what, name
-        self._event_counts[where] += 1
-        name = name if self._event_counts[where] == 1 else f"{name}#{self._event_counts[where]}"
-        self._outcome.events.append(Event(self.step, micro, what, name, *measure_tensors(thing)))
+    def _add_event(self, kind: str, name: str, value: Any, micro: int = -1) -> None:
+        key = self.step, micro, kind, name
+        self._event_counts[key] += 1
+        name = name if self._event_counts[key] == 1 else f"{name}#{self._event_counts[key]}"
+        self._outcome.events.append(Event(self.step, micro, kind, name, *measure_tensors(value)))
 
     def watch_hooks(self, task: TaskModule, callbacks: list[Callback]) -> None:
         """Record from now on which user hooks write parameters or buffers, and which functions log values.
@@ -100,7 +100,7 @@ class VariantObserver(Callback):
         def watched(*args: Any, **kwargs: Any) -> Any:
             before = _get_versions(task)
             result = hook(*args, **kwargs)
-            changed = [each for each, how in _get_versions(task).items() if how != before.get(each)]
+            changed = [each for each, version in _get_versions(task).items() if version != before.get(each)]
             self._outcome.written += [(self.step, place, each) for each in changed]
             return result
 
@@ -111,11 +111,11 @@ class VariantObserver(Callback):
         self._outcome.logged.setdefault(name, _find_user_function(frame.f_back if frame else None))
         return log(name, *args, **kwargs)
 
-    def record_tensors(self, task: TaskModule, what: str) -> None:
+    def record_tensors(self, task: TaskModule, kind: str) -> None:
         """Record the parameters and buffers. Collective: every rank must call this."""
-        for kind, name, tensor in iterate_state(task):
-            if not (kind == "parameter" and tensor.is_meta):
-                self._add_event(what, name if kind == "parameter" else f"buffer {name}", tensor)
+        for role, name, tensor in iterate_state(task):
+            if not (role == "parameter" and tensor.is_meta):
+                self._add_event(kind, name if role == "parameter" else f"buffer {name}", tensor)
 
     def on_fit_start(self, trainer: Trainer, task: TaskModule) -> None:
         """Record the initial state, and register hooks on the modules."""
@@ -129,17 +129,17 @@ class VariantObserver(Callback):
         self._outcome.probes["lengths"] = [get_length(getattr(loader, "dataset", None))]
         self._outcome.classes = {name: type(module).__name__ for name, module in task.named_modules()}
         parts = [("data", trainer.datamodule)]  # objects of the user that are not modules
-        parts += [(name.replace("_", " "), getattr(loader, name, None)) for name in _OF_LOADERS]
+        parts += [(name.replace("_", " "), getattr(loader, name, None)) for name in _LOADER_PARTS]
         for name, thing in (*task.named_modules(), *parts):
             if (lines := find_source_lines(thing)) is not None:
                 self._outcome.lines[name or "task"] = lines
         for name, module in task.named_modules() if self._modules else ():
             module.register_forward_hook(partial(self._record_call, name))
 
-    def _record_call(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+    def _record_call(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._micro >= 0 and not torch.compiler.is_compiling():
             with torch.no_grad():
-                self._add_event("input", name, given, self._micro)
+                self._add_event("input", name, inputs, self._micro)
                 self._add_event("module", name, output, self._micro)
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
@@ -228,9 +228,9 @@ def _digest_tensors(task: TaskModule) -> dict[str, str]:
 
 
 _NOT_WATCHED = ("setup", "on_load_checkpoint", "on_save_checkpoint", "on_exception", "teardown")
-_SMALL = 1 << 20
+_MAX_HASHED_ELEMENTS = 1 << 20
 _SAMPLES, _ORDER, _KEY = 4, 16, 0x5EED
-_OF_LOADERS = ("dataset", "sampler", "batch_sampler")
+_LOADER_PARTS = ("dataset", "sampler", "batch_sampler")
 
 
 def find_source_lines(thing: Any) -> tuple[str, int, int] | None:
@@ -247,9 +247,9 @@ def find_source_lines(thing: Any) -> tuple[str, int, int] | None:
 def _get_versions(task: TaskModule) -> dict[str, Any]:
     """Return a marker for each parameter and buffer, which changes when the tensor is written."""
     named = {name: tensor for _, name, tensor in iterate_state(task)}
-    quick = sum(tensor.numel() for tensor in named.values()) > _SMALL
+    is_large = sum(tensor.numel() for tensor in named.values()) > _MAX_HASHED_ELEMENTS
     return {
-        name: (id(tensor), get_version(tensor), None if quick else digest_value(tensor.detach().clone()))
+        name: (id(tensor), get_version(tensor), None if is_large else digest_value(tensor.detach().clone()))
         for name, tensor in named.items()
         if not tensor.is_inference()
     }
@@ -285,9 +285,9 @@ def probe_dataset(loader: Any) -> dict[str, list[Any]]:
 
 
 def _iterate_sample_digests(loader: DataLoader[Any]) -> Iterator[str]:
-    own = KeptGenerators({"dataset": loader.dataset})
+    generators = KeptGenerators({"dataset": loader.dataset})
     for index in range(min(_SAMPLES, get_length(loader.dataset) or 0)):
-        own.seed_function(_KEY)
+        generators.seed_function(_KEY)
         try:
             yield digest_value(loader.dataset[index])
         except Exception as error:  # Errors of user code are not reported here.
@@ -297,9 +297,9 @@ def _iterate_sample_digests(loader: DataLoader[Any]) -> Iterator[str]:
 def _list_sampler_order(loader: DataLoader[Any]) -> list[str]:
     """Return the first `_ORDER` indices of the sampler."""
     sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    own = KeptGenerators({"sampler": sampler, "loader": loader.generator}, by_seed=True)
-    own.seed_function(_KEY)
+    generators = KeptGenerators({"sampler": sampler, "loader": loader.generator}, by_seed=True)
+    generators.seed_function(_KEY)
     torch.default_generator.manual_seed(_KEY)
     first = [str(each) for each in islice(iter(sampler), _ORDER)]
-    own.restore_states()
+    generators.restore_states()
     return first

@@ -17,7 +17,7 @@ from lumen.tools.check.report import iterate_leaves
 _PERIOD, _PROJECTIONS = 4093, 3
 
 
-def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor. Collective for a sharded tensor: every rank must call this."""
     sharded: Any = tensor.detach()
     value: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else sharded
@@ -32,9 +32,7 @@ def measure_tensors(thing: Any) -> tuple[str, tuple[float, ...]]:
     """
     found, sums = hashlib.sha256(), [0.0] * (1 + _PROJECTIONS)
     for _, tensor in iterate_tensors(thing):
-        value = (
-            gather_whole(tensor).cpu().contiguous().clone()
-        )  # A view in numpy would keep FSDP from freeing the tensor.
+        value = gather_full_tensor(tensor).cpu().contiguous().clone()  # A numpy view would keep FSDP's tensor alive.
         found.update(f"{value.dtype}{tuple(value.shape)}".encode())
         found.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
         flat = value.reshape(-1)
@@ -107,7 +105,7 @@ class Event(NamedTuple):
     Attributes:
         step: Number of completed optimizer updates; for "parameter" and "buffer" including the present update.
         micro: Number of the micro-batch in its epoch over all processes, or -1 for events of the step.
-        what: Kind of the event, one of `OF_MICRO_BATCHES` and `OF_STEPS`.
+        kind: Kind of the event, one of `OF_MICRO_BATCHES` and `OF_STEPS`.
         name: Name of a module, parameter or buffer. From the second event in a micro-batch on, `#` and a number follow.
         digest: Hash of all bytes of the value.
         numbers: Norm of the value, and its projections onto fixed vectors, in float64.
@@ -115,7 +113,7 @@ class Event(NamedTuple):
 
     step: int
     micro: int
-    what: str
+    kind: str
     name: str
     digest: str
     numbers: tuple[float, ...]
@@ -123,16 +121,16 @@ class Event(NamedTuple):
     @property
     def key(self) -> tuple[int, int, str, str]:
         """Key of the event, which is the same in all runs."""
-        return self.step, self.micro, self.what, self.name
+        return self.step, self.micro, self.kind, self.name
 
     @property
     def when(self) -> tuple[int, int, int]:
         """Sort key of the event among the events of all processes."""
-        if self.what in ("built", "start"):
+        if self.kind in ("built", "start"):
             return -1, 0, 0
-        if self.what in OF_MICRO_BATCHES:
+        if self.kind in OF_MICRO_BATCHES:
             return self.step, 0, self.micro
-        return self.step - (self.what != "gradient"), 1 + OF_STEPS.index(self.what), 0
+        return self.step - (self.kind != "gradient"), 1 + OF_STEPS.index(self.kind), 0
 
 
 @final
@@ -182,9 +180,9 @@ class Outcome:
         counts = {int(micro): counted for micro, counted in data["counts"].items()}
         return Outcome(**{**data, "events": events, "counts": counts})
 
-    def iterate_events(self, *what: str) -> Iterator[Event]:
+    def iterate_events(self, *kinds: str) -> Iterator[Event]:
         """Return the events of some kinds."""
-        return (event for event in self.events if event.what in what)
+        return (event for event in self.events if event.kind in kinds)
 
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
@@ -204,7 +202,7 @@ class OutcomeDifference(NamedTuple):
 
 
 def compare_outcomes(
-    reference: Outcome, other: Outcome, tolerance: float, what: Sequence[str] = ()
+    reference: Outcome, other: Outcome, tolerance: float, kinds: Sequence[str] = ()
 ) -> OutcomeDifference:
     """Compare the events of two outcomes, in the order of the second outcome.
 
@@ -212,10 +210,10 @@ def compare_outcomes(
         reference: The outcome that counts as correct.
         other: The outcome to check.
         tolerance: The largest difference that counts as equal. 0 requires bitwise identical values.
-        what: Kinds of events to compare. Default: all except partial gradients.
+        kinds: Kinds of events to compare. Default: all except partial gradients.
     """
-    wanted = set(what or (*OF_MICRO_BATCHES, *OF_STEPS)) - ({"partial"} if not what else set())
-    known = {event.key: event for event in reference.events if event.what in wanted}
+    wanted = set(kinds or (*OF_MICRO_BATCHES, *OF_STEPS)) - ({"partial"} if not kinds else set())
+    known = {event.key: event for event in reference.events if event.kind in wanted}
     largest, at = 0.0, None
     for event in other.events:
         expected = known.get(event.key)
@@ -236,7 +234,7 @@ def _find_missing(known: dict[tuple[int, int, str, str], Event], other: Outcome,
     have = {event.key for event in other.events}
     steps = {event.step for event in other.iterate_events("loss", "gradient")}
     kinds = {"gradient", *wanted} & {"gradient", *OF_MICRO_BATCHES}
-    lacks = (event for event in known.values() if event.what in kinds and event.step in steps and event.key not in have)
+    lacks = (event for event in known.values() if event.kind in kinds and event.step in steps and event.key not in have)
     return next(lacks, None)
 
 
@@ -246,15 +244,15 @@ def compute_distance(one: Event, other: Event) -> float:
         return math.inf
     if any(not math.isfinite(number) for number in (*one.numbers, *other.numbers)):
         return 0.0 if repr(one.numbers) == repr(other.numbers) else math.inf
-    apart = max(abs(a - b) for a, b in zip(one.numbers, other.numbers, strict=True))
-    return apart / max(1.0, one.numbers[0], other.numbers[0])
+    distance = max(abs(a - b) for a, b in zip(one.numbers, other.numbers, strict=True))
+    return distance / max(1.0, one.numbers[0], other.numbers[0])
 
 
 def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Merge the outcomes of all ranks: the step events of rank 0, and the micro-batch events of every rank."""
     first = outcomes[0]
-    others = [event for outcome in outcomes[1:] for event in outcome.iterate_events(*OF_MICRO_BATCHES)]
-    by_time = sorted([*first.events, *others], key=lambda event: event.when)
+    micro_batch_events = [event for outcome in outcomes[1:] for event in outcome.iterate_events(*OF_MICRO_BATCHES)]
+    by_time = sorted([*first.events, *micro_batch_events], key=lambda event: event.when)
     return replace(
         first,
         events=by_time,
@@ -307,8 +305,8 @@ def compute_relative_difference(one: float, other: float) -> float:
     """Return the difference of two numbers, relative to the larger if it is more than 1."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
-    apart = abs(one - other) / max(1.0, abs(one), abs(other))
-    return apart if math.isfinite(apart) else math.inf
+    difference = abs(one - other) / max(1.0, abs(one), abs(other))
+    return difference if math.isfinite(difference) else math.inf
 
 
 _FIT_TOLERANCE = 1e-6
@@ -338,21 +336,21 @@ def explain_parts(ours: Outcome, theirs: Outcome) -> str | None:
     names = [name for name in named[0] if all(name in each for each in named)]
     first, sums, total = (torch.tensor([each[name] for name in names], dtype=torch.float64).flatten() for each in named)
     # Find w with total = 2 w first + 2 (1 - w) second. Each gradient was accumulated with weight one half.
-    apart, rest = 2 * (2 * first - sums), total - 2 * (sums - first)
-    share = float(apart @ rest / (apart @ apart))  # NaN if nothing differs
-    if not 0 < share < 1 or float((rest - share * apart).abs().max()) > _FIT_TOLERANCE * float(total.abs().max()):
+    difference, rest = 2 * (2 * first - sums), total - 2 * (sums - first)
+    share = float(difference @ rest / (difference @ difference))  # NaN if nothing differs
+    if not 0 < share < 1 or float((rest - share * difference).abs().max()) > _FIT_TOLERANCE * float(total.abs().max()):
         return None
     counts = [ours.counts.get(number, {}) for number in micro]
     units = [
-        what for what, one in counts[0].items()
-        if one and (other := counts[1].get(what)) and what != "samples"
+        unit for unit, one in counts[0].items()
+        if one and (other := counts[1].get(unit)) and unit != "samples"
         and abs(one / (one + other) - share) < _FIT_TOLERANCE
     ]  # fmt: skip
     one, other = (each.get(units[0] if units else "samples", 0) for each in counts)
     found = f"where {units[0]}: {one} in the first micro-batch, {other} in the second" if units else "of some kind"
     return (
-        f"two micro-batches count {share:.4f} and {1 - share:.4f} in the gradient of both together, not one half each: "
-        f"the loss is a mean over units {found}. Return (loss, weight) with that count as the weight."
+        f"two micro-batches have the weights {share:.4f} and {1 - share:.4f} in their common gradient, not one half "
+        f"each: the loss is a mean over units {found}. Return (loss, weight) with this count as the weight."
     )
 
 

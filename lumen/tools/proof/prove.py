@@ -31,7 +31,7 @@ FP64 = "fp64"
 #: Names of the comparisons, in the order of the table.
 COMPARISONS = ("accumulate", "processes", "validation", "again", "workers", "kills", "evaluation", "checkpoints")
 _READERS: tuple[tuple[str, Name], ...] = (("one", "fsdp"), ("fsdp", "single"), ("ddp", "fsdp"))
-_OF_STATES = ("start", "gradient", "parameter", "buffer", "optimizer")
+_STATE_KINDS = ("start", "gradient", "parameter", "buffer", "optimizer")
 
 
 @final
@@ -80,7 +80,7 @@ class Prover:
 
     Attributes:
         size: Numbers of steps and batches of each variant, as given.
-        tell: Function that is called with each row as soon as it exists.
+        report_progress: Function that is called with each row as soon as it exists.
         rows: All results, in the order of the promises.
         results: The runs, by the names of their variants.
         notes: Notes for the reader, in sentences.
@@ -124,9 +124,9 @@ class Prover:
             self.rows = self._make_rows()
         self.seconds = time.monotonic() - began_s
 
-    def _run_variant(self, variant: Variant, *, again: bool = False) -> VariantResult:
-        result = self._pool.run_variant(variant, self._precision, again=again)
-        self.results[variant.name + ("-resumed" if again else "")] = result
+    def _run_variant(self, variant: Variant, *, resumes: bool = False) -> VariantResult:
+        result = self._pool.run_variant(variant, self._precision, resumes=resumes)
+        self.results[variant.name + ("-resumed" if resumes else "")] = result
         return result
 
     def _make_rows(self) -> list[ProofRow]:
@@ -138,14 +138,16 @@ class Prover:
                 return [self._announce_row(ProofRow("", "the task trains", "", None, base.result().seconds, cause))]
             if failure := one.result().failure:
                 self.notes.append(
-                    f"in float64 the task does not train ({failure['message'].splitlines()[0]}), so what may differ by "
-                    "rounding was compared in its own precision: a small fault would look like rounding."
+                    f"the task does not train in float64 ({failure['message'].splitlines()[0]}), so the comparisons "
+                    "that allow rounding used the task's own precision: a small fault would look like rounding."
                 )
                 self._precision, self._tolerance = None, FLOAT32
                 shutil.rmtree(one.result().folder)
                 one = threads.submit(self._run_variant, Variant("one"))
             elif "float32" in one.result().outcome.dtypes:
-                self.notes.append("the loss is float32 even where all else is float64, so rounding shows at 1e-5.")
+                self.notes.append(
+                    "the loss is float32 although all else is float64, so differences up to 1e-5 are rounding."
+                )
                 self._tolerance = FLOAT32
             first = [self._prove_manual()] if base.result().outcome.by_hand else []
             jobs = [threads.submit(job) for job in self._list_jobs(base.result(), one.result(), threads)]
@@ -157,7 +159,7 @@ class Prover:
     ) -> list[Callable[[], ProofRow | list[ProofRow]]]:
         """Return the comparisons in the order of the promises. A comparison may wait for runs that started earlier."""
         wanted = self._only
-        many: dict[str, Future[VariantResult]] = {
+        multi: dict[str, Future[VariantResult]] = {
             name: threads.submit(self._run_variant, Variant(name, 2, name))
             for name in STRATEGIES
             if {"processes", "checkpoints"} & wanted
@@ -166,10 +168,10 @@ class Prover:
         jobs: dict[str, list[Callable[[], ProofRow | list[ProofRow]]]] = {
             "accumulate": [
                 lambda: self._make_row(
-                    "P1", "micro-batches joined in pairs", one, self._run_variant(joined), _OF_STATES
+                    "P1", "micro-batches joined in pairs", one, self._run_variant(joined), _STATE_KINDS
                 )
             ],
-            "processes": [partial(self._prove_two_processes, one, run, name) for name, run in many.items()],
+            "processes": [partial(self._prove_two_processes, one, run, name) for name, run in multi.items()],
             "compile": [partial(self._prove_compiled, base)] if self._compiles else [],
             "validation": [partial(self._prove_validation_neutral, base)],
             "again": [lambda: self._make_row("P2", "run again", base, self._run_variant(again), tolerance=0.0)],
@@ -177,7 +179,7 @@ class Prover:
             "kills": [partial(self._prove_resume, base, moment) for moment in MOMENTS],
             "evaluation": [partial(self._prove_evaluations, one)],
             "checkpoints": [
-                partial(self._prove_checkpoint_reader, one, many.get(writer), reader) for writer, reader in _READERS
+                partial(self._prove_checkpoint_reader, one, multi.get(writer), reader) for writer, reader in _READERS
             ],
         }
         return [job for name, named in jobs.items() if name in {"compile", *wanted} for job in named]
@@ -188,8 +190,8 @@ class Prover:
         """Skip comparisons that manual optimization rules out, and return the row that explains why."""
         self._only -= {"accumulate", "processes", "checkpoints"}
         why = (
-            "The task optimizes by hand: each batch is a step, so that two processes make steps of twice the size, "
-            "unless global_batch_size cuts batches up."
+            "The task uses manual optimization: each batch is a step, so two processes make steps of twice the size, "
+            "unless global_batch_size is set."
         )
         return self._make_unproven_row("P1", "two processes", "", 0.0, "not comparable", why)
 
@@ -220,8 +222,8 @@ class Prover:
         what = f"{base.outcome.workers} and {workers} workers"
         if other.failure is None and other.outcome.workers == base.outcome.workers:
             why = (
-                "No DataLoader reads the training data that may have workers: its data set follows the training, or it "
-                "is another kind of loader."
+                "No DataLoader of the training data may have workers: its dataset follows the training, or the loader "
+                "is of a different kind."
             )
             return self._make_unproven_row("P2", what, "bits", other.seconds, "nothing to compare", why)
         return self._make_row("P2", what, base, other, tolerance=0.0)
@@ -233,9 +235,9 @@ class Prover:
         if killed.failure and not killed.killed:
             return self._make_row("P2", what, base, killed, tolerance=0.0)
         if not killed.killed:
-            why = "the task does not validate." if moment == "validation" else "it ended before."
+            why = "the task does not validate." if moment == "validation" else "the run ended before."
             return self._make_unproven_row("P2", what, "bits", killed.seconds, "nothing was killed", why)
-        resumed = self._run_variant(replace(variant, kill=None, resume="auto"), again=True)
+        resumed = self._run_variant(replace(variant, kill=None, resume="auto"), resumes=True)
         resumed.seconds += killed.seconds
         return self._make_row("P2", what, base, resumed, tolerance=0.0)
 
@@ -245,7 +247,7 @@ class Prover:
         checkpoint = str(_find_checkpoint(one, self.size))
         first = self._run_variant(Variant("evaluation", resume=checkpoint, evaluates=True))
         if first.failure is None and not first.outcome.values:
-            why = "no value is logged in validation."
+            why = "the validation logs no value."
             return [self._make_unproven_row("P3", "evaluation", "", first.seconds, "nothing is evaluated", why)]
         rows = []
         for name in STRATEGIES:
@@ -260,7 +262,7 @@ class Prover:
         written = one if run is None else run.result()
         what = f"{_format_strategy(written.variant.strategy)}'s, read by {_format_strategy(reader)}"
         if written.failure:
-            why = "the run that was to write it failed."
+            why = "the run that should have written the checkpoint failed."
             return self._make_unproven_row("P4", what, "bits", 0.0, "nothing was written", why)
         variant = Variant(
             f"{reader}-reads-{written.variant.name}", 1 if reader == "single" else 2, reader,
@@ -271,8 +273,8 @@ class Prover:
             return self._make_row("P4", what, one, other)
         first = compare_outcomes(written.outcome, other.outcome, 0.0, ("parameter", "optimizer")).at
         if first is not None and first.step == _get_last_save(self.size):
-            text = f"the {first.what} {first.name} is another one after it was read."
-            cause = DifferenceCause("what was read is not what was written", first.name, text)
+            text = f"the {first.kind} {first.name} differs after the checkpoint was read."
+            cause = DifferenceCause("a checkpoint is read with different values", first.name, text)
             return self._announce_row(ProofRow("P4", what, "bits", 1.0, other.seconds, cause))
         return self._make_row("P4", what, one, other)
 
@@ -300,7 +302,7 @@ class Prover:
     def _add_rounding_note(self, names: Iterable[str]) -> None:
         """Add a note on each logged value that may differ by float32 rounding."""
         for name in sorted(names):
-            note = f"{name} is computed in float32 whatever the precision, as torchmetrics does: it may differ by 1e-5."
+            note = f"{name} is computed in float32 in any precision, as torchmetrics does, and may differ by 1e-5."
             if note not in self.notes:
                 self.notes.append(note)
 

@@ -67,7 +67,7 @@ def iterate_optimizer_state(
     names: dict[Any, str] = {parameter: name for name, parameter in task.named_parameters()}
     for optimizer in optimizers:
         for owner, state in optimizer.state.items():
-            yield from ((names.get(owner, "a parameter of nobody"), *item) for item in state.items())
+            yield from ((names.get(owner, "an unknown parameter"), *item) for item in state.items())
 
 
 def describe_samples(trainer: Trainer, number: int) -> str | None:
@@ -97,10 +97,10 @@ KINDS = {
     "order": "the samples of the batch",
     "batch": "the content of the batch, of the same samples",
     "random": "the random numbers that {} draws",
-    "input": "what {} is given, which is computed between modules",
-    "output": "the output of {}, of the same input",
+    "input": "the input of {}, which is computed between modules",
+    "output": "the output of {}, from the same input",
     "operator": "operator {}",
-    "loss": "the loss, of the same outputs of modules",
+    "loss": "the loss, from the same outputs of modules",
     "gradient of output": "the gradient that arrives at the output of {}",
     "gradient of input": "the gradient that the backward of {} returns",
     "backward operator": "backward operator {}",
@@ -172,12 +172,12 @@ class OperatorObserver(TorchDispatchMode):
     """Dispatch mode that reports the result of each operator, in forward and backward.
 
     Args:
-        tell: Function that is called with the operator's name, such as `aten.addmm`, and its result.
+        report: Function that is called with the operator's name, such as `aten.addmm`, and its result.
     """
 
-    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+    def __init__(self, report: Callable[[str, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
+        self._report = report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator and report its result. The mode is off inside this method."""
@@ -185,7 +185,7 @@ class OperatorObserver(TorchDispatchMode):
         name = str(func).removesuffix(".default")
         library, _, plain = name.partition(".")
         if library != "profiler" and not plain.startswith(_UNWRITTEN):
-            self._tell(name, returned)
+            self._report(name, returned)
         return returned
 
 
@@ -252,9 +252,9 @@ class ModuleObserver:
             self.note_draws(self._inside[-1] if self._inside else "training_step")
             self._inside.append(name)
             self.current = name
-            given = [args, kwargs]
-            self._note("input", name, given)
-            self._watch_gradients(given, "gradient of input", name)
+            inputs = [args, kwargs]
+            self._note("input", name, inputs)
+            self._watch_gradients(inputs, "gradient of input", name)
 
     def _on_leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
         if self.is_on and name in self._inside:
@@ -305,7 +305,7 @@ class Recorder(Callback):
         self, last: int | None = None, *, first: int = 1, operators_at: int | None = None, keep: Keep | None = None
     ) -> None:
         self.trace: list[StepTrace] = []
-        self._last, self._first, self._operators_key, self._keep = last, first, operators_at, keep
+        self._last, self._first, self._operators_at, self._keep = last, first, operators_at, keep
         self._modules, self._operators, self._hook = (
             ModuleObserver(self._add_event, self._get_generator_digests),
             ExitStack(),
@@ -334,7 +334,7 @@ class Recorder(Callback):
         self._modules.begin()
         self._operators.close()
         self._phase = "operator"
-        if trainer.global_step + 1 == self._operators_key:
+        if trainer.global_step + 1 == self._operators_at:
             self._operators.enter_context(OperatorObserver(self._on_operator))
 
     def on_before_backward(self, trainer: Trainer, task: TaskModule, loss: torch.Tensor) -> None:

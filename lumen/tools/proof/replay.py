@@ -27,24 +27,25 @@ if TYPE_CHECKING:
     from lumen.task.task_module import TaskModule
     from lumen.trainer.trainer import Trainer
 
-_MORE = (
-    "The run is trained again on this machine, from the newest checkpoint before the step, or from its beginning; "
-    "nothing is written into its directory. Exit code: 0 the step is as it was recorded, 1 it differs, 2 an error."
+_DESCRIPTION = (
+    "The command trains the run again on this machine, from the newest checkpoint before the step or from the "
+    "beginning. It does not change the run. Exit code: 0 if the step equals the record, 1 if it differs, 2 after an "
+    "error."
 )
 _HELP = """\
 Step {step}, micro-batch {micro}: the gradients are complete, nothing is updated yet.
   task     {task}
-  batch    what training_step was given
-  loss     {loss}, as it went into the backward
+  batch    the batch of training_step
+  loss     {loss}, as passed to the backward
   trainer  the Trainer
-Ctrl-D ends this. Nothing of it is saved."""
+Ctrl-D ends this prompt. Nothing is saved."""
 _ROUNDING = {"fp64": 1e-10, "fp32": 1e-5}  # relative tolerance; 1e-2 for other precisions
 _MAX_SHOWN = 8
 
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("replay", REPLAY, "RUN --step N [--python]", _MORE)
+    parser = Words("replay", REPLAY, "RUN --step N [--python]", _DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="The directory of a run.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="Number of the step, from 1.")
     parser.add_argument("--python", action="store_true", help="Open Python inside the step, with task, batch, loss and "
@@ -54,23 +55,25 @@ def options() -> Words:
 
 def run(words: list[str]) -> int:
     """Repeat the step, print it and its differences from the record, and return 0 or 1."""
-    given = options().read(words)
-    if given.step < 1:
-        raise ConfigError(f"--step: steps are counted from 1, found {given.step}.")
-    return run_with_exit_code(partial(_run_replay, given))
+    args = options().read(words)
+    if args.step < 1:
+        raise ConfigError(f"--step: steps are counted from 1, found {args.step}.")
+    return run_with_exit_code(partial(_run_replay, args))
 
 
-def _run_replay(given: Namespace) -> int:
-    rerun = Rerun(given.run)
+def _run_replay(args: Namespace) -> int:
+    rerun = Rerun(args.run)
     if not rerun.is_run:
-        raise ConfigError(f"{given.run} is a config file. Name the directory of a run.")
-    begin, checkpoint = rerun.find_checkpoint_before(given.step)
+        raise ConfigError(f"{args.run} is a config file. Name the directory of a run.")
+    begin, checkpoint = rerun.find_checkpoint_before(args.step)
     print(f"training again from step {begin} ...", file=stderr)
-    step = _ReplayedStep(given.step, begin, prompts=given.python)
+    step = _ReplayedStep(args.step, begin, prompts=args.python)
     trainer, step.logged = rerun.train([step, step.recorder], checkpoint)
     if not step.recorder.trace:
-        raise ConfigError(f"--step {given.step}: the training ends at step {trainer.global_step} already.")
-    if given.python:
+        raise ConfigError(
+            f"--step {args.step}: the training ends at step {trainer.global_step}. Choose an earlier step."
+        )
+    if args.python:
         return 0
     differ = step.describe_differences(rerun, str((rerun.config.get("trainer") or {}).get("precision", "fp32")))
     print(*_iterate_lines(rerun, step, checkpoint, differ), sep="\n", file=stdout)
@@ -117,12 +120,12 @@ class _ReplayedStep(Callback):
         if trainer.global_step + 1 != self.number or not self._prompts:
             return
         names = {"task": task, "batch": self._batch, "loss": self._loss, "trainer": trainer, "torch": torch}
-        said = _HELP.format(**names | {"task": type(task).__name__, "loss": float(self._loss.detach())},
+        banner = _HELP.format(**names | {"task": type(task).__name__, "loss": float(self._loss.detach())},
                             step=self.number, micro=len(self.batches) - 1)  # fmt: skip
         with suppress(ImportError):  # readline makes lines editable.
             import readline  # noqa: F401
         with torch.enable_grad():
-            code.interact(said, local=names, exitmsg="")
+            code.interact(banner, local=names, exitmsg="")
 
     @property
     def norm(self) -> float:
@@ -140,15 +143,14 @@ class _ReplayedStep(Callback):
             now = self.logged.get((step, name))
             if self.begin < step <= self.number and now != text and now is not None:
                 comparison = _format_comparison(compute_relative_difference(text, now), bound)
-                found.append(f"step {step}, {name}: {text} was recorded, now {now}{comparison}")
+                found.append(f"step {step}, {name}: recorded {text}, now {now}{comparison}")
         if self.number in run.checkpoints:
             saved = Checkpoint.open(run.checkpoints[self.number]).as_mapping("model")
             for key, value in self._list_kept("parameter"):
                 if key.place in saved and not torch.equal(saved[key.place], value):
                     largest = (saved[key.place].double() - value.double()).abs().max() / value.double().abs().max()
-                    found.append(
-                        f"{key.place} after the step: not the checkpoint's{_format_comparison(float(largest), bound)}"
-                    )
+                    comparison = _format_comparison(float(largest), bound)
+                    found.append(f"{key.place} after the step differs from the checkpoint{comparison}")
         return found
 
     def describe_compared(self, run: Rerun) -> list[str]:
@@ -174,24 +176,26 @@ def _iterate_lines(rerun: Rerun, step: _ReplayedStep, checkpoint: PurePath | Non
             yield f"    samples {' '.join([*few, *([f'... {count} in all'] if count > _MAX_SHOWN else [])])}"
         yield from (f"    {line}" for line in described)
         if len(losses) > 1 and number in losses:
-            yield f"    its part of the loss {losses[number]!r}"
+            yield f"    share of the loss {losses[number]!r}"
     if losses:
         yield f"  loss {sum(losses.values())!r}"
     yield f"  gradient norm {step.norm!r}"
     yield from (f"  {name} {text}" for (at, name), text in step.logged.items() if at == step.number)
     compared = step.describe_compared(rerun)
     if differ:
-        yield f"it is not as it was recorded, in {format_count(len(differ), 'value')}:"
+        yield f"the step differs from the record in {format_count(len(differ), 'value')}:"
         yield from (f"  {line}" for line in differ[:_MAX_SHOWN])
     elif compared:
-        yield f"it is as it was recorded, bit for bit: {', '.join(compared)}"
+        yield f"the step is bitwise identical to the record: {', '.join(compared)}"
     else:
         logged = sorted({at for at, _ in rerun.metrics})
-        near = [*(at for at in logged if at < step.number)][-1:] + [at for at in logged if at > step.number][:1]
-        known = f"; there are values of step {' and of step '.join(map(str, near))}" if near else ""
-        yield f"nothing of this step was recorded to compare with{known}"
+        nearest = [*(at for at in logged if at < step.number)][-1:] + [at for at in logged if at > step.number][:1]
+        known = f"; it has values of step {' and of step '.join(map(str, nearest))}" if nearest else ""
+        yield f"the record has no values of this step{known}"
 
 
-def _format_comparison(apart: float | None, bound: float) -> str:
+def _format_comparison(difference: float | None, bound: float) -> str:
     """Return a remark on whether a relative difference is rounding, or "" if it is None."""
-    return "" if apart is None else f" ({apart:.2g} of it: {'rounding' if apart <= bound else 'more than rounding'})"
+    if difference is None:
+        return ""
+    return f" (relative difference {difference:.2g}: {'rounding' if difference <= bound else 'more than rounding'})"

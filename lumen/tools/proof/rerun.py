@@ -27,7 +27,7 @@ from lumen.tools.runs.find import list_checkpoints
 from lumen.tools.side_effect_callbacks import SIDE_EFFECT_CALLBACKS
 from lumen.trainer.trainer import Trainer
 
-_IGNORED_CALLBACKS = ("command", "working_directory", "host", "slurm")  # where a run was made
+_IGNORED_ENVIRONMENT = ("command", "working_directory", "host", "slurm")  # where a run was made
 
 
 class RecordedValue(NamedTuple):
@@ -125,8 +125,8 @@ class Rerun:
         self.notes: list[str] = []
         if self.is_run:
             self._read_records(path)
-        given = self.config.get("seed_everything")
-        if self.config and (given is None or given is True):  # `is`, because 1 == True
+        seed = self.config.get("seed_everything")
+        if self.config and (seed is None or seed is True):  # `is`, because 1 == True
             self.config["seed_everything"] = 0
 
     def _read_config(self) -> dict[str, Any]:
@@ -138,15 +138,15 @@ class Rerun:
     def _read_records(self, path: Path) -> None:
         metrics, environment = path / "metrics.csv", path / "environment.json"
         if not (metrics.exists() or environment.exists() or self._file.exists()):
-            said = "is no run: there is neither a config.yaml nor a metrics.csv. Name its directory."
-            raise ConfigError(f"{path} {said}")
+            missing = "the directory has no config.yaml and no metrics.csv"
+            raise ConfigError(f"{path} is not a run: {missing}. Name the directory of a run.")
         self.metrics = _read_metrics(metrics)
         if os.access(environment, os.R_OK):  # Only the owner of a run may read this file.
             self.environment = json.loads(environment.read_text())
         for place in map(as_path_or_url, [str(path / "checkpoints"), *_list_checkpoint_folders(self.config)]):
             found = list_checkpoints(place) if is_dir(place) else []
-            whole = (each for each in found if not (each.problem or each.kind))
-            self.checkpoints |= {int(each.info["step"]): each.path for each in whole}
+            valid = (each for each in found if not (each.problem or each.kind))
+            self.checkpoints |= {int(each.info["step"]): each.path for each in valid}
 
     def find_checkpoint_before(self, step: int) -> tuple[int, PurePath | None]:
         """Return the number of updates and the path of the newest checkpoint before a step, or 0 and None."""
@@ -155,11 +155,11 @@ class Rerun:
 
     def compare_environment(self, other: Rerun) -> dict[str, tuple[Any, Any]]:
         """Return the differences in machine, versions and processes from another run."""
-        mine, others = (
-            {k: v for k, v in flatten_leaves(each.environment) if k.partition(".")[0] not in _IGNORED_CALLBACKS}
+        mine, theirs = (
+            {k: v for k, v in flatten_leaves(each.environment) if k.partition(".")[0] not in _IGNORED_ENVIRONMENT}
             for each in (self, other)
         )
-        return find_differing(mine, others) if mine and others else {}
+        return find_differing(mine, theirs) if mine and theirs else {}
 
     def find_common_checkpoints(self, other: Rerun) -> tuple[int, int | None]:
         """Compare the parameters and optimizer states in the checkpoints of two runs.
@@ -180,9 +180,9 @@ class Rerun:
     def refusal(self) -> str | None:
         """Reason why the source cannot be trained again, as a sentence, or None if it can."""
         if not self.config:
-            return f"{self.source} has no config.yaml: it was started in Python"
+            return f"{self.source} has no config.yaml, since the run was started in Python"
         if "class_path" not in (self.config.get("model") or {}):
-            return f"{self._file} names no class of a task: it is of a script's own command line"
+            return f"{self._file} has no class_path of a task, since a script's own command line wrote the file"
         return None
 
     def train(
@@ -198,7 +198,7 @@ class Rerun:
             The trainer, and the text of each logged value by step and name.
         """
         if (reason := self.refusal) is not None:
-            raise ConfigError(f"{reason}, so it cannot be trained again here.")
+            raise ConfigError(f"{reason}, so the run cannot be trained again.")
         with TemporaryDirectory(prefix="lumen-", ignore_cleanup_errors=True) as name, self._limit_threads():
             root = Path(name)
             settings = self._make_settings(root, checkpoint)
@@ -206,8 +206,8 @@ class Rerun:
                 made = CLI(args=settings, run=False, save_config_callback=None)
             except ConfigError as error:
                 where = self.environment.get("working_directory")
-                said = f"It was started in {where}: start this command there too." if where else "It is the config's."
-                error.add_note(said)
+                advice = f"The run was started in {where}: run this command there." if where else "Check the config."
+                error.add_note(advice)
                 raise
             made.trainer._change_settings(callbacks)
             made.trainer.fit(made.model, made.datamodule)
@@ -237,21 +237,21 @@ class Rerun:
             trainer["init_from"] = None
         if trainer.get("accelerator") == "cuda" and not torch.cuda.is_available():
             trainer["accelerator"] = "auto"
-            self._print_note("it was trained on CUDA, which this machine lacks")
+            self._add_note("the run used CUDA, which this machine lacks")
         if processes > 1:
-            self._print_note(
-                f"{processes} processes have trained it, here it is one: sums are rounded in another order"
+            self._add_note(
+                f"the run used {processes} processes, but this training uses one: sums are rounded in a different order"
             )
             if trainer.get("global_batch_size") is None:
-                given = trainer.get("accumulate_grad_batches", 1)
-                times = given if isinstance(given, dict) else {0: given}
+                setting = trainer.get("accumulate_grad_batches", 1)
+                times = setting if isinstance(setting, dict) else {0: setting}
                 trainer["accumulate_grad_batches"] = {epoch: processes * each for epoch, each in times.items()}
         if trainer.get("max_steps") is None and trainer.get("max_epochs") is None:
             trainer["max_epochs"] = 1 << 30
         trainer["max_time"] = None
         return self.config | {"trainer": trainer}
 
-    def _print_note(self, note: str) -> None:
+    def _add_note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s: %s", self.source, note)
@@ -269,8 +269,8 @@ def _get_class_name(callback: Any) -> str:
 
 def _list_checkpoint_folders(config: dict[str, Any]) -> list[str]:
     """Return the directories of checkpoints in the config's callbacks."""
-    given = [each for each in as_list((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
+    callbacks = [each for each in as_list((config.get("trainer") or {}).get("callbacks")) if isinstance(each, dict)]
     folders = (
-        (each.get("init_args") or {}).get("dirpath") for each in given if _get_class_name(each) == "ModelCheckpoint"
+        (each.get("init_args") or {}).get("dirpath") for each in callbacks if _get_class_name(each) == "ModelCheckpoint"
     )
     return [str(each) for each in folders if each is not None]

@@ -87,19 +87,19 @@ class Variant:
     fresh: bool = False
 
     def get_changes(
-        self, size: VariantSize, folder: Path, given: dict[str, Any], precision: str | None
+        self, size: VariantSize, folder: Path, arguments: dict[str, Any], precision: str | None
     ) -> dict[str, Any]:
         """Return the trainer arguments that the variant changes.
 
         Args:
             size: Numbers of steps and batches.
             folder: The directory that the variant may write to.
-            given: The user's arguments of the trainer.
+            arguments: The user's arguments of the trainer.
             precision: The precision of variants that are not exact, or None for the user's.
         """
         accumulate = size.accumulate // (2 if self.joins else 1) // self.world
-        own = given.get("strategy")  # A strategy object of this kind keeps the user's settings.
-        is_kind = not isinstance(own, str) and type(own).__name__.lower() == self.strategy
+        strategy = arguments.get("strategy")  # A strategy object of this kind keeps the user's settings.
+        is_kind = not isinstance(strategy, str) and type(strategy).__name__.lower() == self.strategy
         changed: dict[str, Any] = {
             **dict.fromkeys(("max_epochs", "max_time", "devices", "num_nodes", "global_batch_size", "profiler"), None),
             **dict.fromkeys(("min_steps", "min_epochs", "num_sanity_val_steps", "overfit_batches", "max_restarts"), 0),
@@ -112,9 +112,9 @@ class Variant:
             "val_check_interval": size.save_every,
             "check_val_every_n_epoch": 1,
             "log_every_n_steps": 1,
-            "strategy": own if is_kind else self.strategy,
+            "strategy": strategy if is_kind else self.strategy,
             "accelerator": size.accelerator,
-            "compile": (given.get("compile") or True) if self.compiles else False,
+            "compile": (arguments.get("compile") or True) if self.compiles else False,
             "default_root_dir": folder,
             "name": NAME,
             "resume": self.resume,
@@ -124,13 +124,13 @@ class Variant:
         }
         if not self.exact and precision is not None:
             changed["precision"] = precision
-        if given.get("init_from") is not None and self.resume is not None:
+        if arguments.get("init_from") is not None and self.resume is not None:
             changed["init_from"] = None
         return changed
 
-    def choose_callbacks(self, given: Any, size: VariantSize) -> list[Callback]:
+    def choose_callbacks(self, arguments: Any, size: VariantSize) -> list[Callback]:
         """Return the user's callbacks except those in `_LEFT_OUT`, and a callback that saves checkpoints."""
-        kept = [each for each in as_list(given) if not isinstance(each, _LEFT_OUT)]
+        kept = [each for each in as_list(arguments) if not isinstance(each, _LEFT_OUT)]
         if self.evaluates:
             return kept
         saves = ModelCheckpoint(every_n_train_steps=size.save_every, keep_last=-1, asynchronous=False)

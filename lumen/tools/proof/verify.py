@@ -35,9 +35,9 @@ from lumen.tools.terminal import make_table_console, print_json
 from lumen.trainer.trainer import Trainer
 
 _USAGE = "--config FILE [--KEY VALUE ...] [--steps N] [--compile] [--json] [--against FILE]"
-_MORE = (
-    "All settings are those of `lumen fit`. A few steps are made of each variant that this machine allows, in a "
-    "directory that is gone afterwards; runs are left alone. Exit code: 0 all is proven, 1 a promise is not kept, 2 "
+_DESCRIPTION = (
+    "The command takes the settings of lumen fit. It trains some steps of each variant that this machine allows, in a "
+    "temporary directory, and does not change your runs. Exit code: 0 if all is proven, 1 if a promise fails, 2 if "
     "the settings are wrong."
 )
 _PROMISES = {"P1": "same training", "P2": "exact resume", "P3": "exact evaluation", "P4": "any reader", "": "training"}
@@ -69,7 +69,7 @@ class _BuiltCLI(CLI):
         self._build(Processes.find())
         self.made = BuiltTraining(self.model, self.datamodule, self.trainer, self._configure)
 
-    def instantiate_trainer(self, **given: Any) -> Trainer:
+    def instantiate_trainer(self, **arguments: Any) -> Trainer:
         """Build the trainer with the changed arguments."""
         return super().instantiate_trainer(**self._change(self.config_init.trainer.as_dict()))
 
@@ -81,52 +81,53 @@ def build_from_words(words: list[str], change: Callable[[dict[str, Any]], dict[s
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("verify", VERIFY, _USAGE, _MORE)
+    parser = Words("verify", VERIFY, _USAGE, _DESCRIPTION)
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="Optimizer steps of a variant. Default: 5.")
-    parser.add_argument("--only", metavar="NAMES", help=f"Compare these alone: {', '.join(COMPARISONS)}.")
-    parser.add_argument("--compile", action="store_true", help="Compare eager with compiled too.")
-    parser.add_argument("--certificate", metavar="FILE", help="Where what was proven is written. Default: "
-                        "certificate.json; with --against nowhere.")  # fmt: skip
-    parser.add_argument("--against", metavar="FILE", help="Say what has changed since this certificate; exit code 1 if "
-                        "numbers or verdicts have.")  # fmt: skip
+    parser.add_argument("--only", metavar="NAMES", help=f"Make only these comparisons: {', '.join(COMPARISONS)}.")
+    parser.add_argument("--compile", action="store_true", help="Also compare eager with compiled.")
+    parser.add_argument("--certificate", metavar="FILE", help="File of the results. Default: "
+                        "certificate.json; with --against no file.")  # fmt: skip
+    parser.add_argument("--against", metavar="FILE", help="Show the changes since this certificate. Exit code 1 if "
+                        "numbers or verdicts changed.")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print the certificate in place of the table.")
     return parser
 
 
 def run(words: list[str]) -> int:
     """Run the proof, write the certificate, print the results, and return the exit code."""
-    given, rest = options().parse_known_args(words)
-    if given.steps < _MIN_STEPS:
-        raise ConfigError(f"--steps: must be at least {_MIN_STEPS}, so that there is a checkpoint and a step after "
-                          f"it, found {given.steps}.")  # fmt: skip
-    only = given.only.split(",") if given.only else []
+    args, rest = options().parse_known_args(words)
+    if args.steps < _MIN_STEPS:
+        raise ConfigError(f"--steps: must be at least {_MIN_STEPS}, for a checkpoint and a later step, found "
+                          f"{args.steps}.")  # fmt: skip
+    only = args.only.split(",") if args.only else []
     for name in only:
         if name not in COMPARISONS:
             raise ConfigError(f"--only: expected some of {','.join(COMPARISONS)}, found {name}.")
-    before = read_certificate(Path(given.against)) if given.against else None
-    target = given.certificate or (None if before else "certificate.json")
+    before = read_certificate(Path(args.against)) if args.against else None
+    target = args.certificate or (None if before else "certificate.json")
     config = CheckedCommand(args=["fit", *rest]).settings
     seed = config.seed_everything if type(config.seed_everything) is int else secrets.randbits(31)
-    compiles = given.compile or bool(config.trainer.compile)
-    size = adapt_size_to_machine(VariantSize(steps=given.steps, seed=seed), config.trainer.accelerator)
+    compiles = args.compile or bool(config.trainer.compile)
+    size = adapt_size_to_machine(VariantSize(steps=args.steps, seed=seed), config.trainer.accelerator)
     proof = Prover(partial(build_from_words, rest), size, compiles=compiles, only=only)
     _prove_with_progress(proof)
-    made = make_certificate(proof, shlex.join(["lumen", "verify", *rest]))
+    certificate = make_certificate(proof, shlex.join(["lumen", "verify", *rest]))
     if target is not None:
         try:
-            Path(target).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+            Path(target).write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            said = f"--certificate {target}: cannot be written: {error.strerror}. Name another file."
-            raise ConfigError(said) from error
-    print_json(made) if given.json else _print_proof(proof, target)
+            reason = f"{error.strerror}. Name a different file."
+            raise ConfigError(f"--certificate {target}: cannot be written: {reason}") from error
+    print_json(certificate) if args.json else _print_proof(proof, target)
     if before is None:
         return proof.code
-    conditions, results = describe_changed_conditions(before, made), [*iterate_changed_results(before, made)]
-    head = f"nothing has changed since {given.against}"
+    conditions = describe_changed_conditions(before, certificate)
+    results = [*iterate_changed_results(before, certificate)]
+    head = f"nothing has changed since {args.against}"
     if lines := [*conditions, *results]:
-        head = f"since {given.against}, made {before.get('made')}:"
-        lines += [] if results else ["verdicts and numbers are the same, bit for bit."]
-    print(head, *(f"  {each}" for each in lines), sep="\n", file=stderr if given.json else stdout)
+        head = f"since {args.against}, made {before.get('made')}:"
+        lines += [] if results else ["verdicts are the same, and numbers are bitwise identical."]
+    print(head, *(f"  {each}" for each in lines), sep="\n", file=stderr if args.json else stdout)
     return max(proof.code, int(bool(results)))
 
 
@@ -138,7 +139,7 @@ def _prove_with_progress(prover: Prover) -> None:
     from lumen.console import console
 
     done = count(1)
-    with console.status("the first runs") as status:
+    with console.status("running the first variants") as status:
         prover.report_progress = lambda row: status.update(f"{next(done)} compared, last: {row.what}")
         prover.run_proof()
 
@@ -165,9 +166,9 @@ def _print_proof(proof: Prover, target: str | None) -> None:
     for note in proof.notes:
         console.print(f"note: {note}")
     counts = Counter[str](row.verdict for row in proof.rows)
-    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
     written = f"; written: {target}" if target else ""
-    console.print(f"{said} in {proof.seconds:.0f} s{written}", soft_wrap=True)
+    console.print(f"{summary} in {proof.seconds:.0f} s{written}", soft_wrap=True)
 
 
 def _group_causes(rows: Sequence[ProofRow]) -> Iterator[tuple[Text, Text]]:

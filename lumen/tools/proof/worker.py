@@ -39,7 +39,7 @@ from lumen.tools.proof.variants import Moment, Variant, VariantSize
 from lumen.trainer.trainer import Trainer
 
 PREFIX = "lumen-verify-"  # prefix of the temporary directory of all runs
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SAFE_PATH)
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", SAFE_PATH)
 
 
 @final
@@ -131,8 +131,8 @@ def run_in_process(
     except BaseException as error:
         failure = describe_error(error)
     answer = {"outcome": vars(outcome), "failure": failure}
-    with replace_file(place / f"rank-{rank}.json") as beside:
-        beside.write_text(json.dumps(answer), encoding="utf-8")
+    with replace_file(place / f"rank-{rank}.json") as temporary:
+        temporary.write_text(json.dumps(answer), encoding="utf-8")
     sys.stdout.flush()
     with suppress(Exception):
         Processes.find().close()
@@ -145,7 +145,7 @@ def _prepare_process(place: Path, rank: int, variant: Variant, size: VariantSize
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     for name in [*os.environ]:
-        if name in _OF_LAUNCHERS or name.startswith(("SLURM_", "TORCHELASTIC_", "LUMEN_")):
+        if name in _LAUNCHER_VARIABLES or name.startswith(("SLURM_", "TORCHELASTIC_", "LUMEN_")):
             del os.environ[name]
     os.environ.update(get_loopback_variables())
     torch.set_num_threads(size.threads)
@@ -169,14 +169,14 @@ def run_variant(
     """
     observer = VariantObserver(outcome, size.save_every, modules=not variant.compiles)
 
-    def change(given: dict[str, Any]) -> dict[str, Any]:
+    def change(arguments: dict[str, Any]) -> dict[str, Any]:
         added: list[Callback] = [] if variant.evaluates else [observer]
         if variant.kill is not None:
             added.append(KillCallback(variant.kill, size.save_every * 2 - 1))
-        callbacks = [*variant.choose_callbacks(given.get("callbacks"), size), *added]
-        changed = variant.get_changes(size, place, given, precision)
+        callbacks = [*variant.choose_callbacks(arguments.get("callbacks"), size), *added]
+        changed = variant.get_changes(size, place, arguments, precision)
         return {
-            **given,
+            **arguments,
             **changed,
             "callbacks": callbacks,
             "logger": False if variant.evaluates else [RowCollector(outcome)],
@@ -211,8 +211,8 @@ def describe_error(error: BaseException) -> dict[str, str]:
     return {"kind": kind, "message": str(error) or kind, "place": place, "text": text, "ours": ours}
 
 
-MORE = "LUMEN_PRELOAD"
-"""Environment variable: a file with what is imported beforehand; a command line has no room for thousands of names."""
+PRELOAD_VARIABLE = "LUMEN_PRELOAD"
+"""Environment variable with a file of modules to preload; a command line has no room for thousands of names."""
 
 _POLL_INTERVAL_S, _PATIENCE_S = 0.02, 5.0
 
@@ -260,41 +260,41 @@ class VariantPool:
         self, make: TrainingBuilder, size: VariantSize, folder: Path, slots: int, preload: Sequence[str]
     ) -> None:
         self._make, self._size, self._folder = make, size, folder
-        self._taking, self._free = threading.Lock(), threading.Semaphore(max(slots, 2))
+        self._slot_lock, self._free_slots = threading.Lock(), threading.Semaphore(max(slots, 2))
         self._forks = multiprocessing.get_context("forkserver")
         self._forks.set_forkserver_preload(["lumen.tools.proof.preload"])
         self._spawns = multiprocessing.get_context("spawn")
-        more = folder / "preload.txt"
-        more.write_text("\n".join(preload), encoding="utf-8")
-        os.environ[MORE] = str(more)
+        preload_file = folder / "preload.txt"
+        preload_file.write_text("\n".join(preload), encoding="utf-8")
+        os.environ[PRELOAD_VARIABLE] = str(preload_file)
         with protect_search_path():
             ensure_running()
-        del os.environ[MORE]
+        del os.environ[PRELOAD_VARIABLE]
         self._starting = threading.Lock()
         self._alive: list[BaseProcess] = []
 
-    def run_variant(self, variant: Variant, precision: str | None, *, again: bool = False) -> VariantResult:
+    def run_variant(self, variant: Variant, precision: str | None, *, resumes: bool = False) -> VariantResult:
         """Run a variant. Several threads may call this at once.
 
         Args:
             variant: The variant to run.
             precision: The precision of variants that are not exact, or None for the user's.
-            again: True to resume in the folder of the killed run.
+            resumes: True to resume in the folder of the killed run.
         """
         folder = self._folder / variant.name
-        folder.mkdir(exist_ok=again)
+        folder.mkdir(exist_ok=resumes)
         for old in (*folder.glob("rank-*.json"), *folder.glob("store*")):
             old.unlink()
-        with self._taking:  # One variant at a time takes slots, to avoid a deadlock.
+        with self._slot_lock:  # One variant at a time takes slots, to avoid a deadlock.
             for _ in range(variant.world):
-                self._free.acquire()
+                self._free_slots.acquire()
         try:
             began_s = time.monotonic()
             processes = self._start_processes(variant, precision, folder)
             failure = self._wait_for_end(processes, folder)
             result = VariantResult(variant, folder, failure=failure, seconds=time.monotonic() - began_s)
         finally:
-            self._free.release(variant.world)
+            self._free_slots.release(variant.world)
         codes = [process.exitcode for process in processes]
         result.killed = variant.kill is not None and codes == [-signal.SIGKILL]
         answers = [_read_outcome(folder, rank) for rank in range(variant.world)]
@@ -351,8 +351,8 @@ class VariantPool:
         if not hung:
             return None
         stacks = [f"rank {rank}:\n{(folder / f'rank-{rank}.stacks').read_text()}" for rank in range(len(processes))]
-        said = f"not done after {self._size.limit_s:.0f} s: a process hangs, or one rank alone does what needs all."
-        return _make_failure("process hangs", said, "\n".join(stacks))
+        text = f"not done after {self._size.limit_s:.0f} s: a process hangs, or only one rank calls a collective."
+        return _make_failure("process hangs", text, "\n".join(stacks))
 
 
 def _make_silent_failure(codes: Sequence[int | None], answers: Sequence[object], folder: Path) -> dict[str, str]:

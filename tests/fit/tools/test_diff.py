@@ -118,9 +118,9 @@ def test_nondeterminism_is_distinguished_from_settings(told, found):
     assert (code, record["configuration"], record["difference"]["repeats"]) == (1, {}, False)
     assert record["unlike_record"].keys() == {"A", "B"}
     code, out = told("diff", a, b)
-    assert "first differs step 1: the output of net.2, of the same input\n" in out
-    assert "first operator that returns something else: aten.add.Tensor" in out
-    assert "no seed and no setting decides it" in out
+    assert "first differs step 1: the output of net.2, from the same input\n" in out
+    assert "first operator with a different result: aten.add.Tensor" in out
+    assert "no seed and no setting determines the value" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
@@ -130,9 +130,9 @@ def test_differing_records_of_equal_trainings_are_reported(told):
     disturb(b, 1, "loss", 2.0)
     code, out = told("diff", a, b)
     assert code == 1
-    assert "both compute the same, bit for bit" in out
-    assert "B has not repeated its own record, from step 1 on" in out
-    assert "A has not" not in out
+    assert "both are bitwise identical" in out
+    assert "B does not reproduce its own record, from step 1 on" in out
+    assert "A does not" not in out
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_python_runs_are_compared_by_records(tmp_path, told, found):
     code, out = told("diff", "runs/run", "runs/run-2")
     assert code == 1
     assert "configuration  not known" in out
-    assert "runs/run has no config.yaml: it was started in Python, so nothing was trained again." in out
+    assert "runs/run has no config.yaml, since the run was started in Python, so nothing was trained again." in out
     code, record = found(fit(), fit("--model.lr=0.02"), "--records")
     assert (code, record["trained"], record["metrics"][0]["step"]) == (1, None, 2)
 
@@ -185,7 +185,7 @@ def test_replayed_step_equals_the_record(told, step, origin):
     code, out = told("replay", run, f"--step={step}")
     assert code == 0, out
     assert f"{origin}\n" in out
-    assert "it is as it was recorded, bit for bit: loss, grad_norm" in out
+    assert "the step is bitwise identical to the record: loss, grad_norm" in out
     assert ("val_loss" in out) == (step % 4 == 0)
     assert ("the checkpoint's parameters" in out) == (step % 2 == 0)
     assert "[0]  float32  8x6" in out or "[0]  float32  2x6" in out
@@ -206,9 +206,9 @@ def test_unrecorded_step_and_later_step_are_reported(told, capsys):
     run = fit("--trainer.log_every_n_steps=4")
     code, out = told("replay", run, "--step=5")
     assert code == 0
-    assert "nothing of this step was recorded to compare with; there are values of step 4 and of step 8" in out
+    assert "the record has no values of this step; it has values of step 4 and of step 8" in out
     assert main(["replay", run, "--step=9"]) == 2
-    assert "the training ends at step 8 already" in capsys.readouterr().err
+    assert "the training ends at step 8." in capsys.readouterr().err
 
 
 def test_python_opens_in_the_step_with_its_gradients(told, monkeypatch):

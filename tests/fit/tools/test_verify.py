@@ -76,7 +76,7 @@ def test_a_difference_is_found_where_it_begins(tmp_path):
     base = observed(tmp_path, Variant("base", exact=True), Make(Clean))
     other = observed(tmp_path, Variant("other", exact=True), Make(partial(Clean, lr=2e-2)))
     found = compare_outcomes(merge_outcomes(base.outcomes), merge_outcomes(other.outcomes), 0.0)
-    assert (found.at.step, found.at.what, found.at.name) == (1, "parameter", "net.0.weight")
+    assert (found.at.step, found.at.kind, found.at.name) == (1, "parameter", "net.0.weight")
     assert 1e-3 < found.largest < 1
 
 
@@ -107,7 +107,7 @@ def test_missing_evaluation_value_is_a_difference():
 
 def test_system_entropy_in_a_module_is_named(tmp_path):
     cause = twice(tmp_path, Make(partial(Within, "Entropy")))
-    assert cause.kind == "randomness outside the keys"
+    assert cause.kind == "unseeded randomness"
     assert "net.2 (Entropy)" in cause.place
     assert line("Entropy", "os.urandom") in cause.place
 
@@ -115,7 +115,7 @@ def test_system_entropy_in_a_module_is_named(tmp_path):
 def test_generator_of_a_module_is_named_on_resume(tmp_path):
     make = Make(partial(Within, "OwnGenerator"))
     cause = resumed(tmp_path, make)
-    assert cause.kind == "randomness outside the keys"
+    assert cause.kind == "unseeded randomness"
     assert line("OwnGenerator", "torch.Generator()") in cause.place
 
 
@@ -127,7 +127,7 @@ def test_unsaved_counter_is_named_on_resume(tmp_path):
 
 def test_unkeyed_initialization_names_the_parameter(tmp_path):
     cause = twice(tmp_path, Make(verified_tasks.BuiltApart))
-    assert cause.kind == "what is built is drawn outside the keys"
+    assert cause.kind == "unseeded initialization"
     assert cause.place == f"net.0.weight, {line('BuiltApart', 'os.urandom')}"
 
 
@@ -162,22 +162,22 @@ def test_batch_norm_moved_by_validation_hook_is_named(tmp_path):
 
 def test_time_dependent_sample_is_named_with_line(tmp_path):
     cause = twice(tmp_path, Make(Clean, partial(OtherData, "Clock")))
-    assert (cause.kind, cause.place) == ("randomness outside the keys", line("Clock", "time.time()"))
+    assert (cause.kind, cause.place) == ("unseeded randomness", line("Clock", "time.time()"))
 
 
 def test_sample_depending_on_previous_is_named_on_resume(tmp_path):
     cause = resumed(tmp_path, Make(Clean, partial(OtherData, "Remembers")))
-    assert (cause.kind, cause.place) == ("state is kept in a data set", line("Remembers", "class Remembers"))
+    assert (cause.kind, cause.place) == ("state is kept in a dataset", line("Remembers", "class Remembers"))
 
 
 def test_dataset_changing_during_run_is_named(tmp_path):
     cause = resumed(tmp_path, Make(Clean, partial(OtherData, "Growing")))
-    assert (cause.kind, cause.place) == ("a data set changes while it runs", line("Growing", "class Growing"))
+    assert (cause.kind, cause.place) == ("a dataset changes during the run", line("Growing", "class Growing"))
 
 
 def test_unkeyed_sampler_is_named_with_line(tmp_path):
     cause = twice(tmp_path, Make(Clean, partial(OtherData, sampler="OwnOrder")))
-    assert (cause.kind, cause.place) == ("a sampler draws outside the keys", line("OwnOrder", "default_rng()"))
+    assert (cause.kind, cause.place) == ("unseeded sampler", line("OwnOrder", "default_rng()"))
 
 
 # ---------------------------------------------------------------------- what they are found by
