@@ -153,7 +153,7 @@ def test_unreadable_runs_are_named_and_others_shown(tmp_path):
         for path in above:
             path.chmod(modes[path])
     assert done.returncode == 0, done.stderr
-    assert "warning: cannot look into runs/closed: Permission denied" in done.stderr
+    assert "warning: cannot read runs/closed: Permission denied" in done.stderr
     found = {Path(run["path"]).name: run for run in json.loads(done.stdout)}
     assert set(found) == {"mine", "unreadable", "locked", "blocked"}
     for name in ("unreadable", "blocked"):

@@ -2,6 +2,4 @@
 
 from lumen.cli.commands import Command
 
-COMMAND = Command(
-    "Write runs as one HTML file that can be mailed: curves, settings, time, log.", "lumen.tools.report.command"
-)
+COMMAND = Command("Write runs as one HTML file to share: curves, settings, time, log.", "lumen.tools.report.command")

@@ -13,17 +13,19 @@ from lumen.tools.report.record import is_recorded
 from lumen.tools.runs.find import ShownRun, find_runs, inspect_run
 from lumen.tools.terminal import format_count
 
-_MORE = (
-    "Several runs are laid over each other; a directory of runs stands for all of them. Nothing in a run is changed, "
-    "and no job is disturbed. The file needs no network and runs nothing but its own scripts, whatever is in a run."
+_DESCRIPTION = (
+    "Charts show several runs together; a directory of runs means all its runs. The command changes no run and "
+    "disturbs no job. The file needs no network, and a browser runs only the scripts of the report."
 )
 
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("report", COMMAND, "RUN [RUN ...] [--output FILE]", _MORE)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="A run's directory, or one that has runs below it.")
-    parser.add_argument("--output", default="report.html", metavar="FILE", help="Default: report.html.")
+    parser = Words("report", COMMAND, "RUN [RUN ...] [--output FILE]", _DESCRIPTION)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Directory of a run, or of several runs.")
+    parser.add_argument(
+        "--output", default="report.html", metavar="FILE", help="HTML file to write. Default: report.html."
+    )
     return parser
 
 
@@ -34,12 +36,12 @@ def run(words: list[str]) -> int:
         ConfigError: A run does not exist, the output is not an HTML file, or bokeh is not installed.
         RunDirectoryError: The file cannot be written.
     """
-    given = options().read(words)
-    output = expand_path(given.output)
+    args = options().read(words)
+    output = expand_path(args.output)
     if output.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--output {output}: a report is an .html file.")
+        raise ConfigError(f"--output {output}: expected an .html file.")
     import_optional("bokeh", "lumen report", "report")
-    found = {shown.path: shown for word in given.runs for shown in _find_runs(expand_path(word))}
+    found = {shown.path: shown for word in args.runs for shown in _find_runs(expand_path(word))}
     from lumen.tools.report.page import write_report
 
     write_report(list(found.values()), output)
@@ -52,5 +54,5 @@ def _find_runs(path: Path) -> list[ShownRun]:
         raise ConfigError(f"there is no directory {path}. Name runs on this machine: lumen report runs/NAME.")
     found = [path] if is_recorded(path) else [Path(each) for each in find_runs(path)]
     if not found:
-        raise ConfigError(f"there are no runs in {path}. Name a run's directory, such as runs/NAME.")
+        raise ConfigError(f"there are no runs in {path}. Name the directory of a run, such as runs/NAME.")
     return [inspect_run(each) for each in found]

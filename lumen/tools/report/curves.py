@@ -76,7 +76,7 @@ class Curves:
 
     Args:
         records: The runs to draw in the same charts.
-        most_numbers: Approximate limit of the points of all curves together.
+        max_points: Approximate limit of the points of all curves together.
 
     Attributes:
         metrics: Charts of logged values.
@@ -86,13 +86,13 @@ class Curves:
         script: JavaScript with which bokeh draws the charts, or "" if there are none.
     """
 
-    def __init__(self, records: Sequence[RunContents], most_numbers: int) -> None:
+    def __init__(self, records: Sequence[RunContents], max_points: int) -> None:
         self.metrics, self.system, self.left_out, self.script = list[Chart](), list[Chart](), list[str](), ""
         kinds = (self.metrics, attrgetter("metrics"), "m"), (self.system, attrgetter("system"), "s")
         groups = [(drawn, table, letter, _group_names(map(table, records))) for drawn, table, letter in kinds]
         count = sum(len(names) for *_, group in groups for names in group.values()) * len(records)
         self._records, self._figures = records, dict[str, Model]()
-        self._max_points = min(max(most_numbers // max(count, 1), _MIN_POINTS), _MAX_POINTS)  # points of one curve
+        self._max_points = min(max(max_points // max(count, 1), _MIN_POINTS), _MAX_POINTS)  # points of one curve
         tables = [table for record in records for table in (record.metrics, record.system)]
         ends = [(each.steps[0], each.steps[-1]) for table in tables for each in table.series.values()]
         steps = [float(step) for end in ends for step in end]
@@ -129,7 +129,7 @@ class Curves:
     ) -> Chart:
         """Draw the given metrics of all runs into one figure."""
         drawn = self._figures[key] = self._make_figure(key)
-        made = Chart(key, title)
+        chart = Chart(key, title)
         for run, record in enumerate(self._records):
             for variant, name in enumerate(names):
                 if name in table(record).series:
@@ -141,9 +141,9 @@ class Curves:
                     odd = ~series.finite
                     entry = LegendEntry(f"{key}-{run}-{variant}", run, label, colour % COLOURS, dash,
                                   float(series.values[-1]), int(odd.sum()))  # fmt: skip
-                    made.entries.append(entry)
+                    chart.entries.append(entry)
                     self._draw_series(drawn, entry.key, series, dash, np.unique(series.steps[odd]))
-        return made
+        return chart
 
     def _make_figure(self, key: str) -> figure:
         drawn = figure(

@@ -10,7 +10,7 @@
     const model = name => doc.get_model_by_name(name);
     const make = (kind, properties) => new (Bokeh.Models.get(kind))(properties);
     const steps = model("steps");
-    const whole = [steps.start, steps.end];
+    const allSteps = [steps.start, steps.end];
     const state = { smoothing: 0, logY: false, logX: false, hidden: new Set() };
     const charts = all("figure[data-chart]").map(element => {
       const key = element.dataset.chart;
@@ -71,11 +71,11 @@
     }
 
     function showAll() {
-      steps.setv({ start: state.logX ? Math.max(whole[0], 1) : whole[0], end: Math.max(whole[1], state.logX ? 2 : -Infinity) });
+      steps.setv({ start: state.logX ? Math.max(allSteps[0], 1) : allSteps[0], end: Math.max(allSteps[1], state.logX ? 2 : -Infinity) });
     }
 
     function smooth() {
-      const reach = (state.smoothing / 100) ** 2 * 0.2 * (whole[1] - whole[0]);
+      const reach = (state.smoothing / 100) ** 2 * 0.2 * (allSteps[1] - allSteps[0]);
       one("smoothing-value").textContent = reach ? `± ${written(Math.max(1, Math.round(reach)))}` : "off";
       for (const { lines } of charts) {
         for (const line of lines) {
@@ -106,9 +106,9 @@
         }
       }
       const mean = Float64Array.from(x, (_, i) => {
-        const own = Number.isFinite(y[i]);
-        const total = weight[i] + own;
-        return total > 1e-9 ? (sum[i] + (own ? y[i] : 0)) / total : NaN;
+        const isFinite = Number.isFinite(y[i]);
+        const total = weight[i] + isFinite;
+        return total > 1e-9 ? (sum[i] + (isFinite ? y[i] : 0)) / total : NaN;
       });
       return { x: Float64Array.from(x), y: mean };
     }
@@ -168,7 +168,7 @@
       return low > 0 && step - x[low - 1] <= x[low] - step ? low - 1 : low;
     }
 
-    function beside(chart, by) {
+    function moveCursor(chart, by) {
       const line = chart.lines.find(isShown);
       if (!line) return;
       const { x } = line.line.data_source.data;
@@ -225,7 +225,7 @@
       chart.plot.on_event("mouseleave", () => point(null));
       chart.plot.on_event("doubletap", showAll);
       on(chart.element, "keydown", event => {
-        if (event.key === "ArrowLeft" || event.key === "ArrowRight") beside(chart, event.key === "ArrowLeft" ? -1 : 1);
+        if (event.key === "ArrowLeft" || event.key === "ArrowRight") moveCursor(chart, event.key === "ArrowLeft" ? -1 : 1);
         else if (event.key === "Escape") point(null);
         else return;
         event.preventDefault();
@@ -240,14 +240,14 @@
     const fitAll = () => {
       isFitDue = false;
       charts.forEach(fit);
-      one("reset").disabled = !state.logX && steps.start === whole[0] && steps.end === whole[1];
+      one("reset").disabled = !state.logX && steps.start === allSteps[0] && steps.end === allSteps[1];
     };
     on(isDark, "change", paint);
     paint();
     showRuns();
-    const tell = () => { document.documentElement.dataset.ready = "yes"; };
-    if (doc.is_idle) tell();
-    else doc.idle.connect(tell);
+    const markReady = () => { document.documentElement.dataset.ready = "yes"; };
+    if (doc.is_idle) markReady();
+    else doc.idle.connect(markReady);
   }
 
   const wait = () => (Bokeh.documents.length ? start(Bokeh.documents[0]) : setTimeout(wait, 20));

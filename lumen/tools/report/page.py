@@ -27,8 +27,8 @@ from lumen.version import __version__
 if TYPE_CHECKING:
     from lumen.tools.runs.find import ShownRun
 
-MAX_BYTES = 3_000_000  # A mail can carry this size; bokeh's own code takes 1.3 MB.
-_NUMBERS, _LOG_BYTES, _ROWS = 28_000, 120_000, 400
+MAX_BYTES = 3_000_000  # small enough for a mail; bokeh's own code takes 1.3 MB
+_MAX_POINTS, _LOG_BYTES, _ROWS = 28_000, 120_000, 400
 
 
 def write_report(runs: Sequence[ShownRun], output: Path) -> None:
@@ -43,8 +43,8 @@ def write_report(runs: Sequence[ShownRun], output: Path) -> None:
     """
     text = render_report(runs)
     try:
-        with replace_file(output) as beside:
-            beside.write_text(text, encoding="utf-8", errors="replace")
+        with replace_file(output) as temporary:
+            temporary.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise RunDirectoryError(
             f"{output} cannot be written: {error.strerror or error}. Choose another file with --output."
@@ -58,13 +58,13 @@ def render_report(runs: Sequence[ShownRun]) -> str:
         part = 0.5**halvings
         log_bytes = int(_LOG_BYTES * part / len(runs))
         records = [RunContents(run, name, log_bytes) for run, name in zip(runs, names, strict=True)]
-        text = _render_page(records, Curves(records, int(_NUMBERS * part)), int(_ROWS * part) + 1)
+        text = _render_page(records, Curves(records, int(_MAX_POINTS * part)), int(_ROWS * part) + 1)
         if len(text.encode(errors="replace")) < MAX_BYTES:
             break
     return text
 
 
-def _render_page(records: Sequence[RunContents], curves: Curves, most_rows: int) -> str:
+def _render_page(records: Sequence[RunContents], curves: Curves, max_rows: int) -> str:
     environment = Environment(
         loader=FunctionLoader(_read_asset),
         autoescape=True,
@@ -80,7 +80,7 @@ def _render_page(records: Sequence[RunContents], curves: Curves, most_rows: int)
     }
     drawing = Resources(mode="inline", components=["bokeh"], minified=True, log_level="fatal").js_raw
     scripts = [*drawing, curves.script, _read_asset("page.js")] if curves.script else []
-    values, made_of = (
+    values, configs = (
         _collect_values(records),
         {each.name: map(parse_settings, each.configs.values()) for each in records},
     )
@@ -92,10 +92,10 @@ def _render_page(records: Sequence[RunContents], curves: Curves, most_rows: int)
         style=_read_asset("page.css"),
         scripts=scripts,
         policy=" ".join(map(_digest_script, scripts)) or "'none'",
-        values=dict(islice(values.items(), most_rows)),
-        values_left_out=max(0, len(values) - most_rows),
-        differences=dict(islice(find_differences([record.settings for record in records]).items(), most_rows)),
-        changes={name: dict(islice(find_differences([*each]).items(), most_rows)) for name, each in made_of.items()},
+        values=dict(islice(values.items(), max_rows)),
+        values_left_out=max(0, len(values) - max_rows),
+        differences=dict(islice(find_differences([record.settings for record in records]).items(), max_rows)),
+        changes={name: dict(islice(find_differences([*each]).items(), max_rows)) for name, each in configs.items()},
         environments=_compare_environments(records),
     )
 
@@ -128,15 +128,15 @@ def _find_extremes(series: Series) -> dict[str, Any]:
 
 def _compare_environments(records: Sequence[RunContents]) -> dict[str, list[str]]:
     """Return the environments of the runs: by entry, the value in each run, or a dash."""
-    told = [_flatten_environment(record.environment) for record in records]
-    return {name: [each.get(name, "–") for each in told] for one in told for name in one}
+    rows = [_flatten_environment(record.environment) for record in records]
+    return {name: [each.get(name, "–") for each in rows] for row in rows for name in row}
 
 
 def _flatten_environment(environment: Mapping[str, Any]) -> dict[str, str]:
-    told = {str(name).replace("_", " "): value for name, value in islice(environment.items(), 40)}
-    if isinstance(command := told.get("command"), list):
-        told["command"] = shlex.join(mask_words(list(map(str, command))))
-    return {name: _format_text(value) for name, value in told.items()}
+    entries = {str(name).replace("_", " "): value for name, value in islice(environment.items(), 40)}
+    if isinstance(command := entries.get("command"), list):
+        entries["command"] = shlex.join(mask_words(list(map(str, command))))
+    return {name: _format_text(value) for name, value in entries.items()}
 
 
 def _format_text(value: Any) -> str:

@@ -74,7 +74,7 @@ class ValueTable:
         epochs: dict[str, float] = {}
         if path is not None:
             with suppress(OSError, csv.Error), path.open(newline="", encoding="utf-8", errors="replace") as file:
-                rows = csv.reader(_iterate_whole_lines(file))
+                rows = csv.reader(_iterate_complete_lines(file))
                 header = next(rows, [])
                 for row in rows:
                     _add_row(dict(zip(header, row, strict=False)), columns, epochs)
@@ -89,7 +89,7 @@ class ValueTable:
         self.last_step = max((int(each.steps[-1]) for each in self.series.values()), default=None)
 
 
-def _iterate_whole_lines(file: TextIO) -> Iterator[str]:
+def _iterate_complete_lines(file: TextIO) -> Iterator[str]:
     """Yield the lines of a file, except a last line without newline: its last number may lack digits."""
     line = next(file, "")
     for following in file:
@@ -162,7 +162,7 @@ def thin_series(series: Series, most: int) -> ThinnedSeries:
     return ThinnedSeries(series.steps[places], values[places], np.array(mean_steps), np.array(means))
 
 
-MAX_MEDIA = 2000  # settings of one run
+_MAX_SETTINGS = 2000  # settings of one run
 _ABSENT = "–"
 _NAMES = ("trainer.name", "trainer.resume", "trainer.resume_parts")  # These differ in every run.
 _BRIEF = reprlib.Repr()
@@ -174,7 +174,7 @@ def parse_settings(text: str) -> dict[str, str]:
     """Return the settings of a config by path, such as `model.init_args.lr`; empty if it cannot be read."""
     try:
         read = yaml.safe_load(text)
-        found = islice(flatten_leaves(read), MAX_MEDIA) if isinstance(read, dict) else ()
+        found = islice(flatten_leaves(read), _MAX_SETTINGS) if isinstance(read, dict) else ()
         return {path: value[:300] if isinstance(value, str) else _BRIEF.repr(value) for path, value in found}
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
@@ -217,14 +217,14 @@ class RunContents:
     def __init__(self, shown: ShownRun, name: str, log_bytes: int) -> None:
         self.shown, self.name, directory = shown, name, Path(shown.path)
         self.metrics, self.system = (
-            ValueTable(get_own_file(directory, each)) for each in ("metrics.csv", "system.csv")
+            ValueTable(find_file_inside(directory, each)) for each in ("metrics.csv", "system.csv")
         )
-        has_time = get_own_file(directory, FILE) is not None
+        has_time = find_file_inside(directory, FILE) is not None
         self.spent = _read_time_spent(directory) if has_time else None
         self.restarts = [step for number, step in read_starts(directory).items() if number > 1] if has_time else []
         self.configs = _read_configs(directory)
-        self.environment = _read_environment(get_own_file(directory, "environment.json"))
-        self.log, self.log_left_out = _read_tail(get_own_file(directory, "run.log"), log_bytes)
+        self.environment = _read_environment(find_file_inside(directory, "environment.json"))
+        self.log, self.log_left_out = _read_tail(find_file_inside(directory, "run.log"), log_bytes)
 
     @property
     def epochs(self) -> int | None:
@@ -238,7 +238,7 @@ class RunContents:
         return parse_settings(next(reversed(self.configs.values()), ""))
 
 
-def get_own_file(directory: Path, name: str | Path) -> Path | None:
+def find_file_inside(directory: Path, name: str | Path) -> Path | None:
     """Return a file of a run, or None if it is missing or a link to outside: a report must not contain other files."""
     path = directory / name
     with suppress(OSError, RuntimeError):
@@ -249,7 +249,7 @@ def get_own_file(directory: Path, name: str | Path) -> Path | None:
 
 def is_recorded(directory: Path) -> bool:
     """Return True if a directory holds any of the files that a report reads."""
-    return any(get_own_file(directory, name) for name in KNOWN)
+    return any(find_file_inside(directory, name) for name in KNOWN)
 
 
 def make_names(paths: Sequence[Path]) -> list[str]:
@@ -284,9 +284,9 @@ def _read_tail(file: Path | None, most: int) -> tuple[str, int]:
 def _read_configs(directory: Path) -> dict[str, str]:
     earlier = [path.name for path in directory.glob("config-*.yaml") if path.stem.partition("-")[2].isdecimal()]
     names = [*sorted(earlier, key=lambda name: int(Path(name).stem.partition("-")[2])), "config.yaml"]
-    if get_own_file(directory, "config.yaml") is None:
+    if find_file_inside(directory, "config.yaml") is None:
         names = ["script.yaml"]
-    files = {name: get_own_file(directory, name) for name in names}
+    files = {name: find_file_inside(directory, name) for name in names}
     texts = {
         name: mask_text(_read_tail(file, _MAX_CONFIG_BYTES)[0]) for name, file in files.items() if file is not None
     }

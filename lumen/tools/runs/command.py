@@ -82,9 +82,9 @@ def _make_table(shown: ShownRun) -> Table:
             Text(make_printable(f"{name} {value:.4g}"), "bold" if name == each.info.get("monitor") else "")
             for name, value in shown.get_metrics(each).items()
         )  # fmt: skip
-        room = "" if each.size_bytes is None else format_bytes(each.size_bytes)
+        size = "" if each.size_bytes is None else format_bytes(each.size_bytes)
         epoch, saved = str(each.info.get("epoch", "")), format_time(each, "minutes")[:16].replace("T", " ")
-        table.add_row(mark, each.path.name, epoch, saved, room, metrics)
+        table.add_row(mark, each.path.name, epoch, saved, size, metrics)
     return table
 
 
@@ -102,8 +102,8 @@ def _iterate_notes(shown: ShownRun) -> Iterator[tuple[str, str]]:
         if each.problem:
             yield f"  {each.problem}", "red"
         elif each.kind == "tmp":
-            done = "is being written or removed" if shown.status == "running" else "was left by a killed save"
-            yield f"  {each.path.name} {done}", "dim"
+            state = "is being written or removed" if shown.status == "running" else "was left by a killed save"
+            yield f"  {each.path.name} {state}", "dim"
 
 
 _MAX_METRICS = 4  # if no metric is chosen or monitored
@@ -118,13 +118,15 @@ def show_table(chosen: Sequence[Record], records: Sequence[Record], where: Seque
         where: The conditions that the chosen runs meet.
         sort: The setting or metric by which the runs are sorted, or None.
     """
-    asked = [data.read_condition(text, records).name for text in where]
-    asked += [data.find_full_name(sort.removeprefix("-"), records)] if sort else []
+    chosen_names = [data.read_condition(text, records).name for text in where]
+    chosen_names += [data.find_full_name(sort.removeprefix("-"), records)] if sort else []
     metrics = {name for record in chosen for name in record["metrics"]}
-    others = {*metrics, "name", "status", "step", "epoch"}
-    settings = [*dict.fromkeys([*data.list_differing(chosen), *(name for name in asked if name not in others)])]
+    no_settings = {*metrics, "name", "status", "step", "epoch"}
+    settings = [
+        *dict.fromkeys([*data.list_differing(chosen), *(name for name in chosen_names if name not in no_settings)])
+    ]
     monitored = [record["monitor"] for record in chosen if record["monitor"] is not None]
-    numbers = [*dict.fromkeys([*(name for name in asked if name in metrics), *monitored])]
+    numbers = [*dict.fromkeys([*(name for name in chosen_names if name in metrics), *monitored])]
     numbers = numbers or sorted(metrics)[:_MAX_METRICS]
     columns, heads = (["status", *names, "step", *numbers] for names in (settings, data.shorten_names(settings)))
     rows = [[_format_cell(data.get_value(record, name)) for name in ("name", *columns)] for record in chosen]
@@ -157,44 +159,49 @@ def _format_cell(value: Any) -> str:
     return format(value, ".6g") if isinstance(value, float) else make_printable("null" if value is None else str(value))
 
 
-_MORE = (
-    "Nothing is changed, and no job is disturbed. Running: a live process holds the run; stopped: it was asked to; "
-    "failed: it ended by an error, whose traceback is in run.log, or by a kill. Exit code 1: --verify found damage."
+_DESCRIPTION = (
+    "The command changes nothing and disturbs no job. Status of a run: running if a live process holds the run; "
+    "stopped after a stop signal or request; failed after an error, whose traceback is in run.log, or after a kill. "
+    "Exit code 1: --verify found damage."
 )
 
 
 def run(words: list[str]) -> int:
     """List runs and return 0, or 1 if `--verify` found a damaged checkpoint."""
-    given = options().read(words)
-    as_table = bool(given.table or given.where or given.sort)
-    found = find_shown_runs(given.directory, verify=given.verify)
-    records = [data.make_record(each) for each in found] if given.json or as_table else []
-    chosen = data.select_records(records, given.where, given.sort)
-    if given.json:
+    args = options().read(words)
+    as_table = bool(args.table or args.where or args.sort)
+    found = find_shown_runs(args.directory, verify=args.verify)
+    records = [data.make_record(each) for each in found] if args.json or as_table else []
+    chosen = data.select_records(records, args.where, args.sort)
+    if args.json:
         print_json(chosen)
     elif not found:
-        print(f"there are no runs in {given.directory}", file=stdout)
+        print(f"there are no runs in {args.directory}", file=stdout)
     elif as_table:
-        show_table(chosen, records, given.where, given.sort)
+        show_table(chosen, records, args.where, args.sort)
     else:
         (show_checkpoints if stdout.isatty() else print_checkpoints)(found)
     damaged = any(each.problem and not each.kind for shown in found for each in shown.checkpoints)
-    return int(given.verify and damaged)
+    return int(args.verify and damaged)
 
 
 def options() -> Words:
     """Return the parser of the command's options."""
-    parser = Words("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--json]", _MORE)
-    parser.add_argument("directory", nargs="?", default="runs", metavar="DIR", help="Where the runs are, or one of "
-                        "them; a URL too. Default: runs.")  # fmt: skip
-    parser.add_argument("--table", action="store_true", help="A row for each run, with the settings that differ.")
+    parser = Words("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--json]", _DESCRIPTION)
+    parser.add_argument("directory", nargs="?", default="runs", metavar="DIR", help="Directory or URL of the runs, or "
+                        "of one run. Default: runs.")  # fmt: skip
+    parser.add_argument("--table", action="store_true", help="Print a row for each run, with the settings that differ.")
     parser.add_argument(
         "--where", action="append", default=[], metavar="CONDITION",
-        help="A table of the runs that meet it: 'lr < 1e-3', 'status = finished'. Several: all must be met.",
+        help="Print a table of the runs that meet all conditions, such as 'lr < 1e-3' or 'status = finished'.",
     )  # fmt: skip
     parser.add_argument(
-        "--sort", metavar="NAME", help="A table by a setting or metric, smallest first; --sort=-NAME: largest first."
+        "--sort",
+        metavar="NAME",
+        help="Sort the table by a setting or metric, smallest first; --sort=-NAME: largest first.",
     )
-    parser.add_argument("--verify", action="store_true", help="Read every byte. Default: manifests, and files' sizes.")
-    parser.add_argument("--json", action="store_true", help="Print JSON; of --where and --sort too.")
+    parser.add_argument(
+        "--verify", action="store_true", help="Read every byte. Default: read manifests and file sizes."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, also with --where and --sort.")
     return parser

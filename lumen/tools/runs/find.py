@@ -149,30 +149,30 @@ def _inspect_checkpoint(path: PurePath, kind: str, *, verify: bool) -> ListedChe
         head = read_head(path)
         manifest, storage = path / MANIFEST, get_storage(path)
         with explain_read_errors(manifest):
-            own, listed.committed_s = storage.get_status(manifest), storage.get_write_time_s(manifest)
+            status, listed.committed_s = storage.get_status(manifest), storage.get_write_time_s(manifest)
         listed.info = head.info
-        listed.size_bytes = (own.size_bytes if own else 0) + sum(size for size, _ in head.files.values())
+        listed.size_bytes = (status.size_bytes if status else 0) + sum(size for size, _ in head.files.values())
         if verify:
             Checkpoint.open(path)
         else:
             for name, (size, _) in head.files.items():
                 check_file(path, name, size, None)
         if kind == "damaged":
-            listed.problem = f"{path} was set aside when a run went on from an older one."
+            listed.problem = f"{path} was set aside when a run resumed from an older checkpoint."
     except CheckpointError as error:
         listed.problem = str(error)
     return listed
 
 
 _BEGUN, _FAILED = "the run is in ", "failed: "
-_ENDS = {  # status by the beginning of the last log line, for a run that no process holds
+_STATUSES = {  # status by the beginning of the last log line, for a run that no process holds
     "finished: ": "finished",
     "nothing to do: ": "finished",
     "stopped at ": "stopped",
     _BEGUN: "failed",
     _FAILED: "failed",
 }
-_LOG_LINE = re.compile(rf"^([-0-9]+ [:,0-9]+) (?:INFO|ERROR) ({'|'.join(_ENDS)})(.*)$", re.M)
+_LOG_LINE = re.compile(rf"^([-0-9]+ [:,0-9]+) (?:INFO|ERROR) ({'|'.join(_STATUSES)})(.*)$", re.M)
 _LOG_TAIL_BYTES = 1 << 20
 
 
@@ -188,11 +188,11 @@ def find_shown_runs(directory: str | PurePath, *, verify: bool = False) -> list[
     """
     root = as_path_or_url(directory)
     with explain_read_errors(root):
-        is_there, is_checkpoint = is_dir(root), path_exists(root / MANIFEST)
-    if not is_there:
-        raise ConfigError(f"there is no directory {root}. Say where the runs are: lumen runs DIR.")
+        is_directory, is_checkpoint = is_dir(root), path_exists(root / MANIFEST)
+    if not is_directory:
+        raise ConfigError(f"there is no directory {root}. Name the directory of the runs: lumen runs DIR.")
     if is_checkpoint:
-        raise ConfigError(f"{root} is a checkpoint. Give its run, or the directory of all runs.")
+        raise ConfigError(f"{root} is a checkpoint. Name the directory of its run, or of all runs.")
     return [inspect_run(path, verify=verify) for path in find_runs(root.parent if root.name == "checkpoints" else root)]
 
 
@@ -205,7 +205,7 @@ def find_runs(directory: PurePath) -> Iterator[PurePath]:
         names = sorted(get_storage(directory).list_names(directory))
         below = [directory / name for name in names if not name.startswith(".") and is_dir(directory / name)]
     except (OSError, LumenError) as error:
-        print(f"warning: cannot look into {directory}: {getattr(error, 'strerror', error)}", file=stderr)
+        print(f"warning: cannot read {directory}: {getattr(error, 'strerror', error)}", file=stderr)
         return
     for path in below:
         local = as_local_path(path)
@@ -231,30 +231,30 @@ def inspect_run(path: PurePath, *, verify: bool = False) -> ShownRun:
         shown.problem = str(error)
     local = shown.local_path
     if local is None:
-        shown.status = _get_sort_key(shown)
+        shown.status = _get_recorded_status(shown)
         return shown
     try:
         with warnings.catch_warnings(action="error"):  # warned on a file system without locks
             shown.holder = RunDirectory.read_live_holder(local)
     except (RunDirectoryError, UserWarning):
         return shown
-    said = _read_status_lines(local / "run.log")
-    shown.status = "running" if shown.holder else _ENDS[said[-1][1]] if said else _get_sort_key(shown)
+    lines = _read_status_lines(local / "run.log")
+    shown.status = "running" if shown.holder else _STATUSES[lines[-1][1]] if lines else _get_recorded_status(shown)
     if shown.status == "failed":
-        begun = max((when for when, what, _ in said if what == _BEGUN), default="")
+        begun = max((when for when, status, _ in lines if status == _BEGUN), default="")
         of_ranks = sorted((local / "logs").glob("*-rank*.log"))
         newest = [log for log in of_ranks if log.name.rpartition("-")[0] == of_ranks[-1].name.rpartition("-")[0]]
-        told = sorted(
+        lines = sorted(
             each for log in (local / "run.log", *newest) for each in _read_status_lines(log) if each[0] >= begun
         )
-        failures = [line for _, what, line in told if what == _FAILED]
+        failures = [line for _, status, line in lines if status == _FAILED]
         causes = [line for line in failures if not line.startswith(f"{ProcessLost.__name__}: ")]
         shown.error = next(iter(causes or failures), None)  # the first error that is not the loss of another rank
     return shown
 
 
 def _read_status_lines(log: Path) -> list[tuple[str, str, str]]:
-    """Return the status lines of a log in order of time: the time, the key in `_ENDS`, and the rest of the line."""
+    """Return the status lines of a log in order of time: the time, the key in `_STATUSES`, and the rest of the line."""
     found: list[list[tuple[str, str, str]]] = []
     for path in (log, log.with_suffix(STATUS_SUFFIX)):
         with suppress(OSError), open(path, "rb") as file:
@@ -263,5 +263,5 @@ def _read_status_lines(log: Path) -> list[tuple[str, str, str]]:
     return list(heapq.merge(*found, key=itemgetter(0)))
 
 
-def _get_sort_key(shown: ShownRun) -> str:
+def _get_recorded_status(shown: ShownRun) -> str:
     return "finished" if shown.newest_info.get("finished") else "unknown"

@@ -29,7 +29,7 @@ _COMPARISON = re.compile(r"^\s*(?P<name>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P
 _ORDERS: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
-_OF_RUN, _OF_TIME = ("name", "status", "step", "epoch"), ("wall_s", "lives", "spent_s")
+_RUN_FIELDS, _TIME_FIELDS = ("name", "status", "step", "epoch"), ("wall_s", "lives", "spent_s")
 ABSENT = object()
 
 
@@ -73,9 +73,9 @@ def select_records(records: Sequence[Record], where: Iterable[str] = (), sort: s
     chosen = [record for record in records if all(each.is_met_by(record) for each in conditions)]
     if sort is None:
         return chosen
-    down = sort.startswith("-")
+    descending = sort.startswith("-")
     name = find_full_name(sort.removeprefix("-"), records)
-    return sorted(chosen, key=lambda record: _get_sort_key(get_value(record, name), down=down))
+    return sorted(chosen, key=lambda record: _get_sort_key(get_value(record, name), descending=descending))
 
 
 def read_condition(text: str, records: Sequence[Record]) -> Condition:
@@ -86,13 +86,13 @@ def read_condition(text: str, records: Sequence[Record]) -> Condition:
     """
     found = _COMPARISON.match(text)
     if found is None:
-        raise ConfigError(f"{text!r} is no condition. Write NAME < VALUE, with one of < <= > >= == and !=.")
+        raise ConfigError(f"{text!r} is not a condition. Write NAME < VALUE, with one of < <= > >= == and !=.")
     value: Any = found["value"]
     with suppress(yaml.YAMLError):
         value = as_json_data(load_yaml(value))
     sign = "==" if found["sign"] == "=" else found["sign"]
     if sign in _ORDERS and not _is_number(value):
-        raise ConfigError(f"{text!r}: only numbers are in an order, found {found['value']!r}. Use == or !=.")
+        raise ConfigError(f"{text!r}: only numbers can be ordered, found {found['value']!r}. Use == or !=.")
     return Condition(find_full_name(found["name"], records), sign, value)
 
 
@@ -102,12 +102,12 @@ def find_full_name(name: str, records: Sequence[Record]) -> str:
     Raises:
         ConfigError: The name is unknown or ambiguous.
     """
-    names = {str(key): None for record in records for key in (*_OF_RUN, *record["metrics"], *record["settings"])}
+    names = {str(key): None for record in records for key in (*_RUN_FIELDS, *record["metrics"], *record["settings"])}
     if name in names or not records:
         return name
     close = [each for each in names if each.endswith(f".{name}")]
     if len(close) > 1:
-        raise ConfigError(f"several settings are called {name}: {', '.join(close)}. Write the name of one in full.")
+        raise ConfigError(f"several settings are called {name}: {', '.join(close)}. Write the full name.")
     if not close:
         short = [key.rpartition(".")[2] for key in names]
         raise ConfigError(f"no run has a setting or a metric {name}.{suggest_names(name, [*names, *short])}")
@@ -116,7 +116,7 @@ def find_full_name(name: str, records: Sequence[Record]) -> str:
 
 def get_value(record: Record, name: str) -> Any:
     """Return a field, metric or setting of a run by its full name, or `ABSENT` if the run has none."""
-    if name in _OF_RUN:
+    if name in _RUN_FIELDS:
         return record[name]
     return record["metrics"].get(name, record["settings"].get(name, ABSENT))
 
@@ -137,14 +137,14 @@ def shorten_names(names: Sequence[str]) -> list[str]:
     return [next((end for end in endings[name] if counts[end] == 1), name) for name in names]
 
 
-def _get_sort_key(value: Any, *, down: bool) -> tuple[Any, ...]:
+def _get_sort_key(value: Any, *, descending: bool) -> tuple[Any, ...]:
     """Return a sort key that puts numbers before text and missing values last."""
     value = math.nan if value is ABSENT or value is None else value
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):  # Records hold these as text, for JSON.
         value = float(value)
     if not _is_number(value):
         return (1, str(value))
-    return (2, "") if math.isnan(value) else (0, -value if down else value)
+    return (2, "") if math.isnan(value) else (0, -value if descending else value)
 
 
 def _is_number(value: Any) -> bool:
@@ -156,7 +156,7 @@ def as_comparable(value: Any) -> Any:
     return value if _is_number(value) else (type(value), repr(value))
 
 
-_OF_EACH_RUN = {"trainer.name", "trainer.default_root_dir", "trainer.resume", "trainer.resume_parts"}
+_IGNORED_SETTINGS = {"trainer.name", "trainer.default_root_dir", "trainer.resume", "trainer.resume_parts"}
 _TAIL_BYTES = 1 << 20
 
 
@@ -186,7 +186,7 @@ def _flatten_settings(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in node.items():
         name = f"{above}.{key}" if above else str(key)
-        if name not in _OF_EACH_RUN:
+        if name not in _IGNORED_SETTINGS:
             yield from _flatten_settings(value, name)
 
 
@@ -207,8 +207,8 @@ def _read_last_values(path: Path) -> dict[str, float]:
     """Return the last number in each column of a CSV file, within its last `_TAIL_BYTES`."""
     with path.open("rb") as file:
         header = next(csv.reader([file.readline().decode()]), [])
-        begins = max(file.tell(), file.seek(0, io.SEEK_END) - _TAIL_BYTES)
-        file.seek(begins)
+        start = max(file.tell(), file.seek(0, io.SEEK_END) - _TAIL_BYTES)
+        file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
     last: dict[str, float] = {}
     for row in csv.reader(line for line in lines if line.count(",") >= len(header) - 1):
@@ -272,7 +272,7 @@ def make_record(shown: ShownRun) -> dict[str, Any]:
         **{key: holder.get(key) for key in ("host", "pid", "started")},
         "error": shown.error,
         "monitor": shown.newest_info.get("monitor"),
-        "goodput": spent and {"share": spent.goodput, **{key: getattr(spent, key) for key in _OF_TIME}},
+        "goodput": spent and {"share": spent.goodput, **{key: getattr(spent, key) for key in _TIME_FIELDS}},
         "problem": shown.problem,
         "checkpoints": checkpoints,
         "temporary": [each.path.name for each in shown.checkpoints if each.kind == "tmp"],

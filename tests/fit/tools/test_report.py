@@ -218,7 +218,7 @@ def test_many_names_and_long_logs_are_truncated_visibly(tmp_path, report):
     log = "".join(f"2026-01-01 00:00:00,000 INFO line {number}\n" for number in range(100_000))
     page = report(recorded(tmp_path / "a", metrics_csv=metrics, run_log=log))
     assert sum("data-chart" in each for _, each in page.tags) == 40
-    assert "Not drawn, since there are too many: metric_40" in page.text
+    assert "Too many curves; not drawn: metric_40" in page.text
     assert "INFO line 99999" in page.text
     assert "INFO line 0 " not in page.text
     assert re.search(r"without the first [\d,]+ bytes", page.text)
@@ -232,7 +232,7 @@ def test_many_names_and_long_logs_are_truncated_visibly(tmp_path, report):
     [
         (["nowhere"], ConfigError, "there is no directory nowhere. Name runs on this machine"),
         (["empty"], ConfigError, "there are no runs in empty"),
-        (["a", "--output", "report.pdf"], ConfigError, "--output report.pdf: a report is an .html file"),
+        (["a", "--output", "report.pdf"], ConfigError, "--output report.pdf: expected an .html file"),
         (["a", "--output", "none/report.html"], RunDirectoryError, "none/report.html cannot be written: No such file"),
         (["a", "--ouptut", "x.html"], ConfigError, "has no option --ouptut. Did you mean --output?"),
     ],

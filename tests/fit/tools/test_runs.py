@@ -262,8 +262,8 @@ def test_where_there_is_nothing_that_is_said(shown, capsys):
     assert json.loads(shown("--json")) == []
     small(Path("mine/checkpoints/step-1"))
     for words, message in (
-        (["nowhere"], "there is no directory nowhere. Say where the runs are: lumen runs DIR."),
-        (["mine/checkpoints/step-1"], "mine/checkpoints/step-1 is a checkpoint. Give its run"),
+        (["nowhere"], "there is no directory nowhere. Name the directory of the runs: lumen runs DIR."),
+        (["mine/checkpoints/step-1"], "mine/checkpoints/step-1 is a checkpoint. Name the directory of its run"),
         (["--verfy"], "lumen runs has no option --verfy. Did you mean --verify?"),
         (["mine", "yours"], "unrecognized arguments: yours. Usage: lumen runs [DIR]"),
     ):

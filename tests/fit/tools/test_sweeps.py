@@ -111,9 +111,9 @@ def test_runs_are_sorted_by_setting_or_metric():
     ("condition", "said"),
     [
         ("lrr < 1", "no run has a setting or a metric lrr. Did you mean lr"),
-        ("lr", "'lr' is no condition. Write NAME < VALUE"),
-        ("lr < fast", "only numbers are in an order, found 'fast'. Use == or !=."),
-        ("0.0 < __import__('os').getpid()", "only numbers are in an order"),
+        ("lr", "'lr' is not a condition. Write NAME < VALUE"),
+        ("lr < fast", "only numbers can be ordered, found 'fast'. Use == or !=."),
+        ("0.0 < __import__('os').getpid()", "only numbers can be ordered"),
     ],
 )
 def test_invalid_condition_raises_an_explanation(condition, said):
