@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` and `make test`. Both work in a virtual environment of their own.
+# The main commands are `make demo` and `make test`. Both use their own virtual environment.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.15.0
@@ -8,8 +8,8 @@ DEMO = $(VENV)/.demo
 READY = $(VENV)/.ready
 COMPAT = $(VENV)-compat-$(TORCH)
 VISION = $(VENV)-vision
-# Whole files side by side, in the order of the rooms: short files are left for the end. Programs often wait: three of them.
-# A test over its time limit ends its worker: without another one it is named once.
+# Each file runs in one worker, in the order of the folders, so short files come last. Programs often wait, so use three workers.
+# A test over its time limit ends its worker, which is not replaced, so the test is reported once.
 PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo check test test-all compat gpu torture bench vision docs lint format clean
@@ -20,36 +20,36 @@ demo: $(DEMO) ## Train a small GPT on real text, then let it write.
 	  sed -n '1p;$$p' $${run}metrics.csv; echo; echo "What it writes:"; \
 	  $(BIN)/lumen predict --config $${run}config.yaml --ckpt_path last --data.prompt "In the beginning "
 
-check: $(READY) lint ## Lint, types and the units: a minute.
+check: $(READY) lint ## Lint, types and unit tests: a minute.
 	$(PARALLEL) tests/unit -m "not slow and not torture"
 
-test: $(READY) lint ## The same, all fits in one process, and promises on several: five minutes.
+test: $(READY) lint ## The same, fits in one process, and some promises on several processes: five minutes.
 	$(PARALLEL) tests/unit tests/fit -m "not slow and not torture"
 	$(BIN)/python -m pytest tests/promises -m everyday
 
-test-all: $(READY) lint ## Everything but torture: groups of processes, programs, kills and the promises too.
+test-all: $(READY) lint ## All tests except torture: also groups of processes, programs, kills and promises.
 	$(PARALLEL) tests/unit tests/fit -m "not torture"
 	$(PARALLEL) -n 3 tests/promises tests/system tests/distributed -m "not torture"
 	$(MAKE) vision
 
-vision: $(READY) $(VISION)/.ready ## The examples of timm and torchvision, which stand beside the environment: see tests/vision.
+vision: $(READY) $(VISION)/.ready ## The examples of timm and torchvision, which are installed outside the environment: see tests/vision.
 	PYTHONPATH=$(VISION) $(PARALLEL) tests/vision -m "not torture"
 
-compat: $(COMPAT)/.ready ## The tests with another torch, 6 GB in an environment of its own: make compat TORCH=2.11.0
+compat: $(COMPAT)/.ready ## The tests with a different torch, 6 GB in a separate environment: make compat TORCH=2.11.0
 	$(COMPAT)/bin/python -m pytest -m "not slow and not torture"
 
-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## What only CUDA devices can show: make gpu GPU_PYTHON=python3
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## Tests that need CUDA devices: make gpu GPU_PYTHON=python3
 	$(GPU_PYTHON) -m pytest -m cuda -rs $$(grep -rl --include='test_*.py' 'mark\.cuda' tests)
 	$(GPU_PYTHON) -m benchmarks tiny-cuda gpt2-cuda gpt2-gaps --rounds 1 --readme
 
-torture: $(READY) ## Random kills, a soak and hostile input, for as long as you like: make torture KILLS=1000 MINUTES=60 FUZZ=60
+torture: $(READY) ## Random kills, a soak test and hostile input, as long as you like: make torture KILLS=1000 MINUTES=60 FUZZ=60
 	LUMEN_TORTURE_KILLS=$(or $(KILLS),200) LUMEN_SOAK_MINUTES=$(or $(MINUTES),30) LUMEN_FUZZ_MINUTES=$(or $(FUZZ),10) \
 	  $(BIN)/python -m pytest -m torture -s
 
-bench: $(VENV)-bench/.ready ## What the loop costs, beside the loop by hand and other libraries.
+bench: $(VENV)-bench/.ready ## Measure the cost of the loop, compared with a hand-written loop and other libraries.
 	$(VENV)-bench/bin/python -m benchmarks --readme
 
-docs: $(READY) ## The documentation as a site, to be opened at site/index.html; nothing is fetched.
+docs: $(READY) ## Build the documentation as a site, site/index.html, without network.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "Open $(CURDIR)/site/index.html"
 

@@ -1,1 +1,1 @@
-"""The example data modules: what the models in ``models/`` are trained on."""
+"""Example data modules for the models in ``models/``."""

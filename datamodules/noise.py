@@ -1,4 +1,4 @@
-"""Handwritten digits, each with numbers drawn anew: what a network makes an image of."""
+"""Handwritten digits with random numbers, from which a network generates images."""
 
 from typing import Any
 
@@ -10,13 +10,14 @@ from datamodules.mnist import MNIST5k
 
 
 class DigitsAndNoise(MNIST5k):
-    """The digits of `MNIST5k` with noise.
+    """Digits of `MNIST5k` with noise.
 
-    A batch is ``[images, labels, noise]``: those of `MNIST5k`, and float32 of shape ``(batch, noise)``.
+    A batch is ``[images, labels, noise]``: images and labels as in `MNIST5k`, and noise, float32 of shape
+    ``(batch, noise)``.
 
     Args:
-        noise: Numbers that are drawn for each image from a normal distribution, others in every epoch.
-        options: Those of `datamodules.mnist.MNIST5k`.
+        noise: Number of normally distributed random numbers for each image, which change in every epoch.
+        options: Options of `datamodules.mnist.MNIST5k`.
     """
 
     def __init__(self, noise: int = 32, **options: Any):
@@ -25,16 +26,16 @@ class DigitsAndNoise(MNIST5k):
         self.noise = noise
 
     def setup(self, stage: str) -> None:
-        """Read the images."""
+        """Read the images into memory."""
         super().setup(stage)
         self.train, self.val = Noisy(self.train, self.noise), Noisy(self.val, self.noise)
 
 
 class Noisy(Dataset):
-    """The samples of another data set, each with noise behind it.
+    """Samples of a dataset, each with noise as its last element.
 
-    Noise that `training_step` draws is keyed by the number of the micro-batch, and so depends on how a batch is cut and
-    divided among processes. What is drawn here is keyed by (seed, epoch, index): the same on any number of processes.
+    Noise drawn in `training_step` depends on the number of the micro-batch, and so on the division of batches among
+    processes. Noise drawn here depends on (seed, epoch, index), and is the same on any number of processes.
     """
 
     def __init__(self, data: Dataset, size: int):

@@ -1,4 +1,4 @@
-"""Surnames on request, packed: texts of different lengths side by side in rows, with hardly any padding."""
+"""Requests and surnames, packed: several texts in each row, with little padding."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ END = 0
 
 
 class PackedSurnames(Surnames):
-    """The names of `Surnames`, each behind the request for it: ``Finnish: Virtanen``.
+    """Names of `Surnames`, each after a request for its country: ``Finnish: Virtanen``.
 
-    A sample is a name; a batch is the dictionary that `pack` makes of several.
+    A sample is a name. A batch is the dictionary that `pack` returns for several names.
 
     Args:
-        row: Tokens in a row; no text may be longer.
-        request_weight: What a token of a request counts in the loss; one of a name counts 1.
-        options: Those of `datamodules.surnames.Surnames`.
+        row: Number of tokens in a row. No text may be longer.
+        request_weight: Weight of a request's tokens in the loss. Tokens of names have weight 1.
+        options: Options of `datamodules.surnames.Surnames`.
     """
 
     def __init__(self, row: int = 128, request_weight: float = 0.0, **options: Any):
@@ -28,68 +28,68 @@ class PackedSurnames(Surnames):
         self.save_hyperparameters()
 
     def train_dataloader(self) -> DataLoader:
-        """The training names, shuffled one by one and packed batch by batch."""
+        """Return the training names, shuffled, then packed batch by batch."""
         return self.loader(self.train, self.hparams.batch_size, shuffle=True, collate_fn=self.collate)
 
     def val_dataloader(self) -> DataLoader:
-        """The validation names, packed."""
+        """Return the validation names, packed."""
         return self.loader(self.val, self.hparams.batch_size, collate_fn=self.collate)
 
     def predict_dataloader(self) -> DataLoader:
-        """A request for each country."""
+        """Return a request for each country."""
         return DataLoader([request(origin) for origin in self.origins], batch_size=1, collate_fn=lambda texts: texts[0])
 
     def collate(self, samples: list[tuple[str, int]]) -> dict[str, Any]:
-        """Write the names as texts, and pack these."""
+        """Convert names to requests and answers, and pack the texts."""
         texts = [(request(self.origins[origin]), [*name.encode(), END]) for name, origin in samples]
         return pack(texts, self.hparams.row, self.hparams.request_weight)
 
 
 def request(origin: str) -> list[int]:
-    """The tokens that ask for a name, bytes."""
+    """Return the tokens (bytes) of a request for a name."""
     return list(f"{origin}: ".encode())
 
 
 def pack(texts: list[tuple[list[int], list[int]]], row: int, request_weight: float = 0.0) -> dict[str, Any]:
-    """Lay texts into as few rows as they fit in when each goes to the first that has room, the longest first.
+    """Pack texts into rows, the longest text first, each into the first row with enough room.
 
     Args:
-        texts: Pairs of a request and its answer, as tokens; neither is empty.
-        row: Tokens in a row.
-        request_weight: What a token of a request counts; one of an answer counts 1.
+        texts: Pairs of a request and its answer, as tokens. Neither is empty.
+        row: Number of tokens in a row.
+        request_weight: Weight of a request's tokens. Tokens of answers have weight 1.
 
     Returns:
-        ``ids``, ``targets`` (the token after each), ``positions`` (from 0 in each text) and ``texts`` (whose each token
-        is, 0 is padding), all int64 of shape ``(rows, row)``; ``weights`` of the targets, float32 of that shape; and
-        ``weight``, their sum, a float.
+        ``ids``, ``targets`` (the next tokens), ``positions`` (from 0 in each text) and ``texts`` (the number of each
+        token's text, 0 for padding), all int64 of shape ``(rows, row)``; ``weights`` of the targets, float32 of the
+        same shape; and ``weight``, the sum of the weights, a float.
 
     Raises:
         DataError: A text is longer than a row.
     """
     rows: list[list[tuple[list[int], int]]] = []
-    for asked, answer in sorted(texts, key=lambda text: -len(text[0]) - len(text[1])):
-        length = len(asked) + len(answer) - 1  # what is read; the last token is only written
+    for question, answer in sorted(texts, key=lambda text: -len(text[0]) - len(text[1])):
+        length = len(question) + len(answer) - 1  # The last token is a target only.
         if length > row:
             raise DataError(f"a text has {length} tokens, a row has {row}. Make data.row larger, or cut the text.")
         places = (each for each in rows if sum(len(ids) - 1 for ids, _ in each) + length <= row)
         place = next(places, None)
         if place is None:
             rows.append(place := [])
-        place.append((asked + answer, len(asked)))
+        place.append((question + answer, len(question)))
     batch = {name: torch.zeros(len(rows), row, dtype=torch.int64) for name in ("ids", "targets", "positions", "texts")}
     weights = torch.zeros(len(rows), row)
     for number, texts_of_row in enumerate(rows):
         at = 0
-        for text, (ids, asked_length) in enumerate(texts_of_row, start=1):
-            here = slice(at, at := at + len(ids) - 1)
-            batch["ids"][number, here] = torch.tensor(ids[:-1])
-            batch["targets"][number, here] = torch.tensor(ids[1:])
-            batch["positions"][number, here] = torch.arange(len(ids) - 1)
-            batch["texts"][number, here] = text
-            weights[number, here] = weights_of(len(ids) - 1, asked_length, request_weight)
+        for text, (ids, question_length) in enumerate(texts_of_row, start=1):
+            span = slice(at, at := at + len(ids) - 1)
+            batch["ids"][number, span] = torch.tensor(ids[:-1])
+            batch["targets"][number, span] = torch.tensor(ids[1:])
+            batch["positions"][number, span] = torch.arange(len(ids) - 1)
+            batch["texts"][number, span] = text
+            weights[number, span] = weights_of(len(ids) - 1, question_length, request_weight)
     return batch | {"weights": weights, "weight": weights.sum().item()}
 
 
-def weights_of(length: int, asked: int, request_weight: float) -> Tensor:
-    """Weights of the targets of a text: the first ``asked - 1`` are of the request."""
-    return torch.where(torch.arange(length) < asked - 1, request_weight, 1.0)
+def weights_of(length: int, question_length: int, request_weight: float) -> Tensor:
+    """Return the weights of a text's targets, of which the first ``question_length - 1`` belong to the request."""
+    return torch.where(torch.arange(length) < question_length - 1, request_weight, 1.0)

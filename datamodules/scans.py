@@ -1,4 +1,4 @@
-"""Handwritten digits again, by other people and from another scanner; they come with scikit-learn."""
+"""Handwritten digits of other writers and another scanner, from scikit-learn."""
 
 from typing import Any
 
@@ -11,15 +11,16 @@ from lumen.errors import DataError
 
 
 class Scans(Loading):
-    """1,797 images of 8 x 8 pixels, enlarged to the 28 x 28 of MNIST; only a few of them are for training.
+    """1,797 images of 8 x 8 pixels, enlarged to 28 x 28 as in MNIST, of which a few are for training.
 
-    They are the "Optical Recognition of Handwritten Digits" of E. Alpaydin and C. Kaynak, under the licence CC BY 4.0.
+    The images are the "Optical Recognition of Handwritten Digits" of E. Alpaydin and C. Kaynak, under the licence
+    CC BY 4.0.
 
     A batch is ``[images, labels]``: float32 of shape ``(batch, 1, 28, 28)`` in [0, 1], and int64 of shape ``(batch,)``.
 
     Args:
-        labelled: Images for training, as if somebody had to label them; all others are for validation.
-        batch_size: Images in a training batch.
+        labelled: Number of training images, as if labels were expensive. All other images are for validation.
+        batch_size: Number of images in a training batch.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
@@ -28,26 +29,26 @@ class Scans(Loading):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        """Read the images, enlarge them and deal them, in every run the same."""
+        """Read, enlarge and split the images, equally in every run."""
         images, h = scans(), self.hparams
         split = torch.Generator().manual_seed(0)
         self.train, self.val = random_split(images, [h.labelled, len(images) - h.labelled], split)
 
     def train_dataloader(self) -> DataLoader:
-        """The few images for training, shuffled."""
+        """Return the training images, shuffled."""
         return self.loader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """All others."""
+        """Return all other images."""
         return self.loader(self.val, batch_size=256)
 
     def predict_dataloader(self) -> DataLoader:
-        """Return the validation images again."""
+        """Return the validation images."""
         return self.val_dataloader()
 
 
 def scans() -> TensorDataset:
-    """All images and their digits; like those of MNIST 20 pixels high, with a black border.
+    """Return all images and their digits, 20 pixels high with a black border, as in MNIST.
 
     Raises:
         DataError: The package is missing.

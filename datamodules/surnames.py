@@ -1,4 +1,4 @@
-"""Surnames of eight countries, as the package Faker collected them."""
+"""Surnames of eight countries, from the package Faker."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,20 +26,20 @@ LOCALES = {
 
 
 class Surnames(Loading):
-    """About 8,000 surnames, of which a fifth is for validation, and where they are from.
+    """About 8,000 surnames and their countries; a fifth is for validation.
 
-    A name is a sequence of bytes, its UTF-8: so there is no vocabulary to keep, and no letter is unknown. Names
-    differ in length; `collate` pads the shorter ones of a batch.
+    A name is a sequence of UTF-8 bytes, so no vocabulary is needed and no letter is unknown. Names have different
+    lengths; `collate` pads the shorter names of a batch.
 
-    A batch is ``(letters, lengths, labels)``: bytes, int64 of shape ``(batch, longest)``, 0 where a name has ended;
-    their numbers, a list, which stays on the host, where packing wants it; and positions in ``origins``, int64 of shape
+    A batch is ``(letters, lengths, labels)``: bytes, int64 of shape ``(batch, longest)``, padded with 0; the number of
+    bytes of each name, a list on the host, as packing needs it; and positions in ``origins``, int64 of shape
     ``(batch,)``. A prediction batch is ``(letters, lengths)``.
 
     Args:
-        batch_size: Names in a batch.
-        names: Of which ``predict`` says where they are from.
-        labelled: Names to learn from, as if somebody had to look up where each is from; None for all that there are.
-        only: Names of this one of the ``origins`` only; None for those of all.
+        batch_size: Number of names in a batch.
+        names: Names whose origins ``predict`` finds.
+        labelled: Number of training names, as if labels were expensive, or None for all.
+        only: The origin of all names, one of ``origins``, or None for all origins.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
@@ -58,24 +58,24 @@ class Surnames(Loading):
             raise ConfigError(f"only: there are no names from {only!r}. Choose one of {', '.join(self.origins)}.")
 
     def setup(self, stage: str) -> None:
-        """Deal the names to training and validation, in every run the same."""
+        """Split the names, equally in every run."""
         names, only = labelled_names(), self.hparams.only
-        dealt = random_split(names, [0.8, 0.2], torch.Generator().manual_seed(0))  # before any is left out
-        train, val = ([i for i in part.indices if only in (None, self.origins[names[i][1]])] for part in dealt)
+        parts = random_split(names, [0.8, 0.2], torch.Generator().manual_seed(0))  # before `only` selects names
+        train, val = ([i for i in part.indices if only in (None, self.origins[names[i][1]])] for part in parts)
         self.train, self.val = Subset(names, train[: self.hparams.labelled]), Subset(names, val)
 
     def train_dataloader(self) -> DataLoader:
-        """The training names, shuffled."""
+        """Return the training names, shuffled."""
         return self.loader(self.train, self.hparams.batch_size, shuffle=True, collate_fn=collate)
 
     def val_dataloader(self) -> DataLoader:
-        """The validation names."""
+        """Return the validation names."""
         return self.loader(self.val, self.hparams.batch_size, collate_fn=collate)
 
     def predict_dataloader(self) -> DataLoader:
-        """The names to guess at."""
+        """Return the names whose origins to find."""
         if not all(self.hparams.names):
-            raise DataError("one of the names is empty: there is nothing to read. Give each a letter at least.")
+            raise DataError("data.names has an empty name. Give each name at least one letter.")
         return DataLoader(self.hparams.names, self.hparams.batch_size, collate_fn=pad)
 
 
@@ -86,17 +86,17 @@ def collate(samples: list[tuple[str, int]]) -> tuple[Tensor, list[int], Tensor]:
 
 
 def pad(names: Sequence[str]) -> tuple[Tensor, list[int]]:
-    """Write names below each other, filled up with 0 to the length of the longest.
+    """Return names as rows of bytes, padded with 0 to the longest name.
 
     Returns:
-        Their bytes, int64 of shape ``(names, longest)``; and how many each name has.
+        The bytes, int64 of shape ``(names, longest)``, and the number of bytes of each name.
     """
     rows = [torch.tensor(list(name.encode())) for name in names]
     return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
 
 def labelled_names() -> list[tuple[str, int]]:
-    """The surnames that one of the countries has and no other, and its position in ``LOCALES``; sorted.
+    """Return the surnames of exactly one country, with its position in ``LOCALES``, sorted.
 
     Raises:
         DataError: The package is missing.

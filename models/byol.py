@@ -1,7 +1,7 @@
-"""Bootstrap your own latent (Grill et al., 2020): a network learns to see digits without being told what they are.
+"""Bootstrap your own latent (Grill et al., 2020): a network learns features of digits without labels.
 
-Of two views of an image a student sees one and foretells what its teacher sees in the other. The teacher is an average
-of what the student has been.
+A student sees one view of an image, and predicts the teacher's output for a second view. The teacher is a moving
+average of the student.
 """
 
 import torch
@@ -12,16 +12,16 @@ import lumen
 
 
 class BYOL(lumen.TaskModule):
-    """Trains an encoder by pairs of views, and tries it by a linear probe.
+    """BYOL, which trains an encoder with pairs of views, and evaluates the encoder with a linear probe.
 
-    A batch is that of `datamodules.views.TwoViews`.
+    Batches are as in `datamodules.views.TwoViews`.
 
     Args:
-        features: Numbers that the encoder makes of an image.
-        width: Hidden units of the heads.
-        decay: What the teacher keeps of itself in a step, in [0, 1].
-        learning_rate: AdamW's, of the student.
-        weight_decay: AdamW's.
+        features: Number of features that the encoder returns for an image.
+        width: Number of hidden units of the heads.
+        decay: Weight of the teacher's previous parameters in the moving average, in [0, 1].
+        learning_rate: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class BYOL(lumen.TaskModule):
         self.teacher = lumen.Teacher(self.student, decay)
 
     def forward(self, images: Tensor) -> Tensor:
-        """What is seen in images of shape ``(batch, 1, 28, 28)``, of shape ``(batch, features)``."""
+        """Return features of shape ``(batch, features)`` for images of shape ``(batch, 1, 28, 28)``."""
         return self.encoder(images)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """How far the student is from what the teacher sees, from 0 to 4: a mean over images and views."""
+        """Return the distance of student and teacher, from 0 to 4, a mean over images and views."""
         one, other, _ = batch
-        said = self.predictor(self.student(torch.cat([one, other])))
-        meant = self.teacher(torch.cat([other, one]))
-        loss = 2 - 2 * F.cosine_similarity(said, meant).mean()
+        predicted = self.predictor(self.student(torch.cat([one, other])))
+        target = self.teacher(torch.cat([other, one]))
+        loss = 2 - 2 * F.cosine_similarity(predicted, target).mean()
         self.log("train_loss", loss)
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Fit a linear probe to the few labelled images (least squares), alike in all processes."""
+        """Fit a linear probe to the few labelled images (least squares), equally in all processes."""
         images, digits = self.trainer.datamodule.labelled_images()
         seen = self(images.to(self.device, self.dtype))
         self.middle, self.spread = seen.mean(dim=0), seen.std(dim=0)
@@ -67,28 +67,28 @@ class BYOL(lumen.TaskModule):
         self.probe = torch.linalg.solve(seen.T @ seen + 10 * torch.eye(seen.shape[1]).to(seen), seen.T @ wanted)
 
     def scaled(self, seen: Tensor) -> Tensor:
-        """Features as the probe reads them: of the labelled images each has the mean 0 and the spread 1."""
+        """Scale features to mean 0 and standard deviation 1 over the labelled images."""
         return (seen - self.middle) / self.spread
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """Log how many images that it has never seen the probe reads."""
+        """Log the accuracy of the probe on validation images."""
         images, digits = batch
         read = (self.scaled(self(images)) @ self.probe).argmax(dim=1)
         self.log("val_probe", (read == digits).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, of what is trained; the teacher is not."""
+        """Return AdamW for all parameters except the teacher's."""
         h, trained = self.hparams, [*self.student.parameters(), *self.predictor.parameters()]
         return torch.optim.AdamW(trained, lr=h.learning_rate, weight_decay=h.weight_decay)
 
 
 def block(channels: int, wider: int) -> list[nn.Module]:
-    """A convolution that halves an image. Its norm sees one image at a time."""
+    """Return a convolution that halves an image, with a norm that does not depend on the batch."""
     return [nn.Conv2d(channels, wider, kernel_size=3, stride=2, padding=1), nn.GroupNorm(4, wider), nn.ReLU()]
 
 
 def head(features: int, width: int) -> nn.Module:
-    """An MLP. Its norm tells the images of a micro-batch apart, without which all would become one point."""
+    """Return an MLP. Without its batch norm, the features of all images would collapse to one point."""
     return nn.Sequential(
         nn.Linear(features, width),
         nn.BatchNorm1d(width, track_running_stats=False),

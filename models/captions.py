@@ -1,7 +1,7 @@
-"""A network that looks at a row of images and writes its caption, word by word.
+"""A network that writes the caption of a row of images, word by word.
 
-This shows the practice of the lecture on data loading and captioning collates: masks, a loss per token that is the same
-however the batch was cut, evaluation by tokens and by whole captions, and a picture of what the model says.
+The module shows the practice of the lecture on data loading and captioning collates: masks, a loss per token that does
+not depend on the micro-batch size, evaluation by tokens and by captions, and a picture of predicted captions.
 """
 
 import numpy as np
@@ -17,18 +17,18 @@ from lumen.optim import cosine
 
 
 class Captioner(lumen.TaskModule):
-    """A small CNN for each object, and a transformer decoder that looks at them while it writes.
+    """A small CNN for each object, and a transformer decoder that attends to the objects.
 
-    A batch is what `datamodules.captions.collate` makes.
+    Batches are as in `datamodules.captions.collate`.
 
     Args:
-        vocabulary: The words, of which the first three are padding, start and end.
-        width: Of the vector that stands for an object or a word.
-        heads: Of the attention.
-        layers: Of the decoder.
-        dropout: Probability with which a number in the decoder is dropped in training.
-        learning_rate: AdamW's, after its warm-up.
-        warmup_steps: Steps until then.
+        vocabulary: All words, of which the first three are padding, start and end.
+        width: Size of the vector of an object or a word.
+        heads: Number of attention heads.
+        layers: Number of layers of the decoder.
+        dropout: Dropout probability.
+        learning_rate: Highest learning rate of AdamW, after the warm-up.
+        warmup_steps: Number of steps of the warm-up.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Captioner(lumen.TaskModule):
             nn.Dropout(dropout),
             nn.Linear(32 * 7 * 7, width),
         )
-        self.places = nn.Embedding(LONGEST + 1, width)  # of objects in the row, and of words in the caption
+        self.places = nn.Embedding(LONGEST + 1, width)  # positions of objects in the row, and of words in the caption
         self.words = nn.Embedding(len(vocabulary), width, padding_idx=PAD)
         layer = nn.TransformerDecoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
         self.decoder = nn.TransformerDecoder(layer, layers, norm=nn.LayerNorm(width))
@@ -60,19 +60,19 @@ class Captioner(lumen.TaskModule):
         self.accuracy = MeanMetric()
 
     def look(self, objects: Tensor) -> Tensor:
-        """A vector for each object: from ``(batch, longest, 1, 28, 28)`` to ``(batch, longest, width)``."""
+        """Return a vector for each object: from ``(batch, longest, 1, 28, 28)`` to ``(batch, longest, width)``."""
         seen = self.eye(objects.flatten(0, 1)).unflatten(0, objects.shape[:2])
         return seen + self.places.weight[: seen.shape[1]]
 
     def write(self, seen: Tensor, object_mask: Tensor, tokens: Tensor) -> Tensor:
-        """Logits of the word after each token, of shape ``(batch, tokens, words)``; padding is not looked at."""
+        """Return logits of the word after each token, of shape ``(batch, tokens, words)``. Padding is masked."""
         length = tokens.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         vectors = self.words(tokens) + self.places.weight[:length]
         return self.head(self.decoder(vectors, seen, tgt_mask=later, memory_key_padding_mask=object_mask))
 
     def forward(self, objects: Tensor, object_mask: Tensor) -> Tensor:
-        """Captions, each word the likeliest one, of shape ``(batch, LONGEST + 1)``."""
+        """Return captions of the most likely words, of shape ``(batch, LONGEST + 1)``."""
         seen = self.look(objects)
         tokens = torch.full((len(objects), 1), START, device=objects.device)
         for _ in range(LONGEST + 1):
@@ -81,37 +81,39 @@ class Captioner(lumen.TaskModule):
         return tokens[:, 1:]
 
     def token_loss(self, batch: dict) -> Tensor:
-        """Mean cross-entropy of the tokens that are no padding; 0 where there are none."""
+        """Return the mean cross-entropy of all tokens except padding, or 0 without such tokens."""
         tokens = batch["tokens"]
         logits = self.write(self.look(batch["objects"]), batch["object_mask"], tokens[:, :-1])
         total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=PAD, reduction="sum")
         return total / max(1, batch["weight"])
 
     def training_step(self, batch: dict) -> tuple[Tensor, int]:
-        """The loss, and for how many tokens it stands: steps and processes are weighted by these."""
+        """Return the loss, and its number of tokens as the weight of the micro-batch in the step."""
         loss = self.token_loss(batch)
         self.log("train_loss", loss, weight=batch["weight"])
         return loss, batch["weight"]
 
     def validation_step(self, batch: dict, batch_idx: int) -> None:
-        """Log how good it is, and a picture of the first rows with what it says of them."""
-        said = self.evaluate(batch, "val")
-        if batch_idx == 0:  # one process has this batch
-            image = picture(batch["objects"][:8], said)
+        """Log loss and accuracy, and a picture of the first rows with their predicted captions."""
+        captions = self.evaluate(batch, "val")
+        if batch_idx == 0:  # Only one process has this batch.
+            image = picture(batch["objects"][:8], captions)
             for logger in self.trainer.loggers:
                 logger.log_image("captions", image, self.global_step)
 
     def test_step(self, batch: dict) -> None:
-        """Log the same for the test."""
+        """Log loss and accuracy on test rows."""
         self.evaluate(batch, "test")
 
     def evaluate(self, batch: dict, part: str) -> list[str]:
-        """Log the loss, a mean over tokens, and how many captions are right in every word; return what it says."""
-        said = self.describe(batch)
-        right = [ours == caption for ours, caption in zip(said, batch["captions"], strict=True) if caption is not None]
+        """Log the mean loss over tokens and the share of correct captions; return the predicted captions."""
+        predicted = self.describe(batch)
+        right = [
+            ours == caption for ours, caption in zip(predicted, batch["captions"], strict=True) if caption is not None
+        ]
         self.log(f"{part}_loss", self.token_loss(batch), weight=batch["weight"], prog_bar=True)
         self.log(f"{part}_right", sum(right) / max(1, len(right)), weight=len(right), prog_bar=True)
-        return said
+        return predicted
 
     def describe(self, batch: dict) -> list[str]:
         """Return the model's caption of each row."""
@@ -131,7 +133,7 @@ class Captioner(lumen.TaskModule):
         self.accuracy.reset()
 
     def configure_optimizers(self) -> dict:
-        """AdamW; its learning rate warms up, then falls along a cosine to the run's last step."""
+        """Return AdamW with a learning rate that warms up, then falls along a cosine to the end of the run."""
         h = self.hparams
         optimizer = torch.optim.AdamW(self.parameters(), lr=h.learning_rate)
         schedule = cosine(optimizer, self.trainer.estimated_stepping_batches, warmup=h.warmup_steps)
@@ -139,11 +141,11 @@ class Captioner(lumen.TaskModule):
 
 
 def picture(objects: Tensor, captions: list[str]) -> np.ndarray:
-    """Rows below each other, each with its caption; uint8 of shape ``(height, width)``.
+    """Return a picture of rows with their captions, uint8 of shape ``(height, width)``.
 
     Args:
-        objects: In [0, 1], of shape ``(rows, longest, 1, 28, 28)``.
-        captions: Of the rows, at least as many.
+        objects: Images in [0, 1], of shape ``(rows, longest, 1, 28, 28)``.
+        captions: Captions of the rows, at least one for each row.
     """
     rows = objects.float().cpu().squeeze(2).permute(0, 2, 1, 3).flatten(0, 1).flatten(1)
     page = Image.new("L", (rows.shape[1] + 230, rows.shape[0]))

@@ -1,4 +1,4 @@
-"""Reinforcement learning: a policy plays, and is trained on what it has met (actor and critic, Mnih et al., 2016)."""
+"""Reinforcement learning: a policy plays, and trains on its own games (actor and critic, Mnih et al., 2016)."""
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +11,20 @@ from lumen.optim import linear
 
 
 class ActorCritic(lumen.TaskModule):
-    """Learns to keep a pole upright on a cart; it brings its own data, as it makes it.
+    """Actor and critic that learn to balance a pole on a cart, with data from their own games.
 
-    A batch is that of `datamodules.cartpole.Games`; one of a validation holds the states in which games begin.
+    Training batches are as in `datamodules.cartpole.Games`. A validation batch has the initial states of games.
 
     Args:
-        games: Played side by side.
-        steps: Of each of them, between two updates.
-        epoch: Updates of an epoch.
-        width: Hidden units.
-        discount: What a reward counts that comes a step later, in [0, 1].
-        trust: How far an advantage looks ahead (Schulman et al., 2016: lambda), in [0, 1].
+        games: Number of parallel games.
+        steps: Number of steps of each game between two updates.
+        epoch: Number of updates in an epoch.
+        width: Number of hidden units.
+        discount: Factor for a reward that comes a step later, in [0, 1].
+        trust: Lambda of generalized advantage estimation (Schulman et al., 2016), in [0, 1].
         value: Weight of the critic's loss.
-        entropy: Weight of the policy's entropy, which keeps it trying.
-        learning_rate: Adam's, at the start; it falls to 0 with the run.
+        entropy: Weight of the policy's entropy, which favours exploration.
+        learning_rate: Initial learning rate of Adam, which falls to 0 at the end of the run.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class ActorCritic(lumen.TaskModule):
         self.critic = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1), nn.Flatten(-2))
 
     def forward(self, states: Tensor) -> Tensor:
-        """The probability of pushing to the right, of shape ``(games,)``, in states of shape ``(games, 4)``."""
+        """Return the probability of a push to the right, of shape ``(games,)``, in states of shape ``(games, 4)``."""
         return self.actor(states.to(self.device, self.dtype)).sigmoid()
 
     def train_dataloader(self) -> DataLoader:
-        """Games, played by this very policy."""
+        """Return games that are played by this policy."""
         h = self.hparams
         return DataLoader(Games(self, h.games, h.steps, h.epoch), batch_size=None)
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        """Do more often what went better than expected, and expect what came."""
+        """Return the loss of the policy, by advantages, and of the critic, by the returns."""
         values, after = self.critic(batch["states"]), self.critic(batch["next"])
         advantages = self.advantages(batch, values.detach(), after.detach())
         logits = self.actor(batch["states"])
@@ -66,9 +66,9 @@ class ActorCritic(lumen.TaskModule):
         return policy_loss + self.hparams.value * value_loss - self.hparams.entropy * entropy
 
     def advantages(self, batch: dict[str, Tensor], values: Tensor, after: Tensor) -> Tensor:
-        """What came, beyond what was expected, of shape ``(games, steps)``.
+        """Return the advantages of shape ``(games, steps)``.
 
-        Each step is rewarded, by so much that a game without an end is worth 1.
+        The reward of a step is such that the return of an endless game is 1.
         """
         h = self.hparams
         surprises = 1 - h.discount + h.discount * after * ~batch["fallen"] - values
@@ -79,11 +79,11 @@ class ActorCritic(lumen.TaskModule):
         return torch.stack(found[::-1], dim=1)
 
     def val_dataloader(self) -> DataLoader:
-        """Where 20 games begin, the same in each validation."""
+        """Return the initial states of 20 games, the same in each validation."""
         return DataLoader(TensorDataset(begin(20)), batch_size=20)
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """Play each game to its end by what the policy finds likelier, and log how many steps that takes."""
+        """Play each game to its end by the more likely action, and log the mean number of steps."""
         (states,) = batch
         lasted, alive = states.new_zeros(len(states)), torch.ones_like(states[:, 0], dtype=torch.bool)
         for _ in range(LONGEST):
@@ -93,7 +93,7 @@ class ActorCritic(lumen.TaskModule):
         self.log("val_steps", lasted.mean(), prog_bar=True)
 
     def configure_optimizers(self) -> dict:
-        """Adam; its learning rate falls to 0 with the run, so that the policy comes to rest."""
+        """Return Adam with a learning rate that falls to 0 at the end of the run."""
         optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams.learning_rate)
         schedule = linear(optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -20,8 +20,8 @@ class Detector(lumen.TaskModule):
     A batch is ``(images, targets)`` as torchvision's detectors take it: see `datamodules.scenes.Scenes`.
 
     Args:
-        width: Channels of the features that boxes are found in.
-        learning_rate: AdamW's, at its peak.
+        width: Number of channels of the features.
+        learning_rate: Highest learning rate of AdamW.
     """
 
     def __init__(self, width: int = 64, learning_rate: float = 2e-3):
@@ -41,33 +41,33 @@ class Detector(lumen.TaskModule):
         self.found = MeanAveragePrecision(iou_thresholds=[0.5, 0.75])
 
     def training_step(self, batch: Batch) -> Tensor:
-        """In training torchvision's detectors return their losses, by name."""
+        """Return the sum of the losses that torchvision's detectors return in training."""
         losses = self.net(*batch)
         self.log_dict(losses)
         return sum(losses.values())
 
     def validation_step(self, batch: Batch) -> None:
-        """In evaluation they return boxes, labels and scores; the metric counts every image once."""
+        """Update the metric, which counts every image once, with predicted boxes, labels and scores."""
         images, targets = batch
         self.found.update(self.net(images), targets)
 
     def on_validation_epoch_end(self) -> None:
-        """The metric has many values; two of them are logged."""
+        """Log two of the metric's values."""
         values = self.found.compute()
         self.log_dict({"map": values["map"], "map_50": values["map_50"]}, prog_bar=True)
         self.found.reset()
 
     def predict_step(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Boxes, labels and scores of each image."""
+        """Return boxes, labels and scores of each image."""
         return self.net(batch[0])
 
     def configure_optimizers(self) -> dict:
-        """AdamW with a warm-up and a cosine, over the whole run."""
+        """Return AdamW with a warm-up and a cosine over the whole run."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)
         schedule = cosine(optimizer, self.trainer.estimated_stepping_batches, floor=0.05, warmup=50)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
-    """A convolution that halves the image; its norm does not depend on the batch."""
+    """Return a convolution that halves the image, with a norm that does not depend on the batch."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.GroupNorm(4, outputs), nn.ReLU())

@@ -9,14 +9,14 @@ import lumen
 
 
 class DigitsCNN(lumen.TaskModule):
-    """Two convolutions and two linear layers, 207 thousand parameters.
+    """Network of two convolutions and two linear layers, 207 thousand parameters.
 
     A batch is ``[images, labels]``: float32 of shape ``(batch, 1, 28, 28)``, and digits, int64 of shape ``(batch,)``.
 
     Args:
-        learning_rate: AdamW's.
-        weight_decay: AdamW's.
-        dropout: Probability with which a hidden unit is dropped in training, in [0, 1).
+        learning_rate: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
+        dropout: Dropout probability, in [0, 1).
     """
 
     def __init__(self, learning_rate: float = 1e-3, weight_decay: float = 0.01, dropout: float = 0.25):
@@ -38,18 +38,18 @@ class DigitsCNN(lumen.TaskModule):
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape ``(batch, 10)``."""
+        """Return logits of shape ``(batch, 10)``."""
         return self.net(images)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Cross-entropy of the labels."""
+        """Return the cross-entropy of the labels."""
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """Log loss and accuracy; the accuracy is an object, so that it is exact over the whole epoch."""
+        """Log loss and accuracy. A metric object makes the accuracy exact over the whole epoch."""
         images, labels = batch
         logits = self(images)
         self.accuracy.update(logits, labels)
@@ -57,11 +57,11 @@ class DigitsCNN(lumen.TaskModule):
         self.log("val_acc", self.accuracy, prog_bar=True)
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
-        """The likeliest digit of each image, int64 of shape ``(batch,)``."""
+        """Return the most likely digit of each image, int64 of shape ``(batch,)``."""
         images, _ = batch
         return self(images).argmax(dim=-1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW at a constant learning rate."""
+        """Return AdamW with a constant learning rate."""
         h = self.hparams
         return torch.optim.AdamW(self.parameters(), lr=h.learning_rate, weight_decay=h.weight_decay)

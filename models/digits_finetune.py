@@ -8,16 +8,16 @@ from models.digits import DigitsCNN
 
 
 class FineTunedCNN(DigitsCNN):
-    """A `DigitsCNN` to be started from trained weights.
+    """A `DigitsCNN` that starts from trained weights.
 
-    Edges and strokes are the same everywhere: the first convolution stays as it is. Above it, each layer learns slower
-    than the next one.
+    Edges and strokes are the same in all images, so the first convolution is frozen. Above it, each layer has a lower
+    learning rate than the next layer.
 
     Args:
-        learning_rate: AdamW's, for the last layer.
-        weight_decay: AdamW's.
-        dropout: Probability with which a hidden unit is dropped in training, in [0, 1).
-        layer_decay: Learning rate of a layer, as a fraction of that of the layer above, in (0, 1].
+        learning_rate: Learning rate of AdamW for the last layer.
+        weight_decay: Weight decay of AdamW.
+        dropout: Dropout probability, in [0, 1).
+        layer_decay: Learning rate of a layer, as a fraction of the learning rate of the layer above, in (0, 1].
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FineTunedCNN(DigitsCNN):
         self.accuracy.reset()
 
     def configure_optimizers(self) -> dict:
-        """AdamW with a learning rate for each layer that is not frozen; all of them fall to 0 with the run."""
+        """Return AdamW with a learning rate for each layer that is not frozen. All fall to 0 at the end of the run."""
         h = self.hparams
         below_the_last = ["net.3", "net.7"]
         groups = layer_decay_groups(self, h.learning_rate, h.layer_decay, below_the_last, weight_decay=h.weight_decay)

@@ -1,6 +1,6 @@
-"""A generative adversarial network (Goodfellow et al., 2014) that writes the digit it is asked for.
+"""A generative adversarial network (Goodfellow et al., 2014) that writes a requested digit.
 
-Two networks are trained against each other, each by an optimizer of its own: this is what manual optimization is for.
+Two networks are trained against each other, each with its own optimizer, by manual optimization.
 """
 
 import math
@@ -13,10 +13,10 @@ import lumen
 
 
 class Generator(nn.Module):
-    """Makes an image of a digit and noise; 260 thousand parameters.
+    """Network that makes an image from a digit and noise, 260 thousand parameters.
 
-    There is no batch norm in it, so that an image does not depend on which others are in its batch: a batch may be cut
-    and divided among processes.
+    The network has no batch norm, so an image does not depend on the other images of its batch, and batches may be
+    divided among processes.
     """
 
     def __init__(self, noise: int, width: int = 16):
@@ -35,12 +35,12 @@ class Generator(nn.Module):
         )
 
     def forward(self, digits: Tensor, noise: Tensor) -> Tensor:
-        """Images in [0, 1] of shape ``(batch, 1, 28, 28)``, of digits ``(batch,)`` and noise ``(batch, noise)``."""
+        """Return images in [0, 1] of shape ``(batch, 1, 28, 28)``, of digits ``(batch,)`` and noise ``(batch, noise)``."""
         return self.net(torch.cat([self.digits(digits), noise], dim=1))
 
 
 class Critic(nn.Module):
-    """Tells a real image of a digit from one that was made; the digit is asked for by projection (Miyato, Koyama)."""
+    """Network that separates real from generated images of a digit, by projection (Miyato, Koyama)."""
 
     def __init__(self, width: int = 16):
         super().__init__()
@@ -57,24 +57,24 @@ class Critic(nn.Module):
         self.digits = nn.Embedding(10, 128)
 
     def forward(self, images: Tensor, digits: Tensor) -> Tensor:
-        """Logits that the images are real, of shape ``(batch,)``."""
+        """Return logits that the images are real, of shape ``(batch,)``."""
         seen = self.net(images)
         return self.score(seen).squeeze(1) + (seen * self.digits(digits)).sum(dim=1) / math.sqrt(128)
 
 
 class Gan(lumen.TaskModule):
-    """Trains both: the critic to tell images apart, the generator to make ones that it takes for real.
+    """GAN: a critic that detects generated images, and a generator that deceives the critic.
 
-    A batch is that of `datamodules.noise.DigitsAndNoise`.
+    Batches are as in `datamodules.noise.DigitsAndNoise`.
 
     Args:
-        noise: Numbers an image is made of; those of the data.
-        width: Channels of the first convolution.
-        learning_rate: Adam's, of both networks.
-        betas: Adam's.
-        penalty: Weight of the critic's squared gradient at real images (Mescheder et al., 2018), without which the
-            generator would make one image of each digit only; at least 0.
-        penalty_every: Batches from one penalty to the next, which counts for all of them.
+        noise: Number of random numbers for an image, as in the data module.
+        width: Number of channels of the first convolution.
+        learning_rate: Learning rate of Adam, for both networks.
+        betas: Betas of Adam.
+        penalty: Weight of the critic's squared gradient at real images (Mescheder et al., 2018), at least 0. Without
+            the penalty, the generator makes only one image of each digit.
+        penalty_every: Number of batches between two penalties. A penalty has the weight of all these batches.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Gan(lumen.TaskModule):
         self.critic = Critic(width)
 
     def forward(self, digits: Tensor, noise: Tensor) -> Tensor:
-        """Images of the digits."""
+        """Return images of the digits."""
         return self.generator(digits, noise)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """One step of the critic, then one of the generator (non-saturating losses)."""
+        """Make a step of the critic, then a step of the generator (non-saturating losses)."""
         images, digits, noise = batch
         of_generator, of_critic = self.optimizers()
 
@@ -119,34 +119,34 @@ class Gan(lumen.TaskModule):
         self.log("generator_loss", loss)
 
     def steepness(self, images: Tensor, digits: Tensor) -> Tensor:
-        """The mean of the critic's squared gradient at images; its own gradient can be asked for."""
+        """Return the mean of the critic's squared gradient at images, which is differentiable."""
         images = images.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(self.critic(images, digits).sum(), images, create_graph=True)
         return gradient.square().flatten(1).sum(dim=1).mean()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log how well the critic tells real images that it has never seen from made ones; and a page of those."""
+        """Log the share of validation images and of generated images that the critic takes for real, and a picture."""
         images, digits, noise = batch
         real, made = self.critic(images, digits) > 0, self.critic(self(digits, noise), digits) > 0
         self.log("val_found_real", real.float().mean())
         self.log("val_taken_for_real", made.float().mean(), prog_bar=True)
-        if batch_idx == 0:  # one process has this batch
+        if batch_idx == 0:  # Only one process has this batch.
             page = self.page(noise[:10])
             for logger in self.trainer.loggers:
                 logger.log_image("made", page, self.global_step)
 
     def page(self, noise: Tensor) -> Tensor:
-        """A row of the ten digits for each row of noise, in [0, 1], of shape ``(28 * rows, 280)``."""
+        """Return a picture of the ten digits for each row of noise, in [0, 1], of shape ``(28 * rows, 280)``."""
         digits = torch.arange(10, device=noise.device)
         rows = [self(digits, each.expand(10, -1)).squeeze(1).transpose(0, 1).flatten(1) for each in noise]
         return torch.cat(rows)
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
-        """An image of each digit of the batch."""
+        """Return an image of each digit of the batch."""
         _, digits, noise = batch
         return self(digits, noise)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Adam for each network."""
+        """Return an Adam for each network."""
         h = self.hparams
         return [torch.optim.Adam(net.parameters(), h.learning_rate, h.betas) for net in (self.generator, self.critic)]

@@ -28,7 +28,7 @@ PRESETS = {  # layers, heads, width
 
 
 class Attention(nn.Module):
-    """Every position looks at itself and at what came before it."""
+    """Causal self-attention."""
 
     def __init__(self, width: int, heads: int, attn_pdrop: float, bias: bool):
         super().__init__()
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix positions; ``x`` and the result are of shape ``(batch, time, width)``."""
+        """Mix positions. ``x`` and the result have the shape ``(batch, time, width)``."""
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP; each reads a normalised copy of the residual stream and adds to it."""
+    """Layer of attention and MLP. Both read the normalized residual stream, and add to the stream."""
 
     def __init__(self, width: int, heads: int, resid_pdrop: float, attn_pdrop: float, bias: bool):
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(resid_pdrop)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer; ``x`` and the result are of shape ``(batch, time, width)``."""
+        """Run the layer. ``x`` and the result have the shape ``(batch, time, width)``."""
         x = x + self.drop(self.attention(self.norm_1(x)))
         return x + self.drop(self.project(F.gelu(self.expand(self.norm_2(x)))))
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The network of GPT-2: learned positions, pre-norm blocks, the token embedding tied to the output head.
 
-    The arguments are those of `GPT`; ``layers``, ``heads`` and ``width`` are its ``n_layer``, ``n_head``, ``n_embd``.
+    The arguments are as in `GPT`, where ``layers``, ``heads`` and ``width`` are ``n_layer``, ``n_head``, ``n_embd``.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         if width % heads:
-            raise ConfigError(f"n_embd = {width} cannot be shared by n_head = {heads} heads: it must be a multiple.")
+            raise ConfigError(
+                f"n_embd = {width} cannot be shared by n_head = {heads} heads. Set n_embd to a multiple of n_head."
+            )
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(block_size, width)
         self.drop = nn.Dropout(embd_pdrop)
@@ -94,7 +96,7 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise as GPT-2: the residual stream starts with the same variance whatever the depth."""
+        """Initialize as GPT-2: the initial variance of the residual stream does not depend on the depth."""
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 residual = name.endswith("project.weight")
@@ -109,7 +111,7 @@ class Transformer(nn.Module):
             ids: Tokens, int64 of shape ``(batch, time)``.
 
         Returns:
-            Logits of shape ``(batch, time, vocab_size)``; those at a position depend on no later token.
+            Logits of shape ``(batch, time, vocab_size)``. The logits at a position depend on no later token.
 
         Raises:
             ConfigError: ``time`` is more than ``block_size``.
@@ -117,44 +119,44 @@ class Transformer(nn.Module):
         time, block_size = ids.shape[1], self.positions.num_embeddings
         if time > block_size:
             raise ConfigError(
-                f"a sequence of {time} tokens, but the model has {block_size} positions. "
-                "Make the model's block_size at least the data's."
+                f"found a sequence of {time} tokens, but the model has {block_size} positions. "
+                "Set model.block_size to at least data.block_size."
             )
         x = self.drop(self.tokens(ids) + self.positions(torch.arange(time, device=ids.device)))
         return self.head(self.norm(self.blocks(x)))
 
 
 class GPT(lumen.TaskModule):
-    """Train a `Transformer` on blocks of tokens, and let it write.
+    """Language model that trains a `Transformer` on blocks of tokens, and writes text.
 
     Training and validation batches are ``[inputs, targets]``, both int64 of shape ``(batch, time)``. A prediction batch
-    is a prompt, int64 of shape ``(batch, time)``; the data module's ``decode(ids)`` makes text of what comes out.
+    is a prompt, int64 of shape ``(batch, time)``; the data module's ``decode(ids)`` converts the output to text.
 
     Args:
         vocab_size: Number of tokens.
         block_size: Longest sequence, in tokens.
-        preset: The size, one of `PRESETS`.
-        n_layer: Number of blocks; default: the preset's.
-        n_head: Attention heads in a block; default: the preset's.
-        n_embd: Width of the residual stream, a multiple of ``n_head``; default: the preset's.
-        dropout: Probability, in [0, 1), of the three below where they are not set.
-        embd_pdrop: Of dropout after the embeddings.
-        resid_pdrop: Of what attention and MLP add to the residual stream.
-        attn_pdrop: Of the attention weights.
-        ignore_index: A target that counts nothing, such as -1 for padding; default: every target counts.
-        bias: Whether linear layers and norms have biases, as in GPT-2.
-        learning_rate: AdamW's highest learning rate, reached after the warm-up.
-        weight_decay: AdamW's, for matrices and embeddings only, unless ``decay_by`` says otherwise.
-        decay_by: What decays; see `lumen.optim.decay_groups`. minGPT's rule is ``{decay: [Linear], no_decay:
-            [LayerNorm, Embedding]}``; the head is tied to the token embedding and goes with it.
-        betas: AdamW's.
-        warmup_steps: Steps in which the learning rate rises linearly.
-        decay_steps: Step at which its cosine has reached the bottom; default: the last step of the run.
-        min_lr_ratio: The bottom, as a fraction of ``learning_rate``.
-        max_new_tokens: Tokens that ``predict`` appends to a prompt.
-        temperature: Of sampling, above 0: lower is safer, higher is wilder.
-        top_k: Sample from the k most likely tokens only; None for all.
-        greedy: Always take the most likely token.
+        preset: Name of the size, one of `PRESETS`.
+        n_layer: Number of blocks. Default: the preset's.
+        n_head: Number of attention heads in a block. Default: the preset's.
+        n_embd: Width of the residual stream, a multiple of ``n_head``. Default: the preset's.
+        dropout: Default of the three dropout probabilities below, in [0, 1).
+        embd_pdrop: Dropout probability after the embeddings.
+        resid_pdrop: Dropout probability of what attention and MLP add to the residual stream.
+        attn_pdrop: Dropout probability of the attention weights.
+        ignore_index: A target that the loss ignores, such as -1 for padding. Default: none.
+        bias: True if linear layers and norms have biases, as in GPT-2.
+        learning_rate: Highest learning rate of AdamW, which is reached after the warm-up.
+        weight_decay: Weight decay of AdamW, for matrices and embeddings only, unless ``decay_by`` is set.
+        decay_by: Rule for the parameters that decay, as in `lumen.optim.decay_groups`. minGPT's rule is ``{decay:
+            [Linear], no_decay: [LayerNorm, Embedding]}``. The head is tied to the token embedding and follows its rule.
+        betas: Betas of AdamW.
+        warmup_steps: Number of steps in which the learning rate rises linearly.
+        decay_steps: Step at which the cosine reaches the lowest learning rate. Default: the last step of the run.
+        min_lr_ratio: Lowest learning rate, as a fraction of ``learning_rate``.
+        max_new_tokens: Number of tokens that ``predict`` appends to a prompt.
+        temperature: Temperature of sampling, above 0. Lower is safer, higher is wilder.
+        top_k: Number of most likely tokens to sample from, or None for all.
+        greedy: True to always take the most likely token.
     """
 
     def __init__(
@@ -194,21 +196,21 @@ class GPT(lumen.TaskModule):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of each next token, as `Transformer.forward`."""
+        """Return logits of each next token, as `Transformer.forward`."""
         return self.transformer(ids)
 
     def training_step(self, batch: list[Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        """Cross-entropy of the targets, in nats per token; where some are ignored, with the number of the others."""
+        """Return the loss in nats per token, and with `ignore_index` the number of tokens that count."""
         loss, tokens = self.loss(batch), self.tokens(batch)
         self.log("train_loss", loss, weight=tokens)
         return loss if tokens is None else (loss, tokens)
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """Log the same on unseen text."""
+        """Log the loss of validation text."""
         self.log("val_loss", self.loss(batch), weight=self.tokens(batch), prog_bar=True)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        """Mean cross-entropy over the tokens of the batch that are not ignored, a scalar; 0 if all are."""
+        """Return the mean cross-entropy over tokens that are not ignored, a scalar; 0 if all are ignored."""
         inputs, targets = batch
         logits, tokens = self(inputs).flatten(0, 1), self.tokens(batch)
         if tokens is None:
@@ -217,7 +219,7 @@ class GPT(lumen.TaskModule):
         return F.cross_entropy(logits, targets.flatten(), ignore_index=ignored, reduction="sum") / tokens.clamp(min=1)
 
     def tokens(self, batch: list[Tensor]) -> Tensor | None:
-        """How many targets of the batch count; None: all of them."""
+        """Return the number of targets of the batch that count, or None for all."""
         ignored = self.hparams.ignore_index
         return None if ignored is None else (batch[1] != ignored).sum()
 
@@ -236,14 +238,14 @@ class GPT(lumen.TaskModule):
         top_k: int | None = None,
         greedy: bool = False,
     ) -> Tensor:
-        """Append tokens one by one, each chosen given the ``block_size`` before it.
+        """Append tokens one by one, each from the last ``block_size`` tokens.
 
         Args:
             ids: The prompts, int64 of shape ``(batch, time)``, ``time`` at least 1.
-            max_new_tokens: How many to append; this and the rest as for `GPT`.
-            temperature: Divides the logits; above 0.
-            top_k: At least 1; None for all.
-            greedy: Ignores temperature and top_k.
+            max_new_tokens: Number of tokens to append.
+            temperature: Divisor of the logits, above 0.
+            top_k: Number of most likely tokens to sample from, at least 1, or None for all.
+            greedy: True to take the most likely token, regardless of temperature and top_k.
 
         Returns:
             int64 of shape ``(batch, time + max_new_tokens)``.
@@ -252,7 +254,9 @@ class GPT(lumen.TaskModule):
             ConfigError: The temperature is not above 0.
         """
         if temperature <= 0:
-            raise ConfigError(f"temperature = {temperature}, it must be above 0. For the likeliest text set greedy.")
+            raise ConfigError(
+                f"temperature: must be above 0, found {temperature}. For the most likely text set greedy."
+            )
         for _ in range(max_new_tokens):
             logits = self(ids[:, -self.hparams.block_size :])[:, -1] / temperature
             if top_k is not None:
@@ -263,7 +267,7 @@ class GPT(lumen.TaskModule):
         return ids
 
     def configure_optimizers(self) -> dict:
-        """AdamW; its learning rate warms up, then falls along a cosine, a little at each step."""
+        """Return AdamW with a learning rate that warms up, then falls along a cosine, in each step."""
         h = self.hparams
         decay_steps = h.decay_steps or self.trainer.estimated_stepping_batches
         groups = decay_groups(self, h.weight_decay, by=h.decay_by)
@@ -275,7 +279,7 @@ class GPT(lumen.TaskModule):
 
 
 def warmup_cosine(step: int, warmup_steps: int, decay_steps: int, min_ratio: float) -> float:
-    """The learning rate after ``step`` steps, as a fraction of the highest one, in (0, 1]."""
+    """Return the learning rate after ``step`` steps, as a fraction of the highest learning rate, in (0, 1]."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))

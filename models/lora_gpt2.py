@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021) by the package peft: a GPT-2 that stays as it is, and small matrices that are trained."""
+"""LoRA (Hu et al., 2021) with the package peft: a frozen GPT-2, and small trained matrices."""
 
 import warnings
 
@@ -9,13 +9,13 @@ from models.packed_gpt2 import Answers
 
 
 class LoraAnswers(Answers):
-    """The GPT-2 of `Answers`, frozen, with an adapter.
+    """Frozen GPT-2 of `Answers` with a LoRA adapter.
 
     Args:
-        config: Arguments of `transformers.GPT2Config`, those of the model begun with by ``trainer.init_from``.
-        rank: Of the matrices of the adapter.
-        learning_rate: AdamW's, the highest one.
-        warmup_steps: Steps until then.
+        config: Arguments of `transformers.GPT2Config`, as in the model of ``trainer.init_from``.
+        rank: Rank of the adapter's matrices.
+        learning_rate: Highest learning rate of AdamW.
+        warmup_steps: Number of steps until the highest learning rate.
     """
 
     def __init__(self, config: dict, rank: int = 8, learning_rate: float = 5e-3, warmup_steps: int = 20):
@@ -25,12 +25,12 @@ class LoraAnswers(Answers):
             task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that it is giving up
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers.
             self.gpt = get_peft_model(self.gpt, lora)
 
     def on_train_epoch_end(self) -> None:
-        """Write the adapter by itself, as ``PeftModel.from_pretrained`` reads it."""
+        """Write only the adapter, for ``PeftModel.from_pretrained``."""
         trained = {name: weight for name, weight in self.gpt.state_dict().items() if "lora_" in name}
-        whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in trained.items()}
+        full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in trained.items()}
         if self.trainer.is_global_zero and self.trainer.run_directory:
-            self.gpt.save_pretrained(self.trainer.run_directory / "adapter", state_dict=whole)
+            self.gpt.save_pretrained(self.trainer.run_directory / "adapter", state_dict=full)

@@ -1,4 +1,4 @@
-"""A recurrent network that reads a surname and tells where it is from."""
+"""A recurrent network that classifies surnames by country."""
 
 import torch
 from torch import Tensor, nn
@@ -10,17 +10,17 @@ import lumen
 
 
 class SurnameGRU(lumen.TaskModule):
-    """A GRU that reads a name from both ends; its two last states name the origin.
+    """Bidirectional GRU, whose last states predict the origin of a name.
 
-    A batch is ``(letters, lengths, labels)``: bytes, int64 of shape ``(batch, longest)``; how many of each row are the
+    A batch is ``(letters, lengths, labels)``: bytes, int64 of shape ``(batch, longest)``; the length of each
     name, a list; and positions in ``origins``, int64 of shape ``(batch,)``. A prediction batch has no labels.
 
     Args:
-        origins: What there is to choose from.
-        width: Of the vector that stands for a letter.
-        hidden: Width of the GRU's state, in each direction.
-        dropout: Probability with which a number in these vectors and in the last states is dropped in training.
-        learning_rate: AdamW's.
+        origins: Names of the classes.
+        width: Size of the vector of a letter.
+        hidden: Size of the GRU's state in each direction.
+        dropout: Dropout probability of these vectors and of the last states.
+        learning_rate: Learning rate of AdamW.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class SurnameGRU(lumen.TaskModule):
         self.accuracy = MulticlassAccuracy(len(origins), average="micro")
 
     def forward(self, letters: Tensor, lengths: list[int]) -> Tensor:
-        """Logits of shape ``(batch, origins)``; the sequences are packed, so that padding is never read."""
+        """Return logits of shape ``(batch, origins)``. The sequences are packed, so padding is not read."""
         vectors = self.dropout(self.embedding(letters))
         packed = pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)
         _, (forwards, backwards) = self.gru(packed)
         return self.head(self.dropout(torch.cat([forwards, backwards], dim=1)))
 
     def training_step(self, batch: tuple[Tensor, list[int], Tensor]) -> Tensor:
-        """Cross-entropy of the origins, a mean over names."""
+        """Return the mean cross-entropy of the origins."""
         letters, lengths, labels = batch
         loss = F.cross_entropy(self(letters, lengths), labels)
         self.log("train_loss", loss)
@@ -62,7 +62,7 @@ class SurnameGRU(lumen.TaskModule):
         self.log("val_acc", self.accuracy, prog_bar=True)
 
     def predict_step(self, batch: tuple[Tensor, list[int]]) -> list[str]:
-        """Each name, its likeliest origin and how likely that is."""
+        """Return each name with its most likely origin and the probability."""
         letters, lengths = batch
         likelihoods, origins = self(letters, lengths).softmax(dim=-1).max(dim=-1)
         lines = []
@@ -72,5 +72,5 @@ class SurnameGRU(lumen.TaskModule):
         return lines
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW at a constant learning rate."""
+        """Return AdamW with a constant learning rate."""
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)

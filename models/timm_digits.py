@@ -15,19 +15,19 @@ import lumen
 
 
 class TimmClassifier(lumen.TaskModule):
-    """Any model of timm, as `timm.create_model` makes it.
+    """Any model of `timm.create_model`, as a classifier of digits.
 
     A batch is ``[images, labels]``: float32 of shape ``(batch, 1, 28, 28)``, and digits, int64 of shape ``(batch,)``.
 
     Args:
-        name: Of the model, as `timm.list_models()` knows it.
-        options: Of `timm.create_model`: sizes, `drop_path_rate`, `pretrained`.
-        mixup_alpha: Of MixUp's beta distribution; 0: no MixUp.
-        cutmix_alpha: Likewise for CutMix.
-        smoothing: Of the labels.
-        learning_rate: AdamW's, at its peak.
-        weight_decay: Of what timm decays: matrices, not biases and norms.
-        warmup_epochs: Epochs until the peak.
+        name: Name of the model in `timm.list_models()`.
+        options: Options of `timm.create_model`: sizes, `drop_path_rate`, `pretrained`.
+        mixup_alpha: Parameter of MixUp's beta distribution, 0 for no MixUp.
+        cutmix_alpha: Parameter of CutMix's beta distribution, 0 for no CutMix.
+        smoothing: Label smoothing.
+        learning_rate: Highest learning rate of AdamW.
+        weight_decay: Weight decay of AdamW. timm decays matrices, but not biases and norms.
+        warmup_epochs: Number of epochs until the highest learning rate.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class TimmClassifier(lumen.TaskModule):
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape ``(batch, 10)``."""
+        """Return logits of shape ``(batch, 10)``."""
         return self.net(images)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Cross-entropy of the mixed labels; what is mixed with what is drawn by numpy, which has a key here too."""
+        """Return the cross-entropy of the mixed labels. MixUp draws from numpy, whose generator Lumen seeds too."""
         images, labels = self.mixup(*batch)
         loss = self.soft_cross_entropy(self(images), labels)
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """Log loss and accuracy of images that are not mixed."""
+        """Log loss and accuracy of unmixed images."""
         images, labels = batch
         logits = self(images)
         self.accuracy.update(logits, labels)
@@ -68,11 +68,11 @@ class TimmClassifier(lumen.TaskModule):
         self.log("val_acc", self.accuracy, prog_bar=True)
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
-        """The likeliest digit of each image, int64 of shape ``(batch,)``."""
+        """Return the most likely digit of each image, int64 of shape ``(batch,)``."""
         return self(batch[0]).argmax(dim=-1)
 
     def configure_optimizers(self) -> tuple[list, list]:
-        """An optimizer and a schedule of timm's."""
+        """Return an optimizer and a schedule of timm."""
         h = self.hparams
         optimizer = create_optimizer_v2(self.net, opt="adamw", lr=h.learning_rate, weight_decay=h.weight_decay)
         schedule = CosineLRScheduler(
@@ -86,5 +86,5 @@ class TimmClassifier(lumen.TaskModule):
         return [optimizer], [schedule]
 
     def lr_scheduler_step(self, scheduler: CosineLRScheduler, metric: float | None) -> None:
-        """A schedule of timm is told which epoch begins."""
+        """Step the schedule with the number of the next epoch, as timm requires."""
         scheduler.step(epoch=self.current_epoch + 1)

@@ -202,7 +202,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 def test_a_model_is_not_continued_on_another_vocabulary(tmp_path):
     state = char_text(tmp_path).state_dict()
     char_text(tmp_path).load_state_dict(state)
-    with pytest.raises(DataError, match="this one has ' ,aehlortxy'"):
+    with pytest.raises(DataError, match="this text has ' ,aehlortxy'"):
         char_text(tmp_path, "other text, really " * 20).load_state_dict(state)
 
 
