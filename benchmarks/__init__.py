@@ -1,1 +1,1 @@
-"""What the training loop costs, beside the loop written by hand and other libraries: `python -m benchmarks --help`."""
+"""Costs of the training loop, compared with a hand-written loop and other libraries: `python -m benchmarks --help`."""

@@ -28,7 +28,7 @@ _PACKAGES = {"ignite": "pytorch-ignite"}
 
 
 def main() -> None:
-    """Measure the cases asked for; the report is written after each of them."""
+    """Measure the requested cases, and write the report after each case."""
     arguments = parse()
     console = Console(width=None if sys.stdout.isatty() else 120)
     if arguments.list:
@@ -58,17 +58,19 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all; see --list")
     parser.add_argument(
         "--rounds", type=int, default=3, help="how often each system's process is started (%(default)s)"
     )
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all; the one by hand is always there")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all; the loop by hand always runs")
     parser.add_argument("--output", type=Path, default=HOME / "results", help="a directory (%(default)s)")
     parser.add_argument("--readme", action="store_true", help="write the figures into benchmarks/README.md too")
-    parser.add_argument("--report", action="store_true", help="measure nothing, report what is in the directory")
-    parser.add_argument("--list", action="store_true", help="say which cases there are")
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing, and report the results in the directory"
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.cases if name not in CASES]:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
@@ -76,7 +78,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(case: Case, wanted: list[str] | None, rounds: int) -> dict[str, Any]:
-    """Measure one case: its part of `results.json`."""
+    """Measure one case, and return its part of `results.json`."""
     systems = [system for system in case.systems if system in (wanted or case.systems) or system == "hand"]
     skipped = {system: "not installed" for system in systems if not installed(system)}
     able = [system for system in systems if system not in skipped]
@@ -108,7 +110,7 @@ def measure(case: Case, wanted: list[str] | None, rounds: int) -> dict[str, Any]
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Where this runs: the processor, and the accelerator that is measured."""
+    """Return this machine's processor and the measured accelerator."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
     return {
@@ -121,7 +123,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def library_commit() -> str | None:
-    """What is measured: the commit that is checked out, with `+` where files differ from it; None: no checkout."""
+    """Return the commit that is checked out, with `+` if files differ, or None without a checkout."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=HOME.parent, capture_output=True, text=True, check=True).stdout

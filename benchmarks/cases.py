@@ -1,4 +1,4 @@
-"""What is measured."""
+"""Cases to measure."""
 
 from __future__ import annotations
 
@@ -30,48 +30,49 @@ Measure = Literal["cpu_s", "wall_s", "first_s", "peak_mb", "calls", "gap_s", "bl
 @final
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure, of several systems.
+    """Case to measure for several systems.
 
     Attributes:
-        name: As on the command line.
-        about: One line for the reports.
-        kind: The function of a system's module that does it; `import` and `help` are commands.
-        systems: Which ones can do it.
+        name: Name on the command line.
+        about: Description in one line, for the reports.
+        kind: Name of the function of a system's module; `import` and `help` are commands.
+        systems: Systems that support the case.
         model: `mlp` (16-64-64-4), `deep` (300 small linear layers, 600 tensors), `gpt` (0.8 M parameters), `gpt-wide`
             (14 M), `linears` (100 M) or `gpt2` (124 M).
-        tensors: The data are a `TensorDataset`, else a data set that a user would write.
-        draws: It draws a random number for each sample, of which nothing is made.
-        stream: The data set is iterable.
-        loaders: Number of loaders that are evaluated, each with a part of the batches.
-        epoch: Batches of an epoch.
-        epochs: How many are measured, after one that warms up.
-        turns: Of an epoch; the systems run in turns.
-        batch_size: Samples of a batch of one process.
-        accumulate: Batches of an optimizer step.
-        clip: Largest norm of the gradient.
-        optimizers: Of a step that the task makes itself, each of some of the parameters; 0: it leaves that to the loop.
-        logs: Names under which the loss is logged in every step.
-        full: Progress bar, in a terminal, and TensorBoard.
-        metric: The evaluation computes `loss`, the mean loss, or `accuracy`, a torchmetrics object, or nothing.
+        tensors: True for a `TensorDataset`, False for a dataset as users write it.
+        draws: True if the dataset draws an unused random number for each sample.
+        stream: True for an iterable dataset.
+        loaders: Number of loaders to evaluate, each with a part of the batches.
+        epoch: Number of batches in an epoch.
+        epochs: Number of measured epochs, after one epoch of warm-up.
+        turns: Number of turns in an epoch; the systems run in turns.
+        batch_size: Number of samples in a batch of one process.
+        accumulate: Number of batches in an optimizer step.
+        clip: Largest norm of the gradient, or None.
+        optimizers: Number of optimizers that the task steps itself, each with a part of the parameters; 0 for automatic
+            optimization.
+        logs: Number of names under which each step logs the loss.
+        full: True for a progress bar in a terminal, and TensorBoard.
+        metric: Value of the evaluation: `loss`, the mean loss; `accuracy`, a torchmetrics object; or None.
         precision: `fp32`, `bf16` or `fp16`, the last with a gradient scaler.
-        ema: An exponential moving average of the parameters follows every update, and is left in the model.
-        ranks: Processes of DDP.
-        sharded: They train with FSDP2 instead.
-        workers: Of the loader.
-        lr: The optimizer's learning rate.
-        fused: Who uses `AdamW(fused="yes")`; "not by hand": all but the loop by hand that is divided by.
+        ema: True for an exponential moving average of the parameters, which is the model at the end.
+        ranks: Number of processes of DDP.
+        sharded: True for FSDP2 in place of DDP.
+        workers: Number of workers of the loader.
+        lr: Learning rate of the optimizer.
+        fused: Systems that use `AdamW(fused=True)`: "no", "yes", or "not by hand" for all but the reference.
         device: `cpu` or `cuda`.
-        compiled: By torch.compile.
-        save_every: Optimizer steps between two saves.
-        measure: What is compared: `cpu_s` or `wall_s` per batch, `first_s` (CPU seconds from the start of the process
-            to the end of the first step), `peak_mb`, `calls`, of Python and C functions per batch, `gap_s`, seconds of
-            a batch in which the device ran nothing, by a trace, `blocked_s`, seconds that a save keeps the loop
-            waiting, or `lost_s`, these and what it slows down the steps after it.
-        also: What else.
-        tolerance: Relative difference of the final loss from the one by hand that is let pass, where the kernels are
-            others; 0: not one bit, of the loss and of all parameters.
-        goal: Of Lumen's ratio; a text: of another figure.
-        rounds: How often at most.
+        compiled: True to use torch.compile.
+        save_every: Number of optimizer steps between two saves.
+        measure: Compared value: `cpu_s` or `wall_s` per batch; `first_s`, CPU seconds from the start of the process to
+            the end of the first step; `peak_mb`; `calls` of Python and C functions per batch; `gap_s`, seconds of a
+            batch in which the device is idle, by a trace; `blocked_s`, seconds that the loop waits for a save; or
+            `lost_s`, the same with the slowdown of later steps.
+        also: Further compared values.
+        tolerance: Largest relative difference of the final loss from the loop by hand, for different kernels; 0 for
+            bitwise identical loss and parameters.
+        goal: Goal for Lumen's ratio, or a text for a different goal.
+        rounds: Largest number of rounds.
     """
 
     name: str
@@ -111,17 +112,17 @@ class Case:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the systems' processes live side by side and take turns, an epoch each; else one after another."""
+        """True if the processes of all systems run in turns, False if they run one after the other."""
         return self.measure in ("cpu_s", "wall_s") and self.kind in ("train", "evaluate", "nothing")
 
     @property
     def batches(self) -> int:
-        """All batches of one process; the last mark is at the beginning of the last one."""
+        """Number of batches of one process. The last clock reading is at the start of the last batch."""
         return self.epoch * (self.epochs + 1)
 
     @property
     def definition(self) -> dict[str, Any]:
-        """All that figures depend on, as plain data: what `results.json` keeps with them."""
+        """Everything that figures depend on, as plain data for `results.json`."""
         fields = asdict(self) | {"also": list(self.also)}
         left_out = ["about", "systems", "goal", "rounds"]
         usual = {
@@ -131,7 +132,7 @@ class Case:
         return {name: fields[name] for name in fields if name not in left_out}
 
     def small(self) -> Case:
-        """The same in a moment, for tests: everything but the figures."""
+        """Return a tiny version of the case, for tests."""
         model = "gpt-small" if self.model.startswith("gpt") else "mlp"
         saves = {"save_every": 6} if self.save_every else {}
         return replace(self, epoch=4 * self.accumulate, epochs=1, turns=1, batch_size=4, model=model, **saves)

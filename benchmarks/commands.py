@@ -1,4 +1,4 @@
-"""Commands that are started only to see how long it takes: imports and help."""
+"""Commands whose start is measured: imports and help."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IMPORTS = {
 _IMPORT = """
 import gc, time
 {before}
-gc.collect()  # of what came before, or it may be walked through again in the import that is measured
+gc.collect()  # Otherwise earlier objects might be collected during the measured import.
 begin_s = time.process_time()
 {measured}
 print(time.process_time() - begin_s)
@@ -32,16 +32,16 @@ _HELP = {
 
 
 def run_commands(case: Case, systems: Sequence[str], starts: int = 5) -> dict[str, dict[str, Any] | str]:
-    """Let every system do a case, in turns.
+    """Run a case for every system, in turns.
 
     Args:
         case: `import` or `help`.
-        systems: Which ones; the one by hand is among them.
-        starts: How often each is started; the best counts. One start before warms the bytecode and the page cache up.
+        systems: The systems, with the one by hand.
+        starts: Number of starts of each system, of which the best counts, after one start that warms up the caches.
 
     Returns:
-        Of each system `cpu_s`, a list of one figure; a text where it failed. Of `help` it is that of the process. Of
-        `import` that of the import alone, in a process that has imported torch; by hand's, of torch itself, is added.
+        For each system `cpu_s`, a list of one figure, or the error as a text. The figure of `help` is for the process.
+        The figure of `import` is for the import after torch, plus the import of torch.
     """
     seconds = _import_s if case.kind == "import" else _help_s
     found: dict[str, list[float]] = {system: [] for system in systems}
@@ -60,13 +60,13 @@ def run_commands(case: Case, systems: Sequence[str], starts: int = 5) -> dict[st
 
 
 def _import_s(system: str) -> float:
-    """CPU seconds of an import, by the process that does it."""
+    """Return the CPU seconds of an import, measured in its process."""
     before, measured = ("import torch", _IMPORTS[system]) if system in _IMPORTS else ("", "import torch")
     return float(_run("-c", _IMPORT.format(before=before, measured=measured)))
 
 
 def _help_s(system: str) -> float:
-    """CPU seconds of a process."""
+    """Return the CPU seconds of a process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     _run(*_HELP.get(system, ["-c", "import torch"]))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -74,6 +74,6 @@ def _help_s(system: str) -> float:
 
 
 def _run(*words: str) -> str:
-    """What a command of this Python prints."""
+    """Run a command of this Python, and return its output."""
     command = [sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environments(1)[0]).stdout

@@ -1,4 +1,4 @@
-"""What a trace says of a device: how long it had nothing to do."""
+"""Idle time of a device, measured by a trace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 @final
 class Gaps:
-    """Traces what runs on a device between `enable` and `disable`.
+    """Trace of a device between `enable` and `disable`.
 
     Args:
-        device: `cuda`, whose kernels and copies are traced, or `cpu`: its operators.
+        device: `cuda` to trace kernels and copies, or `cpu` to trace operators.
 
     Attributes:
-        seconds: Between the begin of the first and the end of the last of them, in which none ran.
+        seconds: Idle seconds between the start of the first traced event and the end of the last.
     """
 
     def __init__(self, device: str) -> None:
@@ -29,12 +29,12 @@ class Gaps:
         self.seconds = 0.0
 
     def enable(self) -> None:
-        """Begin."""
+        """Start the trace."""
         self._profile = profile(activities=[self._activity], acc_events=True)  # torch 2.11 warns of a second cycle
         self._profile.start()
 
     def disable(self) -> None:
-        """End, once all that was queued has run."""
+        """End the trace after all queued work."""
         if self._profile is None:
             return
         if self._type == DeviceType.CUDA:
@@ -48,7 +48,7 @@ class Gaps:
 
 
 def between(ranges: Iterable[Any]) -> float:
-    """How much of the time from the first start to the last end is in none of the ranges, which may overlap."""
+    """Return the time from the first start to the last end outside all ranges, which may overlap."""
     in_order = sorted((each.start, each.end) for each in ranges)
     idle, latest = 0.0, in_order[0][1]
     for start, end in in_order:

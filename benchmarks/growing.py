@@ -1,4 +1,4 @@
-"""What `benchmarks.growth` measures: each case is one function, called in a process and an empty folder of its own."""
+"""Cases of `benchmarks.growth`: functions that run in a new process and an empty folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks import growing_checkpoints as checkpoints, growing_records as re
 @final
 @dataclass(frozen=True)
 class Growth:
-    """One thing that a run may have many of.
+    """Quantity that a run may have many of.
 
     Attributes:
-        name: As on the command line.
-        about: What is measured, of how many of what.
-        sizes: How many there are, ascending.
-        measure: Takes a size, and returns seconds of CPU time, or bytes.
-        by_hand: The same by a plain program, where there is one.
-        unit: Of the figures as they are shown: `ms` or `MB`.
-        rounds: How often it is measured; the least counts.
+        name: Name on the command line.
+        about: Description of the measured value and the sizes.
+        sizes: Sizes to measure, ascending.
+        measure: Function that takes a size, and returns CPU seconds or bytes.
+        by_hand: The same function for a plain program, or None.
+        unit: Unit of the shown figures: `ms` or `MB`.
+        rounds: Number of measurements, of which the smallest counts.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Growth:
 
     @property
     def factor(self) -> float:
-        """What a figure is multiplied by to be shown."""
+        """Factor from a figure to its shown unit."""
         return {"ms": 1e3, "MB": 1e-6}[self.unit]
 
 
@@ -72,7 +72,7 @@ CASES = {case.name: case for case in _CASES}
 
 
 def main() -> None:
-    """Measure one size of one case; the figure is the last line."""
+    """Measure one size of one case, and print the figure in the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growing", description=__doc__)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("size", type=int)

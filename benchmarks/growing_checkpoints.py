@@ -1,4 +1,4 @@
-"""What checkpoints cost by how many tensors, kept checkpoints and chunks there are: CPU seconds of a size."""
+"""Costs of checkpoints by the number of tensors, checkpoints and chunks, in CPU seconds."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ _CHECKPOINTS = Path("run/checkpoints")
 
 
 class ManyTensors(lumen.TaskModule):
-    """Small parameters under Adam: four tensors of each are saved."""
+    """Task of small parameters with Adam, which saves four tensors per parameter."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.full((_WIDTH,), 0.1)) for _ in range(tensors))
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        """A loss that needs every parameter, of a batch of shape (1, 1)."""
+        """Return a loss that depends on every parameter, for a batch of shape (1, 1)."""
         return torch.stack(tuple(self.weights)).sum() * batch[0].mean()
 
     def configure_optimizers(self) -> Optimizer:
-        """With two tensors of state for each parameter, and a count."""
+        """Return Adam, which has two tensors and a count for each parameter."""
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class Saving(lumen.Callback):
-    """Saves after some steps, and takes the time that this takes of a clock."""
+    """Callback that saves after some steps, and measures the time of each save."""
 
     def __init__(self, steps: Sequence[int], clock: Callable[[], float], *, asynchronous: bool = False) -> None:
         self.steps, self.clock, self.asynchronous = steps, clock, asynchronous
         self.took_s: list[float] = []
 
     def on_step_checkpoint(self, trainer: lumen.Trainer, task: lumen.TaskModule) -> None:
-        """Save, if it is due."""
+        """Save after the requested steps."""
         if trainer.global_step in self.steps:
             assert trainer.run_directory is not None
             path = trainer.run_directory / "checkpoints" / f"step-{trainer.global_step:08d}"
@@ -64,12 +64,12 @@ class Saving(lumen.Callback):
             self.took_s.append(self.clock() - began_s)
 
     def on_train_batch_start(self, trainer: lumen.Trainer, task: lumen.TaskModule, batch: Any, batch_idx: int) -> None:
-        """Let a save end before the next one begins."""
+        """Wait for the previous save."""
         trainer.run.saves.wait()
 
 
 class Clock(lumen.Callback):
-    """Notes when the newest step ended."""
+    """Callback that records the end time of the newest step."""
 
     def __init__(self) -> None:
         self.at_s = 0.0
@@ -77,7 +77,7 @@ class Clock(lumen.Callback):
     def on_train_batch_end(
         self, trainer: lumen.Trainer, task: lumen.TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """It ends now."""
+        """Record the time."""
         self.at_s = time.process_time()
 
 
@@ -93,14 +93,14 @@ def _fit(task: ManyTensors, steps: int, *callbacks: lumen.Callback, **options: A
 
 
 def save_at_once(tensors: int) -> float:
-    """A save that training waits for, the second one of a run."""
+    """Return the time of the second synchronous save of a run."""
     saving = Saving((2, 3), time.process_time)
     _fit(ManyTensors(tensors), 3, saving)
     return saving.took_s[-1]
 
 
 def save_beside(tensors: int) -> float:
-    """What training waits for, of a save that goes on beside it."""
+    """Return the time that training waits for an asynchronous save."""
     saving = Saving((2, 3), time.thread_time, asynchronous=True)
     _fit(ManyTensors(tensors), 4, saving)
     return saving.took_s[-1]
@@ -126,14 +126,14 @@ def _save(task: ManyTensors, optimizer: Optimizer) -> None:
 
 
 def save_by_hand(tensors: int) -> float:
-    """`torch.save` of both state dictionaries, synced and renamed."""
+    """Return the time of `torch.save` for both state dictionaries, with sync and rename."""
     task, optimizer = _built(tensors)
     _step(task, optimizer)
     return seconds(lambda: _save(task, optimizer))
 
 
 def resume(tensors: int) -> float:
-    """From `Trainer.fit` to the end of the first step of a run that goes on."""
+    """Return the time from `Trainer.fit` to the end of the first step of a resumed run."""
     _fit(ManyTensors(tensors), 1, Saving((1,), time.process_time))
     return _resume(tensors)
 
@@ -150,7 +150,7 @@ def _stop(trainer: lumen.Trainer, *_: Any) -> None:
 
 
 def resume_by_hand(tensors: int) -> float:
-    """`torch.load`, both `load_state_dict`, and a step."""
+    """Return the time of `torch.load`, both `load_state_dict`, and a step."""
     task, optimizer = _built(tensors)
     _step(task, optimizer)
     _save(task, optimizer)
@@ -169,7 +169,7 @@ def resume_by_hand(tensors: int) -> float:
 
 
 def _keep(checkpoints: int) -> None:
-    """So many, which share their files."""
+    """Create checkpoints that share their files."""
     _fit(ManyTensors(_OF_KEPT), 1, Saving((1,), time.process_time))
     newest = _CHECKPOINTS / f"step-{checkpoints:08d}"
     os.rename(_CHECKPOINTS / "step-00000001", newest)
@@ -178,13 +178,13 @@ def _keep(checkpoints: int) -> None:
 
 
 def resume_among(checkpoints: int) -> float:
-    """From `Trainer.fit` to the end of the first step of a run that keeps so many checkpoints of 300 tensors."""
+    """Return the time from `Trainer.fit` to the end of the first step, with many checkpoints of 300 tensors."""
     _keep(checkpoints)
     return _resume(_OF_KEPT)
 
 
 def list_runs(checkpoints: int) -> float:
-    """`lumen runs --json`."""
+    """Return the time of `lumen runs --json`."""
     _keep(checkpoints)
     with contextlib.redirect_stdout(io.StringIO()):
         return seconds(lambda: main(["runs", ".", "--json"]))
@@ -194,7 +194,7 @@ def list_runs(checkpoints: int) -> float:
 
 
 def open_chunks(chunks: int) -> float:
-    """To read the manifest of one tensor that so many processes wrote a column each of."""
+    """Return the time to read the manifest of a tensor with many chunks, one column each."""
     _write_chunks(Path("step-1"), chunks)
 
     def look() -> None:

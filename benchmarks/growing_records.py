@@ -1,4 +1,4 @@
-"""What records cost by how many names, rows, runs and steps there are: CPU seconds of a size, or bytes."""
+"""Costs of records by the number of names, rows, runs and steps, in CPU seconds or bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FITS, _STEPS = 20, 10
 
 
 class Named(lumen.TaskModule):
-    """Logs numbers under many names in each step, and notes when each step begins."""
+    """Task that logs many names in each step, and records the start time of each step."""
 
     def __init__(self, names: int) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Named(lumen.TaskModule):
         self.began_s: list[float] = []
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        """The loss of a batch of shape (4, 4)."""
+        """Return the loss of a batch of shape (4, 4)."""
         self.began_s.append(time.process_time())
         for name in self.names:
             self.log(name, 0.5)
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The cheapest one."""
+        """Return SGD, the cheapest optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -48,14 +48,14 @@ def _fit(task: Named, batches: int, **options: Any) -> None:
 
 
 def step_with_a_row(names: int) -> float:
-    """A step that writes its row."""
+    """Return the time of a step that writes its row."""
     task = Named(names)
     _fit(task, _STEPS + 2, max_epochs=1, log_every_n_steps=1)
     return (task.began_s[-1] - task.began_s[1]) / _STEPS
 
 
 def step_with_a_row_by_hand(names: int) -> float:
-    """The same numbers kept in a dictionary, and written by `csv.writer`."""
+    """Return the time of a step that keeps the numbers in a dictionary and writes them by `csv.writer`."""
     columns = [f"name_{number}" for number in range(names)]
     net, batch = nn.Linear(4, 1), torch.zeros(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -76,7 +76,7 @@ def step_with_a_row_by_hand(names: int) -> float:
 
 
 def first_step_of_an_epoch(names: int) -> float:
-    """The first step of an epoch, in which all names are new, without a logger."""
+    """Return the time of an epoch's first step, in which all names are new, without a logger."""
     task = Named(names)
     _fit(task, 2, max_epochs=5, logger=False)
     pairs = [*zip(task.began_s[::2], task.began_s[1::2], strict=True)][1:]
@@ -84,14 +84,14 @@ def first_step_of_an_epoch(names: int) -> float:
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """CPU time of this process in a call."""
+    """Return the CPU time of this process in a call."""
     began_s = time.process_time()
     function()
     return time.process_time() - began_s
 
 
 def peak(function: Callable[[], Any]) -> float:
-    """The most that Python's objects take during a call, in bytes."""
+    """Return the peak memory of Python's objects during a call, in bytes."""
     tracemalloc.start()
     function()
     most = tracemalloc.get_traced_memory()[1]
@@ -100,7 +100,7 @@ def peak(function: Callable[[], Any]) -> float:
 
 
 def _written(rows: int) -> lumen.CSVLogger:
-    """A logger that goes on with so many rows of five."""
+    """Return a resumed logger with many rows of five values."""
     with open("metrics.csv", "w", newline="") as file:
         csv.writer(file).writerows([("step", "epoch", "a", "b", "c"), *((s, 0, 0.5, -s, 1e-9) for s in range(rows))])
     logger = lumen.CSVLogger()
@@ -119,13 +119,13 @@ def _cut_back(logger: lumen.CSVLogger) -> None:
 
 
 def late_column(rows: int) -> float:
-    """A column that comes after so many rows."""
+    """Return the time of a new column after many rows."""
     logger = _written(rows)
     return seconds(lambda: _add_column(logger))
 
 
 def late_column_by_hand(rows: int) -> float:
-    """`csv.reader` into `csv.writer`."""
+    """Return the time of a copy from `csv.reader` to `csv.writer`."""
     _written(rows).finalize("success")
 
     def copy() -> None:
@@ -136,19 +136,19 @@ def late_column_by_hand(rows: int) -> float:
 
 
 def memory_of_a_late_column(rows: int) -> float:
-    """Of Python's objects meanwhile."""
+    """Return the peak memory of a new column."""
     logger = _written(rows)
     return peak(lambda: _add_column(logger))
 
 
 def memory_of_cutting_back(rows: int) -> float:
-    """Of Python's objects, while a resume cuts metrics.csv back to a checkpoint."""
+    """Return the peak memory while a resume cuts metrics.csv back to a checkpoint."""
     logger = _written(rows)
     return peak(lambda: _cut_back(logger))
 
 
 def fit_beside_runs(runs: int) -> float:
-    """A fit of one step, in a folder where so many runs have its name."""
+    """Return the time of a fit of one step, in a folder with many runs of its name."""
     for number in range(2, runs):
         os.makedirs(f"runs/named-{number}/checkpoints")
     _fit(Named(1), 1, max_steps=1)
@@ -156,6 +156,6 @@ def fit_beside_runs(runs: int) -> float:
 
 
 def memory_of_steps(steps: int) -> float:
-    """The most resident memory of a process with a run of so many steps, in bytes."""
+    """Return the peak resident memory of a process after a run of many steps, in bytes."""
     _fit(Named(3), 1000, max_steps=steps)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

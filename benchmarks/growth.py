@@ -1,4 +1,4 @@
-"""`python -m benchmarks.growth`: how costs grow with what a run has many of, as exponents."""
+"""`python -m benchmarks.growth`: growth of costs with the size of a run, as exponents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_HAND = "by hand"
 
 
 def main() -> None:
-    """Measure the cases asked for, print them, and keep them."""
+    """Measure and print the requested cases, and write the README if requested."""
     arguments = parse()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with tempfile.TemporaryDirectory() as folder:
@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument(
-        "--beside", nargs="+", default=[], metavar="COMMIT", help="measure these commits of Lumen too, in the same run"
+        "--beside", nargs="+", default=[], metavar="COMMIT", help="also measure these commits of Lumen, in the same run"
     )
-    parser.add_argument("--most", type=int, help="leave sizes above this out")
+    parser.add_argument("--most", type=int, help="leave out larger sizes")
     parser.add_argument("--readme", action="store_true", help="write the figures into benchmarks/README.md too")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.cases if name not in CASES]:
@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """The library as it was in a commit, in a folder of its own."""
+    """Extract the library of a commit into a folder, and return the folder."""
     packed = subprocess.run(["git", "archive", commit, "lumen"], cwd=HOME.parent, capture_output=True, check=True)
     with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
@@ -63,12 +63,12 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def measure(case: Growth, libraries: Mapping[str, Path], most: int | None = None) -> dict[str, dict[int, float]]:
-    """Of each system and size the least of some rounds, each in a process and a folder of its own, in turns.
+    """Return the smallest figure of several rounds, by system and size. Each figure has a new process and folder.
 
     Args:
-        case: What to do.
-        libraries: Where the package `lumen` of each system is.
-        most: Sizes above it are left out.
+        case: The case to measure.
+        libraries: Folder of the package `lumen` of each system.
+        most: Largest size to measure, or None for all.
     """
     systems = {**({BY_HAND: HOME.parent} if case.by_hand else {}), **libraries}
     sizes = [size for size in case.sizes if most is None or size <= most]
@@ -82,7 +82,7 @@ def measure(case: Growth, libraries: Mapping[str, Path], most: int | None = None
 
 
 def measure_once(case: Growth, size: int, library: Path, *, by_hand: bool) -> float:
-    """One figure, by a new process that finds `lumen` in a folder and the benchmarks here."""
+    """Return one figure, from a new process that imports `lumen` from a folder and the benchmarks from here."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(library), str(HOME.parent)]), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
@@ -98,20 +98,20 @@ def measure_once(case: Growth, size: int, library: Path, *, by_hand: bool) -> fl
 
 
 def exponent(values: Mapping[int, float]) -> float:
-    """The power of the size with which the value grows from the last size but one to the last; 1 is linear."""
+    """Return the exponent of the growth between the last two sizes; 1 is linear."""
     (size, value), (larger, grown) = sorted(values.items())[-2:]
     return math.log(grown / value) / math.log(larger / size)
 
 
 def rows(case: Growth, found: Mapping[str, Mapping[int, float]]) -> Iterator[list[str]]:
-    """Of each system its name, its figures and its exponent."""
+    """Yield name, figures and exponent of each system."""
     for system, values in found.items():
         power = f"{exponent(values):.2f}" if len(values) > 1 else ""
         yield [system, *(f"{value * case.factor:,.1f}" for value in values.values()), power]
 
 
 def table(case: Growth, found: Mapping[str, Mapping[int, float]]) -> Table:
-    """For the terminal."""
+    """Return a table for the terminal."""
     shown = Table(title=f"{case.name}: {case.about} ({case.unit})", title_justify="left", title_style="bold")
     shown.add_column("system", no_wrap=True)
     for size in next(iter(found.values())):
@@ -123,7 +123,7 @@ def table(case: Growth, found: Mapping[str, Mapping[int, float]]) -> Table:
 
 
 def markdown(found: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
-    """All cases as one table in Markdown."""
+    """Return all cases as one table in Markdown."""
     lines = ["| case | system | figures at its sizes | exponent |", "|---|---|---|--:|"]
     for name, systems in found.items():
         case = CASES[name]
@@ -135,7 +135,7 @@ def markdown(found: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
 
 
 def write_readme(found: Mapping[str, Mapping[str, Mapping[int, float]]], path: Path) -> None:
-    """Put the figures between the markers of a README."""
+    """Write the figures between the markers of a README."""
     before, rest = path.read_text().split(BEGIN)
     _, after = rest.split(END)
     path.write_text(f"{before}{BEGIN}\n\n{markdown(found)}\n\n{END}{after}")

@@ -1,4 +1,4 @@
-"""The networks that are trained, in plain torch."""
+"""The trained networks, in plain torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of and to the shape `(batch, time, width)`."""
+        """Run the layer; input and output have the shape `(batch, time, width)`."""
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
@@ -49,13 +49,13 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of shape `(batch, time, tokens)`."""
+        """Return logits of shape `(batch, time, tokens)`."""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         return F.linear(self.norm(self.blocks(x)), self.tokens.weight)
 
 
 def perceptron(*widths: int) -> nn.Module:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with ReLU between the layers."""
     layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
@@ -70,7 +70,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def make_tensors(name: str, samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets for a network, always the same, shuffled as they are drawn."""
+    """Return inputs and targets for a network, always the same, in random order."""
     generator = torch.Generator().manual_seed(1)
     if name in GPT_SHAPES:
         *_, positions, tokens = GPT_SHAPES[name]

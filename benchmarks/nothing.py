@@ -31,33 +31,33 @@ class NoData(Dataset[None]):
 
 @final
 class NoOptimizer(torch.optim.Optimizer):
-    """Moves nothing."""
+    """Optimizer that changes nothing."""
 
     def __init__(self, parameters: Any):
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def no_loader(steps: int) -> DataLoader[Any]:
-    """One batch, again and again."""
+    """Return a loader that repeats one batch."""
     return DataLoader(NoData(steps), 1, collate_fn=lambda _: BATCH)
 
 
 def nothing(*_: Any) -> None:
-    """Do it."""
+    """Do nothing."""
 
 
 @contextmanager
 def no_backward() -> Iterator[None]:
-    """The context in which a loss has no gradients."""
+    """Make the backward of all tensors do nothing in the context."""
     with mock.patch.object(Tensor, "backward", nothing):
         yield
 
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """The context in which keys are made, but torch's, numpy's and Python's own generators do not take them."""
+    """Make keys without seeding the generators of torch, numpy and Python in the context."""
     with mock.patch.multiple("lumen.random", _seed_torch=id, _seed_numpy=id, _seed_python=id):
         yield

@@ -1,4 +1,4 @@
-"""The pictures of results: ratios to the loop by hand, of all cases, and of a few for the README."""
+"""Pictures of the results: ratios to the loop by hand, of all cases, and of a few cases for the README."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLOURS = {
     "hand-fused": "#a16207", "hand-sliced": "#713f12",
 }  # fmt: skip
 _TICKS = (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8)
-_SHOWN = ("cpu_s", "wall_s", "first_s", "peak_mb", "calls")  # a save's seconds are no ratio to look at
+_SHOWN = ("cpu_s", "wall_s", "first_s", "peak_mb", "calls")  # Ratios of a save's seconds mean little.
 
 
 _FEW = {
@@ -23,11 +23,11 @@ _FEW = {
     "tiny-full": "with TensorBoard", "evaluation": "an evaluation",
 }  # fmt: skip
 _BARS = {"lumen": "#2f7de1", "lightning": "#a2a8b1"}
-_QUIET, _LEFT, _ONE = "#7b8088", 172, 42  # of a page in light and in dark; where bars begin, and how long 1 is
+_QUIET, _LEFT, _ONE = "#7b8088", 172, 42  # a colour for light and dark pages; start of the bars, and length of ratio 1
 
 
 def sketch(results: dict[str, Any], path: Path) -> None:
-    """Draw the medians of Lumen and Lightning in a few cases as an SVG; nothing, where one of them is missing."""
+    """Draw the medians of Lumen and Lightning in a few cases as an SVG, unless a figure is missing."""
     found = {
         (row.case, row.system): row.quartiles[1] for _, _, rows in all_rows(results) for row in rows if not row.trouble
     }

@@ -1,4 +1,4 @@
-"""One case as every system gets it: model, data, optimizer, loss, and the places where the clocks are read."""
+"""Model, data, optimizer and loss of a case, equal for every system, and the clock readings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMA_DECAY = 0.999
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """A data set as users write them, one sample at a time."""
+    """Dataset as users write it, one sample at a time."""
 
     def __init__(self, inputs: Tensor, targets: Tensor):
         self.inputs, self.targets = inputs, targets
@@ -39,7 +39,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 @final
 class DrawingSamples(Samples):
-    """One that draws, as data do that are augmented, and gives the same samples."""
+    """Dataset that draws random numbers, as augmentations do, but returns the same samples."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         random.random()
@@ -48,7 +48,7 @@ class DrawingSamples(Samples):
 
 @final
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """A data set that is read from its beginning."""
+    """Iterable dataset."""
 
     def __init__(self, inputs: Tensor, targets: Tensor):
         self.inputs, self.targets = inputs, targets
@@ -59,26 +59,25 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 @final
 class Problem:
-    """What is trained or evaluated.
+    """Training or evaluation to measure.
 
-    The clocks are read with the loss, which every system calls once per batch: at the same batches for all of them, so
-    that everything between two steps is measured and nothing of what comes before the first one. The turns
-    of an epoch are its end too.
+    The clocks are read in the loss function, which every system calls once per batch, at the same batches. So
+    everything between two steps is measured, and nothing before the first step.
 
     Attributes:
-        case: What to do.
-        system: Who does it.
-        model: Not yet on a device, nor compiled.
-        directory: An empty one for what is written.
-        steps: Optimizer steps to make.
-        take_turns: Called between two turns; returns when it is this process's turn.
-        cpu_s: CPU seconds of a batch in each turn after the first epoch, those of workers too.
-        wall_s: Its wall seconds.
-        calls: Batches so far.
-        first_s: CPU seconds of the process when the first step was done.
-        final_loss: Of the last batch.
-        result: Of an evaluation.
-        profile: Switched on for the epoch, where it is looked into.
+        case: The case.
+        system: Name of the system.
+        model: The model, not yet on a device and not compiled.
+        directory: An empty directory for output.
+        steps: Number of optimizer steps to make.
+        take_turns: Function that is called between two turns, and returns at this process's turn.
+        cpu_s: CPU seconds per batch in each turn after the first epoch, including workers.
+        wall_s: Wall seconds per batch in each turn.
+        calls: Number of batches so far.
+        first_s: CPU seconds of the process at the end of the first step.
+        final_loss: Loss of the last batch.
+        result: Result of an evaluation.
+        profile: Profile of the measured epoch, or None.
     """
 
     def __init__(self, case: Case, system: str, directory: Path):
@@ -99,15 +98,15 @@ class Problem:
         self._fused = case.fused == "yes" or (case.fused == "not by hand" and system not in ("hand", "again"))
         self._turn = case.epoch // case.turns
         self.calls = 0
-        self._begins: list[float] = []  # of each step, and its end: where a save is looked for
+        self._begins: list[float] = []  # start times of the steps; with the end times, these show the cost of a save
         self._ends: list[float] = []
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
         return self.loss_and_logits(model, batch)[0]
 
     def loss_and_logits(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The loss, and what the model says, of shape `(samples or tokens, classes)`. Reads the clocks."""
+        """Return the loss and the logits of shape `(samples or tokens, classes)`, and read the clocks."""
         self.calls += 1
         if self.case.save_every:
             self._begins.append(time.perf_counter())
@@ -122,22 +121,22 @@ class Problem:
         return loss, logits
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        """What the user has chosen."""
+        """Return the optimizer of the case."""
         optimizer = torch.optim.AdamW(parameters, lr=self.case.lr, **({"fused": True} if self._fused else {}))
         if self.case.save_every:
             optimizer.register_step_post_hook(lambda *_: self._ends.append(time.perf_counter()))
         return optimizer
 
     def optimizers(self, parameters: Any) -> list[torch.optim.Optimizer]:
-        """As many as the case has, each of some of the parameters."""
+        """Return the optimizers of the case, each with a part of the parameters."""
         given, number = list(parameters), self.case.optimizers
         return [self.optimizer(given[place::number]) for place in range(number)]
 
     def loader(self, *, shards: bool = True) -> DataLoader[Any]:
-        """The batches in their order.
+        """Return the loader of the batches, in order.
 
         Args:
-            shards: Whether each process gets every `ranks`-th batch, else the system does that.
+            shards: True to give each process every `ranks`-th batch, False if the system divides the batches.
         """
         case = self.case
         epochs = case.epochs + 1 if case.kind == "evaluate" else 1
@@ -157,7 +156,7 @@ class Problem:
         return next(kind for kind, is_wanted in kinds.items() if is_wanted)(inputs, targets)
 
     def loaders(self) -> list[DataLoader[Any]]:
-        """The loaders of an evaluation: the batches in their order, in equal parts."""
+        """Return the loaders of an evaluation: the batches in order, in equal parts."""
         case = self.case
         tensors = make_tensors(case.model, case.batch_size * case.batches)
         parts = zip(*(tensor.chunk(case.loaders) for tensor in tensors), strict=True)
@@ -169,11 +168,11 @@ class Problem:
         self._mark()
 
     def save_costs(self) -> tuple[list[float], list[float]]:
-        """What the first save cost the loop, if there was one, in seconds.
+        """Return the cost of the first save, if any, in seconds.
 
         Returns:
-            The time from the end of the step before it to the begin of the next one; and this with what the steps up
-            to the second save took longer than those before the first, both less what is usual.
+            The additional time between the steps around the save; and the same plus the slowdown of the steps up to
+            the second save.
         """
         saved = self.case.save_every
         if not saved or len(self._ends) <= saved:
@@ -186,7 +185,7 @@ class Problem:
         return [blocked], [blocked + slowed]
 
     def digest(self) -> str:
-        """Of all bits of all parameters; of shards nothing, since each process has others: the loss depends on all."""
+        """Return a digest of all parameters, or "sharded", since processes have different shards."""
         if self.case.sharded:
             return "sharded"
         sha = hashlib.sha256()
@@ -208,14 +207,14 @@ class Problem:
         if self.calls < self.case.batches:
             own_s = time.thread_time()
             self.take_turns()
-            own_s = time.thread_time() - own_s  # all but this counts: threads may work while others have their turn
+            own_s = time.thread_time() - own_s  # The CPU time of waiting does not count; that of other threads does.
             self._begin = time.perf_counter(), cpu + own_s
             if self.profile is not None:
                 self.profile.enable()
 
 
 def _children_s() -> float:
-    """CPU seconds of the processes that this one has started and that are alive."""
+    """Return the CPU seconds of the live child processes."""
     pid = os.getpid()
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return sum(int(Path(f"/proc/{child}/schedstat").read_text().split()[0]) for child in children) / 1e9

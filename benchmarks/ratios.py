@@ -1,4 +1,4 @@
-"""What the samples say: ratios to the loop by hand, and whether a system computed the same."""
+"""Ratios to the loop by hand, and checks that all systems computed the same."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from benchmarks.cases import CASES, SYSTEMS, Case, Measure
 @final
 @dataclass(frozen=True)
 class Row:
-    """A system in a case.
+    """Result of a system in a case.
 
     Attributes:
-        case: Its name.
-        system: Its name.
-        value: The best measured: of an epoch of which every turn is the fastest of all epochs; of `lost_s`, which is a
-            difference, the median.
-        added: Median of what it takes more than the loop by hand of the same epoch, in the same unit.
-        best: The value divided by the one by hand; not a number for a difference, as the next three.
-        quartiles: Of the ratios to the loop by hand of the same epoch, lowest first; the second is their median.
-        trouble: Why there are no figures: it computed something else, failed, is not installed, or the case is stale.
+        case: Name of the case.
+        system: Name of the system.
+        value: Best measured value: an epoch of the fastest turns; for `lost_s`, which is a difference, the median.
+        added: Median difference from the loop by hand of the same epoch, in the same unit.
+        best: The value divided by the value of the loop by hand; NaN for a difference, as the quartiles.
+        quartiles: Quartiles of the ratios to the loop by hand of the same epoch, lowest first.
+        trouble: Reason for missing figures: different results, an error, not installed, or stale; None with figures.
     """
 
     case: str
@@ -37,17 +36,17 @@ class Row:
 
 
 def stale(name: str, found: dict[str, Any]) -> bool:
-    """Whether what was measured is not what the case is today."""
+    """Return True if the case has changed since it was measured."""
     return found.get("definition") != CASES[name].definition
 
 
 def rows_of(name: str, found: dict[str, Any], measure: Measure | None = None) -> Iterator[Row]:
-    """The rows of a case.
+    """Yield the rows of a case.
 
     Args:
-        name: Of the case.
-        found: Its part of `results.json`.
-        measure: What to compare; default: the case's.
+        name: Name of the case.
+        found: The case's part of `results.json`.
+        measure: Value to compare. Default: the case's.
     """
     case = CASES[name]
     measure = measure or case.measure
@@ -79,23 +78,23 @@ def rows_of(name: str, found: dict[str, Any], measure: Measure | None = None) ->
 
 
 def _epochs(figures: list[float], turns: int) -> list[list[float]]:
-    """Figures of single turns as those of epochs."""
+    """Group the figures of turns by epoch."""
     return [figures[begin : begin + turns] for begin in range(0, len(figures), turns)]
 
 
 def _best(rounds: list[list[list[float]]]) -> float:
-    """The mean of an epoch of which every turn is the fastest of its kind: what a busy machine disturbs least."""
+    """Return the mean of the fastest turns, which a busy machine disturbs least."""
     return statistics.mean(min(turns) for turns in zip(*chain.from_iterable(rounds), strict=True))
 
 
 def refusal(case: Case, system: str, samples: dict[str, Any]) -> str | None:
-    """Why a system's sample does not count: it failed, or it is not of the same computation as the loop by hand.
+    """Return the reason why a sample does not count: an error, or results different from the loop by hand.
 
     Args:
-        case: What was done.
-        system: By whom.
-        samples: Those of the round. Where systems use the fused optimizer and the loop by hand does not, they are
-            compared with the loop by hand that does, and only that one has a tolerance.
+        case: The case.
+        system: Name of the system.
+        samples: The samples of the round. Systems with the fused optimizer are compared with the fused loop by hand;
+            only that loop has a tolerance.
     """
     sample, by_hand, tolerance = samples[system], samples["hand"], 0.0
     if isinstance(sample, str) or isinstance(by_hand, str):

@@ -16,19 +16,19 @@ from benchmarks.models import GPT_SHAPES
 from benchmarks.ratios import Row, rows_of, stale
 
 BEGIN, END = "<!-- figures: written by `python -m benchmarks` -->", "<!-- end of figures -->"
-_UNITS = {  # of a measure: its unit, and how many of it make one of what is measured
+_UNITS = {  # unit and factor of each measure
     "cpu_s": ("µs CPU / batch", 1e6), "wall_s": ("µs / batch", 1e6), "first_s": ("s CPU", 1), "peak_mb": ("MB", 1),
     "blocked_s": ("s", 1), "calls": ("calls / batch", 1), "gap_s": ("µs / batch", 1e6), "lost_s": ("s", 1),
 }  # fmt: skip
 
 
 def unit_of(case: Case, measure: Measure) -> tuple[str, float]:
-    """The unit to print figures in, and its factor."""
+    """Return the unit of printed figures, and its factor."""
     return ("ms CPU", 1e3) if case.kind in ("import", "help") else _UNITS[measure]
 
 
 def all_rows(results: dict[str, Any]) -> Iterator[tuple[Case, Measure, list[Row]]]:
-    """Every case that was measured, in their order, with its rows."""
+    """Yield every measured case, in order, with its rows."""
     for name, case in CASES.items():
         if name in results["cases"]:
             for measure in (case.measure, *case.also):
@@ -36,7 +36,7 @@ def all_rows(results: dict[str, Any]) -> Iterator[tuple[Case, Measure, list[Row]
 
 
 def cells(case: Case, measure: Measure, row: Row) -> list[str]:
-    """What a row says after its name: value, added, best, median, quartiles."""
+    """Return the cells of a row after its name: value, added, best, median, quartiles."""
     if row.trouble:
         return [row.trouble, "", "", "", ""]
     _, factor = unit_of(case, measure)
@@ -49,7 +49,7 @@ def cells(case: Case, measure: Measure, row: Row) -> list[str]:
 
 
 def speed(case: Case, measure: Measure, row: Row) -> str:
-    """What a row's value says of tokens, in parentheses, where it is a GPT's wall time."""
+    """Return the tokens per second of a GPT's wall time, in parentheses, or an empty string."""
     if row.trouble or measure != "wall_s" or case.model not in GPT_SHAPES:
         return ""
     *_, positions, _ = GPT_SHAPES[case.model]
@@ -73,12 +73,12 @@ def print_case(name: str, results: dict[str, Any], console: Console) -> None:
 
 
 def title(case: Case, measure: Measure) -> str:
-    """The name of a case, of what is measured if it is not what is usual, and its line."""
+    """Return the name of a case, its measure if unusual, and its description."""
     return f"{case.name}{'' if measure == case.measure else f' ({measure})'}: {case.about}"
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """All cases as one table in Markdown."""
+    """Return all cases as one table in Markdown."""
     lines = [
         *[f"{line}." for line in machine_lines(results)],
         "",
@@ -98,7 +98,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def machine_lines(results: dict[str, Any]) -> list[str]:
-    """When, where and with what the cases were measured that are not stale; a line for each machine."""
+    """Return date, machine and versions of the cases that are not stale; a line for each machine."""
     shown = {name: found for name, found in results["cases"].items() if name in CASES and not stale(name, found)}
     machines: dict[str, list[str]] = {}
     for name, found in shown.items():
@@ -118,7 +118,7 @@ def machine_lines(results: dict[str, Any]) -> list[str]:
 
 
 def write_readme(results: dict[str, Any], path: Path) -> None:
-    """Put the figures between the markers of a README."""
+    """Write the figures between the markers of a README."""
     text = path.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

@@ -1,4 +1,4 @@
-"""Runs the processes of a case: each system in its own, taking turns."""
+"""Processes of a case: each system runs in its own process, in turns."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ TIME_LIMIT_S = 300
 
 
 class Failed(Exception):
-    """A system could not do a case; the text is its last words."""
+    """Error of a system, with its last line of output."""
 
 
 def installed(system: str) -> bool:
-    """Whether a system can be measured here."""
+    """Return True if a system is installed."""
     package, *_ = system.split("-")
     return package not in PEERS or find_spec(package) is not None
 
 
 def run_round(case: Case, systems: Sequence[str], *options: str, start: int = 0) -> dict[str, dict[str, Any] | str]:
-    """Let every system do a case once, in new processes.
+    """Run a case once for every system, in new processes.
 
     Args:
-        case: What to do.
-        systems: Which ones; who begins changes with every turn.
-        options: For the worker.
-        start: Who begins, as an index.
+        case: The case.
+        systems: The systems. Each turn begins with a different system.
+        options: Options of the worker.
+        start: Index of the first system.
 
     Returns:
-        What `benchmarks.worker` says of each; a text where it failed.
+        The output of `benchmarks.worker` for each system, or the error as a text.
     """
     found: dict[str, dict[str, Any] | str] = {}
     turns: dict[str, Iterator[Any]] = {system: _turns(case, system, options) for system in systems}
@@ -65,7 +65,7 @@ def run_round(case: Case, systems: Sequence[str], *options: str, start: int = 0)
 
 
 def _turns(case: Case, system: str, options: Sequence[str]) -> Iterator[Any]:
-    """Start the processes of a system; yield None after each turn, at last what they measured."""
+    """Start the processes of a system; yield None after each turn, and the sample at the end."""
     words = ["-m", "benchmarks.worker", case.name, system, *options, *(["--turns"] if case.takes_turns else [])]
     command = [sys.executable, *words]
     ranks = [Process(command, environment, terminal=case.full) for environment in environments(case.ranks)]
@@ -84,8 +84,8 @@ def _turns(case: Case, system: str, options: Sequence[str]) -> Iterator[Any]:
 
 
 def environments(ranks: int) -> list[dict[str, str]]:
-    """As `torchrun` sets them, with one thread each."""
-    bytecode = "PYTHONDONTWRITEBYTECODE"  # where it is set, a library is compiled again in every process
+    """Return environment variables as `torchrun` sets them, with one thread per process."""
+    bytecode = "PYTHONDONTWRITEBYTECODE"  # If set, every process compiles the library again.
     common = {name: value for name, value in os.environ.items() if name != bytecode} | {
         "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore", "COLUMNS": "120",
     }  # fmt: skip
@@ -102,7 +102,7 @@ def environments(ranks: int) -> list[dict[str, str]]:
 
 
 def _together(samples: list[Any]) -> Any:
-    """One sample of all ranks: CPU time is added up."""
+    """Merge the samples of all ranks, with the sum of their CPU times."""
     first = samples[0]
     if any((sample["digest"], len(sample["cpu_s"])) != (first["digest"], len(first["cpu_s"])) for sample in samples):
         raise Failed("the ranks ended with different parameters")
@@ -112,7 +112,7 @@ def _together(samples: list[Any]) -> Any:
 
 @final
 class Process:
-    """A worker; what it prints is read from a pipe, or from a terminal if it shall draw its progress bar."""
+    """Worker process, whose output is read from a pipe, or from a terminal for a progress bar."""
 
     def __init__(self, command: list[str], environment: dict[str, str], *, terminal: bool):
         self._output, output = pty.openpty() if terminal else os.pipe()
@@ -123,7 +123,7 @@ class Process:
         self._text = ""
 
     def read(self) -> Any:
-        """The next message: None before a turn, else what was measured."""
+        """Return the next message: None before a turn, else the sample."""
         end_s = time.monotonic() + TIME_LIMIT_S
         while True:
             *_, text = self._text.rpartition(MARKER)
@@ -132,7 +132,7 @@ class Process:
                 return json.loads(text.split("\n")[0])
             part = b""
             if select.select([self._output], [], [], max(0.0, end_s - time.monotonic()))[0]:
-                with suppress(OSError):  # so a terminal says that all of its processes ended
+                with suppress(OSError):  # A terminal raises OSError after all its processes ended.
                     part = os.read(self._output, 1 << 16)
             if not part:
                 lines = [line for line in self._text.splitlines() if line.strip()]
@@ -140,15 +140,15 @@ class Process:
             self._text = (self._text + part.decode(errors="replace"))[-100_000:]
 
     def go_on(self) -> None:
-        """It is this one's turn."""
+        """Start the turn of this process."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """End the process."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its loader's workers too
+            os.killpg(self._process.pid, signal.SIGKILL)  # also ends the workers of its loader
         self._process.wait()
         os.close(self._output)
         if self._process.stdin is not None:

@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: `python -m benchmarks.worker CASE SYSTEM` prints it as JSON."""
+"""One measurement in a separate process: `python -m benchmarks.worker CASE SYSTEM` prints the sample as JSON."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def measure(
     directory: Path,
     take_turns: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Let a system do a case.
+    """Run a case with a system.
 
     Args:
-        case: What to do.
-        system: One of `SYSTEMS`.
-        directory: An empty one for what it writes.
-        take_turns: Called between two turns; returns when the next one may begin.
+        case: The case.
+        system: A name in `SYSTEMS`.
+        directory: An empty directory for output.
+        take_turns: Function that is called between two turns, and returns when the next turn may begin.
 
     Returns:
-        Lists of figures: of each turn `cpu_s` and `wall_s`, seconds per batch; one of `first_s` and `peak_mb`; where
-        measured one of `calls`, `gap_s`, `blocked_s` and `lost_s`. And what must be equal: `loss`, the last one,
-        exactly; `digest` of the parameters; `result` of an evaluation.
+        Lists of figures: `cpu_s` and `wall_s` of each turn, in seconds per batch; one figure of `first_s` and
+        `peak_mb`; if measured, one of `calls`, `gap_s`, `blocked_s` and `lost_s`. Values that must be equal for all systems: the
+        final `loss`, exactly; `digest` of the parameters; `result` of an evaluation.
     """
     torch.set_num_threads(1)
     problem = Problem(case, system, directory)
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("system", choices=SYSTEMS)
-    parser.add_argument("--small", action="store_true", help="as small as it gets, for tests")
+    parser.add_argument("--small", action="store_true", help="run a tiny version, for tests")
     parser.add_argument("--turns", action="store_true", help="wait for a line of stdin before each turn")
     arguments = parser.parse_args()
     case = CASES[arguments.case]
@@ -101,7 +101,7 @@ def _say(message: Any) -> None:
 def _wait() -> None:
     _say(None)
     if not sys.stdin.readline():
-        sys.exit("nobody gives turns any more")
+        sys.exit("the parent process has ended")
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def collate(samples: Sequence[dict]) -> dict:
         ``names``, a list of strings. ``objects``, float32 of shape ``(batch, longest, 1, 28, 28)``, padded with
         zeros. ``object_mask``, bool of shape ``(batch, longest)``, True for padding. ``captions``, a list of strings
         and None. ``tokens``, int64 of shape ``(batch, words + 2)``: captions with start and end tokens, padded with
-        0; only a start token for a row without a caption. ``weight``, an int: the number of tokens to predict, computed here
-        so that no step waits for the device.
+        0; only a start token for a row without a caption. ``weight``, an int: the number of tokens to
+        predict, computed here so that no step waits for the device.
     """
     objects = [sample["objects"] for sample in samples]
     lengths = torch.tensor([len(row) for row in objects])

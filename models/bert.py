@@ -1,7 +1,8 @@
 """BERT of transformers: pre-trained to fill in letters, then fine-tuned to classify surnames by country.
 
 The module shows the practice of the training handbook: decay groups, layer-wise learning rates, warm-up, bfloat16,
-early stopping and gradual unfreezing. Nothing is downloaded: this BERT is small, starts with random weights, and reads bytes.
+early stopping and gradual unfreezing. Nothing is downloaded: this BERT is small, starts with
+random weights, and reads bytes.
 """
 
 import torch

@@ -35,7 +35,7 @@ class Generator(nn.Module):
         )
 
     def forward(self, digits: Tensor, noise: Tensor) -> Tensor:
-        """Return images in [0, 1] of shape ``(batch, 1, 28, 28)``, of digits ``(batch,)`` and noise ``(batch, noise)``."""
+        """Return images in [0, 1] of shape ``(batch, 1, 28, 28)``, for digits ``(batch,)`` and noise ``(batch, n)``."""
         return self.net(torch.cat([self.digits(digits), noise], dim=1))
 
 

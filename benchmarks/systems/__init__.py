@@ -1,1 +1,1 @@
-"""One module per system, with a function for each kind of case, written as its users would at their best."""
+"""One module per system, with a function for each kind of case, written as its experienced users would."""

@@ -16,7 +16,7 @@ LOG_EVERY = 50  # steps, as the other systems do
 
 
 def make_accelerator(problem: Problem) -> Accelerator:
-    """An accelerator for a case."""
+    """Return an accelerator for a case."""
     case = problem.case
     return Accelerator(
         cpu=case.device == "cpu",
@@ -76,7 +76,7 @@ def _accumulated(problem: Problem, accelerator: Accelerator, model: nn.Module, o
 
 
 def _logged(problem: Problem, accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any) -> None:
-    """Logging is the user's own affair: every so many steps, and a bar by tqdm."""
+    """Train with the user's own logging every few steps, and a tqdm bar."""
     names = [f"loss_{number}" for number in range(problem.case.logs)]
     bar = None
     if problem.case.full:

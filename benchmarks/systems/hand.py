@@ -134,7 +134,7 @@ def _scaled(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _batches(problem: Problem) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """Yield batches, epoch after epoch."""
     loader, device = problem.loader(), problem.case.device
     while True:
         if device == "cpu":
@@ -157,7 +157,7 @@ def _seeded(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _sliced(problem: Problem) -> Iterator[Any]:
-    """What can be had where the data are two tensors and the order is known: no loader at all."""
+    """Yield slices of two tensors in a known order, without a loader."""
     tensors, size = problem.loader().dataset.tensors, problem.case.batch_size
     while True:
         yield from zip(*(tensor.split(size) for tensor in tensors), strict=True)
@@ -166,7 +166,7 @@ def _sliced(problem: Problem) -> Iterator[Any]:
 def evaluate(problem: Problem) -> None:
     """Evaluate; the mean loss is over samples, the accuracy a torchmetrics object."""
     model, metric = problem.model, problem.case.metric
-    # The data are made here, since tensors made in inference mode are indexed faster than those that users have.
+    # The data is made outside inference mode, whose tensors are indexed faster than users' tensors.
     loader: Iterable[Any] = problem.loader() if problem.case.loaders == 1 else chain(*problem.loaders())
     if problem.system == "hand-seeded":
         loader = _seeded(loader)

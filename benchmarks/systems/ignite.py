@@ -1,4 +1,4 @@
-"""Ignite: an engine around the user's step function, which does no more than the loop by hand does."""
+"""Ignite: an engine around the user's step function, which does the same as the loop by hand."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _scaled(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _show(problem: Problem, engine: Engine) -> None:
-    """The bar and the TensorBoard handler as in Ignite's guides."""
+    """Attach the bar and the TensorBoard handler as in Ignite's guides."""
     from ignite.handlers import ProgressBar
     from ignite.handlers.tensorboard_logger import TensorboardLogger
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from benchmarks.problem import Problem
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore")  # of few workers; of intervals longer than the run
+warnings.filterwarnings("ignore")  # about few workers, and intervals longer than the run
 
 
 class Task(LightningModule):
-    """What is trained."""
+    """Task of all cases."""
 
     def __init__(self, problem: Problem):
         super().__init__()
@@ -28,20 +28,20 @@ class Task(LightningModule):
         self.model = torch.compile(problem.model) if problem.case.compiled else problem.model
 
     def configure_optimizers(self) -> Any:
-        """The user's."""
+        """Return the optimizers of the case."""
         return (self.problem.optimizers if self.problem.case.optimizers else self.problem.optimizer)(self.parameters())
 
 
 class Training(Task):
-    """Logs nothing."""
+    """Task that logs nothing."""
 
     def training_step(self, batch: Any) -> Tensor:
-        """One batch."""
+        """Compute one batch."""
         return self.problem.loss(self.model, batch)
 
 
 class LoggedTraining(Task):
-    """Logs the loss as often as the case says."""
+    """Task that logs the loss under all names of the case."""
 
     def __init__(self, problem: Problem):
         super().__init__(problem)
@@ -49,7 +49,7 @@ class LoggedTraining(Task):
         self.shown = problem.case.full
 
     def training_step(self, batch: Any) -> Tensor:
-        """One batch."""
+        """Compute one batch."""
         loss = self.problem.loss(self.model, batch)
         for name in self.names:
             self.log(name, loss, prog_bar=self.shown)
@@ -57,14 +57,14 @@ class LoggedTraining(Task):
 
 
 class ManualTraining(Task):
-    """Moves its optimizers itself."""
+    """Task with manual optimization."""
 
     def __init__(self, problem: Problem):
         super().__init__(problem)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any) -> None:
-        """One batch."""
+        """Compute one batch."""
         loss = self.problem.loss(self.model, batch)
         for optimizer in self.optimizers():
             optimizer.zero_grad()
@@ -74,23 +74,23 @@ class ManualTraining(Task):
 
 
 class Evaluation(Task):
-    """Logs nothing."""
+    """Task that logs nothing."""
 
     def validation_step(self, batch: Any) -> None:
-        """One batch."""
+        """Compute one batch."""
         self.problem.loss(self.model, batch)
 
 
 class LossEvaluation(Task):
-    """Logs the mean loss."""
+    """Task that logs the mean loss."""
 
     def validation_step(self, batch: Any) -> None:
-        """One batch; its size is given, or Lightning would search the batch for it."""
+        """Log the loss with the batch size, for which Lightning would otherwise search the batch."""
         self.log("result", self.problem.loss(self.model, batch), batch_size=len(batch[0]))
 
 
 class AccuracyEvaluation(Task):
-    """Logs a torchmetrics object."""
+    """Task that logs a torchmetrics object."""
 
     def __init__(self, problem: Problem):
         from torchmetrics.classification import MulticlassAccuracy
@@ -99,14 +99,14 @@ class AccuracyEvaluation(Task):
         self.accuracy = MulticlassAccuracy(4)
 
     def validation_step(self, batch: Any) -> None:
-        """One batch."""
+        """Compute one batch."""
         _, logits = self.problem.loss_and_logits(self.model, batch)
         self.accuracy.update(logits, batch[1])
         self.log("result", self.accuracy, batch_size=len(batch[0]))
 
 
 def make_trainer(problem: Problem, **options: Any) -> Trainer:
-    """A trainer for a case."""
+    """Return a trainer for a case."""
     case = problem.case
     off = {"logger": False, "enable_progress_bar": False}
     on = {"logger": TensorBoardLogger(problem.directory)}

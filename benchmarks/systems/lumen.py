@@ -14,7 +14,7 @@ from lumen import EMA, LambdaCallback, ModelCheckpoint, TaskModule, TensorBoardL
 
 
 class Task(TaskModule):
-    """What is trained."""
+    """Task of all cases."""
 
     def __init__(self, problem: Problem):
         super().__init__()
@@ -25,15 +25,15 @@ class Task(TaskModule):
 
 
 class Training(Task):
-    """Logs nothing."""
+    """Task that logs nothing."""
 
     def training_step(self, batch: Any) -> Tensor:
-        """One batch."""
+        """Compute one batch."""
         return self.problem.loss(self.model, batch)
 
 
 class LoggedTraining(Task):
-    """Logs the loss as often as the case says."""
+    """Task that logs the loss under all names of the case."""
 
     def __init__(self, problem: Problem):
         super().__init__(problem)
@@ -41,7 +41,7 @@ class LoggedTraining(Task):
         self.shown = problem.case.full
 
     def training_step(self, batch: Any) -> Tensor:
-        """One batch."""
+        """Compute one batch."""
         loss = self.problem.loss(self.model, batch)
         for name in self.names:
             self.log(name, loss, prog_bar=self.shown)
@@ -49,14 +49,14 @@ class LoggedTraining(Task):
 
 
 class ManualTraining(Task):
-    """Moves its optimizers itself."""
+    """Task with manual optimization."""
 
     def __init__(self, problem: Problem):
         super().__init__(problem)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any) -> None:
-        """One batch."""
+        """Compute one batch."""
         loss = self.problem.loss(self.model, batch)
         for optimizer in self.optimizers():
             optimizer.zero_grad()
@@ -66,23 +66,23 @@ class ManualTraining(Task):
 
 
 class Evaluation(Task):
-    """Logs nothing."""
+    """Task that logs nothing."""
 
     def validation_step(self, batch: Any) -> None:
-        """One batch."""
+        """Compute one batch."""
         self.problem.loss(self.model, batch)
 
 
 class LossEvaluation(Task):
-    """Logs the mean loss."""
+    """Task that logs the mean loss."""
 
     def validation_step(self, batch: Any) -> None:
-        """One batch."""
+        """Compute one batch."""
         self.log("result", self.problem.loss(self.model, batch))
 
 
 class AccuracyEvaluation(Task):
-    """Logs a torchmetrics object."""
+    """Task that logs a torchmetrics object."""
 
     def __init__(self, problem: Problem):
         from torchmetrics.classification import MulticlassAccuracy
@@ -91,30 +91,30 @@ class AccuracyEvaluation(Task):
         self.accuracy = MulticlassAccuracy(4)
 
     def validation_step(self, batch: Any) -> None:
-        """One batch."""
+        """Compute one batch."""
         _, logits = self.problem.loss_and_logits(self.model, batch)
         self.accuracy.update(logits, batch[1])
         self.log("result", self.accuracy)
 
 
 class Nothing(TaskModule):
-    """Its loss is there already."""
+    """Task with a constant loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))  # an optimizer wants one
+        self.weight = nn.Parameter(torch.zeros(()))  # An optimizer needs a parameter.
 
     def training_step(self, batch: Any) -> Tensor:
-        """One batch."""
+        """Compute one batch."""
         return LOSS
 
     def configure_optimizers(self) -> NoOptimizer:
-        """No optimizer."""
+        """Return an optimizer that changes nothing."""
         return NoOptimizer(self.parameters())
 
 
 def make_trainer(problem: Problem, **options: Any) -> Trainer:
-    """A trainer for a case."""
+    """Return a trainer for a case."""
     case = problem.case
     settings = {
         "accelerator": case.device, "devices": case.ranks, "precision": case.precision, "compile": case.compiled,
@@ -141,7 +141,7 @@ def train(problem: Problem) -> None:
 def evaluate(problem: Problem) -> None:
     """Evaluate."""
     task = {None: Evaluation, "loss": LossEvaluation, "accuracy": AccuracyEvaluation}[problem.case.metric](problem)
-    task.load_state_dict(task.state_dict())  # else Lumen warns that nobody has trained it
+    task.load_state_dict(task.state_dict())  # Otherwise Lumen warns about untrained weights.
     loaders = problem.loader() if problem.case.loaders == 1 else problem.loaders()
     values, *_ = make_trainer(problem).validate(task, loaders)
     problem.result = values.get("result")
@@ -157,7 +157,7 @@ def nothing(problem: Problem) -> None:
 
 
 def checkpoint(problem: Problem) -> None:
-    """Train and save, beside the run or at once."""
+    """Train and save, asynchronously or synchronously."""
     later = False if problem.system == "lumen-at-once" else None
     saving = ModelCheckpoint(every_n_train_steps=problem.case.save_every, at_end=False, asynchronous=later)
     trainer = make_trainer(problem, max_steps=problem.steps, enable_checkpointing=True, callbacks=[saving])

@@ -128,7 +128,9 @@ def test_ambiguous_short_name_raises(sweep, tmp_path):
     config.write_text(
         before.replace("optimizer: null", "optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.3}}")
     )
-    with pytest.raises(ConfigError, match=r"several settings are called lr: model.lr, optimizer.lr\. Write the name"):
+    with pytest.raises(
+        ConfigError, match=r"several settings are called lr: model.lr, optimizer.lr\. Write the full name"
+    ):
         lumen.runs(tmp_path / "runs", where="lr < 1")
     assert [each["name"] for each in lumen.runs(tmp_path / "runs", where="optimizer.lr < 1")] == ["slow"]
 
