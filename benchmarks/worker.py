@@ -42,9 +42,9 @@ def measure(
         take_turns: Function that is called between two turns, and returns when the next turn may begin.
 
     Returns:
-        Lists of figures: `cpu_s` and `wall_s` of each turn, in seconds per batch; one figure of `first_s` and
-        `peak_mb`; if measured, one of `calls`, `gap_s`, `blocked_s` and `lost_s`. Values that must be equal for all systems: the
-        final `loss`, exactly; `digest` of the parameters; `result` of an evaluation.
+        Lists of figures: `cpu_s` and `wall_s` of each turn, in seconds per batch; one figure of `first_s` and of
+        `peak_mb`; if measured, one of `calls`, `gap_s`, `blocked_s` and `lost_s`. Values that must be equal for all
+        systems: the final `loss`, exactly; `digest` of the parameters; `result` of an evaluation.
     """
     torch.set_num_threads(1)
     problem = Problem(case, system, directory)
