@@ -398,7 +398,7 @@ def test_surnames_have_one_origin_each(names):
 
 
 def test_an_empty_name_is_refused():
-    with pytest.raises(DataError, match="data.names has an empty name"):
+    with pytest.raises(DataError, match=r"data\.names has an empty name"):
         Surnames(names=["Ek", ""]).predict_dataloader()
 
 
