@@ -10,18 +10,18 @@ from lumen.distributed.processes import Processes
 from tests.helpers.pages import COLLECTIVE, rows
 
 
-def said_of(method, table):
-    """How many collectives of each kind a row of the table says, itself or by the names of other rows."""
+def count_documented(method, table):
+    """Count the collectives of each kind that a row of the table names, directly or by the names of other rows."""
     found = Counter({kind: int(times) for times, kind in re.findall(r"(\d) (\w+)", table[method])})
     for other in re.findall(r"`(\w+)`", table[method]):
-        found += said_of(other, table)
+        found += count_documented(other, table)
     return found
 
 
 def test_methods_use_the_documented_collectives(group):
     table = {name.strip("`"): text for name, _, text in rows("docs/contributing/collectives.md", "The methods")}
     for counted in group(2).run(count_collectives):
-        assert counted == {name: said_of(name, table) for name in counted}
+        assert counted == {name: count_documented(name, table) for name in counted}
         assert counted.keys() == COLLECTIVE - {"connect", "for_thread"}
 
 

@@ -1,4 +1,4 @@
-"""The rooms of Lumen's house, floor by floor, and its files."""
+"""The packages of Lumen, layer by layer, and its files."""
 
 import ast
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import lumen
 
 ROOT = Path(lumen.__file__).parent
-#: From the ground up. A module imports only from floors below its own; a package is one unit.
-FLOORS = (
+#: From the lowest layer up. A module imports only from lower layers; a package is one unit.
+LAYERS = (
     {"errors", "console", "version"},
     {"internals", "random"},
     {"data", "metrics", "precision", "distributed", "loggers"},
@@ -21,7 +21,7 @@ FLOORS = (
     {"tools"},
 )
 
-#: What the core does without.
+#: Packages that the core does not import.
 AROUND_THE_CORE = ("cli", "tools", "integrations")
 
 

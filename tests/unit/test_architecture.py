@@ -1,4 +1,4 @@
-"""The house stands as it is drawn: floors, frames, public names, and strategies that nobody asks for their name."""
+"""The structure of the packages: layers, stack frames, public names, and no question for the name of a strategy."""
 
 import ast
 import enum
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import lumen
 from lumen.checkpoint.format.storage import Storage
 from lumen.task.hooks import HOOKS, MODE_HOOKS
-from tests.helpers.architecture import AROUND_THE_CORE, FLOORS, ROOT, SOURCES
+from tests.helpers.architecture import AROUND_THE_CORE, LAYERS, ROOT, SOURCES
 from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 DOORS = {"lumen", "lumen.__main__"}
@@ -125,11 +125,11 @@ def unit(module):
     return module.split(".")[1] if "." in module else ""
 
 
-def floor(name):
-    for number, units in enumerate(FLOORS):
+def layer(name):
+    for number, units in enumerate(LAYERS):
         if name in units:
             return number
-    pytest.fail(f"lumen.{name} has no floor; write it into FLOORS")
+    pytest.fail(f"lumen.{name} has no layer; write it into LAYERS")
 
 
 def ways(*, lazily):
@@ -140,15 +140,15 @@ def ways(*, lazily):
                 yield unit(module), unit(found)
 
 
-# ---------------------------------------------------------------------- floors
+# ---------------------------------------------------------------------- layers
 
 
-def test_modules_import_only_from_lower_floors():
-    upward = {(importer, found) for importer, found in ways(lazily=False) if floor(found) >= floor(importer)}
+def test_modules_import_only_from_lower_layers():
+    upward = {(importer, found) for importer, found in ways(lazily=False) if layer(found) >= layer(importer)}
     assert upward == set()
-    for name in FLOORS:
+    for name in LAYERS:
         for each in name:
-            assert any(unit(module) == each for module in SOURCES), f"FLOORS names {each}, which does not exist"
+            assert any(unit(module) == each for module in SOURCES), f"LAYERS names {each}, which does not exist"
 
 
 def test_the_core_knows_nothing_around_it():
@@ -191,7 +191,7 @@ def test_lumen_does_not_import_models_or_tests():
 
 # ---------------------------------------------------------------------- types
 
-#: Imports of a higher floor, in functions or for types alone.
+#: Imports of a higher layer, in functions or for types alone.
 WAYS_UP = {
     ("lumen.task.hyperparameters", "lumen.checkpoint.load.load_weights"),  # `load_from_checkpoint` of tasks
     ("lumen.run.run", "lumen.checkpoint"),  # the types of two parts of a run
@@ -223,7 +223,7 @@ def test_two_imports_for_types_go_up():
         (module, found)
         for module in SOURCES.keys() - DOORS
         for found in seen_by(module)
-        if unit(module) != unit(found) and floor(unit(found)) >= floor(unit(module))
+        if unit(module) != unit(found) and layer(unit(found)) >= layer(unit(module))
     }
     assert upward == WAYS_UP
 
@@ -424,8 +424,8 @@ def test_nobody_asks_a_strategy_for_its_name():
                 assert not asked & {"Strategy", "strategy"}, f"{module}:{node.lineno}"
 
 
-def test_numbers_of_floors_and_rooms_are_limited():
-    assert len(FLOORS) <= 11
+def test_numbers_of_layers_and_packages_are_limited():
+    assert len(LAYERS) <= 11
     assert len({each.stem for each in ROOT.iterdir()} - {"__pycache__"}) <= 25
 
 
@@ -890,7 +890,7 @@ def underscores_used_in(tree):
                 yield node.lineno, name
 
 
-def test_private_names_of_torch_stand_in_one_room():
+def test_private_names_of_torch_are_in_one_package():
     others = {module: tree for module, tree in SOURCES.items() if unit(module) != "internals"}
     own = {name for tree in others.values() for name in underscores_defined_in(tree)} - OF_TORCH
     for module, tree in others.items():
