@@ -267,7 +267,7 @@ class ProgressBar(Callback):
 
     def on_exception(self, trainer: CallbackTrainer, task: TaskModule, exception: BaseException) -> None:
         """Show the step at which a stopped run ended, and restore the terminal."""
-        if self._training and trainer.run.ending.vote.requested and not trainer.run.log.in_train_step:
+        if self._training and trainer.run.ending.vote.requested_signal and not trainer.run.log.in_train_step:
             if self._board.pop("evaluation", None) is not None:
                 self._throughput.resume()
                 self._time_left.resume()

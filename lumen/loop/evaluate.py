@@ -69,40 +69,40 @@ def evaluate(run: Run, stage: str) -> bool:
     name = "validation" if stage in ("validate", "sanity") else stage
     if stage == "validate" and run.stage == "fit" and is_overridden(run.task, "on_validation_model_zero_grad"):
         run.task.on_validation_model_zero_grad()
-    around = run.hooks.validation_context if run.stage == "fit" else []
-    ordinary = partial(avoid_inference_tensors, run.task, vars(run.optim).get("optimizer"))
+    contexts = run.hooks.validation_context if run.stage == "fit" else []
+    avoid_inference = partial(avoid_inference_tensors, run.task, vars(run.optim).get("optimizer"))
     with (
-        save_training_state(run, stage) as apart,
+        save_training_state(run, stage) as saved,
         preserve_generators(),
         torch.no_grad(),
-        enter_all(around),
-        ordinary(),
+        enter_all(contexts),
+        avoid_inference(),
     ):
         getattr(run.task, f"on_{name}_model_eval")()
         seed_generators(make_key(run.seed, EVALUATIONS[stage]))
         run.log.call_hooks(f"on_{name}_start")
         # Parameters that FSDP2 gathers under inference mode can never be trained again.
-        infers = run.plan.inference_mode and not any(map(is_sharded, run.task.parameters()))
-        with ordinary(), run.strategy.evaluation(inference_mode=infers):
+        uses_inference_mode = run.plan.inference_mode and not any(map(is_sharded, run.task.parameters()))
+        with avoid_inference(), run.strategy.evaluation(inference_mode=uses_inference_mode):
             run.log.call_hooks(f"on_{name}_epoch_start")
-            apart.states.reset_for_evaluation()
+            saved.states.reset_for_evaluation()
             named = zip(run.loaders.evaluation, run.loaders.list_suffixes(), strict=True)
             for number, (adapter, suffix) in enumerate(named):
                 run.log.begin_loader(suffix)
                 with explain_memory_errors(run):
-                    outputs = evaluate_loader(run, stage, name, adapter, number, apart)
+                    outputs = evaluate_loader(run, stage, name, adapter, number, saved)
                 run.log.end_loader()
                 if run.ending.vote.stop_signal is not None:
                     return False
                 if stage == "predict" and run.values.keeps_predictions:
                     run.values.keep_predictions(gather_in_order(run, outputs))
-            finish_pass(run, stage, name, apart)
-        apart.metrics.close()
-        with apart.modes.keep_choices():
+            finish_pass(run, stage, name, saved)
+        saved.metrics.close()
+        with saved.modes.keep_choices():
             for hook in getattr(run.hooks, f"on_{name}_end"):
                 hook()
         if is_overridden(run.task, f"on_{name}_model_train"):
-            apart.modes.hand_over_to(getattr(run.task, f"on_{name}_model_train"))
+            saved.modes.hand_over_to(getattr(run.task, f"on_{name}_model_train"))
     run.records.end_evaluation()
     return True
 
@@ -120,9 +120,9 @@ def enter_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> 
 def save_training_state(run: Run, stage: str) -> Iterator[SavedTrainingState]:
     """Save the state of the training, and restore it at the end of the context, after errors too."""
     run.records.write_pending_row()
-    apart = SavedTrainingState(StageMetrics(), SavedModes(run.task), SavedMetricStates(run.task))
+    saved = SavedTrainingState(StageMetrics(), SavedModes(run.task), SavedMetricStates(run.task))
     run.records.begin_evaluation(get_logger_states(run))
-    with run.in_stage(stage, apart.metrics):
+    with run.in_stage(stage, saved.metrics):
         try:
             run.log.share_metrics(run.task)
             sync_buffers(run.strategy, run.task)
@@ -130,37 +130,37 @@ def save_training_state(run: Run, stage: str) -> Iterator[SavedTrainingState]:
             for adapter in run.loaders.evaluation:
                 adapter.measure()
             try:
-                yield apart
+                yield saved
             finally:
                 run.ending.vote.reset_interval()
-                apart.metrics.reset_metrics()
-                apart.states.restore_all(everything=not apart.complete or stage == "sanity")
-                apart.modes.restore()
+                saved.metrics.reset_metrics()
+                saved.states.restore_all(everything=not saved.complete or stage == "sanity")
+                saved.modes.restore()
         except Exception as error:
             note_place(run, error)
             raise
 
 
-def finish_pass(run: Run, stage: str, name: str, apart: SavedTrainingState) -> None:
+def finish_pass(run: Run, stage: str, name: str, saved: SavedTrainingState) -> None:
     """End an evaluation pass: call the hooks that may still log, and publish the values. Collective."""
     run.log.end_loaders()
     seed_generators(make_key(run.seed, EVALUATIONS[stage], 1))
-    apart.states.restore_untouched(run.log.gather if run.log.has_metrics else None)
-    with apart.modes.keep_choices():
+    saved.states.restore_untouched(run.log.gather if run.log.has_metrics else None)
+    with saved.modes.keep_choices():
         run.log.call_hooks(f"on_{name}_epoch_end")
-    values = publish_values(run, apart.metrics, run.log.gather)
+    values = publish_values(run, saved.metrics, run.log.gather)
     if stage != "sanity" and run.records.is_logged:
-        for row in gather_in_order(run, apart.rows):
+        for row in gather_in_order(run, saved.rows):
             run.records.write_values(row)
-        run.records.write_values({name: values[name] for name in apart.metrics.list_epoch_names(is_for_loggers)})
-    apart.complete = True
+        run.records.write_values({name: values[name] for name in saved.metrics.list_epoch_names(is_for_loggers)})
+    saved.complete = True
 
 
-def gather_in_order(run: Run, mine: list[Numbered[T]]) -> list[T]:
+def gather_in_order(run: Run, local_values: list[Numbered[T]]) -> list[T]:
     """Return the values of all ranks, sorted by their numbers. Collective."""
     if run.log.gather is None:
-        return [value for _, value in mine]
-    numbered = chain.from_iterable(run.log.gather(move_batch(mine, torch.device("cpu"))))
+        return [value for _, value in local_values]
+    numbered = chain.from_iterable(run.log.gather(move_batch(local_values, torch.device("cpu"))))
     return [value for _, value in sorted(numbered, key=itemgetter(0))]
 
 
@@ -170,7 +170,7 @@ def evaluate_loader(
     name: str,
     adapter: LoaderAdapter,
     dataloader_idx: int,
-    apart: SavedTrainingState,
+    saved: SavedTrainingState,
 ) -> list[Numbered[Any]]:
     """Evaluate this rank's batches of one loader, and add a row of step values for each batch.
 
@@ -180,11 +180,11 @@ def evaluate_loader(
     hooks = run.hooks
     starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
     call, arguments = run.strategy.call, run.calls.get_arguments
-    step, domain, metrics = f"{name}_step", EVALUATIONS[stage], apart.metrics
+    step, domain, metrics = f"{name}_step", EVALUATIONS[stage], saved.metrics
     outputs: list[Numbered[Any]] = []
-    keeps = stage == "predict" and run.values.keeps_predictions
-    wanted = bool(ends) or keeps
-    halves = HalvingEvaluation(run, stage, keeps_outputs=wanted) if run.plan.halve_on_oom else None
+    keeps_predictions = stage == "predict" and run.values.keeps_predictions
+    needs_outputs = bool(ends) or keeps_predictions
+    halving = HalvingEvaluation(run, stage, keeps_outputs=needs_outputs) if run.plan.halve_on_oom else None
     window: AccumulationWindow | None = None
     limit = run.plan.get_limit(stage, adapter)
     for window in adapter.iterate_windows(0, Position(), limit):
@@ -202,18 +202,18 @@ def evaluate_loader(
                 run.values.note_batch(get_sample_indices(window))
             for hook in starts:
                 hook(batch, micro.index, dataloader_idx)
-            if halves is not None:
-                make = partial(call_step, run, step, micro, dataloader_idx)
-                output = halves.evaluate_batch(make, batch, micro)
+            if halving is not None:
+                run_step = partial(call_step, run, step, micro, dataloader_idx)
+                output = halving.evaluate_batch(run_step, batch, micro)
             else:  # This repeats `call_step`, to have one stack frame less between `fit` and the step.
                 with run.precision.forward():
                     output = call(step, *arguments(step, batch, micro.index, dataloader_idx or micro.loader))
             for hook in ends:
                 hook(output, batch, micro.index, dataloader_idx)
-            if keeps:
+            if keeps_predictions:
                 outputs.append((micro.index, run.calls.move_to_host(output)))
             if row := metrics.compute_step_values(is_for_loggers):
-                apart.rows.append(((dataloader_idx, micro.index), row))
+                saved.rows.append(((dataloader_idx, micro.index), row))
         run.log.end_batch()
         run.ending.vote.poll_when_due()
         if run.ending.vote.stop_signal is not None:

@@ -34,7 +34,7 @@ class RolledBack(Exception):
         after: Number of windows of this size to leave out after the newest.
 
     Attributes:
-        left_out: The range (from, to) of the run's micro-batches to leave out.
+        excluded: The range (from, to) of the run's micro-batches to leave out.
     """
 
     def __init__(self, run: Run, window: AccumulationWindow, before: int, after: int) -> None:
@@ -51,8 +51,7 @@ def train_run(run: Run) -> list[int] | None:
     """Run epochs until a limit is reached, or a callback or a signal stops the run.
 
     Returns:
-        The range (from, to) of the run's micro-batches to leave out if hooks asked for a rollback to a checkpoint; else
-        None.
+        The range (from, to) of the run's micro-batches to leave out if hooks requested a rollback; else None.
 
     Raises:
         StopRequested: A signal asked the run to stop.
@@ -65,21 +64,22 @@ def train_run(run: Run) -> list[int] | None:
     modes.warn_if_left_in_eval(run.optim.built["evaluating"])
     if run.saves.is_enabled:
         check_additions(run)
-    asked = any(callback.needs_step_loss for callback in run.hooks.callbacks)
-    own_time = run.records.guard.local_time
-    run.step.start_weighing(run.task, run.log.gather, own_time.start_sum, keeps_losses=asked)
+    keeps_losses = any(callback.needs_step_loss for callback in run.hooks.callbacks)
+    local_time = run.records.guard.local_time
+    run.step.make_weighting(run.task, run.log.gather, local_time.start_sum, keeps_losses=keeps_losses)
     (has_metrics,) = run.ending.vote_now(bool(find_metrics(run.task)))
     run.log.note_metrics(has_metrics=has_metrics)
     run.ending.start_clock()
     run.records.goodput.begin_training(run.progress.step)
     ending = run.ending
-    if ending.finished and run.progress.in_epoch:  # A kill came after the last checkpoint, before the epoch's end.
+    # The checkpoint is of the last step, but the process was killed before the end of the epoch.
+    if ending.finished and run.progress.in_epoch:
         end_epoch(run, complete=False)
     while not ending.finished:
         try:
             train_epoch(run)
-        except RolledBack as asked:
-            return asked.excluded
+        except RolledBack as rollback:
+            return rollback.excluded
     run.records.goodput.enter_bucket("end")
     run.step.nonfinite.flush()
     run.records.guard.wait_for_comparison()
@@ -92,8 +92,8 @@ def train_run(run: Run) -> list[int] | None:
 def train_epoch(run: Run) -> None:
     """Run the rest of the epoch in progress, from its beginning or from the position of a checkpoint."""
     progress, plan, guard = run.progress, run.plan, run.records.guard
-    fresh, weighted_before = not progress.in_epoch, run.step.weighted_windows
-    if fresh:
+    is_new_epoch, weighted_before = not progress.in_epoch, run.step.weighted_windows
+    if is_new_epoch:
         open_loaders(run)
         run.loaders.measure_training()
         progress.begin_epoch()
@@ -107,17 +107,18 @@ def train_epoch(run: Run) -> None:
     limit = plan.get_limit("train", adapter)
     windows = adapter.iterate_windows(0 if plan.same_batches else progress.epoch, progress.position, limit)
     window, skipped = next(windows, None), limit == 0
-    if window is None and fresh and not (progress.step or skipped):
+    if window is None and is_new_epoch and not (progress.step or skipped):
         raise DataError(NO_TRAINING.format(adapter.explain_empty()))
     make_step = train_step if run.optim.manual is None else run_manual_step
-    over = False
+    is_over = False
     if progress.validation_due:  # The checkpoint was saved during a validation.
         run.ending.end_epoch(complete=window is None)
-        over = finish_step(run, updated=True, last=window is None)
-    while window is not None and not over:
+        is_over = finish_step(run, updated=True, last=window is None)
+    while window is not None and not is_over:
         try:
             if progress.left_out and is_excluded_step(run):
-                updated, fresh = skip_excluded_window(run, window), False  # An epoch without a step is no error here.
+                # An epoch without a step is no error after a rollback.
+                updated, is_new_epoch = skip_excluded_window(run, window), False
             else:
                 updated = make_step(run, window)
         except EpochSkipped:
@@ -139,14 +140,14 @@ def train_epoch(run: Run) -> None:
             run.records.log_step()
             guard.start_comparison()
         run.ending.decide_validation(window, run.loaders, updated=updated)
-        over = finish_step(run, updated=updated, last=window.last)
+        is_over = finish_step(run, updated=updated, last=window.last)
         if guard.is_enabled:
             guard.local_time.start()
-        window = None if over else next(windows, None)
+        window = None if is_over else next(windows, None)
 
-    if fresh and not over and run.step.weighted_windows == weighted_before:
+    if is_new_epoch and not is_over and run.step.weighted_windows == weighted_before:
         report_empty_epoch(run, skipped=skipped)
-    end_epoch(run, complete=not over)
+    end_epoch(run, complete=not is_over)
 
 
 def report_empty_epoch(run: Run, *, skipped: bool) -> None:
@@ -161,11 +162,11 @@ def report_empty_epoch(run: Run, *, skipped: bool) -> None:
     """
     progress = run.progress
     if skipped:
-        why = "a hook has left it before its first step, or limit_train_batches is 0."
+        why = "a hook has ended the epoch before its first step, or limit_train_batches is 0."
     elif run.optim.manual is not None and progress.batches:
         why = (
-            f"no optimizer has moved in any of its {progress.batches} batches. With automatic_optimization = False "
-            "training_step calls self.manual_backward(loss), and step() of self.optimizers()."
+            f"no optimizer has made a step in its {progress.batches} batches. With automatic_optimization = False, "
+            "call self.manual_backward(loss) and step() of self.optimizers() in training_step."
         )
     elif progress.batches:
         why = (

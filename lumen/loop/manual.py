@@ -42,10 +42,10 @@ def run_manual_step(run: Run, window: AccumulationWindow) -> bool:
         )
     weighting.start_sum(run.progress.should_stop)
     (wants_to_stop,) = weighting.finish_sum()
-    if wants_to_stop or run.ending.stop_agreed:  # Otherwise nothing has changed.
+    if wants_to_stop or run.ending.is_stop_agreed:  # as in `update_parameters` of `step`
         run.ending.apply_vote(wants_to_stop=wants_to_stop)
     updated = manual.end_step()
-    run.step.count_window(window, updated=updated, tried=manual.was_attempted)
+    run.step.count_window(window, updated=updated, was_attempted=manual.was_attempted)
     for teacher in run.optim.teachers if updated else ():
         teacher.follow(run.progress.step - 1)
     if hooks.on_train_batch_end and not micro.is_dummy:

@@ -1,15 +1,17 @@
 """One optimizer step, in the order in which the device sees it.
 
-For each micro-batch: seed, copy to the device, forward, backward. After the last one, once: bring the gradients to the
-mean over all processes, clip them, update the parameters, move the schedules.
+For each micro-batch: seed, copy to the device, forward, backward. After the last micro-batch, once: correct the
+gradients to the mean over all processes, clip them, update the parameters, move the schedules.
 
-`train_step`, `update_parameters` and `complete_gradients` are the step. `micro_batch` has the forward and the backward.
-Below the
-three follow two ways to update that few tasks use: an optimizer that evaluates the loss several times, as LBFGS does
-(`Closure`), and a task that overrides `optimizer_step` (`update_by_task`).
+`train_step`, `update_parameters` and `complete_gradients` are the step. `micro_batch` has the forward and the backward,
+`lumen.run.loss_weighting` the factors of the losses. The rest of this file serves two kinds of tasks: those with an
+optimizer that evaluates the loss several times, such as LBFGS (`Closure`), and those that override `optimizer_step`
+(`update_by_task`).
 
-`run` holds the state of the training in parts, such as `run.progress` for its counters. `run.hooks.NAME` is the list of
-the methods NAME that the task and the callbacks have, so a loop over it calls them.
+A *step* is one call of `optimizer.step`. A *micro-batch* is one batch of the loader, with one forward and one backward
+on one process. The *window* holds the micro-batches of a step; iteration yields those of this process. `run` holds the
+state of the training in parts, such as `run.progress` for the counters. `run.hooks.NAME` is a tuple of the methods NAME
+of the task and the callbacks, so a loop over the tuple calls the hook.
 """
 
 from __future__ import annotations
@@ -52,35 +54,35 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
     """
     hooks, optimizer, weighting = run.hooks, run.optim.optimizer, run.step.weighting
     updated = False
-    # The step numbers its micro-batches, for seeds and errors. `self.log` averages what it gets in them into one value.
+    # Micro-batches are numbered from here on, for seeds and errors. `self.log` averages the values of a name over the
+    # micro-batches of the step.
     run.step.begin_step(window)
     # The step's gradient is sum(weight * gradient) / sum(weight), over the micro-batches of all processes. A weight is
-    # a number of samples, or of tokens if the task counts them. Each loss is multiplied by weight / sum(weight), and by
-    # the number of processes, since DDP and FSDP average the gradients of the processes.
+    # a number of samples, or of tokens if the task counts tokens. Each loss is multiplied by weight / sum(weight), and
+    # by the number of processes, because DDP and FSDP average the gradients of the processes.
     micro_batches = begin_weighting(run, window)
-    # LBFGS and its like compute loss and gradient again within `optimizer.step`. The closure keeps the batches for it.
+    # LBFGS computes loss and gradient several times within `optimizer.step`. The closure keeps the batches for this.
     closure = Closure(run, weighting) if run.optim.needs_closure else None
-    # With `halve_on_oom` a micro-batch that does not fit into memory is computed again, in parts.
+    # With `halve_on_oom`, a micro-batch that does not fit into memory is computed again, in parts.
     halving = StepInParts(run, window) if run.plan.halve_on_oom and closure is None else None
     for micro in micro_batches:
-        # The seed follows from the number of the micro-batch in the run, so any number of processes draws the same.
-        # `self.log` weights values by the samples of this micro-batch, and names its index in errors.
+        # The seed is a function of the micro-batch's number in the run. So dropout draws the same numbers for a sample
+        # on any number of processes, and in a resumed run.
         run.step.seed_micro_batch(micro, micro.index)
-        # A process that has fewer micro-batches than others gets a dummy, often without a batch. The dummy only takes
-        # part in the communication of the others' backward, so no hook of the user sees it. `receive` copies a batch to
-        # the device.
+        # If the micro-batches of a step do not divide evenly, some processes get a dummy in the last round. A dummy
+        # has weight 0 and often no batch. No hook sees a dummy, which only takes part in the collectives of the step.
         batch = run.calls.move_to_device(micro.batch, micro.loader) if micro.batch is not None else None
         for hook in hooks.on_train_batch_start if not micro.is_dummy else ():
             if hook(batch, micro.index) == -1:
                 skip_epoch(run, window, micro)
         if micro.first:
-            # Gradients of the step before are freed only now, so that the hooks at its end could read them.
+            # Gradients of the previous step are freed only now, so that hooks at the end of that step can read them.
             for hook in hooks.on_before_zero_grad:
                 hook(optimizer)
             run.optim.zero_grad(run.progress.epoch, window.first_index)
             # DDP and FSDP must know before the forward which parameters were frozen or unfrozen since the last step.
             run.strategy.begin_step()
-        # Forward and backward add to `parameter.grad`. Processes average gradients in the step's last backward only.
+        # Forward and backward add to `parameter.grad`. The processes average gradients in the step's last backward.
         if halving is not None:
             output = halving.accumulate_gradient(micro, batch)
         elif closure is not None:
@@ -90,7 +92,7 @@ def train_step(run: Run, window: AccumulationWindow) -> bool:
         if micro.last:
             updated = update_parameters(run, window, weighting, closure)
         if hooks.on_train_batch_end and not micro.is_dummy:
-            # A hook may keep the output. Without `detach_all` the output would hold the graph of the forward.
+            # A hook may keep the output. Without `detach_all` the output would keep the graph of the forward alive.
             output = detach_all(output)
             for hook in hooks.on_train_batch_end:
                 hook(output, batch, micro.index)
@@ -102,14 +104,14 @@ def skip_epoch(run: Run, window: AccumulationWindow, micro: MicroBatch) -> None:
     """End the epoch in this step, because a hook returned -1.
 
     Raises:
-        EpochSkipped: No other process waits for this one.
+        EpochSkipped: No other process waits for this process.
     """
     run.step.skip_epoch()
     if not run.strategy.has_collectives_in("backward"):
         run.step.end_step(window)
         raise EpochSkipped
-    # The other processes wait for this one in the step's last backward. `update_parameters` ends the epoch on all of
-    # them.
+    # The other processes wait for this process in the step's last backward, so the step continues with a dummy. The
+    # flag `skips_epoch` travels with that backward, and `update_parameters` ends the epoch on all processes.
     micro.exclude()
 
 
@@ -125,14 +127,13 @@ def update_parameters(
         EpochSkipped: A hook of some process ended the epoch.
     """
     optim = run.optim
-    # Each process sent its sum of weights and these flags along with the last backward. Here it waits for the totals,
-    # so that all processes end the epoch, or the run, at the same step.
+    # Each process sent its sum of weights and three flags during the last backward. Here the process waits for the
+    # totals, so that all processes end the epoch, or the run, at the same step.
     skips_epoch, wants_to_stop, too_large = weighting.finish_sum()
-    if wants_to_stop or run.ending.stop_agreed:  # Otherwise nothing has changed.
-        run.ending.apply_vote(
-            wants_to_stop=wants_to_stop
-        )  # `run.ending` decides at the end of the step whether to stop.
-    if too_large:  # A micro-batch did not fit into the memory of some process, which computed it in parts.
+    # A request to stop is new, or an earlier request may be withdrawn. `run.ending` decides at the end of the step.
+    if wants_to_stop or run.ending.is_stop_agreed:
+        run.ending.apply_vote(wants_to_stop=wants_to_stop)
+    if too_large:  # Some process had too little memory for a micro-batch, and computed the micro-batch in parts.
         warn_of_parts(run, reduce_max_samples(run))
     if skips_epoch:
         run.step.end_step(window)  # The batches of the step count as used.
@@ -141,25 +142,25 @@ def update_parameters(
     if weighting.total:
         complete_gradients(run, weighting)
     if not weighting.total:
-        # The mean over nothing is 0 / 0, and an update with gradients of 0 would still apply momentum and weight decay.
+        # The mean over no samples is 0 / 0. An update with gradients of 0 would still apply momentum and weight decay.
         _log.warning("update after step %d skipped: the weights of its micro-batches sum to 0", run.progress.step)
     elif run.step.skips_update:
-        # A hook has called `trainer.skip_update()`. The loss scale of fp16 adapts to each step, to this one too.
+        # A hook has called `trainer.skip_update()`. The loss scale of fp16 adapts to skipped steps too.
         run.precision.skip_update(optim.optimizer)
     else:
-        # If Lumen has computed a norm for clipping, a NaN in it is an error. On CUDA the error may come some steps
-        # later, because the host does not wait for the norm, but no checkpoint is saved before. From here to `count` a
-        # call of `optimizer.step` passes. A call elsewhere in a training step raises, because it is the user's.
+        # If Lumen has computed a norm for clipping, a NaN norm is an error. On CUDA the error may come some steps
+        # later, because the host does not wait for the norm. No checkpoint is saved before the norm is checked.
+        # `begin_update` also allows calls of `optimizer.step` until `count_window`. Elsewhere in a training step such
+        # a call raises an error, because user code made it.
         run.step.begin_update()
         if closure is not None:
-            closure.release_first(weighting)
+            closure.offer_first_evaluation(weighting)
         if "optimizer_step" in optim.overridden_hooks:  # The task overrides this method.
             updated = update_by_task(run, window, closure)
         else:
             updated = run.precision.step(optim.optimizer, closure)  # False if gradients overflowed in fp16.
-    run.step.count_window(
-        window, updated=updated
-    )  # Steps, samples, and the place in the epoch, which a checkpoint keeps.
+    # Counts steps and samples, and advances the position in the epoch. A checkpoint keeps these counters.
+    run.step.count_window(window, updated=updated)
     if updated:
         for scheduler in optim.schedulers:
             # A schedule with a monitor (ReduceLROnPlateau) moves after the validation that gives the monitor a value.
@@ -170,22 +171,23 @@ def update_parameters(
         # A teacher is a module whose parameters are moving averages of the trained ones. Its updates count from 0.
         for teacher in optim.teachers:
             teacher.follow(run.progress.step - 1)
-    return updated
+    return updated  # The caller validates, logs and saves: see `lumen/loop/fit.py`.
 
 
 def complete_gradients(run: Run, weighting: LossWeighting) -> None:
-    """Bring the accumulated gradients to those of the step's mean loss, and clip them."""
+    """Make the accumulated gradients the gradients of the step's mean loss, and clip them."""
     plan, optim = run.plan, run.optim
     # fp16 has multiplied the losses by its scale. Hooks and thresholds need the gradients without the scale.
     run.precision.unscale(optim.optimizer)
-    # If forwards return the weights, the losses were divided by a guess of their sum: planned / total puts it right. In
-    # fp16 the number of processes is multiplied here, not into the losses, which it could bring out of range.
+    # If `training_step` returned the weights, the losses were divided by a guess of the sum of weights. The factor
+    # guess / sum corrects the gradients. Under fp16 it includes the number of processes, which could have made a loss
+    # overflow.
     if (factor := weighting.correction) != 1.0:
         optim.scale_gradients(factor)
     for hook in run.hooks.on_before_optimizer_step:
         hook(optim.optimizer)
     if optim.overridden_hooks & {"configure_gradient_clipping", "clip_gradients"}:
-        # The task clips, perhaps not in this step: the norm of an earlier step must not be logged for this one.
+        # The task clips, but perhaps not in this step. Then no norm may be logged for this step.
         run.step.store_norm(None)
         value = plan.clip_norm if plan.clip_value is None else plan.clip_value
         algorithm = None if value is None else "norm" if plan.clip_value is None else "value"
@@ -204,11 +206,11 @@ def complete_gradients(run: Run, weighting: LossWeighting) -> None:
 class Closure:
     """Loss and gradients of a step, for an optimizer that evaluates them several times.
 
-    The first evaluation is the step's own: only this one logs, updates metrics and counts. Each further evaluation
-    uses the same batches on the device and the same random numbers. Gradients are dropped, corrected and clipped as in
-    any step, with the hooks from `on_before_backward` to `on_before_optimizer_step`. The loss may be infinite or NaN,
-    because a line search may look too far. Buffers that the forward changes, such as BatchNorm's statistics, change in
-    each evaluation, as in a loop written by hand.
+    `train_step` makes the first evaluation: only this evaluation logs, updates metrics and counts. Each further
+    evaluation uses the same batches on the device and the same random numbers. Gradients are dropped, corrected and
+    clipped as in any step, with the hooks from `on_before_backward` to `on_before_optimizer_step`. The loss may be
+    infinite or NaN, because a line search may try too long a step. Buffers that the forward changes, such as
+    BatchNorm's statistics, change in each evaluation, as in a loop written by hand.
 
     Args:
         run: The run that trains.
@@ -230,8 +232,8 @@ class Closure:
         self._losses.append(loss)
         return output
 
-    def release_first(self, weighting: LossWeighting) -> None:
-        """Let the optimizer have the first evaluation, whose gradients are complete now."""
+    def offer_first_evaluation(self, weighting: LossWeighting) -> None:
+        """Keep the loss of the first evaluation for the optimizer, once its gradients are complete."""
         self._first_loss, self._writes = _compute_mean_loss(self._run, self._losses, weighting), self._count_writes()
 
     def __call__(self) -> torch.Tensor:
@@ -243,22 +245,22 @@ class Closure:
         Raises:
             TrainingError: All micro-batches have the weight 0 this time, or `training_step` returned None for all.
         """
-        # Most optimizers evaluate before they move: then the step's own evaluation is the answer.
+        # Most optimizers evaluate the loss before they change a parameter. Then the first evaluation is the answer.
         loss, self._first_loss = self._first_loss, None
         if loss is not None and self._count_writes() == self._writes:
             return loss
         run = self._run
         accumulated = copy_metric_states(run.task)
-        with run.step.evaluate_again():
+        with run.step.repeat_evaluation():
             try:
-                return self._evaluate_again()
+                return self._repeat_evaluation()
             finally:
                 restore_metrics(accumulated)
 
     @torch.enable_grad()  # Optimizers call the closure under `no_grad`.
-    def _evaluate_again(self) -> torch.Tensor:
+    def _repeat_evaluation(self) -> torch.Tensor:
         run, weighting = self._run, copy(self._unused_weighting)
-        weighting.drop_losses()  # The losses of the first evaluation are the step's.
+        weighting.drop_losses()  # Only the first evaluation gives the losses of the step.
         run.optim.zero_grad(run.progress.epoch, self._micro_batches[0][0].index)
         losses = []
         for micro, batch, states in self._micro_batches:
@@ -267,8 +269,8 @@ class Closure:
         weighting.finish_sum()
         if not weighting.total:
             raise TrainingError(
-                f"{type(run.optim.optimizer).__name__} evaluated step {run.progress.step + 1} again, and this time its "
-                "micro-batches weigh 0. Let what training_step leaves out depend on the batch alone."
+                f"{type(run.optim.optimizer).__name__} evaluated step {run.progress.step + 1} again, and now all its "
+                "micro-batches have the weight 0. Let training_step skip a batch only by the data of this batch."
             )
         complete_gradients(run, weighting)
         return _compute_mean_loss(run, losses, weighting)
@@ -288,11 +290,11 @@ def _compute_mean_loss(run: Run, losses: list[torch.Tensor | None], weighting: L
     Args:
         run: The run that trains.
         losses: The weighted loss of each micro-batch of this process; None if it had none.
-        weighting: The weights of the step, agreed on.
+        weighting: The weights of the step, summed over the processes.
     """
     scalars = [loss.detach().reshape(()) for loss in losses if loss is not None]
-    own = torch.stack(scalars).sum() if scalars else torch.zeros((), device=run.strategy.device)
-    return weighting.compute_mean_loss(own, run.strategy.reduce)
+    local_loss = torch.stack(scalars).sum() if scalars else torch.zeros((), device=run.strategy.device)
+    return weighting.compute_mean_loss(local_loss, run.strategy.reduce)
 
 
 # ---------------------------------------------------------------------- a task that overrides `optimizer_step`
@@ -313,7 +315,7 @@ def update_by_task(run: Run, window: AccumulationWindow, closure: Evaluate | Non
 
 @final
 class StepOptimizer:
-    """The optimizer that `optimizer_step` of a task gets. Other attributes are those of the run's optimizer.
+    """Optimizer that `optimizer_step` of a task gets. It forwards other attributes to the run's optimizer.
 
     Args:
         run: The run that trains.
@@ -337,7 +339,7 @@ class StepOptimizer:
         if not self.was_called:
             self.has_moved = self._run.precision.step(self._run.optim.optimizer, self._closure)
         elif self.has_moved:
-            # The scaler of fp16 has removed its scale already: its `step` would divide the gradients again.
+            # The first call has removed the scale of fp16 from the gradients. The scaler's `step` would do so again.
             self._run.optim.optimizer.step(self._closure)
         self.was_called = True
         return loss

@@ -1,8 +1,8 @@
 """`halve_on_oom`: compute a batch that does not fit into memory in parts.
 
-In training (`StepInParts`) the gradients of the parts sum to that of the whole micro-batch. In an evaluation
-(`HalvingEvaluation`)
-the values are those of a smaller batch size. At the end of the file are the hints for an error without this setting.
+In training (`StepInParts`) the gradients of the parts sum to the gradient of the full micro-batch. In an evaluation
+(`HalvingEvaluation`) the values equal the values of a smaller batch size. The file also has the hints for an error
+without this setting.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _HINT = (
-    "Trainer(halve_on_oom=True) makes a micro-batch that does not fit in halves, with the gradient of the whole; a "
-    "smaller batch_size with the same global_batch_size does so too."
+    "Trainer(halve_on_oom=True) computes a micro-batch that does not fit in halves, with the same gradient. A smaller "
+    "batch_size with the same global_batch_size gives the same gradient too."
 )
 _REFUSAL = (
     "halve_on_oom: the processes communicate in each forward (FSDP, SyncBatchNorm), so a process without memory "
-    "cannot repeat one alone. Leave halve_on_oom out, or use strategy: ddp; a smaller batch_size of the loader with "
+    "cannot repeat a forward alone. Remove halve_on_oom, or use strategy: ddp. A smaller batch_size of the loader with "
     "the same global_batch_size gives the same step."
 )
 
@@ -44,10 +44,11 @@ _REFUSAL = (
 class StepInParts:
     """Forward and backward of the micro-batches of one step, in parts where memory does not suffice.
 
-    When an attempt runs out of memory, gradients of this micro-batch are already added to those of earlier ones. So
-    Lumen drops all gradients of the step, computes those of earlier micro-batches again, and tries with smaller parts.
-    What the attempt has logged, added to metrics, drawn and changed in buffers is restored before. Each process does so
-    alone: under DDP processes communicate only after the last backward. There they agree on a size that fits all.
+    When an attempt runs out of memory, some gradients of this micro-batch are already in `parameter.grad`, added to
+    the gradients of earlier micro-batches. So Lumen drops all gradients of the step, computes the earlier micro-batches
+    again, and tries with smaller parts. Before that, Lumen restores logged values, metrics, generators and buffers.
+    Each process does so alone: under DDP processes communicate only after the last backward. There they agree on a
+    size that fits into the memory of all.
 
     Args:
         run: The run that trains.
@@ -76,8 +77,8 @@ class StepInParts:
             output = self._compute_gradient(micro, batch)
             self._run.log.set_weight(micro.samples)
         if micro.last:
-            # No part may communicate, since an attempt may fail after it. So a dummy without a batch ends the step: its
-            # backward of zero sums the gradients over the processes.
+            # No part may communicate, since a later attempt may fail. So a dummy without a batch ends the step. The
+            # backward of this dummy, with a loss of zero, averages the gradients over the processes.
             accumulate_gradient(self._run, micro.make_ending_dummy(), None, self._run.step.weighting)
         return output
 
@@ -87,7 +88,7 @@ class StepInParts:
         logged, weighting, is_repeated = run.log.stage, run.step.weighting, False
         assert logged is not None
         while True:
-            before, counted, put_back = (
+            before, counted, restore = (
                 logged.make_restore_point(),
                 weighting.make_restore_point(),
                 make_restore_point(run),
@@ -103,16 +104,16 @@ class StepInParts:
             # The error holds the tensors of the attempt, so their memory is free only after the except clause.
             is_repeated = True
             logged.restore(before)
-            put_back()
+            restore()
             weighting.restore(counted)
             free_failed_backward()
             empty_device_cache(run.strategy.device)
 
-    def _recompute_gradients(self, done: Sequence[tuple[MicroBatch, Any, GeneratorStates]]) -> None:
-        """Set the gradients to those of micro-batches that already count in the step."""
+    def _recompute_gradients(self, finished: Sequence[tuple[MicroBatch, Any, GeneratorStates]]) -> None:
+        """Compute the gradients again of micro-batches that already count in the step."""
         run, weighting = self._run, self._run.step.weighting
         run.optim.zero_grad(run.progress.epoch, self._window.first_index)
-        for micro, batch, states in done:
+        for micro, batch, states in finished:
             counted = weighting.make_restore_point()
             states.restore()
             with undo_forward_effects(run):
@@ -158,15 +159,15 @@ def halve_size(error: RuntimeError, samples: int) -> int:
     if is_out_of_memory(error) and samples > 1:
         return (samples + 1) // 2
     if is_out_of_memory(error):
-        error.add_note("One sample does not fit, so it cannot be halved any further.")
+        error.add_note("A single sample does not fit into memory, so halve_on_oom cannot help.")
     raise error
 
 
 def join_step_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return what `training_step` would have returned for a whole micro-batch.
+    """Return the output that `training_step` would have returned for the unsplit micro-batch.
 
     Args:
-        outputs: What `training_step` returned for the parts.
+        outputs: The outputs of `training_step` for the parts.
         sizes: Number of samples of each part.
     """
     losses, weights = zip(*map(read_output, outputs), strict=True)
@@ -176,8 +177,8 @@ def join_step_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     loss = sum(loss * (weight / total if total else 0.0) for loss, weight in zip(losses, weights, strict=True))
     if isinstance(outputs[0], tuple):
         return loss, total
-    others = [{key: value for key, value in output.items() if key not in ("loss", "weight")} for output in outputs]
-    return join_outputs(others, sizes, averages=True) | {"loss": loss, "weight": total}
+    remaining = [{key: value for key, value in output.items() if key not in ("loss", "weight")} for output in outputs]
+    return join_outputs(remaining, sizes, averages=True) | {"loss": loss, "weight": total}
 
 
 def reduce_max_samples(run: Run) -> set[int]:
@@ -187,7 +188,7 @@ def reduce_max_samples(run: Run) -> set[int]:
         The ranks on which a larger micro-batch did not fit.
     """
     found = run.processes.all_gather((run.progress.fits, run.step.has_shrunk))
-    run.step.apply_max_samples(min(fits for fits, _ in found if fits))
+    run.step.apply_max_samples(min(max_samples for max_samples, _ in found if max_samples))
     return {rank for rank, (_, has_shrunk) in enumerate(found) if has_shrunk}
 
 
@@ -199,13 +200,13 @@ def warn_of_parts(run: Run, ranks: set[int]) -> None:
         ranks: The ranks on which a micro-batch did not fit.
     """
     _log.warning(
-        "step %d: a micro-batch did not fit into memory%s. It was made in parts, as all larger ones are from here on: "
-        "of %d samples or a few less, whose gradients sum to that of the whole%s. A smaller batch_size with the same "
+        "step %d: a micro-batch did not fit into memory%s. Lumen computes larger micro-batches from here on in parts "
+        "of at most %d samples, whose gradients sum to the same gradient%s. A smaller batch_size with the same "
         "global_batch_size gives the same training",
         run.progress.step + 1,
         f" on rank {', '.join(map(str, sorted(ranks)))}" if run.processes.world_size > 1 else "",
         run.progress.fits,
-        "; but BatchNorm sees each part by itself" if _has_batch_norm(run.task) else "",
+        ", except that BatchNorm normalizes each part alone" if _has_batch_norm(run.task) else "",
     )
 
 
@@ -226,8 +227,8 @@ def explain_step_error(run: Run, error: Exception) -> None:
     name = type(run.optim.optimizer).__name__
     if run.step.is_updating and run.strategy.shards:
         error.add_note(
-            f"{name} failed on parameters that are cut up over processes. Write lumen.optim.WholeMatrices({name}(...))"
-            ", which gives it whole ones, if it treats each parameter by itself; or use strategy: ddp."
+            f"{name} failed on parameters that are sharded over processes. If {name} treats each parameter alone, "
+            f"write lumen.optim.WholeMatrices({name}(...)), which gives it unsharded parameters; or use strategy: ddp."
         )
     if run.step.is_updating and "does not require grad" in str(error):
         error.add_note(
@@ -240,8 +241,8 @@ def explain_step_error(run: Run, error: Exception) -> None:
         error.add_note(_HINT)
     elif run.optim.manual is not None or run.optim.needs_closure:
         error.add_note(
-            "halve_on_oom makes no step again that moves its optimizers itself, or whose optimizer evaluates the loss "
-            "several times. Make batch_size of the training loader smaller."
+            "halve_on_oom does not repeat steps of manual optimization, or of an optimizer that evaluates the loss "
+            "several times. Lower the batch_size of the training loader."
         )
 
 
@@ -250,7 +251,7 @@ def _has_batch_norm(task: nn.Module) -> bool:
 
 
 _HINT_OF_EVALUATION = (
-    "Trainer(halve_on_oom=True) evaluates a batch that does not fit in halves; a smaller batch_size of the evaluation "
+    "Trainer(halve_on_oom=True) evaluates a batch that does not fit in halves. A smaller batch_size of the evaluation "
     "loader gives the same values too."
 )
 
@@ -259,10 +260,10 @@ _HINT_OF_EVALUATION = (
 class HalvingEvaluation:
     """Evaluation steps, which are repeated with halves of the batch where memory does not suffice.
 
-    Lumen restores what the attempt has logged, added to metrics and drawn: values are those of smaller batches, and
-    values of single steps are the means of the halves'. Random draws continue from the key of the batch: they are the
-    same in each run, but differ from those of the whole batch. Attributes and buffers that a step changes are not
-    restored. A step must not communicate.
+    Lumen restores logged values, metrics and generators before the next attempt. So values equal the values of smaller
+    batches, and values of single steps are means over the halves. Random draws continue from the key of the batch: they
+    are the same in each run, but differ from the draws for the unsplit batch. Lumen does not restore attributes and
+    buffers that a step changes. A step must not communicate.
 
     Args:
         run: The run that evaluates.
@@ -300,15 +301,15 @@ class HalvingEvaluation:
         size = end - begin
         self._run.log.set_weight(size)
         if size <= self._run.loaders.max_samples_per_part.get(self._stage, size):
-            put_back = mark_logged_values(self._run, self._metrics)
+            restore = mark_logged_values(self._run, self._metrics)
             try:
                 return step(batch if size == samples else cut_batch(batch, samples, begin, end))
             except RuntimeError as error:
-                fits = halve_size(error, size)
+                max_samples = halve_size(error, size)
             # The error holds the tensors of the attempt, so their memory is free only after the except clause.
-            put_back()
+            restore()
             empty_device_cache(self._run.strategy.device)
-            set_max_samples(self._run, self._stage, fits)
+            set_max_samples(self._run, self._stage, max_samples)
         middle = begin + (size + 1) // 2
         halves = (begin, middle), (middle, end)
         outputs = [self._evaluate(step, batch, samples, *half) for half in halves]
@@ -318,25 +319,25 @@ class HalvingEvaluation:
 
 def mark_logged_values(run: Run, metrics: Sequence[Metric]) -> Callable[[], None]:
     """Return a function that restores logged values, metrics and random states as they are now."""
-    logged, drawn = run.log.stage, GeneratorStates()
+    logged, generators = run.log.stage, GeneratorStates()
     assert logged is not None
     mark, states = logged.make_restore_point(), [(metric, copy_metric_state(metric)) for metric in metrics]
 
-    def put_back() -> None:
+    def restore() -> None:
         logged.restore(mark)
-        drawn.restore()
+        generators.restore()
         for metric, state in states:
             load_metric_state(metric, state)
 
-    return put_back
+    return restore
 
 
 def set_max_samples(run: Run, stage: str, max_samples: int) -> None:
     """Evaluate no larger part of a batch in this stage again."""
     if not run.loaders.max_samples_per_part:
         _log.warning(
-            "a batch of more than %d samples does not fit into memory: it is evaluated in halves, as later ones are. A "
-            "smaller batch_size of the evaluation loader gives the same values",
+            "a batch of more than %d samples does not fit into memory: Lumen evaluates this and later batches in "
+            "halves. A smaller batch_size of the evaluation loader gives the same values",
             max_samples,
         )
     run.loaders.set_max_samples(stage, max_samples)

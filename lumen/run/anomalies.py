@@ -112,21 +112,21 @@ class _HostScalar:
 def _make_non_finite_error(
     value: float, loss_factor: float | None, where: StepPlace, description: Callable[[], str] | None
 ) -> NonFiniteLoss:
-    place, on_demand = describe_place(where), "with detect_anomaly: true to find the operation."
+    place, advice = describe_place(where), "with detect_anomaly: true to find the operation."
     if loss_factor is None:
         return NonFiniteLoss(
-            f"the gradient norm of {place} is {value}, although its losses are finite: the derivative of sqrt at 0, "
-            f"for example, or 0/0 behind torch.where.{f' Run {on_demand}' if description is None else ''}"
+            f"the gradient norm of {place} is {value}, although its losses are finite. Typical causes are the "
+            f"derivative of sqrt at 0, and 0/0 behind torch.where.{f' Run {advice}' if description is None else ''}"
         )
     found = "" if description is None else f"\n{description()}"
     if not loss_factor:
         return NonFiniteLoss(
-            f"the loss of {place} is {value} although its weight is 0: a mean over nothing, and 0 x NaN is NaN. "
-            f"Divide by max(count, 1), or return None for such a micro-batch.{found}"
+            f"the loss of {place} is {value} although its weight is 0: a mean over no values is NaN, and 0 x NaN is "
+            f"NaN. Divide by max(count, 1), or return None for such a micro-batch.{found}"
         )
     return NonFiniteLoss(
-        f"the loss of {place} is {value}. Lower the learning rate, clip gradients, look at this batch"
-        + (f", or run {on_demand}" if description is None else f".{found}")
+        f"the loss of {place} is {value}. Lower the learning rate, clip gradients, check this batch"
+        + (f", or run {advice}" if description is None else f".{found}")
     )
 
 
@@ -172,18 +172,18 @@ class OperationFinder(TorchDispatchMode):
     ) -> Any:
         """Call an operation, and note the first whose result has a NaN or infinity that no argument has."""
         kwargs = kwargs or {}
-        given = {kind for kind in _KINDS if kind in self._found or _has_kind((args, kwargs), kind)}
+        present = {kind for kind in _KINDS if kind in self._found or _has_kind((args, kwargs), kind)}
         result = operation(*args, **kwargs)
-        for kind in _KINDS.keys() - given if "empty" not in str(operation) else ():  # `empty` may hold any number.
+        for kind in _KINDS.keys() - present if "empty" not in str(operation) else ():  # `empty` may hold any number.
             if _has_kind(result, kind):
-                here = _format_user_frames(traceback.format_stack())
-                self._found[kind] = f"The first {kind} of its forward was made by {operation} here:\n{here}"
+                frames = _format_user_frames(traceback.format_stack())
+                self._found[kind] = f"The first {kind} of its forward was made by {operation} here:\n{frames}"
         return result
 
     def describe(self) -> str:
         """Return a description of what went wrong in the newest forward."""
-        nothing = "No operation of its forward made that of finite numbers: look at this batch and at the parameters."
-        return "\n".join(self._found.values()) or nothing
+        fallback = "No operation of the forward made it from finite numbers: check this batch and the parameters."
+        return "\n".join(self._found.values()) or fallback
 
     def backward(self, loss: torch.Tensor, *by: Callable[[torch.Tensor], Any]) -> None:
         """Compute the backward of a loss.
@@ -191,19 +191,19 @@ class OperationFinder(TorchDispatchMode):
         Raises:
             NonFiniteLoss: The backward of an operation made a NaN. The message shows where its forward was called.
         """
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 self._backward(loss, *by)
             except RuntimeError as error:
                 if "nan values" not in str(error):
                     raise
-                tracebacks = (str(each.message) for each in said if "forward call" in str(each.message))
-                here = _format_user_frames(re.split(r'^(?=  File ")', next(tracebacks, ""), flags=re.M)[1:])
+                tracebacks = (str(each.message) for each in caught if "forward call" in str(each.message))
+                frames = _format_user_frames(re.split(r'^(?=  File ")', next(tracebacks, ""), flags=re.M)[1:])
                 raise NonFiniteLoss(
-                    f"the backward of {describe_place(self._where())}: {error} Its forward was called here:\n{here}"
+                    f"the backward of {describe_place(self._where())}: {error} Its forward was called here:\n{frames}"
                 ) from error
-        for each in said:
+        for each in caught:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
@@ -211,9 +211,11 @@ def _has_kind(values: Any, kind: str) -> bool:
     """Return True if a number in nested arguments is of a kind (NaN or infinite)."""
     of_tensor, of_float = _KINDS[kind]
     if isinstance(values, torch.Tensor):
-        plain = type(values) in (torch.Tensor, nn.Parameter) and values.layout is torch.strided and not values.is_meta
-        can_tell = plain and (values.is_floating_point() or values.is_complex()) and values.dtype.itemsize > 1
-        return can_tell and bool(of_tensor(values).any())
+        is_dense = (
+            type(values) in (torch.Tensor, nn.Parameter) and values.layout is torch.strided and not values.is_meta
+        )
+        is_checkable = is_dense and (values.is_floating_point() or values.is_complex()) and values.dtype.itemsize > 1
+        return is_checkable and bool(of_tensor(values).any())
     if isinstance(values, float):
         return of_float(values)
     parts = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
@@ -221,7 +223,7 @@ def _has_kind(values: Any, kind: str) -> bool:
 
 
 def _format_user_frames(frames: Iterable[str]) -> str:
-    """Return the frames of the user's code, from the step inwards, without those of torch and Lumen."""
+    """Return the frames of the user's code, from the step inwards, without frames of torch and Lumen."""
     kept: list[str] = []
     for frame in frames:
         path = frame.partition('File "')[2].partition('"')[0]

@@ -8,7 +8,7 @@ from itertools import permutations
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer, lr_scheduler as torchs
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lumen.console import logger as _log
@@ -24,10 +24,10 @@ from lumen.task.task_module import TaskModule
 
 _ABSOLUTE_SCHEDULERS = (
     Schedule,
-    torchs.LambdaLR,
-    torchs.OneCycleLR,
-    torchs.CyclicLR,
-    torchs.CosineAnnealingWarmRestarts,
+    lr_scheduler.LambdaLR,
+    lr_scheduler.OneCycleLR,
+    lr_scheduler.CyclicLR,
+    lr_scheduler.CosineAnnealingWarmRestarts,
 )
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
 _WARMUP = ("warmup_steps", "warmup_epochs", "warmup_start", "warmup_factor")
@@ -40,8 +40,8 @@ def build_optimizers(
     """Call the user's function and check what it returned.
 
     Raises:
-        ConfigError: The function returned no optimizer; or the optimizer has no parameters, has those of a different
-            model, or does not work with the precision; or a scheduler or its entry cannot work.
+        ConfigError: The function returned no optimizer; or the optimizer has no parameters, has parameters of a
+            different model, or does not work with the precision; or a scheduler or its entry cannot work.
     """
     try:
         returned = configure()
@@ -59,20 +59,20 @@ def build_optimizers(
                 f"configure_optimizers returned {describe_type(each)}; expected a torch.optim.Optimizer, "
                 '([optimizer], [scheduler]), or {"optimizer": ..., "lr_scheduler": ...}.'
             )
-    for each in (inside for given in optimizers for inside in getattr(given, "optimizers", [given])):
+    for each in (inside for outer in optimizers for inside in getattr(outer, "optimizers", [outer])):
         if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
             raise ConfigError(
-                f"{type(each).__name__} has a train() and an eval(), which exchange the parameters for others: what is "
-                "validated, saved as best and exported would not be the same. Use another optimizer with lumen.EMA, "
-                "which validates, saves and exports its average."
+                f"{type(each).__name__} has methods train() and eval(), which exchange the parameters. Lumen would "
+                "validate, save and export different parameters. Use another optimizer with lumen.EMA, which "
+                "validates, saves and exports its average."
             )
-    by_hand = not task.automatic_optimization
-    if len(optimizers) != 1 and not (by_hand and optimizers):
+    is_manual = not task.automatic_optimization
+    if len(optimizers) != 1 and not (is_manual and optimizers):
         raise ConfigError(
-            f"configure_optimizers returned {len(optimizers)} optimizers; a training that Lumen steps has exactly one. "
-            "If each shall step when training_step says so, set self.automatic_optimization = False in __init__; if "
-            "all shall step together, return lumen.optim.MultiOptimizer([...]) of them; several learning rates are "
-            "parameter groups of one optimizer."
+            f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization has exactly one. "
+            "To call step() in training_step, set self.automatic_optimization = False in __init__. To step all "
+            "together, return lumen.optim.MultiOptimizer([...]). For several learning rates, use parameter groups of "
+            "one optimizer."
         )
     optimizer = optimizers[0] if len(optimizers) == 1 else MultiOptimizer(optimizers, by_hand=True)
     for each in filter(needs_closure, optimizers if precision.handles_overflow else ()):
@@ -81,19 +81,19 @@ def build_optimizers(
     held = {*map(id, list_parameters(optimizer))}
     if left_out := [name for name, each in task.named_parameters() if each.requires_grad and id(each) not in held]:
         _log.warning(
-            "the optimizer does not hold %d trainable parameters, which will not change: %s. Give them to it, or set "
-            "requires_grad of them to False, which saves their gradients",
+            "the optimizer does not have %d trainable parameters, which will not change: %s. Give the optimizer these "
+            "parameters, or set their requires_grad to False, which saves the memory of their gradients",
             len(left_out), ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else ""),
         )  # fmt: skip
-    configs = _get_hand_moved(schedulers) if by_hand else _pair_with_warmup(_iterate_configs(schedulers))
+    configs = _list_manual_schedulers(schedulers) if is_manual else _pair_with_warmup(_iterate_configs(schedulers))
     for config in configs:
         moved = getattr(config.scheduler, "optimizer", optimizer)
         if not {*map(id, moved.param_groups)} <= {*map(id, optimizer.param_groups)}:
             raise ConfigError(
-                f"lr_scheduler: the {type(config.scheduler).__name__} moves the learning rates of another optimizer "
-                f"than the {type(optimizer).__name__} that trains. Build it with that one."
+                f"lr_scheduler: the {type(config.scheduler).__name__} sets the learning rates of a different optimizer "
+                f"than the {type(optimizer).__name__} that trains. Build the scheduler with the optimizer that trains."
             )
-    if not by_hand:
+    if not is_manual:
         _refuse_overwriting([config.scheduler for config in configs])
     return optimizer, configs
 
@@ -101,23 +101,23 @@ def build_optimizers(
 def make_closure_in_fp16_error(optimizer: Optimizer) -> ConfigError:
     """Return the error for an optimizer that evaluates the loss several times, under a gradient scaler."""
     return ConfigError(
-        f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler cannot "
-        "follow: no scaled step can be skipped halfway. Use precision: bf16 or fp32."
+        f"{type(optimizer).__name__} evaluates the loss several times in one step, which a gradient scaler does not "
+        "support: it could not skip a step halfway. Use precision: bf16 or fp32."
     )
 
 
-def _get_hand_moved(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
+def _list_manual_schedulers(schedulers: Sequence[Any]) -> list[SchedulerConfig]:
     """Return the schedulers that the task steps in manual optimization."""
-    configs, left_out = [], set()
-    for given in schedulers:
-        options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-        left_out |= set(options) - {"scheduler", "name"}
+    configs, ignored_keys = [], set()
+    for entry in schedulers:
+        options = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
+        ignored_keys |= set(options) - {"scheduler", "name"}
         configs.append(SchedulerConfig(_check_scheduler(options.get("scheduler")), "hand"))
-    if left_out:
+    if ignored_keys:
         _log.warning(
-            "lr_scheduler: %s of configure_optimizers mean nothing in manual optimization, where training_step or a "
-            "hook moves each of self.lr_schedulers() by its step()",
-            ", ".join(sorted(left_out)),
+            "lr_scheduler: configure_optimizers returned %s, which manual optimization ignores. Call step() of each "
+            "scheduler in self.lr_schedulers() in training_step or a hook",
+            ", ".join(sorted(ignored_keys)),
         )
     return configs
 
@@ -148,11 +148,11 @@ def _iterate_configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
 
     A key `warmup_steps` or `warmup_epochs` becomes a `Warmup` around the scheduler.
     """
-    for given in schedulers:
-        options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    for entry in schedulers:
+        options = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
         if unknown := set(options) - _ACCEPTED:
             raise ConfigError(
-                f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; there are {', '.join((*_KEYS, *_WARMUP))}."
+                f"lr_scheduler: unknown key {', '.join(sorted(unknown))}; known keys: {', '.join((*_KEYS, *_WARMUP))}."
             )
         if "scheduler" not in options:
             raise ConfigError(f"lr_scheduler: the key 'scheduler' is missing; found {', '.join(options) or 'no key'}.")
@@ -161,16 +161,16 @@ def _iterate_configs(schedulers: Iterable[Any]) -> Iterator[SchedulerConfig]:
         reduces = options.pop("reduce_on_plateau", None)  # Lightning needs this key, Lumen does not.
         warmup = [options.pop(key, None) for key in _WARMUP]
         config = SchedulerConfig(**options)
-        around = config.scheduler if isinstance(config.scheduler, Warmup) else None
-        followed = config.scheduler if around is None else around.scheduler
-        _check_config(config, followed, reduces=bool(reduces))
-        if not isinstance(followed, ReduceLROnPlateau):
+        user_warmup = config.scheduler if isinstance(config.scheduler, Warmup) else None
+        inner_scheduler = config.scheduler if user_warmup is None else user_warmup.scheduler
+        _check_config(config, inner_scheduler, reduces=bool(reduces))
+        if not isinstance(inner_scheduler, ReduceLROnPlateau):
             config.monitor = None
         if (first := _make_warmup(config, *warmup)) is not None:
             yield from (first, config)
-        elif around is not None and config.monitor:
-            yield SchedulerConfig(around, config.interval)
-            yield SchedulerConfig(followed, "epoch", config.frequency, config.monitor, config.strict)
+        elif user_warmup is not None and config.monitor:
+            yield SchedulerConfig(user_warmup, config.interval)
+            yield SchedulerConfig(inner_scheduler, "epoch", config.frequency, config.monitor, config.strict)
         else:
             yield config
 
@@ -182,44 +182,47 @@ def _make_warmup(
     name, length = ("warmup_steps", steps) if steps else ("warmup_epochs", epochs)
     if steps and epochs:
         raise ConfigError(
-            f"lr_scheduler: warmup_steps = {steps} and warmup_epochs = {epochs} both say how long the warm-up is. "
-            "Leave one out."
+            f"lr_scheduler: warmup_steps = {steps} and warmup_epochs = {epochs} both set the length of the warm-up. "
+            "Remove one of the two."
         )
     if factor is not None and not length:
         raise ConfigError("lr_scheduler: warmup_factor is for a warm-up. Set warmup_steps or warmup_epochs too.")
     if factor is not None and start is not None:
-        raise ConfigError("lr_scheduler: warmup_start and warmup_factor both say where the warm-up begins. Set one.")
+        raise ConfigError(
+            "lr_scheduler: warmup_start and warmup_factor both set the beginning of the warm-up. Remove one of the two."
+        )
     if not length:
         return None
     if (warms := isinstance(config.scheduler, Warmup)) or config.interval == "token":
         raise ConfigError(
             f"lr_scheduler: {name} = {length}, but this {type(config.scheduler).__name__} "
-            f"{'warms up itself' if warms else 'counts tokens'}. Leave {name} out; lumen.optim.Warmup counts as its "
-            "interval says."
+            f"{'warms up itself' if warms else 'counts tokens'}. Remove {name}; lumen.optim.Warmup counts in the unit "
+            "of its interval."
         )
     if start is None:  # With a start of 0 the whole first epoch would train nothing.
         start = 1 / (length + 1) if not steps and length > 0 else 0.0
     return SchedulerConfig(Warmup(config.scheduler, length, start, factor), "step" if steps else "epoch")
 
 
-def _check_config(config: SchedulerConfig, followed: Any, *, reduces: bool) -> None:
+def _check_config(config: SchedulerConfig, inner_scheduler: Any, *, reduces: bool) -> None:
     if config.interval not in ("step", "epoch", "token"):
         raise ConfigError(f'lr_scheduler: interval must be "step", "epoch" or "token", found {config.interval!r}.')
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ConfigError(f"lr_scheduler: frequency must be an integer >= 1, found {config.frequency!r}.")
     if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
         raise _make_no_monitor_error()
-    if config.interval == "token" and not isinstance(followed, Schedule):
+    if config.interval == "token" and not isinstance(inner_scheduler, Schedule):
         raise ConfigError(
-            f'lr_scheduler: {type(followed).__name__} counts its steps, so its interval cannot be "token". '
+            f'lr_scheduler: {type(inner_scheduler).__name__} counts its steps, so its interval cannot be "token". '
             "Use a schedule of lumen.optim (linear, cosine, inverse_sqrt, wsd), whose lengths are then tokens."
         )
     if config.interval == "token" and config.frequency != 1:
         raise ConfigError(f'lr_scheduler: interval "token" moves at every step; found frequency {config.frequency}.')
-    if reduces and not isinstance(followed, ReduceLROnPlateau):
+    if reduces and not isinstance(inner_scheduler, ReduceLROnPlateau):
         raise ConfigError(
-            f"lr_scheduler: reduce_on_plateau is set for {type(followed).__name__}, but only a ReduceLROnPlateau is "
-            "given values of its monitor. Leave it out, or derive the scheduler from ReduceLROnPlateau."
+            f"lr_scheduler: reduce_on_plateau is set for {type(inner_scheduler).__name__}, but only a "
+            "ReduceLROnPlateau gets values of its monitor. Remove reduce_on_plateau, or derive the scheduler from "
+            "ReduceLROnPlateau."
         )
 
 
@@ -227,7 +230,7 @@ def _check_scheduler(scheduler: Any) -> Any:
     """Return a scheduler; raise an error for anything else."""
     if isclass(scheduler):
         raise ConfigError(
-            f"lr_scheduler: expected a scheduler, found {describe_type(scheduler)}. Make one of the optimizer: "
+            f"lr_scheduler: expected a scheduler, found {describe_type(scheduler)}. Make an object: "
             f"{scheduler.__name__}(optimizer, ...)."
         )
     if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) and not hasattr(scheduler, "step"):
@@ -238,32 +241,32 @@ def _check_scheduler(scheduler: Any) -> Any:
 def _make_no_monitor_error() -> ConfigError:
     return ConfigError(
         "lr_scheduler: ReduceLROnPlateau needs the name of a logged value. "
-        'Return {"scheduler": ..., "monitor": "val_loss"} for it.'
+        'Return {"scheduler": ..., "monitor": "val_loss"} for the scheduler.'
     )
 
 
-def _pair_with_warmup(given: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
+def _pair_with_warmup(entries: Iterable[SchedulerConfig]) -> list[SchedulerConfig]:
     """Let a scheduler with its own entry wait for the warm-up around it, and then step as its entry says.
 
     The scheduler comes before its warm-up, so that the update that ends the warm-up does not step the scheduler yet. A
     ReduceLROnPlateau keeps its place, because it watches its metric during the warm-up.
     """
-    configs = [*given]
+    configs = [*entries]
     by_scheduler = {id(config.scheduler): config for config in configs}
     if len(by_scheduler) < len(configs):
-        raise ConfigError("lr_scheduler: a scheduler has two entries and would move twice. Leave one out.")
+        raise ConfigError("lr_scheduler: a scheduler has two entries and would move twice. Remove one entry.")
     for config in list(configs):
         if not isinstance(warmup := config.scheduler, Warmup):
             continue
-        rest = by_scheduler.get(id(warmup.scheduler))
+        inner_config = by_scheduler.get(id(warmup.scheduler))
         if isinstance(warmup.scheduler, ReduceLROnPlateau):
-            if rest is None:
+            if inner_config is None:
                 raise _make_no_monitor_error()
-        elif rest is not None:
+        elif inner_config is not None:
             warmup.leave_steps()
-            rest.warmup = warmup
-            configs.remove(rest)
-            configs.insert(configs.index(config), rest)
+            inner_config.warmup = warmup
+            configs.remove(inner_config)
+            configs.insert(configs.index(config), inner_config)
     return configs
 
 
@@ -274,9 +277,9 @@ def _refuse_overwriting(schedulers: Sequence[Any]) -> None:
             continue
         if {*map(id, one.optimizer.param_groups)} & {*map(id, getattr(other, "optimizer", one.optimizer).param_groups)}:
             raise ConfigError(
-                f"lr_scheduler: each move of the {type(one).__name__} sets the learning rates anew, which undoes what "
-                f"the {type(other).__name__} does to them. For a warm-up before another scheduler give that one "
-                "warmup_steps or warmup_epochs, with a warmup_factor; for others one after the other use SequentialLR."
+                f"lr_scheduler: each move of the {type(one).__name__} overwrites the learning rates that the "
+                f"{type(other).__name__} has set. For a warm-up, set warmup_steps or warmup_epochs of the scheduler "
+                "after it, with a warmup_factor. For other schedulers in sequence, use SequentialLR."
             )
 
 
@@ -288,41 +291,41 @@ def check_parameters_held(task: nn.Module, optimizer: Optimizer) -> None:
             holds a parameter twice.
     """
     update_references(optimizer)
-    if strangers := len({*map(id, list_parameters(optimizer))} - {*map(id, task.parameters())}):
+    if unknown_count := len({*map(id, list_parameters(optimizer))} - {*map(id, task.parameters())}):
         raise ConfigError(
-            f"the optimizer holds {strangers} parameters that are not the task's. Build it in configure_optimizers, "
-            "from self.parameters(), so that it sees the parameters that are trained; what a hook adds to it has to be "
-            "an attribute of the task, or of a module in it."
+            f"the optimizer holds {unknown_count} parameters that are not the task's. Build the optimizer in "
+            "configure_optimizers, from self.parameters(). A parameter that a hook adds to the optimizer must be an "
+            "attribute of the task, or of a module in the task."
         )
 
 
 _LEAVE_ADVICE = (
-    "where Lumen calls it once: the parameters would move twice. Leave step, zero_grad and backward out of "
-    "training_step and the hooks, and return the loss; or set automatic_optimization = False, to make the steps "
-    "yourself. Change gradients in on_before_optimizer_step; for several micro-batches in one step set "
-    "accumulate_grad_batches; an optimizer that steps otherwise is a subclass with such a step."
+    "but Lumen calls step once in each training step: the parameters would move twice. Remove step, zero_grad and "
+    "backward from training_step and the hooks, and return the loss. To call step yourself, set "
+    "automatic_optimization = False. To change gradients, use on_before_optimizer_step; for several micro-batches in "
+    "one step, set accumulate_grad_batches; to change the update, write a subclass of the optimizer."
 )
 _TAKE_ADVICE = (
-    "past Lumen, which sums gradients over the processes, leaves out what overflows in fp16 and counts steps. Call "
-    "step() of what self.optimizers() returns."
+    "but Lumen must sum gradients over the processes, skip updates that overflow in fp16, and count steps. Call "
+    "step() of the optimizer that self.optimizers() returns."
 )
 
 
-def guard_steps(optimizer: Optimizer, is_allowed: Callable[[], bool], *, by_hand: bool) -> StepGuard:
+def guard_steps(optimizer: Optimizer, is_allowed: Callable[[], bool], *, is_manual: bool) -> StepGuard:
     """Raise an error when user code calls an optimizer's `step` where Lumen makes the step.
 
     Args:
         optimizer: The optimizer that trains the task.
         is_allowed: Function that returns True if a call is allowed; called at each `step` that is not by
             `get_unwrapped_step`.
-        by_hand: True in manual optimization.
+        is_manual: True in manual optimization.
     """
 
     def refuse() -> None:
         if not is_allowed():
             raise TrainingError(
                 f"{type(optimizer).__name__}.step was called in a training step, "
-                + (_TAKE_ADVICE if by_hand else _LEAVE_ADVICE)
+                + (_TAKE_ADVICE if is_manual else _LEAVE_ADVICE)
             )
 
     return StepGuard(optimizer, refuse)

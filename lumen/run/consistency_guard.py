@@ -20,7 +20,7 @@ from lumen.strategies.strategy import SAME, Alike, Strategy
 
 _MIN_S, _MIN_STEPS = 3.0, 10  # A comparison spans at least this, so that short noise does not count.
 _MIN_RATIO, _MIN_SHARE, _MIN_EXCESS_S = 1.5, 0.2, 0.01
-_QUIET_S = 600.0
+_MIN_WARNING_INTERVAL_S = 600.0
 
 
 @final
@@ -71,15 +71,15 @@ class SlowRankMonitor:
         self._processes = processes
         self._before: Sequence[Mapping[str, float]] = ()
         self._before_s, self._suspects = 0.0, set[int]()
-        self._quiet_until_s: dict[int, float] = {}
-        self._quiet_s: dict[int, float] = {}
+        self._next_warning_s: dict[int, float] = {}
+        self._warning_interval_s: dict[int, float] = {}
 
     def compare_ranks(self, ranks: Sequence[Mapping[str, float]]) -> None:
         """Compare the times of all ranks, and warn of slow ranks.
 
         Args:
             ranks: Totals of each rank: measured steps (`steps`), seconds in these steps until it waited for the others
-                (`own_s`), and seconds of waiting for training data (`data_s`).
+                (`local_s`), and seconds of waiting for training data (`data_s`).
         """
         now_s = perf_counter()
         if not self._before:
@@ -87,43 +87,45 @@ class SlowRankMonitor:
         steps, took_s = ranks[0]["steps"] - self._before[0]["steps"], now_s - self._before_s
         if steps < _MIN_STEPS or took_s < _MIN_S:
             return
-        own_s, data_s = (
+        local_s, data_s = (
             [(now[name] - then[name]) / steps for now, then in zip(ranks, self._before, strict=True)]
-            for name in ("own_s", "data_s")
+            for name in ("local_s", "data_s")
         )
         slow = {
-            rank: usual_s for rank in range(len(ranks)) if (usual_s := _find_usual_if_slow(own_s, rank, took_s / steps))
+            rank: usual_s
+            for rank in range(len(ranks))
+            if (usual_s := _find_usual_if_slow(local_s, rank, took_s / steps))
         }
         for rank, usual_s in slow.items():
-            if rank in self._suspects and now_s >= self._quiet_until_s.get(rank, 0.0):
-                self._quiet_s[rank] = 2 * self._quiet_s.get(rank, _QUIET_S / 2)
-                self._quiet_until_s[rank] = now_s + self._quiet_s[rank]
+            if rank in self._suspects and now_s >= self._next_warning_s.get(rank, 0.0):
+                self._warning_interval_s[rank] = 2 * self._warning_interval_s.get(rank, _MIN_WARNING_INTERVAL_S / 2)
+                self._next_warning_s[rank] = now_s + self._warning_interval_s[rank]
                 _log.warning(
-                    "rank %d (host %s) is slow, and the others wait for it: %.2g s a step where the median of the "
-                    "others is %.2g s, %.2g s of it waiting for data",
-                    rank, self._processes.get_host(rank), own_s[rank], usual_s, min(data_s[rank], own_s[rank]),
+                    "rank %d (host %s) is slow, and the other ranks wait for it: %.2g s a step, where their median is "
+                    "%.2g s; it waits %.2g s a step for data",
+                    rank, self._processes.get_host(rank), local_s[rank], usual_s, min(data_s[rank], local_s[rank]),
                 )  # fmt: skip
         self._suspects = {*slow}
         self._before, self._before_s = ranks, now_s
 
 
-def _find_usual_if_slow(own_s: Sequence[float], rank: int, step_s: float) -> float | None:
+def _find_usual_if_slow(local_s: Sequence[float], rank: int, step_s: float) -> float | None:
     """Return the median of the other ranks, in seconds per step, if a rank is slow; None if the rank is not slow."""
-    usual_s = median(each for other, each in enumerate(own_s) if other != rank)
-    excess_s = own_s[rank] - usual_s
-    is_slow = own_s[rank] > _MIN_RATIO * usual_s and excess_s > max(_MIN_SHARE * step_s, _MIN_EXCESS_S)
+    usual_s = median(each for other, each in enumerate(local_s) if other != rank)
+    excess_s = local_s[rank] - usual_s
+    is_slow = local_s[rank] > _MIN_RATIO * usual_s and excess_s > max(_MIN_SHARE * step_s, _MIN_EXCESS_S)
     return usual_s if is_slow else None
 
 
-_SPENT, _COUNTED = ("steps", "own_s", "data_s"), ("number of the step", "number of micro-batches")
+_TIMINGS, _COUNTERS = ("steps", "local_s", "data_s"), ("number of the step", "number of micro-batches")
 _NORMS: tuple[Alike, Alike] = ("gradient norm", "sum of the parameters' norms")
 _GRADIENTS, _PARAMETERS = _NORMS
-_DESCRIPTIONS = 8
+_MAX_LISTED_RANKS = 8
 _LIKELY_CAUSES = {
-    **dict.fromkeys(_COUNTED, "What counts steps and batches, as trainer.progress, is to be read only."),
-    _GRADIENTS: "Something has written gradients on one of them after they were averaged, or a device or the network "
-    "makes errors. Write gradients in on_before_optimizer_step, on all ranks alike.",
-    _PARAMETERS: "Something has written parameters on one of them only, or a device makes errors. Write parameters in "
+    **dict.fromkeys(_COUNTERS, "Never change counters of steps and batches, such as trainer.progress."),
+    _GRADIENTS: "Code on one rank has changed gradients after they were averaged, or a device or the network makes "
+    "errors. Change gradients in on_before_optimizer_step, equally on all ranks.",
+    _PARAMETERS: "Code on one rank has changed parameters, or a device makes errors. Change parameters in "
     "on_before_zero_grad, which every rank calls once a step.",
 }
 
@@ -141,15 +143,15 @@ class ConsistencyGuard:
         step: The step in progress, with the newest gradient norm and the time spent waiting for data.
 
     Attributes:
-        is_on: True if there are several processes.
-        own_time: Time that this process takes for its steps until it waits for the others.
+        is_enabled: True if there are several processes.
+        local_time: Time that this process takes for its steps until it waits for the others.
     """
 
     def __init__(self, strategy: Strategy, progress: Progress, step: StepContext) -> None:
         self._strategy, self._processes = strategy, strategy.processes
         self._progress, self._step = progress, step
         self.is_enabled = strategy.processes.world_size > 1
-        self._slow = SlowRankMonitor(strategy.processes)
+        self._slow_ranks = SlowRankMonitor(strategy.processes)
         self.local_time = LocalStepTime(strategy.processes)
         self._local_values: HostCopy[str] | None = None  # the numbers of this rank, during their copy to the host
         self._rank_values: Callable[[], list[list[float]]] | None = None  # waits for the numbers of all ranks
@@ -158,9 +160,12 @@ class ConsistencyGuard:
         """Begin to compare the newest step."""
         if not self.is_enabled:
             return
-        progress, step, own = self._progress, self._step, self.local_time
-        spent, counted = (own.steps, own.seconds, step.counters.waited_s), (progress.step, progress.micro_batches)
-        values: dict[str, float | torch.Tensor] = dict(zip(_SPENT + _COUNTED, spent + counted, strict=True))
+        progress, step, local_time = self._progress, self._step, self.local_time
+        spent, counted = (
+            (local_time.steps, local_time.seconds, step.counters.waited_s),
+            (progress.step, progress.micro_batches),
+        )
+        values: dict[str, float | torch.Tensor] = dict(zip(_TIMINGS + _COUNTERS, spent + counted, strict=True))
         self._local_values = HostCopy(
             values | dict.fromkeys(_NORMS, math.nan) | self._strategy.collect_rank_invariants(step.grad_norm)
         )
@@ -173,10 +178,10 @@ class ConsistencyGuard:
         """
         if self._rank_values is not None:
             found, self._rank_values = self._rank_values(), None
-            self._compare_ranks([dict(zip(_SPENT + _COUNTED + _NORMS, each, strict=True)) for each in found])
+            self._compare_ranks([dict(zip(_TIMINGS + _COUNTERS + _NORMS, each, strict=True)) for each in found])
         if self._local_values is not None:
-            own, self._local_values = self._local_values, None
-            self._rank_values = self._processes.start_all_gather([*own.read().values()])
+            copied, self._local_values = self._local_values, None
+            self._rank_values = self._processes.start_all_gather([*copied.read().values()])
 
     def wait_for_comparison(self) -> None:
         """Finish all comparisons before a checkpoint is saved. Collective: every rank must call this.
@@ -188,28 +193,29 @@ class ConsistencyGuard:
         self.finish_pending_comparison()
 
     def _compare_ranks(self, ranks: Sequence[dict[str, float]]) -> None:
-        for name in (*_COUNTED, *_NORMS):
+        for name in (*_COUNTERS, *_NORMS):
             tolerance = SAME if name in _NORMS else 0.0
-            if others := [
+            if differing := [
                 rank for rank, each in enumerate(ranks) if not _is_same_number(each[name], ranks[0][name], tolerance)
             ]:
-                self._raise_difference(name, others, ranks)
+                self._raise_difference(name, differing, ranks)
         if self._processes.is_global_zero:
-            self._slow.compare_ranks(ranks)
+            self._slow_ranks.compare_ranks(ranks)
 
-    def _raise_difference(self, name: str, others: Sequence[int], ranks: Sequence[dict[str, float]]) -> None:
+    def _raise_difference(self, name: str, differing: Sequence[int], ranks: Sequence[dict[str, float]]) -> None:
         """Raise an error on all ranks that names what differs. Collective."""
-        headline = f"the ranks no longer agree, found after step {ranks[0][_COUNTED[0]]:.0f}"
+        headline = f"the ranks no longer agree, found after step {ranks[0][_COUNTERS[0]]:.0f}"
         if name == _PARAMETERS:
             try:
                 with self._strategy.evaluation(inference_mode=False):  # This context compares each parameter first.
                     pass
             except TrainingError as error:
                 raise TrainingError(f"{headline}: {error}") from None
-        found = ", ".join(f"{ranks[rank][name]:.9g} on rank {rank}" for rank in others[:_DESCRIPTIONS])
-        more = f", and another one on {len(others) - _DESCRIPTIONS} ranks more" if len(others) > _DESCRIPTIONS else ""
+        found = ", ".join(f"{ranks[rank][name]:.9g} on rank {rank}" for rank in differing[:_MAX_LISTED_RANKS])
+        unlisted = len(differing) - _MAX_LISTED_RANKS
+        rest = f", and different on {unlisted} more ranks" if unlisted > 0 else ""
         raise TrainingError(
-            f"{headline}: the {name} is {ranks[0][name]:.9g} on rank 0 and {found}{more}. {_LIKELY_CAUSES[name]}"
+            f"{headline}: the {name} is {ranks[0][name]:.9g} on rank 0 and {found}{rest}. {_LIKELY_CAUSES[name]}"
         )
 
 

@@ -18,8 +18,8 @@ from lumen.internals.compiler import get_compile_time_s
 FILE = "goodput.jsonl"
 BUCKETS = ("startup", "compile", "data", "step", "evaluation", "checkpoint", "end", "lost", "queue")
 _MAX_INTERVAL_S = 30.0
-_SIGNS_OF_LIFE = "metrics.csv", "system.csv", "checkpoints"
-_of_process = {"is_told": False}
+_ACTIVITY_FILES = "metrics.csv", "system.csv", "checkpoints"
+_process_state = {"is_age_counted": False}
 
 
 @final
@@ -46,17 +46,21 @@ class Goodput:
         self._line_s = self._read_s
         if directory is None or self._file is None:
             return
-        age_s = 0.0 if _of_process["is_told"] else _get_process_age_s()
-        _of_process["is_told"] = True
-        lines, now = _read_lines(self._file), time.time()
-        ended = max((line["to_s"] for line in lines), default=0.0)
-        alive = max((_get_change_time_s(directory / name) for name in _SIGNS_OF_LIFE), default=0.0)
-        began = min(max(now - age_s, ended), now)
+        age_s = 0.0 if _process_state["is_age_counted"] else _get_process_age_s()
+        _process_state["is_age_counted"] = True
+        lines, now_s = _read_lines(self._file), time.time()
+        ended_s = max((line["to_s"] for line in lines), default=0.0)
+        last_activity_s = max((_get_change_time_s(directory / name) for name in _ACTIVITY_FILES), default=0.0)
+        began_s = min(max(now_s - age_s, ended_s), now_s)
         self._attempt = 1 + max((line["life"] for line in lines), default=0)
-        if lines and ended < min(alive, began):  # The run was killed: the time after its last line was lost.
-            self._append_line({"life": self._attempt - 1, "from_s": ended, "to_s": min(alive, began), "lost": True})
-        self._from_s = began
-        self._line_s = self._read_s = self._read_s - (now - began)
+        if lines and ended_s < min(
+            last_activity_s, began_s
+        ):  # The run was killed: the time after its last line was lost.
+            self._append_line(
+                {"life": self._attempt - 1, "from_s": ended_s, "to_s": min(last_activity_s, began_s), "lost": True}
+            )
+        self._from_s = began_s
+        self._line_s = self._read_s = self._read_s - (now_s - began_s)
         self._before = 0.0, get_compile_time_s()
 
     @property
@@ -148,8 +152,8 @@ class TimeSpent:
     def __str__(self) -> str:
         """Return a summary in one line."""
         shares = {name: seconds / self.wall_s if self.wall_s else 0.0 for name, seconds in self.spent_s.items()}
-        others = [f"{name} {share:.0%}" for name, share in shares.items() if name != "step" and share >= 0.005]
-        text = f"goodput {self.goodput:.0%} of {self.wall_s:.0f} s{': ' if others else ''}{', '.join(others)}"
+        parts = [f"{name} {share:.0%}" for name, share in shares.items() if name != "step" and share >= 0.005]
+        text = f"goodput {self.goodput:.0%} of {self.wall_s:.0f} s{': ' if parts else ''}{', '.join(parts)}"
         return text.replace("%", " %")
 
 
@@ -170,23 +174,23 @@ def goodput(directory: str | Path) -> TimeSpent:
     if not lines:
         return TimeSpent(0.0, spent, 0)
     begins = _find_starts(lines)
-    before, step, ended = 0, 0, lines[0]["from_s"]
+    before, step, ended_s = 0, 0, lines[0]["from_s"]
     for line in lines:
         life = line["life"]
-        spent["queue"] += max(line["from_s"] - ended, 0.0)
-        ended = max(ended, line["to_s"])
+        spent["queue"] += max(line["from_s"] - ended_s, 0.0)
+        ended_s = max(ended_s, line["to_s"])
         if "spent" not in line:
             spent["lost"] += line["to_s"] - line["from_s"]
             continue
         step = step if life == before else line["step"]
         before, begun, step = life, step, line["step"]
         kept = min((at for number, at in begins.items() if number > life), default=step)
-        lost = max(step - max(kept, begun), 0) / (step - begun) if step > begun else 0.0
+        lost_share = max(step - max(kept, begun), 0) / (step - begun) if step > begun else 0.0
         for name, seconds in line["spent"].items():
-            gone = seconds * lost if name in ("step", "data") else 0.0
-            spent["lost"] += gone
-            spent[name] += seconds - gone
-    return TimeSpent(ended - lines[0]["from_s"], spent, max(line["life"] for line in lines))
+            lost_s = seconds * lost_share if name in ("step", "data") else 0.0
+            spent["lost"] += lost_s
+            spent[name] += seconds - lost_s
+    return TimeSpent(ended_s - lines[0]["from_s"], spent, max(line["life"] for line in lines))
 
 
 def read_starts(directory: str | Path) -> dict[int, int]:
@@ -205,19 +209,19 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     with suppress(OSError):
         for text in file.read_text(errors="replace").splitlines():
             with suppress(ValueError):
-                if _is_whole(line := json.loads(text)):
+                if _is_complete_line(line := json.loads(text)):
                     lines.append(line)
     return lines
 
 
-def _is_whole(line: Any) -> bool:
+def _is_complete_line(line: Any) -> bool:
     """Return True if a line has the keys and types that `Goodput` writes."""
     if not isinstance(line, dict) or not isinstance(spent := line.get("spent", {}), dict):
         return False
-    whole = [line.get("life"), line.get("step") if "spent" in line else 0]
+    integers = [line.get("life"), line.get("step") if "spent" in line else 0]
     numbers = [line.get("from_s"), line.get("to_s"), *spent.values()]
     are_numbers = all(isinstance(each, int | float) for each in numbers) and all(
-        isinstance(each, int) for each in whole
+        isinstance(each, int) for each in integers
     )
     return are_numbers and spent.keys() <= {*BUCKETS}
 

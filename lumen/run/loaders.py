@@ -16,27 +16,32 @@ class Loaders:
 
     Args:
         datamodule: The data module; None if loaders were passed, or the task has them.
-        given: The loaders that were passed instead of a data module, for training and for evaluation; None if the data
-            module or the task has them.
+        user_loaders: The loaders that were passed instead of a data module, for training and for evaluation; None if
+            the data module or the task has them.
         plan: Settings of the run, with the size of steps.
         progress: Counters of the run.
-        readers: Number of processes that share the training data.
+        data_world_size: Number of data ranks, which share the training data.
 
     Attributes:
         train: The training loader; None before `fit` has opened it.
-        evaluation: Loaders of the evaluation; during `fit` those of the validation.
+        evaluation: Loaders of the evaluation; during `fit` the loaders of the validation.
         sources: Loader or loaders as the user made them, by stage.
         epoch: The epoch for which the loaders of `fit` were requested.
-        empty: Reasons why evaluation loaders gave no batch, a sentence each.
-        fits: Samples of the largest part of a batch to try, by stage of evaluation. A stage without an entry has had no
-            batch too large for memory.
+        empty_stages: Reasons why evaluation loaders gave no batch, a sentence each.
+        max_samples_per_part: Largest number of samples of a part of a batch, by stage of evaluation. A stage without an
+            entry has had no batch too large for memory.
     """
 
     def __init__(
-        self, datamodule: DataModule | None, given: tuple[Any, Any] | None, plan: Plan, progress: Progress, readers: int
+        self,
+        datamodule: DataModule | None,
+        user_loaders: tuple[Any, Any] | None,
+        plan: Plan,
+        progress: Progress,
+        data_world_size: int,
     ) -> None:
-        self.datamodule, self.user_loaders = datamodule, given
-        self._plan, self._progress, self._readers = plan, progress, readers
+        self.datamodule, self.user_loaders = datamodule, user_loaders
+        self._plan, self._progress, self._data_world_size = plan, progress, data_world_size
         self.train: LoaderAdapter | None = None
         self.evaluation: list[LoaderAdapter] = []
         self.sources: dict[str, Any] = {}
@@ -48,21 +53,27 @@ class Loaders:
         assert self.train is not None
         self.train.measure(self._progress.position)  # The data may grow or shrink between epochs.
         if len(self._plan.accumulate) > 1:
-            self.train.set_per_step(self._plan.get_accumulation(self._progress.epoch) * self._readers)
+            self.train.set_per_step(self._plan.get_accumulation(self._progress.epoch) * self._data_world_size)
         return self.train
 
     def get_epoch_lengths(self) -> EpochLengths | None:
         """Return the optimizer steps of every epoch for the current length of the data; None if it is unknown."""
         assert self.train is not None
         limit, sizes = self._plan.get_limit("train", self.train), self._plan.accumulate
-        own = len(sizes) == 1  # Then the loader's own steps count, which `global_batch_size` may set.
-        each = {epoch: None if own else number * self._readers for epoch, number in sizes.items()}
-        lengths = {epoch: steps for epoch in each if (steps := self.train.count_steps(limit, each[epoch])) is not None}
+        is_constant = len(sizes) == 1  # Then the loader's own steps count, which `global_batch_size` may set.
+        sizes_per_step = {
+            epoch: None if is_constant else number * self._data_world_size for epoch, number in sizes.items()
+        }
+        lengths = {
+            epoch: steps
+            for epoch in sizes_per_step
+            if (steps := self.train.count_steps(limit, sizes_per_step[epoch])) is not None
+        }
         return EpochLengths(lengths) if lengths else None
 
-    def set_max_samples(self, stage: str, fits: int) -> None:
+    def set_max_samples(self, stage: str, max_samples: int) -> None:
         """Evaluate batches of a stage in parts of at most `max_samples_per_part` samples from here on."""
-        self.max_samples_per_part[stage] = fits
+        self.max_samples_per_part[stage] = max_samples
 
     def count_evaluation_batches(self, stage: str) -> int | None:
         """Return the number of batches of an evaluation over all loaders and ranks; None if a loader has no length.
@@ -84,7 +95,7 @@ class Loaders:
         why = f"the loader{f' {adapter.name}' if adapter.name else ''} to {stage} is empty: {adapter.explain_empty()}"
         if why not in self.empty_stages:
             self.empty_stages.append(why)
-            _log.warning("%s. It gives no values", why)
+            _log.warning("%s. This loader gives no values", why)
 
     def list_suffixes(self) -> list[str]:
         """Return the suffix of logged names for each evaluation loader: its name or number; "" for a single loader."""

@@ -3,8 +3,13 @@
 The gradient of a step is (sum over micro-batches of weight * grad(mean loss)) / (sum of weights). This is the gradient
 of the full batch for any micro-batch size and number of processes. Each backward gets `loss * (weight / planned)`,
 times the number of processes, because DDP and FSDP average gradients. If the sum of weights is known before the
-forward, `planned` is that sum. Otherwise Lumen multiplies the gradients by `planned / total` once, after the last
-backward.
+forward, `planned` is that sum. Otherwise `planned` is a guess, and Lumen multiplies the gradients by `planned / total`
+once, after the last backward.
+
+Example: two ranks have one micro-batch each, with means over 30 and 10 tokens, and the guess is 32. The ranks call
+backward on `loss * 2 * 30 / 32` and `loss * 2 * 10 / 32`. DDP averages both gradients, so that the factors of the two
+means become 30 / 32 and 10 / 32. The correction 32 / 40 turns these factors into 30 / 40 and 10 / 40: the factors of
+the mean over all 40 tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +23,10 @@ import torch
 
 from lumen.errors import TrainingError
 
-Answer = tuple[int, float | None] | None
-BeginSum = Callable[[Sequence[float]], Callable[[], list[float]]]
+#: Number of a micro-batch in the step and its returned weight, if any; None from a process without a loss.
+FirstWeight = tuple[int, float | None] | None
+#: Function that begins to sum numbers over the processes, and returns a function that waits for the sums.
+StartSum = Callable[[Sequence[float]], Callable[[], list[float]]]
 
 
 @final
@@ -27,41 +34,44 @@ class LossWeighting:
     """Weights of the micro-batches of the optimizer step in progress.
 
     Args:
-        by_task: True if the task has `batch_weight`; see the attribute.
-        world: Number of data ranks, over which gradients are averaged.
-        copies: Number of processes of each data rank, which compute the same micro-batches.
-        scaled: True under a gradient scaler. Then gradients are multiplied by the number of processes, instead of the
-            loss, so that overflows do not depend on this number.
-        begin_sum: Function that begins to sum numbers over the processes. It returns a function that waits for the
+        is_set_by_task: True if the task has `batch_weight`; see the attribute.
+        data_world_size: Number of data ranks, over which gradients are averaged.
+        processes_per_data_rank: Number of processes of each data rank, which compute the same micro-batches.
+        uses_scaler: True under a gradient scaler. Then gradients are multiplied by the number of processes, instead of
+            the loss, so that overflows do not depend on this number.
+        start_sum: Function that begins to sum numbers over the processes. It returns a function that waits for the
             sums. None for a single process.
-        gather: Function that returns the answers of all processes; None for a single process.
+        gather: Function that returns the first weights of all processes; None for a single process.
         keeps_losses: True if a callback reads the loss of a step.
 
     Attributes:
-        by_task: True if the known weights come from the task's `batch_weight`, False if they are numbers of samples. A
-            weight that `training_step` returns must equal that of `batch_weight`.
-        planned: The sum of weights that the losses of the step are divided by.
+        is_set_by_task: True if the known weights come from the task's `batch_weight`, False if they are numbers of
+            samples. A weight that `training_step` returns must equal that of `batch_weight`.
+        planned: The sum of weights that the losses of the step are divided by: the true sum, or a guess.
         losses: Detached contributions of this process's micro-batches to the step's loss; None if no callback reads it.
-        unseeded: True if `seed_guess` must make the guess from the first weight.
+        needs_guess: True if `set_first_guess` must make the guess from the first weight.
         total: The sum of the weights of this process; after `finish_sum` the sum over all data ranks.
     """
 
     def __init__(
         self,
         *,
-        by_task: bool,
-        world: int = 1,
-        copies: int = 1,
-        scaled: bool = False,
-        begin_sum: BeginSum | None = None,
-        gather: Callable[[Answer], list[Answer]] | None = None,
+        is_set_by_task: bool,
+        data_world_size: int = 1,
+        processes_per_data_rank: int = 1,
+        uses_scaler: bool = False,
+        start_sum: StartSum | None = None,
+        gather: Callable[[FirstWeight], list[FirstWeight]] | None = None,
         keeps_losses: bool = False,
     ) -> None:
         self.losses: list[torch.Tensor] | None = [] if keeps_losses else None
-        self.is_set_by_task = by_task
-        self._in_loss, self._in_gradients = (1, world) if scaled else (world, 1)
-        self._begin_sum, self._gather = begin_sum, gather
-        self._world, self._copies = world, copies
+        self.is_set_by_task = is_set_by_task
+        # DDP and FSDP average gradients over the processes, but a step needs their sum. Multiplying the loss by the
+        # number of processes costs nothing. Under fp16 a loss so enlarged could overflow, so the gradients are
+        # multiplied instead.
+        self._loss_multiplier, self._gradient_multiplier = (1, data_world_size) if uses_scaler else (data_world_size, 1)
+        self._start_sum, self._gather = start_sum, gather
+        self._data_world_size, self._processes_per_data_rank = data_world_size, processes_per_data_rank
         self.begin_step(0.0, 0, 1.0)
 
     def begin_step(self, planned: float, micro_batches: int, guess: float) -> None:
@@ -76,26 +86,30 @@ class LossWeighting:
         """
         self.total, self.planned = 0.0, planned
         self.losses = None if self.losses is None else []
-        self._is_single_micro_batch = micro_batches == self._world == 1
+        self._is_single_micro_batch = micro_batches == self._data_world_size == 1
         self._micro_batches, self._guess = micro_batches, guess or 1.0
-        # Only fp16 needs sums in its range. With several processes a guess costs a collective, so others skip it.
-        self.unseeded = not guess and not self.is_set_by_task and (self._world == 1 or self._in_gradients > 1)
-        self._returned: bool | None = None
-        self._sums: Callable[[], list[float]] | None = None
-        self._wishes: list[bool] = []
+        # Only fp16 needs a guess of the right magnitude, to keep gradients in its range. In other precisions 1.0 is as
+        # good. There a single process makes the guess, because that is free; several processes skip its collective.
+        self.needs_guess = (
+            not guess and not self.is_set_by_task and (self._data_world_size == 1 or self._gradient_multiplier > 1)
+        )
+        self._has_returned_weights: bool | None = None  # None until the first loss of the step
+        self._sums: Callable[[], list[float]] | None = None  # waits for the sums over the processes
+        self._flags: list[bool] = []
 
-    def seed_guess(self, number: int | None, returned: float | None = None) -> None:
+    def set_first_guess(self, number: int | None, returned_weight: float | None = None) -> None:
         """Make the first guess from the step's first weight, equal on all processes. Collective.
 
         Args:
             number: Number in the step of this process's micro-batch; None if it has no loss.
-            returned: The weight that the task returned for the micro-batch; None if it returned no weight.
+            returned_weight: The weight that the task returned for the micro-batch; None if it returned no weight.
         """
-        answer = None if number is None else (number, returned)
-        answers = [answer] if self._gather is None else self._gather(answer)
-        if given := [each for each in answers if each is not None]:
-            self.unseeded = False
-            total = (min(given, key=itemgetter(0))[1] or 0.0) * self._micro_batches
+        first = None if number is None else (number, returned_weight)
+        of_all = [first] if self._gather is None else self._gather(first)
+        if weights := [each for each in of_all if each is not None]:
+            self.needs_guess = False
+            # The earliest micro-batch of the step decides, so the guess does not depend on the number of processes.
+            total = (min(weights, key=itemgetter(0))[1] or 0.0) * self._micro_batches
             self._guess = _round_up_to_power_of_two(total) if 0.0 < total < math.inf else 1.0
 
     def get_loss_factor(self, known: float, returned: float | None) -> float:
@@ -113,25 +127,26 @@ class LossWeighting:
             if returned not in (None, known):
                 raise TrainingError(
                     f"training_step returned the weight {returned} for a micro-batch to which batch_weight gave "
-                    f"{known}. Make the two agree, or drop one."
+                    f"{known}. Return equal weights from both methods, or remove one of them."
                 )
             returned = None  # The known weight is equal.
-        if self._returned not in (None, returned is not None):
+        if self._has_returned_weights not in (None, returned is not None):
             raise _make_mixed_weights_error()
         weight = known if returned is None else returned
         if not 0.0 <= weight < math.inf:
             raise TrainingError(f"a micro-batch has the weight {weight}; a weight is a finite number >= 0.")
-        if self._returned is None:
-            self._returned = returned is not None
-            if self._returned:
+        if self._has_returned_weights is None:
+            self._has_returned_weights = returned is not None
+            if self._has_returned_weights:
+                # The sum of returned weights is unknown until the last forward, except for a single micro-batch.
                 self.planned = weight if self._is_single_micro_batch else self._guess
-        self.total += weight
-        return self._in_loss * weight / self.planned if self.planned else 0.0
+        self.total += weight  # `planned` is 0 only if all known weights are 0: then the step makes no update.
+        return self._loss_multiplier * weight / self.planned if self.planned else 0.0
 
     def use_guess(self) -> None:
         """Divide by the guess, because a step's single micro-batch is computed in parts of unknown weights."""
         self._is_single_micro_batch = False
-        if self._returned:
+        if self._has_returned_weights:
             self.planned = self._guess
 
     def keep_loss(self, part: torch.Tensor) -> None:
@@ -147,22 +162,23 @@ class LossWeighting:
         """Return the present counts of this process, for `restore`."""
         return self.total, len(self.losses or ())
 
-    def restore(self, mark: tuple[float, int]) -> None:
-        """Restore the counts in `make_restore_point`, a result of the method of this name."""
-        self.total, losses = mark
+    def restore(self, restore_point: tuple[float, int]) -> None:
+        """Restore the counts that `make_restore_point` returned."""
+        self.total, kept_losses = restore_point
         if self.losses is not None:
-            del self.losses[losses:]
+            del self.losses[kept_losses:]
 
-    def start_sum(self, *wishes: bool) -> None:
-        """Begin to sum the weights over the processes, when those of this process are known. Collective.
+    def start_sum(self, *flags: bool) -> None:
+        """Begin to sum the weights over the processes, once all weights of this process are known. Collective.
 
         Args:
-            wishes: Flags of this process, which are reduced along with the weights.
+            *flags: Flags of this process, which are reduced along with the weights.
         """
-        self._wishes = list(wishes)
-        if self._begin_sum is not None:
-            told = self.total, self._returned is True, self._returned is False, *wishes
-            self._sums = self._begin_sum(list(map(float, told)))
+        self._flags = list(flags)
+        if self._start_sum is not None:
+            # A flag travels as 0.0 or 1.0, so its sum is the number of processes that have set it.
+            numbers = self.total, self._has_returned_weights is True, self._has_returned_weights is False, *flags
+            self._sums = self._start_sum(list(map(float, numbers)))
 
     def finish_sum(self) -> list[bool]:
         """Wait for the sums over the processes.
@@ -174,27 +190,28 @@ class LossWeighting:
             TrainingError: `training_step` returned weights on some processes only.
         """
         if self._sums is None:
-            return self._wishes
-        (total, returned, plain, *wishes), self._sums = self._sums(), None
-        self.total = total / self._copies
-        if returned and plain:
+            return self._flags
+        (total, with_weight, without_weight, *flags), self._sums = self._sums(), None
+        self.total = total / self._processes_per_data_rank  # All processes of a data rank have added the same weights.
+        if with_weight and without_weight:
             raise _make_mixed_weights_error()
-        if returned or plain:
-            self._returned = bool(returned)
-        if self._returned:
-            self.planned = self._guess  # This holds on a process without a weight too.
-        return [wish > 0 for wish in wishes]
+        if with_weight or without_weight:
+            self._has_returned_weights = bool(with_weight)
+        if self._has_returned_weights:
+            # A process without a loss learns only here that the other processes have divided by the guess.
+            self.planned = self._guess
+        return [flag > 0 for flag in flags]
 
     @property
     def counts_units(self) -> bool:
         """True if the weights come from the user (tokens, boxes), False for numbers of samples."""
-        return self.is_set_by_task or bool(self._returned)
+        return self.is_set_by_task or bool(self._has_returned_weights)
 
     @property
     def correction(self) -> float:
         """Factor of the gradients after the last backward; 1.0 if they need no correction."""
-        late = 1.0 if self.total in (0.0, self.planned) else self.planned / self.total
-        return late * self._in_gradients
+        factor = 1.0 if self.total in (0.0, self.planned) else self.planned / self.total
+        return factor * self._gradient_multiplier
 
     def compute_mean_loss(self, part: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return the mean loss of the step over all processes, after `finish_sum`. Collective.
@@ -203,7 +220,8 @@ class LossWeighting:
             part: The sum of this process's weighted losses, as passed to backward: a scalar tensor.
             reduce: Function that sums a tensor over the processes.
         """
-        processes = self._world * self._copies
+        processes = self._data_world_size * self._processes_per_data_rank
+        # The loss on each process has the factor that its gradient has, so it needs the same average and correction.
         return (part if processes == 1 else reduce(part.double()) / processes) * self.correction
 
     @property
@@ -212,11 +230,11 @@ class LossWeighting:
 
         The guess is at least half of this step's guess. So varying totals do not overflow whenever they rise.
         """
-        if self.unseeded:
+        if self.needs_guess:
             return 0.0
         return (
             max(_round_up_to_power_of_two(self.total), self._guess / 2)
-            if self._returned and self.total
+            if self._has_returned_weights and self.total
             else self._guess
         )
 
@@ -228,6 +246,6 @@ def _round_up_to_power_of_two(number: float) -> float:
 
 def _make_mixed_weights_error() -> TrainingError:
     return TrainingError(
-        "training_step returned a weight for one micro-batch of a step and none for another. "
+        "training_step returned a weight for one micro-batch of a step, and no weight for another micro-batch. "
         "Return (loss, weight) always or never."
     )

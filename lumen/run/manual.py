@@ -33,12 +33,11 @@ def check_plan(task: TaskModule, plan: Plan) -> None:
     Raises:
         ConfigError: Such a setting is set. The message names the call to use instead.
     """
-    name = f"{type(task).__name__} optimizes by hand (automatic_optimization = False)"
+    name = f"{type(task).__name__} has automatic_optimization = False"
     if plan.has_accumulation:
         raise ConfigError(
-            f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)}, but {name}: let training_step call step() "
-            "and zero_grad() of its optimizers in every so many batches, by batch_idx; or give a larger "
-            "global_batch_size."
+            f"accumulate_grad_batches: {format_by_epoch(plan.accumulate)}, but {name}: call step() and zero_grad() of "
+            "the optimizers only in every n-th batch, by batch_idx; or set a larger global_batch_size."
         )
     if plan.clip_norm is not None or plan.clip_value is not None:
         raise ConfigError(
@@ -49,7 +48,7 @@ def check_plan(task: TaskModule, plan: Plan) -> None:
 
 @final
 class ManualOptimizer:
-    """Optimizer that a task gets in manual optimization. Other attributes are those of the torch optimizer.
+    """Optimizer that a task gets in manual optimization. It forwards other attributes to the torch optimizer.
 
     Args:
         manual: The manual optimization of the run, which makes the steps.
@@ -57,7 +56,7 @@ class ManualOptimizer:
 
     Attributes:
         optimizer: The torch optimizer.
-        is_known: True once a backward was made for its parameters.
+        is_registered: True once a backward was made for its parameters.
         was_called: True once its `step` was called.
         has_warned: True once Lumen has warned of a step without gradients.
         needs_closure: True if its `step` evaluates the loss.
@@ -135,7 +134,7 @@ class ManualOptimization:
 
     Attributes:
         handles: The optimizers that the task gets, in the same order.
-        has_tried: True if the `step` of an optimizer was called in the step in progress.
+        was_attempted: True if the `step` of an optimizer was called in the step in progress.
     """
 
     def __init__(
@@ -150,13 +149,13 @@ class ManualOptimization:
         self._task = task
         self._hooks, self._precision, self._strategy, self._step = hooks, precision, strategy, step
         self._backward = task.backward if is_overridden(task, "backward") else torch.Tensor.backward
-        self._kind = strategy.device.type
-        self._sums = strategy.processes.world_size > 1 or strategy.shards
+        self._device_type = strategy.device.type
+        self._is_distributed = strategy.processes.world_size > 1 or strategy.shards
         self._factor, self._is_dummy, self._has_weight = 1.0, False, True
         self.was_attempted = self._has_moved = self._has_overflowed = False
         self._toggled: ManualOptimizer | None = None
         self._frozen: list[nn.Parameter] = []
-        self._parts: list[Optimizer] = []  # gradients unscaled since the loss scale last changed
+        self._unscaled: list[Optimizer] = []  # gradients unscaled since the loss scale last changed
         self.handles = [ManualOptimizer(self, each) for each in optimizers]
 
     def begin_step(self, factor: float, *, is_dummy: bool, has_weight: bool) -> None:
@@ -178,13 +177,13 @@ class ManualOptimization:
             number = nn.Parameter(torch.zeros(1, device=self._strategy.device))
             number.grad = torch.full_like(number, math.inf if self._has_overflowed else 0.0)
             self._precision.step(SGD([number], lr=0.0))  # The scaler adapts to everything unscaled in this step.
-            self._parts.clear()
+            self._unscaled.clear()
         return self._has_moved
 
     # ------------------------------------------------------------------ gradients
 
     def backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
-        """Add the gradient of a loss to those of the parameters.
+        """Add the gradient of a loss to the gradients of the parameters.
 
         Raises:
             TrainingError: The loss has no gradient.
@@ -201,10 +200,10 @@ class ManualOptimization:
             for hook in self._hooks.on_before_backward:
                 hook(loss)
         part = loss if self._factor == 1.0 else loss * self._factor
-        is_torchs = not (args or options) and self._backward is torch.Tensor.backward
-        by = () if is_torchs else (lambda each: self._backward(each, *args, **options),)
+        is_default = not (args or options) and self._backward is torch.Tensor.backward
+        by = () if is_default else (lambda each: self._backward(each, *args, **options),)
         with self._without_autocast():  # torch recommends no autocast during a backward.
-            if self._sums or self._precision.handles_overflow:
+            if self._is_distributed or self._precision.handles_overflow:
                 self._add_separately(part, by)
             else:
                 self._precision.backward(part, *by)
@@ -212,8 +211,8 @@ class ManualOptimization:
             hook()
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
-        casts = torch.is_autocast_enabled(self._kind)
-        return torch.autocast(self._kind, enabled=False) if casts else nullcontext()
+        has_autocast = torch.is_autocast_enabled(self._device_type)
+        return torch.autocast(self._device_type, enabled=False) if has_autocast else nullcontext()
 
     def _add_separately(self, loss: torch.Tensor, by: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
         """Compute the gradients of a loss, sum and unscale these alone, and add them to the earlier gradients."""
@@ -223,12 +222,12 @@ class ManualOptimization:
             parameter.grad = None
         self._precision.backward(loss, *by)
         self._strategy.after_backward()
-        given = [parameter for parameter in parameters if parameter.grad is not None]
-        if given and self._precision.handles_overflow:
-            self._parts.append(SGD(given, lr=0.0))
-            self._precision.unscale(self._parts[-1])
+        updated = [parameter for parameter in parameters if parameter.grad is not None]
+        if updated and self._precision.handles_overflow:
+            self._unscaled.append(SGD(updated, lr=0.0))
+            self._precision.unscale(self._unscaled[-1])
             if (world := self._strategy.data_world_size) > 1:  # A loss multiplied by this factor could overflow.
-                scale_gradients(given, world)
+                scale_gradients(updated, world)
         for parameter, gradient in zip(parameters, before, strict=True):
             if not parameter.requires_grad:  # FSDP sets a gradient if the graph is older than the freezing.
                 parameter.grad = gradient
@@ -236,7 +235,7 @@ class ManualOptimization:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
     def get_kept_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the gradients that a later update may use: those of optimizers without a step since a backward."""
+        """Return the gradients that a later update may use: of optimizers without a step since a backward."""
         held = [parameter for each in self.handles if each.is_open for parameter in list_parameters(each.optimizer)]
         return {parameter: parameter.grad for parameter in held if parameter.grad is not None}
 
@@ -260,8 +259,8 @@ class ManualOptimization:
         if wrapper.needs_closure:
             if closure is None:
                 raise TrainingError(
-                    f"{type(optimizer).__name__}.step evaluates the loss: give it a function that calls zero_grad() "
-                    "and self.manual_backward(loss), and returns the loss."
+                    f"{type(optimizer).__name__}.step evaluates the loss and needs a closure. Call step(closure) with "
+                    "a function that calls zero_grad() and self.manual_backward(loss), and returns the loss."
                 )
             return self._make_update(
                 wrapper, partial(optimizer.step, self._wrap_closure(wrapper, closure), **options), evaluates=True
@@ -275,37 +274,41 @@ class ManualOptimization:
         )
         return loss
 
-    def step_part(self, of: ManualOptimizer, part: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def step_part(self, wrapper: ManualOptimizer, part: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Make one of several partial steps of an optimizer, such as `first_step` and `second_step` of SAM.
 
         Raises:
             ConfigError: The precision is fp16, whose gradient scaler supports no partial steps.
         """
         if self._precision.handles_overflow:
-            raise make_closure_in_fp16_error(of.optimizer)
-        return self._make_update(of, partial(part, *args, **options))
+            raise make_closure_in_fp16_error(wrapper.optimizer)
+        return self._make_update(wrapper, partial(part, *args, **options))
 
-    def _make_update(self, of: ManualOptimizer, update: Callable[[], Any], *, evaluates: bool = False) -> Any:
+    def _make_update(self, wrapper: ManualOptimizer, update: Callable[[], Any], *, evaluates: bool = False) -> Any:
         """Make an update unless it is skipped. Returns what `update` returned, or None."""
-        self._refuse_plain_backward(of)
-        self.was_attempted = of.was_called = True
-        skips = not (self._has_weight if evaluates else of.has_weight or not of.is_open)
+        self._refuse_plain_backward(wrapper)
+        self.was_attempted = wrapper.was_called = True
+        skips = not (self._has_weight if evaluates else wrapper.has_weight or not wrapper.is_open)
         if skips:
-            _log.warning("a step of %s was skipped: the weights of its batches sum to 0", type(of.optimizer).__name__)
+            _log.warning(
+                "a step of %s was skipped: the weights of its batches sum to 0", type(wrapper.optimizer).__name__
+            )
         elif not evaluates:
-            if not of.has_warned and all(parameter.grad is None for parameter in list_parameters(of.optimizer)):
-                of.has_warned = True
+            if not wrapper.has_warned and all(
+                parameter.grad is None for parameter in list_parameters(wrapper.optimizer)
+            ):
+                wrapper.has_warned = True
                 _log.warning(
-                    "%s.step was called where no parameter of it has a gradient: nothing moves. Call "
-                    "self.manual_backward(loss) before it, and zero_grad before that", type(of.optimizer).__name__,
+                    "%s.step was called, but none of its parameters has a gradient: no parameter changes. Call "
+                    "zero_grad, then self.manual_backward(loss), then step", type(wrapper.optimizer).__name__,
                 )  # fmt: skip
             for hook in self._hooks.on_before_optimizer_step:
-                hook(of.optimizer)
+                hook(wrapper.optimizer)
             skips, self._step.skips_update = self._step.skips_update, False
-            if self._precision.handles_overflow and self._has_overflowed_gradients(of):
-                mark_as_stepped(of.optimizer)
+            if self._precision.handles_overflow and self._has_overflowed_gradients(wrapper):
+                mark_as_stepped(wrapper.optimizer)
                 self._has_overflowed = skips = True
-        of.note_used()
+        wrapper.note_used()
         if skips:
             return None
         self._step.is_updating = True
@@ -313,46 +316,48 @@ class ManualOptimization:
             found = update()
         torch.clear_autocast_cache()  # The cache holds 16-bit copies of the old parameters.
         self._step.is_updating, self._has_moved = False, True
-        of.note_used()  # A closure may have left gradients.
+        wrapper.note_used()  # A closure may have left gradients.
         return found
 
-    def _wrap_closure(self, of: ManualOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _wrap_closure(self, wrapper: ManualOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure for an optimizer that runs in the step's autocast and returns the mean over processes."""
-        kind = self._kind
-        casts, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        device_type = self._device_type
+        has_autocast, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
         def evaluate() -> Any:
-            if casts:
+            if has_autocast:
                 torch.clear_autocast_cache()  # The optimizer has changed parameters.
-            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=casts):
+            with torch.enable_grad(), torch.autocast(device_type, dtype, enabled=has_autocast):
                 loss = closure()
-            self._refuse_plain_backward(of)
+            self._refuse_plain_backward(wrapper)
             for hook in self._hooks.on_before_optimizer_step:
-                hook(of.optimizer)
+                hook(wrapper.optimizer)
             if self._strategy.processes.world_size == 1:
                 return loss
-            own = torch.as_tensor(loss).detach().reshape(())
-            part = own.double() * self._factor
-            return self._strategy.reduce(torch.zeros_like(part) if self._is_dummy else part, "mean").to(own.dtype)
+            local_loss = torch.as_tensor(loss).detach().reshape(())
+            part = local_loss.double() * self._factor
+            return self._strategy.reduce(torch.zeros_like(part) if self._is_dummy else part, "mean").to(
+                local_loss.dtype
+            )
 
         return evaluate
 
-    def _has_overflowed_gradients(self, of: ManualOptimizer) -> bool:
-        if (found := compute_max_abs_gradient(list_parameters(of.optimizer))) is None:
+    def _has_overflowed_gradients(self, wrapper: ManualOptimizer) -> bool:
+        if (found := compute_max_abs_gradient(list_parameters(wrapper.optimizer))) is None:
             return False
         if self._strategy.shards:
             found = self._strategy.reduce(found.nan_to_num(math.inf), "max")
         return not math.isfinite(found.item())
 
-    def _refuse_plain_backward(self, of: ManualOptimizer) -> None:
-        adds_apart = self._sums or self._precision.handles_overflow
+    def _refuse_plain_backward(self, wrapper: ManualOptimizer) -> None:
+        adds_separately = self._is_distributed or self._precision.handles_overflow
         if (
-            adds_apart
-            and not of.is_registered
-            and any(parameter.grad is not None for parameter in list_parameters(of.optimizer))
+            adds_separately
+            and not wrapper.is_registered
+            and any(parameter.grad is not None for parameter in list_parameters(wrapper.optimizer))
         ):
             raise TrainingError(
-                f"{type(of.optimizer).__name__}.step: no manual_backward was called for what it moves, so its "
+                f"{type(wrapper.optimizer).__name__}.step: manual_backward was not called for its parameters, so their "
                 "gradients are neither summed over the processes nor scaled for fp16. Call "
                 "self.manual_backward(loss) instead of loss.backward()."
             )
@@ -362,7 +367,7 @@ class ManualOptimization:
         for number, each in enumerate(self.handles):
             if not each.was_called and not each.optimizer.state:
                 _log.warning(
-                    "optimizer %d of configure_optimizers (%s) was never moved: training_step has not called its step",
+                    "optimizer %d of configure_optimizers (%s) made no step: training_step has not called its step()",
                     number, type(each.optimizer).__name__,
                 )  # fmt: skip
 

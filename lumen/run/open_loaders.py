@@ -25,7 +25,7 @@ from lumen.task.hooks import check_loaders, is_overridden
 _NAMES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 _METHODS = {stage: f"{name}_dataloader" for stage, name in _NAMES.items()}
 _BEFORE_THE_FIRST_EPOCH = ("on_fit_start", "on_train_start", "on_train_epoch_start")
-NO_TRAINING = "there is no batch to train on: {}. Look at where the data comes from, or lower the batch_size."
+NO_TRAINING = "there is no batch to train on: {}. Check the source of the data, or lower the batch_size."
 
 
 def open_loaders(run: Run) -> None:
@@ -57,10 +57,10 @@ def open_loaders(run: Run) -> None:
 def _open_loaders(run: Run) -> None:
     plan = run.plan
     if (loader := _get_loader(run, "fit")) is None:
-        raise DataError("there is no training data. Give a DataModule or a loader to fit, or define train_dataloader.")
-    by_hand = not run.task.automatic_optimization
-    communicates = by_hand or run.strategy.has_collectives_in("forward")
-    rank_slice = _make_rank_slice(run, needs_dummies=communicates)._replace(splits=by_hand)
+        raise DataError("there is no training data. Pass a DataModule or a loader to fit, or define train_dataloader.")
+    is_manual = not run.task.automatic_optimization
+    communicates = is_manual or run.strategy.has_collectives_in("forward")
+    rank_slice = _make_rank_slice(run, needs_dummies=communicates)._replace(splits=is_manual)
     per_step = plan.get_accumulation(run.progress.epoch) * rank_slice.world_size
     run.loaders.train = train = adapt_loader(
         loader, run.seed, per_step, plan.global_batch_size, rewinds=plan.same_batches, rank_slice=rank_slice
@@ -99,15 +99,17 @@ def choose_source(loaders: Any, datamodule: DataModule | None, val_loaders: Any 
     """
     source = loaders if datamodule is None else datamodule
     if datamodule is not None and loaders is not None:
-        raise ConfigError("loaders were given beside a datamodule, which brings its own. Leave one out.")
+        raise ConfigError("loaders and a datamodule were passed, but a datamodule has loaders. Pass one of the two.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
-        advice = f"Make one: {datamodule.__name__}(...)." if isclass(datamodule) else "Give loaders without a name."
+        advice = f"Make an object: {datamodule.__name__}(...)." if isclass(datamodule) else "Pass loaders by position."
         raise ConfigError(f"datamodule: expected a lumen.DataModule, found {describe_type(datamodule)}. {advice}")
     if not isinstance(source, DataModule):
         check_loaders("dataloaders", source)
         check_loaders("val_dataloaders", val_loaders)
     elif val_loaders is not None:
-        raise ConfigError("val_dataloaders was given beside a DataModule, which brings its own. Leave one out.")
+        raise ConfigError(
+            "val_dataloaders and a DataModule were passed, but a DataModule has its loaders. Pass one of the two."
+        )
     return source
 
 
@@ -132,34 +134,34 @@ def open_evaluation_loaders(
         DataError: A required loader is missing, loaders are nested in several levels, or the loader would take batches
             from the training.
     """
-    if (given := _get_loader(run, stage)) is None:
+    if (found := _get_loader(run, stage)) is None:
         if required:
-            raise DataError(f"there is no data to {stage}. Give a DataModule or a loader, or define {_METHODS[stage]}.")
+            raise DataError(f"there is no data to {stage}. Pass a DataModule or a loader, or define {_METHODS[stage]}.")
         return []
-    several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    loaders = [*(given.values() if isinstance(given, Mapping) else given if several else [given])]
+    is_list = isinstance(found, Sequence) and not isinstance(found, (str, bytes))
+    loaders = [*(found.values() if isinstance(found, Mapping) else found if is_list else [found])]
     if any(map(holds_loaders, loaders)):
         raise DataError(
-            f"{_METHODS[stage]}: a list or dictionary of loaders lies in another, but an evaluation reads one loader "
-            "after the other. Give them in one list or dictionary; or as a CombinedLoader, whose mode says how they "
-            "are read together."
+            f"{_METHODS[stage]}: a list or dictionary of loaders contains a list or dictionary, but an evaluation "
+            "reads one loader after the other. Return one list or dictionary of loaders; or a CombinedLoader, whose "
+            "mode says how Lumen reads several loaders together."
         )
     is_shared = isinstance(training_loader, Iterator) and any(each is training_loader for each in loaders)
     if is_shared and run.plan.val_every_epoch_fraction != 1.0:
         raise DataError(
-            f"training and validation within its epoch read one {type(training_loader).__name__}, which is its own "
-            "iterator: each would move the other on. Give a loader to each."
+            f"training and validation read one {type(training_loader).__name__}, which is an iterator: each would take "
+            "batches from the other. Pass two loaders."
         )
     rank_slice = _make_rank_slice(run, needs_dummies=run.strategy.has_collectives_in("evaluation"))
     adapters = []
     for number, loader in enumerate(loaders):
         seed = make_key(run.seed, EVALUATIONS[stage], Domain.LOADER, number)
         adapters.append(adapt_loader(loader, seed, rank_slice.world_size, rewinds=True, rank_slice=rank_slice))
-    for adapter, name in zip(adapters, given if isinstance(given, Mapping) else [""] * len(adapters), strict=True):
+    for adapter, name in zip(adapters, found if isinstance(found, Mapping) else [""] * len(adapters), strict=True):
         adapter.set_name(str(name))
         run.plan.get_limit(stage, adapter)
     if required and rank_slice.processes > 1:  # Within fit they are compared together with the training data.
-        check_same_data(rank_slice, {f"{stage} data": given})
+        check_same_data(rank_slice, {f"{stage} data": found})
     return adapters
 
 
@@ -188,8 +190,8 @@ def _call_dataloader_method(owner: Any, method: str) -> Any:
     except ValueError as error:
         if not re.match("(batch_size|num_samples) should be a positive integer", str(error)):  # torch's own
             raise
-        empty = "Shuffling needs a data set that has samples: look at where they come from."
+        advice = "Shuffling needs a data set with samples: check their source."
         raise DataError(
             f"{method} of {type(owner).__name__} cannot make its loader: {error}. "
-            + (empty if "num_samples" in str(error) else "Set batch_size to at least 1.")
+            + (advice if "num_samples" in str(error) else "Set batch_size to at least 1.")
         ) from error

@@ -33,7 +33,7 @@ class Optimization:
         manual: Manual optimization of the task; None in automatic optimization.
         needs_closure: True if the optimizer evaluates a step's loss several times.
         backward: The task's `backward` if the task overrides it; else None.
-        own: Names of the parts of a step that the task overrides.
+        overridden_hooks: Names of the parts of a step that the task overrides.
         built_groups: Names of the parameters in each group of the optimizer when it was built.
         teachers: Teachers, which follow modules of the task at each update.
         configured: The settings of the optimizer and the schedulers when they were built.
@@ -62,7 +62,7 @@ class Optimization:
         schedulers: list[SchedulerConfig],
         *,
         may_step: Callable[[], bool],
-        by_hand: Callable[[list[Optimizer]], ManualOptimization],
+        make_manual: Callable[[list[Optimizer]], ManualOptimization],
     ) -> None:
         """Take over the optimizer and schedulers from `configure_optimizers`.
 
@@ -70,15 +70,15 @@ class Optimization:
             optimizer: The optimizer that trains the task.
             schedulers: Configured schedulers of the optimizer.
             may_step: Function that returns True if a call of an optimizer's `step` is allowed.
-            by_hand: Function that makes the manual optimization of a list of optimizers.
+            make_manual: Function that makes the manual optimization of a list of optimizers.
         """
         task = self._task
         self.optimizer, self.schedulers = optimizer, schedulers
         self._guards = [
-            guard_steps(each, may_step, by_hand=not task.automatic_optimization) for each in self.optimizers
+            guard_steps(each, may_step, is_manual=not task.automatic_optimization) for each in self.optimizers
         ]
         if not task.automatic_optimization:
-            self.manual = by_hand(self.optimizers)
+            self.manual = make_manual(self.optimizers)
             return
         self.needs_closure = needs_closure(optimizer)
         self.overridden_hooks = frozenset(name for name in OWN_STEPS if is_overridden(task, name))
@@ -111,7 +111,7 @@ class Optimization:
             self.schedulers = every
 
     def record_saved_modes(self, saved: dict[str, list[str]]) -> None:
-        """Note the modes from a checkpoint, which replace those of the built modules."""
+        """Note the modes from a checkpoint, which replace the modes of the built modules."""
         self.built = saved
 
     def drop_schedulers(self) -> None:
@@ -160,7 +160,7 @@ class Optimization:
         scale_gradients(self.parameters, factor)
 
     def clip_grad_norm(self, max_norm: float, optimizer: Any = None) -> torch.Tensor:
-        """Clip the gradients by their norm, or those of one optimizer by their own norm. Collective.
+        """Clip the gradients by their norm, or the gradients of one optimizer by their norm. Collective.
 
         Returns:
             The norm before clipping: a scalar tensor.
@@ -168,7 +168,7 @@ class Optimization:
         return clip_grad_norm(list_parameters(optimizer or self.optimizer), max_norm)
 
     def clip_grad_value(self, max_value: float, optimizer: Any = None) -> None:
-        """Clamp the gradients, or those of one optimizer, to [-max_value, max_value]."""
+        """Clamp the gradients, or the gradients of one optimizer, to [-max_value, max_value]."""
         clip_grad_value(list_parameters(optimizer or self.optimizer), max_value)
 
     def release(self) -> None:

@@ -70,8 +70,8 @@ class Plan:
 
     def with_overfitting(self, batches: int | float) -> Plan:
         """Return the plan for a count or fraction of the batches, the same batches in every epoch."""
-        few = parse_batch_limit("overfit_batches", batches)
-        return replace(self, same_batches=True, limits=self.limits | {"train": few, "validate": few})
+        limit = parse_batch_limit("overfit_batches", batches)
+        return replace(self, same_batches=True, limits=self.limits | {"train": limit, "validate": limit})
 
     def as_fast_dev_run(self, batches: int) -> Plan:
         """Return the plan of `fast_dev_run`: one epoch with a few batches per stage."""
@@ -97,8 +97,14 @@ class Plan:
             ConfigError: The limit is a fraction, and the loader has no length or the fraction leaves no batch.
         """
         if stage == "sanity":
-            whole, tried = self.get_limit("validate", adapter), self.sanity_batches
-            return whole if tried < 0 else tried if whole is None else min(tried, whole)
+            full_limit, sanity_limit = self.get_limit("validate", adapter), self.sanity_batches
+            return (
+                full_limit
+                if sanity_limit < 0
+                else sanity_limit
+                if full_limit is None
+                else min(sanity_limit, full_limit)
+            )
         limit = self.limits.get(stage)
         if not isinstance(limit, float):
             return limit
@@ -167,28 +173,30 @@ class EpochLengths:
         """Return the number of steps in one epoch."""
         return self.count_steps_before(epoch + 1) - self.count_steps_before(epoch)
 
-    def count_whole_epochs(self, steps: int) -> int:
+    def count_complete_epochs(self, steps: int) -> int:
         """Return the number of epochs that are complete after some steps, if every epoch has steps."""
         return bisect_right(range(1, steps + 1), steps, key=self.count_steps_before)
 
 
-def parse_accumulation(name: str, given: int | Mapping[int, int]) -> dict[int, int]:
+def parse_accumulation(name: str, value: int | Mapping[int, int]) -> dict[int, int]:
     """Parse `accumulate_grad_batches` into `Plan.accumulate`. Steps before the first named epoch have one micro-batch.
 
     Raises:
         ConfigError: An epoch is negative, a number is less than 1, or the mapping is empty.
     """
-    given = given if isinstance(given, Mapping) else {0: given}
-    if not given:
-        raise ConfigError(f"{name}: names no epoch. Write from which epoch on how many, as in {{0: 1, 4: 8}}.")
-    for epoch, number in given.items():
+    value = value if isinstance(value, Mapping) else {0: value}
+    if not value:
+        raise ConfigError(
+            f"{name}: the dictionary is empty. Write first epochs and numbers of micro-batches: {{0: 1, 4: 8}}."
+        )
+    for epoch, number in value.items():
         if type(epoch) is not int or epoch < 0:
             raise ConfigError(f"{name}: an epoch is an int of at least 0, found {epoch!r}.")
         check_at_least(1, **{name: number})
     found = {0: 1}
-    for epoch in sorted(given):
-        if given[epoch] != [*found.values()][-1]:
-            found[epoch] = given[epoch]
+    for epoch in sorted(value):
+        if value[epoch] != [*found.values()][-1]:
+            found[epoch] = value[epoch]
     return found
 
 
@@ -280,7 +288,7 @@ class Progress:
         """Check the values, which may come from a checkpoint."""
         wrong = [each.name for each in fields(self) if not isinstance(getattr(self, each.name), _KINDS[str(each.type)])]
         if wrong or min(self.step, self.epoch, self.samples, self.batches, self.micro_batches, self.fits) < 0:
-            raise ValueError(f"progress has values of another kind, or below 0: {', '.join(wrong)}")
+            raise ValueError(f"progress has values of a wrong type, or below 0: {', '.join(wrong)}")
 
     def copy_from(self, other: Progress) -> None:
         """Copy all counters of `other` into this object, which the parts of the run share."""

@@ -37,7 +37,7 @@ class RunRecords:
         loggers: Loggers that get each row.
         pending: The row whose values are not yet on the host; None if there is no such row.
         is_logged: True if a rank has loggers.
-        absent: States of loggers from a checkpoint that this run does not have, by key.
+        absent_logger_states: States in a checkpoint of loggers that this run does not have, by key.
         before_evaluation: States of the loggers before the evaluation in progress; None outside of evaluations.
         goodput: Measurement of how the run spends its time.
         guard: Check at logged steps that the ranks agree, and detection of slow ranks.
@@ -131,5 +131,5 @@ class RunRecords:
 
     def _write(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if values:
-            for logger, told in zip(self.loggers, self._takes_epoch, strict=True):
-                logger.log_metrics(values, step, *((epoch,) if told else ()))
+            for logger, takes_epoch in zip(self.loggers, self._takes_epoch, strict=True):
+                logger.log_metrics(values, step, *((epoch,) if takes_epoch else ()))

@@ -28,9 +28,9 @@ class StopVote:
         processes: The processes of the run.
 
     Attributes:
-        requested: Number of the signal that asked this process to end; set by a signal handler.
+        requested_signal: Number of the signal that asked this process to end; set by a signal handler.
         stop_signal: Number of the signal that the run obeys.
-        save_ended_here: True if a save of this process has ended; set by the thread that saves.
+        local_save_ended: True if a save of this process has ended; set by the thread that saves.
         save_ended: True if a save of some process has ended; equal on all processes.
         now_s: The time, in seconds of rank 0's `time.monotonic`.
         polls: Number of polls: one for each step and each batch of an evaluation.
@@ -39,25 +39,29 @@ class StopVote:
     def __init__(self, processes: Processes) -> None:
         self._processes, self.polls = processes, 0
         self._poll_every_n = self._steps_to_poll = 1
-        self._answer: Callable[[], list[float]] | None = None  # waits for the result of the last exchange
-        self.requested: int | None = None
+        self._pending_sum: Callable[[], list[float]] | None = None  # waits for the result of the last exchange
+        self.requested_signal: int | None = None
         self.stop_signal: int | None = None
-        self.save_ended_here = self.save_ended = self._is_stale = False
+        self.local_save_ended = self.save_ended = self._is_stale = False
         self.now_s = self._processes.broadcast(time.monotonic())  # The interval of polls follows from shared times.
 
     def request_stop(self, number: int) -> None:
         """Note a signal that asks this process to end. The signal handler calls this."""
-        self.requested = number
+        self.requested_signal = number
 
     def note_save(self) -> None:
         """Note that a save of this process has ended. The thread that saves calls this."""
-        self.save_ended_here = True
+        self.local_save_ended = True
 
     def poll_when_due(self) -> None:
         """Exchange the clock and signals if the interval is over. Collective: every rank must call this."""
         self.polls += 1
         if self._processes.world_size == 1:
-            self.stop_signal, self.save_ended, self.now_s = self.requested, self.save_ended_here, time.monotonic()
+            self.stop_signal, self.save_ended, self.now_s = (
+                self.requested_signal,
+                self.local_save_ended,
+                time.monotonic(),
+            )
             return
         self._finish_vote()
         self._steps_to_poll -= 1
@@ -66,45 +70,45 @@ class StopVote:
             if self._poll_every_n == 1:  # Steps are slow, so the result is needed before the next one.
                 self._finish_vote()
 
-    def vote_now(self, *wishes: bool) -> list[bool]:
+    def vote_now(self, *flags: bool) -> list[bool]:
         """Exchange the clock, signals and flags now. Collective: every rank must call this.
 
         Args:
-            wishes: Flags of this process.
+            *flags: Flags of this process.
 
         Returns:
             A bool for each flag: True if some process has set the flag.
         """
         self._finish_vote()
-        self._start_vote(*wishes)
+        self._start_vote(*flags)
         return self._finish_vote()
 
     def reset_interval(self) -> None:
         """Poll at every call again, because the time between polls changes. Every rank must call this."""
         self._poll_every_n = self._steps_to_poll = 1
 
-    def _start_vote(self, *wishes: bool) -> None:
+    def _start_vote(self, *flags: bool) -> None:
         clock_s = time.monotonic() if self._processes.rank == 0 else 0.0
         self._is_stale = False
-        told = clock_s, self.requested is not None, self.save_ended_here, *wishes
-        self._answer = self._processes.start_sum([*map(float, told)])
+        numbers = clock_s, self.requested_signal is not None, self.local_save_ended, *flags
+        self._pending_sum = self._processes.start_sum([*map(float, numbers)])
 
     def _finish_vote(self) -> list[bool]:
-        if self._answer is None:
+        if self._pending_sum is None:
             return []
-        (clock_s, requests, save_ended_here, *wishes), self._answer = self._answer(), None
+        (clock_s, requests, ended_saves, *flags), self._pending_sum = self._pending_sum(), None
         before_s, self.now_s = self.now_s, clock_s
         if requests and self.stop_signal is None:
-            signals = self._processes.all_gather(self.requested)
+            signals = self._processes.all_gather(self.requested_signal)
             self.stop_signal = next(signal for signal in signals if signal is not None)
-        self.save_ended = save_ended_here > 0 and not self._is_stale
+        self.save_ended = ended_saves > 0 and not self._is_stale
         took_s = max(self.now_s - before_s, 1e-6) / max(self._poll_every_n - self._steps_to_poll, 1)
         self._poll_every_n = self._steps_to_poll = max(1, min(2 * self._poll_every_n, int(_INTERVAL_S / took_s)))
-        return [wish > 0 for wish in wishes]
+        return [wish > 0 for wish in flags]
 
     def acknowledge_save(self) -> None:
         """Reset `save_ended` after all have seen it. A poll in flight may repeat it once. Every rank must call this."""
-        self.save_ended_here = self.save_ended = False
+        self.local_save_ended = self.save_ended = False
         self._is_stale = True
 
 
@@ -122,11 +126,12 @@ class RunEnd:
         vote: The time and the stop request that all processes act on.
         finished: True if the run is over.
         ends_epoch: True if all batches of the epoch are done.
-        is_asked: True if a callback has requested, in `on_step_end` on all ranks, a vote on the end of this step.
-        asks_each_step: True if a rank has hooks between the last backward of a step and its end that may stop the run.
+        is_vote_requested: True if a callback has requested a vote on the end of this step, in `on_step_end` on all
+            ranks.
+        votes_each_step: True if a rank has hooks between the last backward of a step and its end that may stop the run.
         is_decided: True once this step's `finished` is final; callbacks that save need to know.
-        stop_agreed: True if all processes know of the request to stop, if there is one.
-        rolls_back: The numbers of steps before and after this step to leave out, if the run rolls back to a checkpoint
+        is_stop_agreed: True if the newest vote found a request to stop, so that all processes know of the request.
+        rollback: The numbers of steps before and after this step to leave out, if the run rolls back to a checkpoint
             after this step; else None.
         validated_at_s: Time of the end of the last validation, or of the start of training, as `vote.now_s`.
     """
@@ -135,7 +140,7 @@ class RunEnd:
         self._plan, self._progress, self._processes, self._log = plan, progress, processes, log
         self.vote = StopVote(processes)
         self.finished = self.ends_epoch = self.is_vote_requested = self.votes_each_step = self.is_decided = False
-        self.stop_agreed = True  # A request from a checkpoint is the same on all processes.
+        self.is_stop_agreed = True  # A request from a checkpoint is the same on all processes.
         self.rollback: tuple[int, int] | None = None
         self._clock_s = self.validated_at_s = self.vote.now_s
 
@@ -210,24 +215,24 @@ class RunEnd:
         """Note that all batches of the epoch are done, or that the run ends in the middle of the epoch."""
         self.ends_epoch = complete
 
-    def vote_now(self, *wishes: bool) -> list[bool]:
+    def vote_now(self, *flags: bool) -> list[bool]:
         """Exchange the clock, signals, requests to stop, and further flags now.
 
         Collective: every rank must call this at the start, after a validation or an epoch, and before a checkpoint.
 
         Args:
-            wishes: Further flags of this process.
+            *flags: Further flags of this process.
 
         Returns:
             A bool for each further flag: True if some process has set the flag.
         """
-        wants_to_stop, *others = self.vote.vote_now(self._progress.should_stop, *wishes)
+        wants_to_stop, *votes = self.vote.vote_now(self._progress.should_stop, *flags)
         self.apply_vote(wants_to_stop=wants_to_stop)
-        return others
+        return votes
 
     def apply_vote(self, *, wants_to_stop: bool) -> None:
         """Take over the vote of the processes: True if some process asks to stop the run."""
-        self.stop_agreed = wants_to_stop
+        self.is_stop_agreed = wants_to_stop
         if wants_to_stop:
             self._progress.should_stop = True
 
@@ -243,8 +248,8 @@ class RunEnd:
             return f"max_epochs={plan.max_epochs} reached"
         if plan.max_time_s is not None and progress.elapsed_s >= plan.max_time_s:
             return f"max_time of {plan.max_time_s:g} s reached"
-        wishes = progress.should_stop and (self.stop_agreed or self._processes.world_size == 1)
-        return "stopped early" if wishes and self.is_minimum_reached else None
+        is_requested = progress.should_stop and (self.is_stop_agreed or self._processes.world_size == 1)
+        return "stopped early" if is_requested and self.is_minimum_reached else None
 
     @property
     def is_minimum_reached(self) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from torch.optim import Optimizer, lr_scheduler as torchs
+from torch.optim import Optimizer, lr_scheduler
 
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
@@ -17,7 +17,14 @@ from lumen.optim import Schedule, Warmup
 from lumen.run.plan import EpochLengths, Plan
 
 #: Schedulers with a rate for each group present when built, which fail with more groups; others change all groups.
-_LAMBDA_SCHEDULERS = (torchs.CyclicLR, torchs.LambdaLR, torchs.MultiplicativeLR, torchs.OneCycleLR, Schedule, Warmup)
+_LAMBDA_SCHEDULERS = (
+    lr_scheduler.CyclicLR,
+    lr_scheduler.LambdaLR,
+    lr_scheduler.MultiplicativeLR,
+    lr_scheduler.OneCycleLR,
+    Schedule,
+    Warmup,
+)
 
 
 @final
@@ -34,7 +41,7 @@ class SchedulerConfig:
         strict: True to raise an error if the monitor has no value when the scheduler must step.
         warmup: The warm-up that this scheduler waits for, or None.
         unread: The monitor's newest value, if the scheduler has not stepped since.
-        known: True if the monitor has had a value, in an earlier part of the run too.
+        has_value: True if the monitor has had a value, in an earlier part of the run too.
         mover: The task's `lr_scheduler_step`, called with the scheduler and the monitor's value or None.
     """
 
@@ -62,10 +69,10 @@ class SchedulerConfig:
         """
         moved = {*map(id, getattr(self.scheduler, "optimizer", optimizer).param_groups)}
         groups = [number for number, group in enumerate(optimizer.param_groups) if id(group) in moved]
-        of = [f"groups {groups}"] if len(groups) < len(optimizer.param_groups) else []
-        of += [] if self.monitor is None else [self.monitor]
+        qualifiers = [f"groups {groups}"] if len(groups) < len(optimizer.param_groups) else []
+        qualifiers += [] if self.monitor is None else [self.monitor]
         when = f"{self.frequency} {self.interval}s" if self.frequency > 1 else self.interval
-        return f"{_describe_kind(self.scheduler)}{' of ' if of else ''}{' by '.join(of)} every {when}"
+        return f"{_describe_kind(self.scheduler)}{' of ' if qualifiers else ''}{' by '.join(qualifiers)} every {when}"
 
     def moves_at(self, step: int) -> bool:
         """Return True if the scheduler steps after a completed optimizer step."""
@@ -107,7 +114,7 @@ class SchedulerConfig:
         self._step_scheduler(value)
         moved = dict.fromkeys(zip(before, (float(group["lr"]) for group in groups), strict=True))
         if rates := ", ".join(f"{old:g} -> {new:g}" for old, new in moved if old != new):
-            _log.info("%s %g is no better than %g: learning rate %s", self.monitor, value, self.scheduler.best, rates)
+            _log.info("%s %g is not better than %g: learning rate %s", self.monitor, value, self.scheduler.best, rates)
 
     def move_to(self, tokens: float, *, counted: bool) -> None:
         """Move the schedule to the position of the run.
@@ -118,7 +125,7 @@ class SchedulerConfig:
         """
         if not counted:
             raise ConfigError(
-                'lr_scheduler: interval "token" counts the weights of the steps, but the task gives none. '
+                'lr_scheduler: interval "token" sums the weights of the steps, but the task returns no weights. '
                 "Return (loss, tokens) from training_step, or define batch_weight."
             )
         with _show_first_groups(self.scheduler.optimizer, self._groups):
@@ -143,7 +150,7 @@ def _list_inner(scheduler: Any) -> list[Any]:
     """Return the schedulers inside a SequentialLR or ChainedScheduler."""
     return (
         get_inner_schedules(scheduler)[0]
-        if isinstance(scheduler, (torchs.SequentialLR, torchs.ChainedScheduler))
+        if isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler))
         else []
     )
 
@@ -155,11 +162,17 @@ def _describe_kind(scheduler: Any) -> str:
     return type(scheduler).__qualname__ + (f"({kinds})" if kinds else "")
 
 
-_LENGTH_ATTRIBUTES = {Schedule: "total_steps", torchs.OneCycleLR: "total_steps", torchs.CosineAnnealingLR: "T_max",
-           **dict.fromkeys((torchs.PolynomialLR, torchs.LinearLR, torchs.ConstantLR), "total_iters")}  # fmt: skip
-_FIRST_CHANGE = {torchs.StepLR: "step_size", torchs.CyclicLR: "total_size", torchs.CosineAnnealingWarmRestarts: "T_0"}
+_LENGTH_ATTRIBUTES = {
+    Schedule: "total_steps", lr_scheduler.OneCycleLR: "total_steps", lr_scheduler.CosineAnnealingLR: "T_max",
+    **dict.fromkeys((lr_scheduler.PolynomialLR, lr_scheduler.LinearLR, lr_scheduler.ConstantLR), "total_iters"),
+}  # fmt: skip
+_FIRST_CHANGE = {
+    lr_scheduler.StepLR: "step_size",
+    lr_scheduler.CyclicLR: "total_size",
+    lr_scheduler.CosineAnnealingWarmRestarts: "T_0",
+}
 _NEARLY_ENDED_SHARE = 0.9
-_ADVICE = "If that is not meant, change its length or its interval."
+_ADVICE = "If you did not intend this, change the schedule's length or its interval."
 
 
 @final
@@ -211,7 +224,9 @@ def iterate_unfinished(schedulers: list[SchedulerConfig], horizon: Horizon) -> I
 def can_move_further(schedulers: list[SchedulerConfig]) -> bool:
     """Return True if no scheduler fails when the run becomes longer."""
     return not any(
-        isinstance(part, torchs.OneCycleLR) for each in schedulers for part, _ in _iterate_parts(each.scheduler, 0)
+        isinstance(part, lr_scheduler.OneCycleLR)
+        for each in schedulers
+        for part, _ in _iterate_parts(each.scheduler, 0)
     )
 
 
@@ -234,7 +249,7 @@ def make_horizon(plan: Plan, lengths: EpochLengths | None, *, resumed: bool) -> 
         steps = epochs = None
     elif lengths is not None:
         steps = plan.count_total_steps(lengths)
-        epochs = lengths.count_whole_epochs(steps)
+        epochs = lengths.count_complete_epochs(steps)
     return Horizon(steps, epochs, lengths, plan.max_epochs, resumed)
 
 
@@ -248,7 +263,9 @@ def _count_moves(config: SchedulerConfig, schedulers: list[SchedulerConfig], hor
             if horizon.lengths is None:
                 return None
             convert = (
-                horizon.lengths.count_whole_epochs if config.interval == "epoch" else horizon.lengths.count_steps_before
+                horizon.lengths.count_complete_epochs
+                if config.interval == "epoch"
+                else horizon.lengths.count_steps_before
             )
             waited = convert(waited)
         count = max(0, count - waited)
@@ -260,11 +277,11 @@ def _iterate_parts(scheduler: Any, begin: int) -> Iterator[tuple[Any, int]]:
     if isinstance(scheduler, Warmup):
         if scheduler.leads:
             yield from _iterate_parts(scheduler.scheduler, begin + scheduler.steps)
-    elif isinstance(scheduler, torchs.SequentialLR):
+    elif isinstance(scheduler, lr_scheduler.SequentialLR):
         parts, milestones = get_inner_schedules(scheduler)
         for part in parts[-1:]:
             yield from _iterate_parts(part, begin + (milestones or [0])[-1])
-    elif isinstance(scheduler, torchs.ChainedScheduler):
+    elif isinstance(scheduler, lr_scheduler.ChainedScheduler):
         for part in _list_inner(scheduler):
             yield from _iterate_parts(part, begin)
     else:
@@ -278,56 +295,63 @@ def _describe_misfit(scheduler: Any, begin: int, moves: int, config: SchedulerCo
         ConfigError: The mismatch is surely a mistake.
     """
     name, every = type(scheduler).__name__, f"{config.frequency} {config.interval}s"
-    often = f"moves once every {config.interval if config.frequency == 1 else every}, {moves} times in all"
+    frequency = f"moves once every {config.interval if config.frequency == 1 else every}, {moves} times in all"
     if (length := _get_length(scheduler, _LENGTH_ATTRIBUTES)) is not None:
         end = begin + length
-        if isinstance(scheduler, torchs.OneCycleLR) and moves > end:
+        if isinstance(scheduler, lr_scheduler.OneCycleLR) and moves > end:
             by_epoch = config.interval == "step" and horizon.epochs is not None and horizon.epochs <= end
-            cure = f"Set its total_steps to {moves - begin}" + (', or its interval to "epoch".' if by_epoch else ".")
+            advice = f"Set its total_steps to {moves - begin}" + (', or its interval to "epoch".' if by_epoch else ".")
             if horizon.resumed:
-                cure = "A resumed one keeps its length: end the run there, or use a schedule of lumen.optim, which may "
-                cure += "grow."
-            raise ConfigError(f"lr_scheduler: {name} ends after {end} moves and fails at the next, but {often}. {cure}")
-        meant = horizon.max_epochs is not None and end <= 2 * horizon.max_epochs  # A shortened run may count epochs.
-        early = config.interval == "epoch" and end == horizon.steps and end > 2 * moves
-        if early and _ends_at_minimum(scheduler) and not meant:
+                advice = f"A resumed {name} keeps its length: end the run there, or use a schedule of lumen.optim, "
+                advice += "whose length may grow."
             raise ConfigError(
-                f"lr_scheduler: {name} ends after {end} moves, as many as the run has steps, but {often}. Set its "
-                'interval to "step"; if it does count epochs, set max_epochs too.'
+                f"lr_scheduler: {name} ends after {end} moves and fails at the next, but {frequency}. {advice}"
             )
-        if end > 2 * moves and not (begin and isinstance(scheduler, torchs.ConstantLR)):
-            return f"{name} ends after {end} moves, but {often}: the run sees only its beginning. {_ADVICE}"
-        if isinstance(scheduler, torchs.CosineAnnealingLR) and moves > 1.1 * end:
-            return f"{name} is at its lowest after {end} moves, but {often}: then it rises again. {_ADVICE}"
+        # A schedule as long as the epochs of a longer run may count epochs.
+        may_count_epochs = horizon.max_epochs is not None and end <= 2 * horizon.max_epochs
+        is_early = config.interval == "epoch" and end == horizon.steps and end > 2 * moves
+        if is_early and _ends_at_minimum(scheduler) and not may_count_epochs:
+            raise ConfigError(
+                f"lr_scheduler: {name} ends after {end} moves, as many as the run has steps, but "
+                f'{frequency}. Set its interval to "step". If the scheduler counts epochs, set max_epochs too.'
+            )
+        if end > 2 * moves and not (begin and isinstance(scheduler, lr_scheduler.ConstantLR)):
+            return f"{name} ends after {end} moves, but {frequency}: the run has only its beginning. {_ADVICE}"
+        if isinstance(scheduler, lr_scheduler.CosineAnnealingLR) and moves > 1.1 * end:
+            return f"{name} reaches its minimum after {end} moves, but {frequency}: the rate rises again. {_ADVICE}"
         if moves > 2 * end and _ends_at_minimum(scheduler):
-            return f"{name} ends after {end} moves, but {often}: it stays at its lowest for the rest. {_ADVICE}"
+            return f"{name} ends after {end} moves, but {frequency}: the rate stays at its minimum. {_ADVICE}"
         return None
-    has_milestones = isinstance(scheduler, torchs.MultiStepLR)
+    has_milestones = isinstance(scheduler, lr_scheduler.MultiStepLR)
     first = min(scheduler.milestones, default=None) if has_milestones else _get_length(scheduler, _FIRST_CHANGE)
     if first is not None and begin + first > 2 * moves:
-        return f"{name} changes first after {begin + first:.0f} moves, but {often}. {_ADVICE}"
+        return f"{name} changes first after {begin + first:.0f} moves, but {frequency}. {_ADVICE}"
     if config.interval == "step" and (reason := _describe_too_early(scheduler, begin, moves, horizon)):
-        return f'{name} {often}: {reason}. Set its interval to "epoch" if it counts epochs.'
+        return f'{name} {frequency}: {reason}. If the scheduler counts epochs, set its interval to "epoch".'
     return None
 
 
 def _describe_too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str | None:
     """Return the effect that comes too early if a schedule usually given in epochs steps every optimizer step."""
     epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.get_length(0)
-    if isinstance(scheduler, (torchs.StepLR, torchs.ExponentialLR)) and 0 < scheduler.gamma < 1:
+    if isinstance(scheduler, (lr_scheduler.StepLR, lr_scheduler.ExponentialLR)) and 0 < scheduler.gamma < 1:
         size = getattr(scheduler, "step_size", 1)
-        small, nothing = (begin + size * math.ceil(math.log(x) / math.log(scheduler.gamma)) for x in (1e-6, 1e-12))
-        if nothing < per_epoch and epochs >= 10:
+        tiny, vanishing = (begin + size * math.ceil(math.log(x) / math.log(scheduler.gamma)) for x in (1e-6, 1e-12))
+        if vanishing < per_epoch and epochs >= 10:
             raise ConfigError(
-                f"lr_scheduler: {type(scheduler).__name__} moves once every step, {per_epoch} times an epoch: after "
-                f"{nothing} moves, in the first of {epochs} epochs, the learning rate is 1e-12 of what it was. "
-                'Set its interval to "epoch".'
+                f"lr_scheduler: {type(scheduler).__name__} moves once every step, {per_epoch} times an "
+                f"epoch. After {vanishing} moves, in the first of {epochs} epochs, the learning rate is 1e-12 of its "
+                'first value. Set the interval to "epoch".'
             )
-        return f"after {small} moves the learning rate is 1e-6 of what it was" if 2 * small < moves else None
-    if isinstance(scheduler, torchs.MultiStepLR) and 0 < max(scheduler.milestones, default=0) <= epochs:
+        return f"after {tiny} moves the learning rate is 1e-6 of its first value" if 2 * tiny < moves else None
+    if isinstance(scheduler, lr_scheduler.MultiStepLR) and 0 < max(scheduler.milestones, default=0) <= epochs:
         last = begin + max(scheduler.milestones)
-        return f"its last milestone comes after {last} of them" if 10 * last < moves else None
-    if isinstance(scheduler, torchs.CosineAnnealingWarmRestarts) and scheduler.T_mult == 1 and epochs >= scheduler.T_0:
+        return f"its last milestone comes after {last} moves" if 10 * last < moves else None
+    if (
+        isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts)
+        and scheduler.T_mult == 1
+        and epochs >= scheduler.T_0
+    ):
         return f"it restarts {moves // scheduler.T_0} times" if moves > 100 * scheduler.T_0 else None
     return None
 
@@ -339,5 +363,5 @@ def _get_length(scheduler: Any, names: dict[type, str]) -> int | None:
 
 def _ends_at_minimum(scheduler: Any) -> bool:
     """Return True if a schedule ends with a low learning rate, False for a warm-up or a constant."""
-    rising = isinstance(scheduler, torchs.LinearLR) and scheduler.end_factor >= scheduler.start_factor
-    return not rising and not isinstance(scheduler, torchs.ConstantLR)
+    rising = isinstance(scheduler, lr_scheduler.LinearLR) and scheduler.end_factor >= scheduler.start_factor
+    return not rising and not isinstance(scheduler, lr_scheduler.ConstantLR)

@@ -17,7 +17,7 @@ from lumen.random import Domain, make_key, seed_generators
 from lumen.run.anomalies import NonFiniteCheck, OperationFinder, StepPlace
 from lumen.run.loaders import Loaders
 from lumen.run.log_context import LogContext
-from lumen.run.loss_weighting import BeginSum, LossWeighting
+from lumen.run.loss_weighting import LossWeighting, StartSum
 from lumen.run.plan import Progress
 from lumen.strategies import Strategy
 from lumen.task.compile import Compilation
@@ -35,7 +35,7 @@ class Counters:
     Attributes:
         samples: Training samples, of all processes.
         waited_s: Seconds that this process has waited for training data.
-        weighs: True if the task weighs its micro-batches, by tokens or boxes. Then speeds are in these units.
+        counts_units: True if the task weighs its micro-batches, by tokens or boxes. Then speeds are in these units.
     """
 
     samples: int = 0
@@ -56,10 +56,10 @@ class StepContext:
         replays_graphs: True if compiled modules (CUDA graphs) write their output into the same memory for each batch.
 
     Attributes:
-        weighting: The weighting of the losses of the step, from `start_weighing` on.
+        weighting: The weighting of the losses of the step, after `make_weighting`.
         nonfinite: Check of losses and gradient norms for NaN and infinity.
         skips_epoch: True if a hook of this process has ended the epoch in this step.
-        skips_update: True if hooks of all processes have asked for no update in this step.
+        skips_update: True if hooks of all processes have skipped the update of this step.
         has_shrunk: True if a part of a micro-batch was too large in this process, until the processes have agreed.
         is_updating: True while the run calls the `step` of an optimizer.
         requests: Requests of this process to a map-style data set in this step, one for each of its micro-batches;
@@ -68,7 +68,7 @@ class StepContext:
         loss: The newest loss, a scalar tensor on the device, perhaps with its graph.
         grad_norm: The newest gradient norm before clipping, a scalar tensor; None without clipping by norm.
         counters: Sums over all steps.
-        updated: True if the newest window made an update, so that its values are those of a step.
+        updated: True if the newest window made an update, so that its values belong to a step.
         weighted_windows: Number of windows with an attempted update whose weights sum to more than 0.
     """
 
@@ -85,8 +85,10 @@ class StepContext:
         self._strategy, self._precision, self._progress, self._log = strategy, precision, progress, log
         self._seed, self._replays_graphs, self._first_micro_batch = seed, replays_graphs, 0
         self.weighting: LossWeighting
-        finds = torch.is_anomaly_enabled()
-        self.nonfinite = NonFiniteCheck(OperationFinder(precision, self.get_place).describe if finds else None)
+        finds_operations = torch.is_anomaly_enabled()
+        self.nonfinite = NonFiniteCheck(
+            OperationFinder(precision, self.get_place).describe if finds_operations else None
+        )
         self.skips_epoch = self.skips_update = self.has_shrunk = self.is_updating = self.updated = False
         self.requests: Sequence[Any] | None = None
         self.dummy: tuple[Any, MicroBatch] | None = None
@@ -95,21 +97,22 @@ class StepContext:
         self.counters = Counters()
         self.weighted_windows = 0
 
-    def start_weighing(
-        self, task: TaskModule, gather: Gather | None, begin_sum: BeginSum, *, keeps_losses: bool
+    def make_weighting(
+        self, task: TaskModule, gather: Gather | None, start_sum: StartSum, *, keeps_losses: bool
     ) -> None:
-        """Make the weighting of losses, when no later hook can give the task a `batch_weight`.
+        """Make the weighting of losses, once no later hook can give the task a `batch_weight`.
 
         Args:
             task: The task that is trained.
             gather: Function that returns the values of all processes; None for a single process.
-            begin_sum: Function that begins to sum numbers over the processes; see `LossWeighting`.
+            start_sum: Function that begins to sum numbers over the processes; see `LossWeighting`.
             keeps_losses: True if a callback reads the loss of a step.
         """
-        processes, world = self._strategy.processes.world_size, self._strategy.data_world_size
+        processes, data_ranks = self._strategy.processes.world_size, self._strategy.data_world_size
         self.weighting = LossWeighting(
-            by_task=is_overridden(task, "batch_weight"), world=world, copies=processes // world,
-            scaled=self._precision.handles_overflow, begin_sum=begin_sum if processes > 1 else None, gather=gather,
+            is_set_by_task=is_overridden(task, "batch_weight"),
+            data_world_size=data_ranks, processes_per_data_rank=processes // data_ranks,
+            uses_scaler=self._precision.handles_overflow, start_sum=start_sum if processes > 1 else None, gather=gather,
             keeps_losses=keeps_losses,
         )  # fmt: skip
 
@@ -146,7 +149,7 @@ class StepContext:
         self.dummy = batch, micro
 
     @contextmanager
-    def evaluate_again(self) -> Iterator[None]:
+    def repeat_evaluation(self) -> Iterator[None]:
         """Evaluate the step again within the context, and drop its logged values and gradient norm."""
         before = self.grad_norm
         with self._log.discard_logged():
@@ -164,7 +167,7 @@ class StepContext:
         self.grad_norm = None if norm is None else norm.to(self._strategy.device)
 
     def set_max_samples(self, max_samples: int) -> None:
-        """Limit parts to `fits` samples from here on, because a larger one did not fit in this process."""
+        """Limit parts to `max_samples` from here on, because this process ran out of memory with a larger part."""
         self._progress.fits, self.has_shrunk, self.loss = max_samples, True, None
 
     def apply_max_samples(self, max_samples: int) -> None:
@@ -204,16 +207,16 @@ class StepContext:
             self.nonfinite.check(self.grad_norm, None, self.get_place)
         self.is_updating = True
 
-    def count_window(self, window: AccumulationWindow, *, updated: bool, tried: bool = True) -> None:
+    def count_window(self, window: AccumulationWindow, *, updated: bool, was_attempted: bool = True) -> None:
         """Advance the run by one window.
 
         Args:
             window: The window whose micro-batches are all used.
             updated: True if the window made an update.
-            tried: True if an update was attempted; fp16 may have skipped it.
+            was_attempted: True if an update was attempted; fp16 may have skipped it.
         """
         progress, weighting, counters = self._progress, self.weighting, self.counters
-        counted = weighting.is_set_by_task or bool(weighting._returned)
+        counted = weighting.counts_units
         progress.count_window(window, updated=updated)
         progress.micro_batches = self._first_micro_batch + len(window.sizes)
         self.updated, self.is_updating, self.skips_update = updated, False, False
@@ -226,7 +229,7 @@ class StepContext:
         counters.counts_units |= counted
         if not self.weighted_windows:
             self._strategy.processes.begin_training()
-        self.weighted_windows += tried and bool(weighting.total)
+        self.weighted_windows += was_attempted and bool(weighting.total)
 
 
 def count_micro_batches_started(step: StepContext) -> int:
@@ -242,7 +245,7 @@ class TaskCalls:
     """Transfer of batches to the device, and choice of arguments for the task's steps.
 
     Args:
-        task: The task, with its steps, and with transfer hooks for those that the data module does not have.
+        task: The task, with its steps, and with transfer hooks that the data module lacks.
         datamodule: The data module, or None.
         strategy: Strategy of the run, which has the device.
         precision: Precision of the run, which may change the dtype of batches.
@@ -279,7 +282,7 @@ class TaskCalls:
         return batch
 
     def get_arguments(self, step: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:
-        """Return the arguments for a step of the task, only those that its signature has.
+        """Return the arguments for a step of the task that its signature has.
 
         Args:
             step: "training_step", "validation_step", "test_step" or "predict_step".
@@ -301,20 +304,20 @@ def _make_argument_pickers(task: TaskModule, several: dict[str, bool]) -> dict[s
         task: The task, with its steps.
         several: A bool for each step: True if the step reads several loaders.
     """
-    own = {step: getattr(task, step) for step in ("training_step", "validation_step", "test_step", "predict_step")}
+    steps = {step: getattr(task, step) for step in ("training_step", "validation_step", "test_step", "predict_step")}
     return {
-        step: step_arguments(each, several=several.get(step, False)) for step, each in own.items() if each is not None
+        step: step_arguments(each, several=several.get(step, False)) for step, each in steps.items() if each is not None
     }
 
 
 def _list_transfer_hooks(
     task: TaskModule, data: DataModule | None, device: torch.device, dtype: torch.dtype | None, *, marks_steps: bool
 ) -> list[Callable[[Any, int], Any]]:
-    def of_user(method: str) -> list[Callable[..., Any]]:
+    def find_user_hooks(method: str) -> list[Callable[..., Any]]:
         return [fit_to_signature(each, method) for each in (data, task) if each and is_overridden(each, method)][:1]
 
-    hooks: list[Callable[[Any, int], Any]] = of_user("on_before_batch_transfer")
-    if transfers := of_user("transfer_batch_to_device"):
+    hooks: list[Callable[[Any, int], Any]] = find_user_hooks("on_before_batch_transfer")
+    if transfers := find_user_hooks("transfer_batch_to_device"):
         hooks.append(lambda batch, index: transfers[0](batch, device, index))
     elif device.type == "cuda":
         copies = CopyStream(device, dtype)
@@ -323,7 +326,7 @@ def _list_transfer_hooks(
         hooks.append(lambda batch, index: move_batch(batch, device, dtype))
     if marks_steps:
         hooks.append(_mark_step)
-    return hooks + of_user("on_after_batch_transfer")
+    return hooks + find_user_hooks("on_after_batch_transfer")
 
 
 def _mark_step(batch: Any, _: int) -> Any:

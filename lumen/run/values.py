@@ -29,7 +29,7 @@ class LoggedValues:
         logged: Names that have had a value since this part of the run began.
         predictions: Outputs of `predict_step`, one list per loader.
         keeps_predictions: True to keep and gather the predictions; False if only hooks see them.
-        are_shown: True if the progress bar shows the values of an evaluation at its end.
+        should_show: True if the progress bar shows the values of an evaluation at its end.
         batch_indices: Data set indices of the samples in the prediction batch in progress; None if unknown.
         has_ended_epoch: True if a training epoch has ended since this part of the run began.
         has_validated: True if a validation has ended since this part of the run began.
@@ -146,19 +146,19 @@ class LoggedValues:
         """
         if monitor in self.logged or self.pending_stages:
             return
-        since = " since the run went on" if monitor in self.newest else ""
+        since = " since the run resumed" if monitor in self.newest else ""
         empty = "".join(f"But {why}. " for why in self._loaders.empty_stages)
-        said = self._describe_step_only(monitor) or (
+        problem = self._describe_step_only(monitor) or (
             f"was never logged{since}; logged so far: {', '.join(sorted(self.logged)) or 'nothing'}. {empty}Use one "
-            "of these or log it, once an epoch or in validation." + self._describe_other_places(monitor)
+            f"of these names, or log {monitor!r} once an epoch or in validation." + self._describe_other_places(monitor)
         )
-        raise ConfigError(f"{who}: the monitor {monitor!r} {said}")
+        raise ConfigError(f"{who}: the monitor {monitor!r} {problem}")
 
     def _describe_other_places(self, monitor: str) -> str:
         """Return a sentence on other stages of the task that may log a name; "" if there are none."""
         found = [name for stage in ("test", "predict") for name in mentioned_in(self._task, stage, monitor)]
         places = " and ".join(found)
-        return f" {places} of {type(self._task).__name__} may log it, which fit does not call." if places else ""
+        return f" {places} of {type(self._task).__name__} may log it, but fit does not call {places}." if places else ""
 
     def step_scheduler(self, scheduler: SchedulerConfig) -> None:
         """Step a scheduler.
@@ -169,12 +169,12 @@ class LoggedValues:
         name, never = scheduler.monitor, not scheduler.has_value or not self.pending_stages
         known = self.logged | self._step_only_names
         if name is not None and scheduler.strict and never and name not in known:
-            said = self._describe_step_only(name) or (
-                f"has no value of an epoch or a validation; there are: {', '.join(sorted(known)) or 'none'}. Log it so "
-                "(on_epoch=True), set a frequency at which it has one, or set strict: false."
+            problem = self._describe_step_only(name) or (
+                f"has no value of an epoch or a validation; logged names: {', '.join(sorted(known)) or 'none'}. Log it "
+                "with on_epoch=True, set a frequency at which it has a value, or set strict: false."
                 + self._describe_other_places(name)
             )
-            raise ConfigError(f"lr_scheduler: the monitor {name!r} {said}")
+            raise ConfigError(f"lr_scheduler: the monitor {name!r} {problem}")
         scheduler.step()
 
     def _describe_step_only(self, name: str) -> str:
@@ -185,8 +185,8 @@ class LoggedValues:
         if epoch is None:
             return ""
         if epoch in self.logged:
-            return f"has values of single steps only, each of one batch; the one of an epoch is {epoch!r}. Write that."
+            return f"has values of single steps only. Use {epoch!r} as the monitor, which has the values of epochs."
         return (
-            f"is logged per step only, and a step's value is that of one batch. Write self.log({name!r}, ..., "
-            f"on_step=False, on_epoch=True); or on_epoch=True alone, and {epoch!r} as the monitor."
+            f"has values of single steps only. Write self.log({name!r}, ..., on_step=False, on_epoch=True); or write "
+            f"on_epoch=True alone, and use {epoch!r} as the monitor."
         )

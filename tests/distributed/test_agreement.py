@@ -70,7 +70,7 @@ def test_unequal_gradients_are_detected_by_norm(group, tmp_path):
     )
     assert f"after step {STEP + 1}: the gradient norm is " in error
     assert " on rank 0 and " in error
-    assert " on rank 1. Something has written gradients" in error
+    assert " on rank 1. Code on one rank has changed gradients" in error
     assert steps == STEP + 3
 
 
@@ -157,7 +157,7 @@ def warnings_of(folder, make, slow, own_s=0.0, data_s=0.0, until_s=1e9, seconds=
 def test_slow_rank_is_named_once_with_the_cause(group, tmp_path, make, slow, seconds):
     (line,), others = group(2).run(warnings_of, tmp_path, make, slow, 0.02, 0.06, 1e9, seconds)
     assert others == []  # the first rank tells it
-    assert line.startswith(f"rank {slow} (host {socket.gethostname()}) is slow, and the others wait for it: 0.")
+    assert line.startswith(f"rank {slow} (host {socket.gethostname()}) is slow, and the other ranks wait for it: 0.")
     own_s, usual_s, data_s = map(float, re.findall(r"(\S+) s\b", line))
     assert 0.06 <= data_s < own_s > 2 * usual_s
 

@@ -247,7 +247,7 @@ class Plain(Gan):
 
 
 def plain_backward(folder, strategy):
-    with pytest.raises(TrainingError, match="no manual_backward was called"):
+    with pytest.raises(TrainingError, match="manual_backward was not called"):
         train(folder, strategy, Plain())
 
 

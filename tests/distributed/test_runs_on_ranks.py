@@ -344,7 +344,7 @@ class Announcing(lumen.Callback):
 
     def on_train_start(self, trainer, task):
         vote, self.heard = StopVote(trainer.processes), []
-        vote.save_ended_here = trainer.global_rank == 1
+        vote.local_save_ended = trainer.global_rank == 1
         for beat in range(1, 7):
             vote.poll_when_due()
             self.heard.append(vote.save_ended)
@@ -375,7 +375,7 @@ class Signalled(lumen.Callback):
         changing.reset_interval()
         time.sleep(0.6)
         for vote in (slow, changing):
-            vote.requested = signal.SIGTERM if trainer.global_rank == 1 else None
+            vote.requested_signal = signal.SIGTERM if trainer.global_rank == 1 else None
             vote.poll_when_due()
         self.heard = slow.stop_signal, changing.stop_signal
 

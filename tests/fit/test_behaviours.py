@@ -562,7 +562,7 @@ def undisturbed(tmp_path_factory):
 def test_run_stopped_at_any_step_resumes_exactly(tmp_path, undisturbed, validate, step):
     class Stop(lumen.Callback):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-            if trainer.global_step == step and trainer.run.ending.vote.requested is None:
+            if trainer.global_step == step and trainer.run.ending.vote.requested_signal is None:
                 os.kill(os.getpid(), signal.SIGINT)
 
     trainer = saving_trainer(tmp_path, Stop())

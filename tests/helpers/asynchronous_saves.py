@@ -106,7 +106,7 @@ class Large(Regression):
 def wait_until_announced(trainer):
     """Until the save is over, as the next boundary will find."""
     deadline_s = time.monotonic() + 60
-    while not trainer.run.ending.vote.save_ended_here:
+    while not trainer.run.ending.vote.local_save_ended:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
 

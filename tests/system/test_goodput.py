@@ -82,7 +82,9 @@ def test_steps_that_were_computed_again_are_not_productive(tmp_path):
 
 
 def test_goodput_is_printed_after_a_minute(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(measuring._of_process, "is_told", True)  # the time since these tests began is no start
+    monkeypatch.setitem(
+        measuring._process_state, "is_age_counted", True
+    )  # the time since these tests began is no start
     for minute_s, told in ((60.0, False), (0.0, True)):
         monkeypatch.setattr(status_messages, "_MIN_REPORTED_S", minute_s)
         trainer = lumen.Trainer(max_steps=3, default_root_dir=tmp_path, enable_progress_bar=False)

@@ -66,7 +66,7 @@ class RunLength:
         lengths, per_epoch = self.lengths, self.per_epoch
         if lengths is None or not self.steps or not per_epoch:
             return []
-        first, last = lengths.count_whole_epochs(self.done), lengths.count_whole_epochs(self.steps)
+        first, last = lengths.count_complete_epochs(self.done), lengths.count_complete_epochs(self.steps)
         epochs = range(first - first % every + every, last + 1, every)
         # If all epochs have the same length, a range suffices, however many there are.
         if lengths.count_steps_before(last) == last * per_epoch:
@@ -84,7 +84,7 @@ def list_validation_steps(plan: Plan, length: RunLength) -> Sequence[int] | None
         if nth == 1:
             return found
         lengths = length.lengths
-        return None if lengths is None else [at for at in found if (lengths.count_whole_epochs(at - 1) + 1) % nth == 0]
+        return None if lengths is None else [at for at in found if (lengths.count_complete_epochs(at - 1) + 1) % nth == 0]
     if plan.val_every_epoch_fraction is None or length.lengths is None or not length.per_epoch:
         return None
     if plan.val_every_epoch_fraction == 1.0:
@@ -93,7 +93,7 @@ def list_validation_steps(plan: Plan, length: RunLength) -> Sequence[int] | None
 
 
 def _list_fraction_steps(plan: Plan, steps: int, done: int, lengths: EpochLengths) -> list[int]:
-    fraction, found, epoch = plan.val_every_epoch_fraction or 1.0, list[int](), lengths.count_whole_epochs(done)
+    fraction, found, epoch = plan.val_every_epoch_fraction or 1.0, list[int](), lengths.count_complete_epochs(done)
     while (begin := lengths.count_steps_before(epoch)) < steps:
         for part in range(1, int(1 / fraction + 1e-9) + 1 if (epoch + 1) % plan.val_every_n_epochs == 0 else 0):
             at = begin + math.ceil(part * fraction * lengths.get_length(epoch) - 1e-9)
@@ -229,7 +229,7 @@ def _compute_curves(run: Run, length: RunLength) -> tuple[list[list[float]], str
         return [[float(group["lr"])] * min(length.steps or 0, _WIDTH) for group in groups], ""
     curves: list[list[float]] = [[] for _ in groups]
     lengths = length.lengths
-    epoch = 0 if lengths is None else lengths.count_whole_epochs(length.done)
+    epoch = 0 if lengths is None else lengths.count_complete_epochs(length.done)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns if schedulers step before the optimizer.
         try:

@@ -246,7 +246,7 @@ def test_manifests_read_on_stop_are_constant(tmp_path):
     def read_by_the_end(epochs):
         def stop(trainer, task):
             if trainer.current_epoch == epochs:
-                trainer.run.ending.vote.requested = 15
+                trainer.run.ending.vote.requested_signal = 15
 
         saver = lumen.ModelCheckpoint(keep_last=-1, asynchronous=False)
         folder = tmp_path / str(epochs)

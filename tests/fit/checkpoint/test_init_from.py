@@ -437,7 +437,7 @@ def test_resumed_run_skips_init_from_and_logs_it(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=9, **options)
     trainer.fit(resumed, loader())
     log = (trainer.run_directory / "run.log").read_text()
-    assert log.count("init_from is not read") == 1
+    assert log.count("ignoring init_from") == 1
     save_file(other_weights(), path)
     quiet_trainer(tmp_path / "whole", max_steps=9, init_from=path).fit(whole := Regression(), loader())
     assert equal(resumed.state_dict(), whole.state_dict())
@@ -445,7 +445,7 @@ def test_resumed_run_skips_init_from_and_logs_it(tmp_path):
 
 def test_init_from_contradicts_resume_path(tmp_path):
     for resume in ("best", tmp_path / "runs/run"):
-        with pytest.raises(ConfigError, match=r"init_from and resume=.* both say"):
+        with pytest.raises(ConfigError, match=r"init_from and resume=.* both set"):
             quiet_trainer(tmp_path, resume=resume, init_from="model.safetensors", max_steps=1)
 
 

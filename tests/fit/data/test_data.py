@@ -1001,7 +1001,7 @@ def test_shared_loader_within_an_epoch_raises(tmp_path):
     task, both = Validated(), Restarting()
     bare_trainer(tmp_path, max_epochs=2).fit(task, both, both)
     assert [task.samples(epoch) for epoch in range(2)] == task.validated[1:] == [[1.0, 2.0, 3.0, 4.0, 5.0]] * 2
-    with pytest.raises(DataError, match="training and validation within its epoch read one Restarting"):
+    with pytest.raises(DataError, match="training and validation read one Restarting"):
         bare_trainer(tmp_path, max_epochs=2, val_check_interval=2).fit(Validated(), both, both)
 
 

@@ -1170,7 +1170,7 @@ def test_nested_loaders_resume_in_mid_epoch(tmp_path):
 
 def test_an_evaluation_refuses_loaders_in_loaders(tmp_path):
     for nested in ([[alphabet(3), alphabet(7)], alphabet(2)], {"a": {"b": alphabet(3)}}, [[[alphabet(3)]]]):
-        with pytest.raises(DataError, match="val_dataloader: a list or dictionary of loaders lies in another"):
+        with pytest.raises(DataError, match="val_dataloader: a list or dictionary of loaders contains"):
             bare_trainer(tmp_path).validate(type("Task", (Seeing,), {"validation_step": print})(), nested)
 
 

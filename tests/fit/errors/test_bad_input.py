@@ -98,13 +98,13 @@ def validate(*given, **more):
 
 
 _STRANGERS = (
-    "the optimizer holds {} parameters that are not the task's. Build it in configure_optimizers, from "
-    "self.parameters(), so that it sees the parameters that are trained; what a hook adds to it has to be an attribute "
-    "of the task, or of a module in it."
+    "the optimizer holds {} parameters that are not the task's. Build the optimizer in configure_optimizers, from "
+    "self.parameters(). A parameter that a hook adds to the optimizer must be an attribute "
+    "of the task, or of a module in the task."
 )
 _STEP_OF_ANOTHER = (
-    "lr_scheduler: the StepLR moves the learning rates of another optimizer than the SGD that trains. Build it with "
-    "that one."
+    "lr_scheduler: the StepLR sets the learning rates of a different optimizer than the SGD that trains. Build the "
+    "scheduler with the optimizer that trains."
 )
 _CALLBACKS = "Trainer: callbacks: expected a list of a Callback, a dict of a Callback or None, a Callback or None"
 _NO_STEP_TO_LOG_AT = (
@@ -112,8 +112,8 @@ _NO_STEP_TO_LOG_AT = (
     "in a step or in an epoch or batch hook, or use self.logger."
 )
 _WITHOUT_A_STEP = (
-    "epoch 0 made no optimizer step: no optimizer has moved in any of its 2 batches. With automatic_optimization = "
-    "False training_step calls self.manual_backward(loss), and step() of self.optimizers()."
+    "epoch 0 made no optimizer step: no optimizer has made a step in its 2 batches. With automatic_optimization = "
+    "False, call self.manual_backward(loss) and step() of self.optimizers() in training_step."
 )
 ERRORS = {
     # ------------------------------------------------------------------ optimizers and schedules
@@ -139,8 +139,7 @@ ERRORS = {
     ),
     "the class of a schedule": (
         configured(lambda self: ([sgd(self)], [StepLR])),
-        "lr_scheduler: expected a scheduler, found the class StepLR. Make one of the optimizer: "
-        "StepLR(optimizer, ...).",
+        "lr_scheduler: expected a scheduler, found the class StepLR. Make an object: StepLR(optimizer, ...).",
     ),
     "manual_backward in automatic optimization": (
         fit(task=task(training_step=by_itself)),
@@ -150,25 +149,25 @@ ERRORS = {
     ),
     "a step by hand in automatic optimization": (
         fit(task=task(training_step=stepping)),
-        "AdamW.step was called in a training step, where Lumen calls it once: the parameters would move twice. Leave "
-        "step, zero_grad and backward out of training_step and the hooks, and return the loss; or set "
-        "automatic_optimization = False, to make the steps yourself. Change gradients in on_before_optimizer_step; for "
-        "several micro-batches in one step set accumulate_grad_batches; an optimizer that steps otherwise is a "
-        "subclass with such a step.",
+        "AdamW.step was called in a training step, but Lumen calls step once in each training step: the parameters "
+        "would move twice. Remove step, zero_grad and backward from training_step and the hooks, and return the loss. "
+        "To call step yourself, set automatic_optimization = False. To change gradients, use on_before_optimizer_step; "
+        "for several micro-batches in one step, set accumulate_grad_batches; to change the update, write a subclass of "
+        "the optimizer.",
     ),
     "no step in manual optimization": (fit(task=task(ByHand, training_step=Regression.training_step)), _WITHOUT_A_STEP),
     "a backward and no step": (fit(task=task(ByHand, training_step=by_itself)), _WITHOUT_A_STEP),
     # ------------------------------------------------------------------ monitors and states
     "a monitor of another stage": (
         fit(task=task(test_step=logging_accuracy), options={"callbacks": [lumen.EarlyStopping("acc")]}),
-        "EarlyStopping: the monitor 'acc' was never logged; logged so far: val_loss. Use one of these or log it, once "
-        "an epoch or in validation. test_step of Mine may log it, which fit does not call.",
+        "EarlyStopping: the monitor 'acc' was never logged; logged so far: val_loss. Use one of these names, or log "
+        "'acc' once an epoch or in validation. test_step of Mine may log it, but fit does not call test_step.",
     ),
     "a plateau of another stage": (
         configured(plateau),
-        "lr_scheduler: the monitor 'test_loss' has no value of an epoch or a validation; there are: val_loss. Log it "
-        "so (on_epoch=True), set a frequency at which it has one, or set strict: false. test_step of Mine may log it, "
-        "which fit does not call.",
+        "lr_scheduler: the monitor 'test_loss' has no value of an epoch or a validation; logged names: val_loss. Log "
+        "it with on_epoch=True, set a frequency at which it has a value, or set strict: false. test_step of Mine may "
+        "log it, but fit does not call test_step.",
     ),
     "two callbacks with one key": (
         lambda path: lumen.Trainer(
@@ -226,7 +225,7 @@ ERRORS = {
     ),
     "a loader as a data module": (
         fit(Regression(), datamodule=loader()),
-        "datamodule: expected a lumen.DataModule, found DataLoader. Give loaders without a name.",
+        "datamodule: expected a lumen.DataModule, found DataLoader. Pass loaders by position.",
     ),
     "a data module as a validation loader": (
         fit(Regression(), loader(), Data()),
@@ -271,12 +270,12 @@ def moves_one_of_two(self, batch):
 WARNINGS = {
     "an optimizer that nobody moves": (
         configured(lambda self: [sgd(self.net[0]), sgd(self.net[3])], ByHand, training_step=moves_one_of_two),
-        "optimizer 1 of configure_optimizers (SGD) was never moved: training_step has not called its step",
+        "optimizer 1 of configure_optimizers (SGD) made no step: training_step has not called its step()",
     ),
     "a step without a gradient": (
         fit(task=task(ByHand, training_step=lambda self, batch: self.optimizers().step())),
-        "AdamW.step was called where no parameter of it has a gradient: nothing moves. Call "
-        "self.manual_backward(loss) before it, and zero_grad before that",
+        "AdamW.step was called, but none of its parameters has a gradient: no parameter changes. Call "
+        "zero_grad, then self.manual_backward(loss), then step",
     ),
 }
 

@@ -220,7 +220,7 @@ def test_steps_and_epochs_convert_both_ways():
     assert [lengths.count_steps_before(epoch) for epoch in range(7)] == begins
     assert [lengths.get_length(epoch) for epoch in range(6)] == [8, 3, 3, 1, 4, 4]
     for steps in range(23):
-        assert lengths.count_whole_epochs(steps) == sum(begin <= steps for begin in begins) - 1
+        assert lengths.count_complete_epochs(steps) == sum(begin <= steps for begin in begins) - 1
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,11 @@ def test_steps_and_epochs_convert_both_ways():
         (lambda o: OneCycleLR(o, 0.1, total_steps=4), "epoch", "once every epoch, 5 times in all"),
         (lambda o: OneCycleLR(o, 0.1, total_steps=5), "epoch", None),
         (lambda o: MultiStepLR(o, [19]), "step", None),
-        (lambda o: StepLR(o, 40), "step", "StepLR changes first after 40 moves, but moves once every step, 19 times"),
+        (
+            lambda o: StepLR(o, 40),
+            "step",
+            "StepLR changes first after 40 moves, but moves once every step, 19",
+        ),
     ],
 )
 def test_schedules_are_compared_with_the_steps_there_are(tmp_path, caplog, schedule, interval, message):
@@ -288,7 +292,7 @@ SCHEDULER = lumen.GradientAccumulationScheduler
         ({4.0: 2}, "an epoch is an int of at least 0, found 4.0"),
         ({0: 2, 4: 0}, "must be at least 1, found 0"),
         ({4: 1.5}, r"expected .*a dict of an int, found \{4: 1.5\}"),
-        ({}, r"names no epoch. Write from which epoch on how many, as in \{0: 1, 4: 8\}"),
+        ({}, r"the dictionary is empty. Write first epochs and numbers of micro-batches: \{0: 1, 4: 8\}"),
         ([1, 2], r"expected .*a dict of an int, found \[1, 2\]"),
     ],
 )
@@ -302,7 +306,7 @@ def test_a_schedule_that_means_nothing_is_refused(given, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate_grad_batches": {0: 1}, "global_batch_size": 8}, "both say how large a step is. Set only one"),
+        ({"accumulate_grad_batches": {0: 1}, "global_batch_size": 8}, "both set the size of a step. Set only one"),
         ({"callbacks": SCHEDULER({4: 8}), "global_batch_size": 8}, r"Scheduler\(\{4: 8\}\) both say how large a step"),
         ({"callbacks": SCHEDULER({4: 8}), "accumulate_grad_batches": 2}, r"2 and GradientAccum.*\(\{4: 8\}\) both say"),
         ({"callbacks": SCHEDULER({4: 8}), "accumulate_grad_batches": {4: 9}}, r"\{0: 1, 4: 9\} and Gradient"),

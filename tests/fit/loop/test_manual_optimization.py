@@ -290,7 +290,7 @@ def test_task_steps_schedulers_and_loop_settings_warn(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="lumen"):
         trainer.fit(task, pair_loader())
     assert [group["lr"] for group in newest(trainer).state["optimizer"]["groups"]] == [0.01, 0.1 / 4]
-    assert "frequency, interval of configure_optimizers mean nothing in manual optimization" in caplog.text
+    assert "configure_optimizers returned frequency, interval, which manual optimization ignores" in caplog.text
 
 
 def test_toggle_optimizer_freezes_others_and_restores_them(tmp_path):
@@ -475,7 +475,7 @@ def test_fp16_rejects_plain_backward(tmp_path):
             self.optimizers()[1].step()
 
     with pytest.raises(
-        TrainingError, match=r"no manual_backward was called for what it moves.*instead of loss.backward\(\)"
+        TrainingError, match=r"manual_backward was not called for its parameters.*instead of loss.backward\(\)"
     ):
         bare_trainer(tmp_path, max_steps=1, precision="fp16").fit(
             Plain(torch.float32), pair_loader(dtype=torch.float32)
@@ -620,7 +620,7 @@ class ReadsLoss(lumen.Callback):
 
 
 def test_step_loss_is_refused_by_hand(tmp_path):
-    with pytest.raises(ConfigError, match="ByHand optimizes by hand, so that Lumen does not know which of its losses"):
+    with pytest.raises(ConfigError, match="ByHand uses manual optimization, so Lumen does not know the loss"):
         bare_trainer(tmp_path, max_steps=2, callbacks=[ReadsLoss()]).fit(ByHand(), loader(dtype=torch.float64))
 
 
@@ -666,5 +666,5 @@ def test_a_step_without_its_closure_is_one_error(tmp_path):
     class Forgetting(Searching):
         training_step = ByHand.training_step
 
-    with pytest.raises(TrainingError, match=r"LBFGS.step evaluates the loss: give it a function"):
+    with pytest.raises(TrainingError, match=r"LBFGS.step evaluates the loss and needs a closure"):
         bare_trainer(tmp_path, max_steps=1).fit(Forgetting(), loader(dtype=torch.float64))

@@ -143,7 +143,7 @@ def test_known_oversize_is_not_retried(tmp_path):
 def test_halving_is_reported_once_per_run(tmp_path, caplog):
     trainer = bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, max_epochs=3, log_level="WARNING")
     trainer.fit(Cramped(4), data(4, 8), val_dataloaders=data(16, 20))
-    assert caplog.text.count("it is evaluated in halves") == 1
+    assert caplog.text.count("Lumen evaluates this and later batches in halves") == 1
 
 
 def test_predictions_are_put_together(tmp_path):
@@ -242,12 +242,12 @@ def test_without_the_flag_the_error_says_what_helps(tmp_path):
     with pytest.raises(torch.OutOfMemoryError, match="100 GiB") as caught:
         bare_trainer(tmp_path, precision="fp64").validate(Cramped(4), data(16))
     assert caught.value.__notes__[0].startswith(
-        "Trainer(halve_on_oom=True) evaluates a batch that does not fit in halves; a smaller batch_"
+        "Trainer(halve_on_oom=True) evaluates a batch that does not fit in halves. A smaller batch_"
     )
 
 
 def test_oversized_sample_ends_the_evaluation(tmp_path, caplog):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         bare_trainer(tmp_path, precision="fp64", halve_on_oom=True, log_level="WARNING").validate(Cramped(0), data(16))
-    assert caught.value.__notes__[0] == "One sample does not fit, so it cannot be halved any further."
-    assert caplog.text.count("it is evaluated in halves") == 1
+    assert caught.value.__notes__[0] == "A single sample does not fit into memory, so halve_on_oom cannot help."
+    assert caplog.text.count("Lumen evaluates this and later batches in halves") == 1

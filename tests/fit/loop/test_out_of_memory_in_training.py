@@ -216,24 +216,22 @@ def test_what_the_cpu_refuses_is_halved_too(tmp_path):
 def test_halving_is_reported_once_with_size_and_alternatives(tmp_path, caplog):
     train(tmp_path, Cramped(4, "norms"), 16, halve_on_oom=True, log_level="WARNING")
     (said,) = [record.message for record in caplog.records if "memory" in record.message]
-    assert said.startswith(
-        "step 1: a micro-batch did not fit into memory. It was made in parts, as all larger ones are"
-    )
-    assert "of 4 samples or a few less" in said
-    assert "BatchNorm sees each part by itself" in said
+    assert said.startswith("step 1: a micro-batch did not fit into memory. Lumen computes larger micro-batches")
+    assert "of at most 4 samples" in said
+    assert "BatchNorm normalizes each part alone" in said
 
 
 def test_oversized_sample_ends_the_run(tmp_path):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(tmp_path, Cramped(0), 16, halve_on_oom=True)
-    assert caught.value.__notes__[0] == "One sample does not fit, so it cannot be halved any further."
+    assert caught.value.__notes__[0] == "A single sample does not fit into memory, so halve_on_oom cannot help."
 
 
 def test_without_the_flag_the_error_says_what_helps(tmp_path):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(tmp_path, Cramped(4), 16)
     assert caught.value.__notes__[0].startswith(
-        "Trainer(halve_on_oom=True) makes a micro-batch that does not fit in halves"
+        "Trainer(halve_on_oom=True) computes a micro-batch that does not fit in halves"
     )
 
 
@@ -254,7 +252,7 @@ def test_unrepeatable_step_explains_itself(tmp_path, kind):
     options = {"global_batch_size": None} if kind is ByHand else {}
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(tmp_path, kind(4), 16, halve_on_oom=True, **options)
-    assert caught.value.__notes__[0].startswith("halve_on_oom makes no step again that moves its optimizers itself")
+    assert caught.value.__notes__[0].startswith("halve_on_oom does not repeat steps of manual optimization")
 
 
 def test_batch_with_unknown_samples_raises(tmp_path):

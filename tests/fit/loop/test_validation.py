@@ -42,7 +42,7 @@ def test_only_untrained_unloaded_parameters_warn(tmp_path, caplog):
     def warns(task, **options):
         caplog.clear()
         bare_trainer(tmp_path, log_level="WARNING").validate(task, loader(), **options)
-        return "uses the parameters that" in caplog.text
+        return "uses the initial parameters of" in caplog.text
 
     class Bare(lumen.TaskModule):
         def validation_step(self, batch):

@@ -15,7 +15,7 @@ from tests.helpers.tasks import Regression, bare_trainer, loader, quiet_trainer
 
 def weighed(known, returned, *, alone=False, by_task=False, guess=1.0):
     """The factor that each micro-batch's gradient ends with, and the weights themselves."""
-    weighting = LossWeighting(by_task=by_task)
+    weighting = LossWeighting(is_set_by_task=by_task)
     weighting.begin_step(sum(known), 1 if alone else 2, guess)
     loss_factors = [weighting.get_loss_factor(*pair) for pair in zip(known, returned, strict=True)]
     return [factor * weighting.correction for factor in loss_factors], weighting
