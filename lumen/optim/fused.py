@@ -23,7 +23,7 @@ def adamw(
     """Build `torch.optim.AdamW` for the trainable parameters, with `fused=True` where torch supports it.
 
     Args:
-        params: Parameters, pairs of name and parameter, or groups such as those of `decay_groups`. Parameters that
+        params: Parameters, pairs of name and parameter, or groups, for example from `decay_groups`. Parameters that
             need no gradient and groups that are then empty are left out.
         lr: Learning rate of groups without an `lr`.
         betas: Decay of the running means of gradient and squared gradient, each in [0, 1).

@@ -82,10 +82,10 @@ def layer_decay_groups(
         ConfigError: A name is unknown, no parameter is trainable, or `decay` is out of range.
     """
     if not 0 < decay <= 1:
-        raise ConfigError(f"decay = {decay}: it must be in (0, 1]. 1 gives all layers the same learning rate.")
+        raise ConfigError(f"decay = {decay}: decay must be in (0, 1]. 1 gives all layers the same learning rate.")
     stack = _list_children(module, blocks) if isinstance(blocks, str) else blocks
     if not stack:
-        raise ConfigError(f"blocks: {blocks} holds no blocks. Name the module that holds them, or list the blocks.")
+        raise ConfigError(f"blocks: {blocks} has no blocks. Name the module that has the blocks, or list the blocks.")
     distances = _compute_distances(module, stack, embeddings)
     layers = ["head", *(f"block {block}" if block in _ENDS else block for block in reversed(stack)), "embeddings"]
     trainable, undecayed = _get_trainable(module), _find_undecayed(module, by)
@@ -115,9 +115,9 @@ def check_groups(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None
         "in no group": [name for name, parameter in trainable.items() if not counts[id(parameter)]],
         "in several groups": [name for name, parameter in trainable.items() if counts[id(parameter)] > 1],
     }
-    problems = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
-    if strangers := len(counts.keys() - {id(parameter) for parameter in module.parameters()}):
-        problems.append(f"not of {type(module).__name__}: {strangers}")
+    problems = [f"{problem}: {', '.join(names)}" for problem, names in found.items() if names]
+    if unknown_count := len(counts.keys() - {id(parameter) for parameter in module.parameters()}):
+        problems.append(f"not of {type(module).__name__}: {unknown_count}")
     if problems:
         raise ConfigError(f"parameters {'; '.join(problems)}. Put each trainable parameter into exactly one group.")
 
@@ -134,11 +134,11 @@ def _get_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 def _split_by_decay(parameters: Mapping[str, nn.Parameter], undecayed: set[int], weight_decay: float) -> list[Group]:
     return [
         {
-            "params": [each for each in parameters.values() if (id(each) in undecayed) == spared],
-            "weight_decay": 0.0 if spared else weight_decay,
-            "name": "no decay" if spared else "decay",
+            "params": [each for each in parameters.values() if (id(each) in undecayed) == is_undecayed],
+            "weight_decay": 0.0 if is_undecayed else weight_decay,
+            "name": "no decay" if is_undecayed else "decay",
         }
-        for spared in (False, True)
+        for is_undecayed in (False, True)
     ]
 
 
@@ -155,13 +155,13 @@ def _find_undecayed(module: nn.Module, by: By) -> set[int]:
     if isinstance(by, Mapping):
         return _find_undecayed_by_class(module, by)
     if isinstance(by, str):
-        raise ConfigError(f'by = {by!r}: there are "dimension", "module type" and a list of names of parameters.')
+        raise ConfigError(f'by = {by!r}: expected "dimension", "module type" or a list of names of parameters.')
     named = list(module.named_parameters(remove_duplicate=False))
     for pattern in by:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise ConfigError(
                 f"by: no parameter of {type(module).__name__} is named {pattern!r}. "
-                f"There are {', '.join(name for name, _ in named)}."
+                f"Its parameters are {', '.join(name for name, _ in named)}."
             )
     return {id(parameter) for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in by)}
 
@@ -171,19 +171,19 @@ def _find_undecayed_by_class(module: nn.Module, classes: Mapping[str, Sequence[s
         raise ConfigError(f"by = {dict(classes)}: expected a list of class names for decay, and one for no_decay.")
     undecayed, problems = set[int](), []
     for name, parameter in _get_trainable(module).items():
-        owner, _, own = name.rpartition(".")
+        owner, _, leaf = name.rpartition(".")
         holder = module.get_submodule(owner)
         kind = type(holder)
         lines = {base.__name__ for base in kind.__mro__}
         found = [group for group in ("decay", "no_decay") if lines & {*classes.get(group, ())}]
-        if "bias" in own or found == ["no_decay"] or (not found and _is_direct_parameter(holder, own)):
+        if "bias" in leaf or found == ["no_decay"] or (not found and _is_direct_parameter(holder, leaf)):
             undecayed.add(id(parameter))
         elif found != ["decay"]:
             problems.append(f"{name} of {kind.__name__} is in {'both' if found else 'neither'}")
     if problems:
         raise ConfigError(
-            f"by: every trainable parameter has to be in one group, decay or no_decay: {'; '.join(problems)}. "
-            "Name the class of its module in one of them."
+            f"by: every trainable parameter must be in one group, decay or no_decay: {'; '.join(problems)}. "
+            "Add the class of its module to one of the two lists."
         )
     return undecayed
 
@@ -231,7 +231,8 @@ def _list_ids_below(module: nn.Module, path: str) -> list[int]:
     while known and not any(name.startswith(f"{known}.") for name in names):
         known = known.rpartition(".")[0]
     prefix = f"{known}." if known else ""
-    there = dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix))
+    children = dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix))
     raise ConfigError(
-        f"no parameter of {type(module).__name__} lies below {path!r}. {known or 'It'} has {', '.join(there)}."
+        f"no parameter of {type(module).__name__} has a name below {path!r}. "
+        f"{known or type(module).__name__} has {', '.join(children)}."
     )

@@ -17,10 +17,11 @@ from lumen.optim.wrappers import needs_closure
 class MultiOptimizer(Optimizer):
     """Several optimizers that step together, such as Muon for matrices and AdamW for the rest.
 
-    The groups are those of the optimizers inside, in order and as the same objects, and `state` reads and writes their
-    states. So schedulers, gradient clipping, gradient scalers and checkpoints work as with any optimizer. To schedule
-    only some of the groups, build the scheduler with the optimizer inside that has these groups. The `defaults` are
-    the options that all optimizers have: `OneCycleLR` cycles momentum only if each optimizer has it by the same name.
+    Its groups are the groups of the optimizers inside, in order and as the same objects. `state` reads and writes the
+    states of these optimizers. So schedulers, gradient clipping, gradient scalers and checkpoints work as with any
+    optimizer. To schedule only some of the groups, build the scheduler with the optimizer inside that has these groups.
+    The `defaults` are the options that all optimizers have: `OneCycleLR` cycles momentum only if each optimizer has it
+    by the same name.
 
     Args:
         optimizers: A list of at least one optimizer. No two of them may hold the same parameter.
@@ -40,7 +41,7 @@ class MultiOptimizer(Optimizer):
         self.state = _States(self.optimizers)  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle all attributes, because `Optimizer` would leave out those that torch does not know."""
+        """Pickle all attributes, because `Optimizer` would leave out attributes that torch does not know."""
         return super().__getstate__() | {"optimizers": self.optimizers}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -87,13 +88,13 @@ class MultiOptimizer(Optimizer):
         Raises:
             ConfigError: The state has other groups, or other numbers of parameters in them. Nothing is loaded then.
         """
-        saved, own = (
+        saved, sizes = (
             [len(group["params"]) for group in each] for each in (state_dict["param_groups"], self.param_groups)
         )
-        if saved != own:
+        if saved != sizes:
             raise ConfigError(
-                f"MultiOptimizer: the state is of {saved} parameters per group, the optimizers have {own}. "
-                "Build them as they were when it was saved."
+                f"MultiOptimizer: the state has {saved} parameters per group, the optimizers have {sizes}. "
+                "Build the optimizers as they were when the state was saved."
             )
         groups = iter(state_dict["param_groups"])
         for optimizer in self.optimizers:
@@ -152,19 +153,19 @@ def _join_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     if not optimizers:
-        raise ConfigError("MultiOptimizer: there is no optimizer. Give it at least one.")
+        raise ConfigError("MultiOptimizer: the list is empty. Pass at least one optimizer.")
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ConfigError(f"MultiOptimizer: expected optimizers, found {type(each).__name__}.")
         if needs_closure(each):
             raise ConfigError(
-                f"MultiOptimizer: {type(each).__name__} makes several evaluations of a closure in one step; "
-                "use optimizers that make one step per gradient."
+                f"MultiOptimizer: {type(each).__name__} evaluates a closure several times in one step. "
+                "Use optimizers that make one step per gradient."
             )
     held = [{parameter for group in each.param_groups for parameter in group["params"]} for each in optimizers]
     for (first, ours), (second, theirs) in combinations(zip(optimizers, held, strict=True), 2):
         if both := len(ours & theirs):
             raise ConfigError(
                 f"MultiOptimizer: {type(first).__name__} and {type(second).__name__} hold the same parameters, {both} "
-                "of them, which would move twice in each step. Give each parameter to one of them."
+                "of them, which would move twice in each step. Give each parameter to one optimizer."
             )

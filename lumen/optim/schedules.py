@@ -135,12 +135,12 @@ class Warmup(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of warm-up and scheduler; plain data if the scheduler's state is plain data."""
-        own = {
+        state = {
             key: value
             for key, value in super().state_dict().items()
             if key not in ("steps", "start", "factor", "leads")
         }
-        return own | {"scheduler": self.scheduler.state_dict()}
+        return state | {"scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the positions of warm-up and scheduler."""
@@ -184,7 +184,7 @@ def linear(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int 
 def cosine(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int = 0, start: float = 0.0) -> LRScheduler:
     """Return a cosine decay: `floor + (1 - floor) * (1 + cos(pi * x)) / 2` with x from 0 to 1.
 
-    Loshchilov & Hutter, SGDR, 2017, without restarts. The arguments and errors are those of `linear`.
+    Loshchilov & Hutter, SGDR, 2017, without restarts. The arguments and errors are the same as for `linear`.
     """
     length = _count_decay_steps(steps, warmup, floor)
 
@@ -274,4 +274,4 @@ def _check_fraction(name: str, value: float) -> None:
 
 def _check_value(found: str, expected: str, *, holds: bool) -> None:
     if not holds:
-        raise ConfigError(f"{found}: it must be {expected}.")
+        raise ConfigError(f"{found}: expected {expected}.")

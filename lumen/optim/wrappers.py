@@ -44,20 +44,20 @@ class _OptimizerWrapper(Optimizer, ABC):
 
     Args:
         optimizer: The optimizer inside, which makes the steps.
-        more: Further settings of the groups, with their defaults.
+        settings: Further settings of the groups, with their defaults.
 
     Raises:
         ConfigError: The optimizer needs a closure.
     """
 
-    def __init__(self, optimizer: Optimizer, **more: Any) -> None:
+    def __init__(self, optimizer: Optimizer, **settings: Any) -> None:
         if needs_closure(optimizer):
             raise ConfigError(
-                f"{type(self).__name__}: {type(optimizer).__name__} makes several evaluations of a closure in one "
-                "step; use an optimizer that makes one step per gradient."
+                f"{type(self).__name__}: {type(optimizer).__name__} evaluates a closure several times in one step. "
+                "Use an optimizer that makes one step per gradient."
             )
         self.optimizer = optimizer
-        super().__init__(optimizer.param_groups, optimizer.defaults | more)
+        super().__init__(optimizer.param_groups, optimizer.defaults | settings)
         self.share()
 
     def share(self) -> None:
@@ -99,7 +99,7 @@ class Lookahead(_OptimizerWrapper):
     """Lookahead around an optimizer: every k steps, slow weights move a part of the way to the parameters.
 
     The parameters are then set to the slow weights. Zhang et al., Lookahead Optimizer: k steps forward, 1 step back,
-    2019. Learning rates, groups and state are those of the optimizer inside. From its first update on, a parameter has
+    2019. It shares learning rates, groups and state with the optimizer inside. After its first update, a parameter has
     slow weights of its shape and dtype, `state[parameter]["slow"]`. A group counts its steps since the last slow step
     in `group["lookahead_step"]`. An update that a gradient scaler skips does not count.
 
@@ -119,7 +119,7 @@ class Lookahead(_OptimizerWrapper):
         super().__init__(optimizer, lookahead_step=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle all attributes, because `Optimizer` would leave out those that torch does not know."""
+        """Pickle all attributes, because `Optimizer` would leave out attributes that torch does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer, "k": self.k, "alpha": self.alpha}
 
     def _step_inner(self) -> None:
@@ -150,8 +150,8 @@ class WholeMatrices(_OptimizerWrapper):
     shards the parameter and its state again, by rows. So a process holds one unsharded parameter at a time. A step of
     Muon costs the computation of a step under DDP, and three all-gathers of the size of the parameters.
 
-    Learning rates, groups and state are those of the optimizer inside. That optimizer must treat each parameter alone,
-    and keep its data in `state[parameter]` or in its groups.
+    `WholeMatrices` shares learning rates, groups and state with the optimizer inside. That optimizer must treat each
+    parameter alone, and keep its data in `state[parameter]` or in its groups.
 
     Args:
         optimizer: The optimizer of the parameters, such as `torch.optim.Muon(matrices, lr=0.02)`.
@@ -169,7 +169,7 @@ class WholeMatrices(_OptimizerWrapper):
         super().__init__(optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle all attributes, because `Optimizer` would leave out those that torch does not know."""
+        """Pickle all attributes, because `Optimizer` would leave out attributes that torch does not know."""
         return super().__getstate__() | {"optimizer": self.optimizer}
 
     def _step_inner(self) -> None:
@@ -198,18 +198,18 @@ class WholeMatrices(_OptimizerWrapper):
 
     def _step_parameter(self, parameter: Any, group: dict[str, Any], state: Any) -> dict[str, Any]:
         """Step one parameter. Returns the group after the step."""
-        whole = nn.Parameter(_gather_whole(parameter.detach()), requires_grad=parameter.requires_grad)
-        whole.__dict__.update(parameter.__dict__)
-        whole.grad = _gather_whole(parameter.grad)
-        self.optimizer.param_groups = [stepped := {**group, "params": [whole]}]
+        unsharded = nn.Parameter(_gather_full(parameter.detach()), requires_grad=parameter.requires_grad)
+        unsharded.__dict__.update(parameter.__dict__)
+        unsharded.grad = _gather_full(parameter.grad)
+        self.optimizer.param_groups = [stepped := {**group, "params": [unsharded]}]
         self.optimizer.state = defaultdict(dict)
         if parameter in state:
-            self.optimizer.state[whole] = map_leaves(state[parameter], _gather_whole)
+            self.optimizer.state[unsharded] = map_leaves(state[parameter], _gather_full)
         self.optimizer.step()
-        self._refuse_state({str(key) for key in self.optimizer.state if key is not whole})
-        get_local_tensor(parameter.detach()).copy_(get_local_tensor(_shard_like(whole.detach(), parameter)))
-        if whole in self.optimizer.state:
-            state[parameter] = map_leaves(self.optimizer.state[whole], partial(_shard_like, like=parameter))
+        self._refuse_state({str(key) for key in self.optimizer.state if key is not unsharded})
+        get_local_tensor(parameter.detach()).copy_(get_local_tensor(_shard_like(unsharded.detach(), parameter)))
+        if unsharded in self.optimizer.state:
+            state[parameter] = map_leaves(self.optimizer.state[unsharded], partial(_shard_like, like=parameter))
         return stepped
 
     def _get_counters(self) -> dict[str, Any]:
@@ -225,8 +225,9 @@ class WholeMatrices(_OptimizerWrapper):
         """Raise an error if the step of one parameter has changed values that belong to no parameter."""
         if kept:
             raise ConfigError(
-                f"WholeMatrices: {type(self.optimizer).__name__} keeps {', '.join(sorted(kept))} of all parameters "
-                "together, and each is stepped by itself. Keep it in state[parameter] or in the groups."
+                f"WholeMatrices: {type(self.optimizer).__name__} keeps {', '.join(sorted(kept))} for all parameters "
+                "together, but WholeMatrices steps each parameter alone. Keep such values in state[parameter] or in "
+                "the groups."
             )
 
 
@@ -248,7 +249,7 @@ def _is_different(one: Any, other: Any) -> bool:
     return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
 
 
-def _gather_whole(value: Any) -> Any:
+def _gather_full(value: Any) -> Any:
     """Gather a DTensor; return any other value as it is."""
     return value.full_tensor() if is_sharded(value) else value
 

@@ -86,9 +86,9 @@ def warmed(optimizer):
         (lambda o: warmed(o), {}, {"max_epochs": 10}, r"CosineAnnealingLR ends after 1000 moves, as many"),
         (lambda o: PolynomialLR(o, 1000), {}, {"max_epochs": 10}, r"PolynomialLR ends after 1000"),
         (lambda o: ExponentialLR(o, 0.5), STEP, {"max_epochs": 10},
-         r"ExponentialLR moves once every step, 100 times an epoch: after 40 moves, in the first of 10 epochs, "
-         r'the learning rate is 1e-12 of what it was\. Set its interval to "epoch"\.'),
-        (lambda o: StepLR(o, 5), STEP, {"max_epochs": 90}, r"after 60 moves, in the first of 90 epochs"),
+         r"ExponentialLR moves once every step, 100 times an epoch. After 40 moves, in the first of 10 "
+         r'epochs, the learning rate is 1e-12 of its first value\. Set the interval to "epoch"\.'),
+        (lambda o: StepLR(o, 5), STEP, {"max_epochs": 90}, r"After 60 moves, in the first of 90 epochs"),
     ],
 )  # fmt: skip
 def test_certain_schedule_mistake_raises_before_training(tmp_path, caplog, schedule, options, length, message):
@@ -103,26 +103,26 @@ def test_certain_schedule_mistake_raises_before_training(tmp_path, caplog, sched
     ("schedule", "options", "length", "message"),
     [
         (lambda o: cosine(o, 2000), STEP, {"max_steps": 500},
-         "Schedule ends after 2000 moves, but moves once every step, 500 times in all: the run sees only its beginning."
-         " If that is not meant, change its length or its interval."),
+         "Schedule ends after 2000 moves, but moves once every step, 500 times in all: the run has only its beginning."
+         " If you did not intend this, change the schedule's length or its interval."),
         (lambda o: OneCycleLR(o, 0.1, total_steps=1000), STEP, {"max_steps": 4}, "OneCycleLR ends after 1000 moves"),
-        (lambda o: CosineAnnealingLR(o, 950), EPOCH, {"max_epochs": 10}, "the run sees only its beginning"),
+        (lambda o: CosineAnnealingLR(o, 950), EPOCH, {"max_epochs": 10}, "the run has only its beginning"),
         (lambda o: CosineAnnealingLR(o, 100), EPOCH, {"max_epochs": 100, "max_steps": 100}, "1 times in all"),
-        (lambda o: CosineAnnealingLR(o, 10), STEP, {"max_epochs": 10}, "at its lowest after 10 moves"),
-        (lambda o: CosineAnnealingLR(o, 800), STEP, {"max_epochs": 10}, "then it rises again"),
-        (lambda o: linear(o, 400), STEP, {"max_epochs": 10}, "it stays at its lowest for the rest"),
+        (lambda o: CosineAnnealingLR(o, 10), STEP, {"max_epochs": 10}, "its minimum after 10 moves"),
+        (lambda o: CosineAnnealingLR(o, 800), STEP, {"max_epochs": 10}, "the rate rises again"),
+        (lambda o: linear(o, 400), STEP, {"max_epochs": 10}, "the rate stays at its minimum"),
         (lambda o: wsd(o, 400, 50, warmup=20), STEP, {"max_epochs": 10}, "Schedule ends after 400 moves"),
         (lambda o: PolynomialLR(o, 10), STEP, {"max_epochs": 10}, "PolynomialLR ends after 10 moves"),
         (lambda o: LinearLR(o, 1.0, 0.1, 10), STEP, {"max_epochs": 10}, "LinearLR ends after 10 moves"),
-        (lambda o: LinearLR(o, total_iters=500), EPOCH, {"max_epochs": 10}, "the run sees only its beginning"),
+        (lambda o: LinearLR(o, total_iters=500), EPOCH, {"max_epochs": 10}, "the run has only its beginning"),
         (lambda o: ChainedScheduler([ConstantLR(o, 0.5, 100), CosineAnnealingLR(o, 10)]), STEP, {"max_epochs": 10},
-         "CosineAnnealingLR is at its lowest after 10 moves"),
+         "CosineAnnealingLR reaches its minimum after 10 moves"),
         (lambda o: StepLR(o, 500), EPOCH, {"max_epochs": 10}, "StepLR changes first after 500 moves"),
         (lambda o: MultiStepLR(o, [500, 800]), EPOCH, {"max_epochs": 10}, "MultiStepLR changes first after 500 moves"),
         (lambda o: CyclicLR(o, 0.01, 0.1), EPOCH, {"max_epochs": 10}, "CyclicLR changes first after 4000 moves"),
         (lambda o: MultiStepLR(o, [3, 6, 8]), STEP, {"max_epochs": 10},
-         'MultiStepLR moves once every step, 1000 times in all: its last milestone comes after 8 of them. '
-         'Set its interval to "epoch" if it counts epochs.'),
+         'MultiStepLR moves once every step, 1000 times in all: its last milestone comes after 8 moves. If '
+         'the scheduler counts epochs, set its interval to "epoch".'),
         (lambda o: CosineAnnealingWarmRestarts(o, 5), STEP, {"max_epochs": 10}, "it restarts 200 times"),
         (lambda o: ExponentialLR(o, 0.95), STEP, {"max_epochs": 10}, "after 270 moves the learning rate is 1e-6"),
         (lambda o: StepLR(o, 10), STEP, {"max_steps": 300}, "after 60 moves the learning rate is 1e-6"),
@@ -236,5 +236,7 @@ def test_extended_run_may_use_a_longer_schedule(tmp_path, caplog):
 
 def test_one_cycle_cannot_be_extended_on_resume(tmp_path):
     train_to(tmp_path, one_cycle, 4)
-    with pytest.raises(ConfigError, match=r"ends after 4 moves .* 12 times in all\. A resumed one keeps its length"):
+    with pytest.raises(
+        ConfigError, match=r"ends after 4 moves .* 12 times in all\. A resumed OneCycleLR keeps its length"
+    ):
         train_to(tmp_path, one_cycle, 12, resume="auto")

@@ -279,9 +279,7 @@ def test_a_state_of_other_groups_is_refused_whole():
     saved = optimizer.state_dict()
     saved["param_groups"][1]["params"].pop()
     other = MultiOptimizer(inner(network(dtype=torch.float64)))
-    with pytest.raises(
-        ConfigError, match=r"the state is of \[2, 1\] parameters per group, the optimizers have \[2, 2\]"
-    ):
+    with pytest.raises(ConfigError, match=r"the state has \[2, 1\] parameters per group, the optimizers have \[2, 2\]"):
         other.load_state_dict(saved)
     assert not other.state
 
@@ -294,7 +292,7 @@ def test_a_state_of_other_groups_is_refused_whole():
     [
         (lambda net: [], "there is no optimizer"),
         (lambda net: [AdamW(net.parameters()), net], "expected optimizers, found Sequential"),
-        (lambda net: [torch.optim.LBFGS(net.parameters())], "LBFGS makes several evaluations of a closure"),
+        (lambda net: [torch.optim.LBFGS(net.parameters())], "LBFGS evaluates a closure several times"),
         (
             lambda net: [SGD(net[3].parameters()), SGD(net[0].parameters()), AdamW([net[3].bias, net[0].weight])],
             "SGD and AdamW hold the same parameters, 1 of them",

@@ -145,7 +145,7 @@ def test_tokens_of_overflowed_updates_do_not_count(tmp_path):
             {"schedule": lambda o: linear(o, 9), "options": {"warmup_steps": 2}},
             "warmup_steps = 2, but .* counts tokens",
         ),
-        ({"returned": False}, r'interval "token" counts the weights of the steps, but the task gives none'),
+        ({"returned": False}, r'interval "token" sums the weights of the steps, but the task returns no'),
     ],
 )
 def test_schedule_unable_to_follow_tokens_is_rejected(tmp_path, change, message):

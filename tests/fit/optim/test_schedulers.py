@@ -196,8 +196,8 @@ def test_warmup_function_then_plateau_resumes_exactly(tmp_path, cut):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"warmup_steps": 3}, "warmup_steps = 3 and warmup_epochs = 2 both say how long"),
-        ({"warmup_start": 0.1, "warmup_factor": float}, "warmup_start and warmup_factor both say where"),
+        ({"warmup_steps": 3}, "warmup_steps = 3 and warmup_epochs = 2 both set the length"),
+        ({"warmup_start": 0.1, "warmup_factor": float}, "warmup_start and warmup_factor both set the beginning"),
         ({"warmup_epochs": 0, "warmup_factor": float}, "warmup_factor is for a warm-up. Set warmup_steps"),
         ({"warmup_epochs": -1}, "warm-up steps = -1"),
     ],
@@ -328,9 +328,9 @@ def test_plateau_logs_each_reduction_once(tmp_path):
     trainer.fit(Scheduled(configure), loader(40, 8), val_dataloaders=loader(8, 8))
     said = [line.split(" INFO ")[1] for line in (trainer.run_directory / "run.log").read_text().splitlines()]
     assert [line for line in said if "learning rate" in line] == [
-        "val_loss 2 is no better than 1: learning rate 0.1 -> 0.05, 0.01 -> 0.005",
-        "val_loss 1 is no better than 0: learning rate 0.05 -> 0.025, 0.005 -> 0.0025",
-        "val_loss 2 is no better than 0: learning rate 0.025 -> 0.0125, 0.0025 -> 0.00125",
+        "val_loss 2 is not better than 1: learning rate 0.1 -> 0.05, 0.01 -> 0.005",
+        "val_loss 1 is not better than 0: learning rate 0.05 -> 0.025, 0.005 -> 0.0025",
+        "val_loss 2 is not better than 0: learning rate 0.025 -> 0.0125, 0.0025 -> 0.00125",
     ]
 
 
@@ -576,7 +576,7 @@ def test_schedules_that_overwrite_each_other_are_rejected(tmp_path, other):
         optimizer = SGD(parameters, lr=0.1)
         return [optimizer], [other(optimizer), LambdaLR(optimizer, lambda epoch: min(1.0, 0.1 * (1 + epoch)))]
 
-    with pytest.raises(ConfigError, match=r"each move of the LambdaLR sets the learning rates anew, which undoes what"):
+    with pytest.raises(ConfigError, match=r"each move of the LambdaLR overwrites the learning rates"):
         bare_trainer(tmp_path, max_steps=1).fit(Scheduled(configure), loader())
 
 

@@ -80,5 +80,5 @@ def test_what_it_cannot_hold_is_refused():
     net = network()
     with pytest.raises(ConfigError, match=r"expected an optimizer, found type. Write WholeMatrices\(torch.optim.Muon"):
         WholeMatrices(SGD)
-    with pytest.raises(ConfigError, match="LBFGS makes several evaluations of a closure in one step"):
+    with pytest.raises(ConfigError, match="LBFGS evaluates a closure several times in one step"):
         WholeMatrices(LBFGS(net.parameters()))

@@ -220,7 +220,7 @@ def test_frozen_parameters_are_left_out(by):
 def test_unmatched_name_raises_with_available_names():
     with pytest.raises(ConfigError, match=r"no parameter of Mixed is named '\*\.biass'.*token, .*stem\.0\.bias.*head"):
         decay_groups(Mixed(), 0.1, by=["*.bias", "*.biass"])
-    with pytest.raises(ConfigError, match=r"by = 'module': there are \"dimension\", \"module type\" and a list"):
+    with pytest.raises(ConfigError, match=r"by = 'module': expected \"dimension\", \"module type\" or a list"):
         decay_groups(Mixed(), 0.1, by="module")
 
 
@@ -357,12 +357,12 @@ def test_frozen_layers_have_no_group_and_no_effect():
             {"blocks": "transformer.block"},
             r"below 'transformer\.block'\. transformer has tokens, positions, blocks, norm",
         ),
-        ({"blocks": "layers"}, r"no parameter of GPT lies below 'layers'\. It has transformer\."),
+        ({"blocks": "layers"}, r"no parameter of GPT has a name below 'layers'\. GPT has transformer\."),
         ({"blocks": ["transformer.blocks.0", "transformer.blocks.7.norm_1"]}, r"transformer\.blocks has 0, 1, 2\."),
-        ({"blocks": "transformer.head"}, r"blocks: transformer\.head holds no blocks"),
-        ({"blocks": []}, r"blocks: \[\] holds no blocks"),
+        ({"blocks": "transformer.head"}, r"blocks: transformer\.head has no blocks"),
+        ({"blocks": []}, r"blocks: \[\] has no blocks"),
         ({"embeddings": ["transformer.wte"]}, r"'transformer\.wte'\. transformer has tokens"),
-        ({"decay": 0.0}, r"decay = 0\.0: it must be in \(0, 1\]"),
+        ({"decay": 0.0}, r"decay = 0\.0: decay must be in \(0, 1\]"),
         ({"decay": 1.1}, r"decay = 1\.1"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_value_out_of_range_is_named(k, alpha):
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
-    with pytest.raises(ConfigError, match="LBFGS makes several evaluations of a closure"):
+    with pytest.raises(ConfigError, match="LBFGS evaluates a closure several times"):
         Lookahead(torch.optim.LBFGS(network().parameters()))
 
 
