@@ -43,11 +43,11 @@ class AimLogger(Service):
     INSTEAD: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("train_metric_prefix", "val_metric_prefix", "test_metric_prefix", "context_prefixes", "context_postfixes"),
-            "Leave it out: a value has the name that it is logged by, in no context.",
+            "Leave it out: the name of a value is the logged name, without a context.",
         ),
-        "system_tracking_interval": "Leave it out: callbacks=[DeviceStatsMonitor()] logs what the devices do.",
-        "log_system_params": "Leave it out: environment.json in the run directory has them.",
-        "capture_terminal_logs": "Leave it out: run.log in the run directory has them.",
+        "system_tracking_interval": "Leave it out: callbacks=[DeviceStatsMonitor()] logs the use of devices.",
+        "log_system_params": "Leave it out: environment.json in the run directory has the parameters of the system.",
+        "capture_terminal_logs": "Leave it out: run.log in the run directory has the logs.",
     }
 
     @check_arguments

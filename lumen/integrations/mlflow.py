@@ -137,15 +137,15 @@ class MLFlowLogger(Service):
         """Log new hyperparameters as parameters, and changed ones as tags."""
         from mlflow.entities import Param
 
-        given = {
+        hyperparams = {
             _clean_name(name)[:_MAX_NAME_LENGTH]: str(value)[:_MAX_VALUE_LENGTH]
             for name, value in flatten_entries(params, "/")
         }
         known = self._writer.get_run(self.version).data.params
-        new = [Param(name, value) for name, value in given.items() if name not in known]
+        new = [Param(name, value) for name, value in hyperparams.items() if name not in known]
         for first in range(0, len(new), _MAX_BATCH_SIZE):
             self._writer.log_batch(self.version, params=new[first : first + _MAX_BATCH_SIZE])
-        for name, value in given.items():
+        for name, value in hyperparams.items():
             if known.get(name, value) != value:
                 self._writer.set_tag(self.version, f"changed/{name}", f"{known[name]} → {value}")
 

@@ -51,13 +51,13 @@ class RayTrainReportCallback(Callback):
             workers = self._train.get_context().get_world_size()
         except RuntimeError as error:
             raise ConfigError(
-                "RayTrainReportCallback: this process is no worker of Ray Train. Call fit in the function that a "
-                "TorchTrainer runs, or leave the callback out."
+                "RayTrainReportCallback: this process is not a worker of Ray Train. Call fit in the function that a "
+                "TorchTrainer runs, or remove the callback."
             ) from error
         if workers != trainer.world_size:
             raise ConfigError(
-                f"RayTrainReportCallback: Ray Train has {workers} workers, this run {trainer.world_size}. Give the "
-                "Trainer no devices: it finds those of Ray."
+                f"RayTrainReportCallback: Ray Train has {workers} workers, but this run has {trainer.world_size}. "
+                "Remove devices from the Trainer: Lumen finds the devices of Ray."
             )
 
     def on_train_start(self, trainer: Trainer, task: TaskModule) -> None:

@@ -18,9 +18,8 @@ from lumen.loggers.base import Logger, NullWriter, explain_wrong_calls
 from lumen.loggers.csv import read_rows
 
 UPLOADING = (
-    "Leave it out: checkpoints lie in the run directory, or where ModelCheckpoint(dirpath=...) says. To upload each, "
-    "give the trainer a Logger of yours beside this one, whose after_save_checkpoint(self, saver) uploads "
-    "saver.last_model_path."
+    "Leave it out: checkpoints are in the run directory, or in dirpath of ModelCheckpoint. To upload each checkpoint, "
+    "add a second logger of your own class. Let its after_save_checkpoint(self, saver) upload saver.last_model_path."
 )
 _MAX_FLOAT = 1.7e308  # MLflow stores infinity as the largest float; a NaN never compares equal.
 
@@ -105,7 +104,7 @@ class Service(Logger):
         """
         key = self.clean(f"{self._prefix}{name}")
         if (other := self._names.setdefault(key, name)) != name:
-            raise ConfigError(f"{self.title} has one name, {key!r}, for {other!r} and {name!r}. Rename one of the two.")
+            raise ConfigError(f"{self.title}: {other!r} and {name!r} both become {key!r}. Rename one of the two.")
         return key
 
     def confirm(self) -> None:
@@ -127,7 +126,7 @@ class Service(Logger):
             self._connect_once()
         except Exception as error:
             self._directory = None
-            raise ConfigError(f"{self.title} does not begin a run: {error}") from error
+            raise ConfigError(f"{self.title} cannot begin a run: {error}") from error
 
     @property
     def version(self) -> int | str | None:
@@ -142,8 +141,8 @@ class Service(Logger):
         if self.run_directory is None and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s.experiment is used before fit, where there is no record: calls on it do nothing. What is given to "
-                "log_hyperparams before is recorded once fit begins.", type(self).__name__,
+                "%s.experiment was used before fit: its calls do nothing. For hyperparameters call log_hyperparams, "
+                "which also works before fit.", type(self).__name__,
             )  # fmt: skip
         return NullWriter()
 
@@ -159,11 +158,11 @@ class Service(Logger):
     @explain_wrong_calls
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send hyperparameters; values given before `fit` are sent once `fit` begins."""
-        given = mask_secrets(params if isinstance(params, Mapping) else vars(params))
+        hyperparams = mask_secrets(params if isinstance(params, Mapping) else vars(params))
         if self.is_open:
-            self.attempt(self.send_hyperparams, given)
+            self.attempt(self.send_hyperparams, hyperparams)
         else:
-            self._before_fit |= given
+            self._before_fit |= hyperparams
 
     def record(self, call: Callable[..., None], *args: Any) -> None:
         """Call the service if there is a record."""
@@ -179,8 +178,8 @@ class Service(Logger):
         except Exception as error:
             if not self._has_failed:
                 _log.warning(
-                    "%s has failed, and training goes on: %s: %s. What it misses of metrics.csv and system.csv it gets "
-                    "once it answers again.", self.title, type(error).__name__, error,
+                    "%s failed, and training continues: %s: %s. Lumen sends the missing rows of metrics.csv and "
+                    "system.csv later, once the service answers.", self.title, type(error).__name__, error,
                 )  # fmt: skip
             self._has_failed = True
             return False
@@ -225,8 +224,8 @@ class Service(Logger):
         if known not in (None, self._id):
             self.abandon(known)
         if kept is None:
-            with replace_file(place) as beside:
-                beside.write_text(json.dumps({"id": self._id}) + "\n")
+            with replace_file(place) as new_path:
+                new_path.write_text(json.dumps({"id": self._id}) + "\n")
         self.is_open = True
         if self._before_fit:
             self.attempt(self.send_hyperparams, self._before_fit)
@@ -249,11 +248,13 @@ class Service(Logger):
 
     def _send_new(self, row: Mapping[str, float], step: int, above: str) -> None:
         """Send the values of a row that the service lacks; timings of a step are sent only once."""
-        there = {name for name in row if (name, step) in self._pending_calls}
-        again = {name for name in there if not above and _as_finite(row[name]) not in self._pending_calls[name, step]}
-        if again:
+        recorded = {name for name in row if (name, step) in self._pending_calls}
+        changed = {
+            name for name in recorded if not above and _as_finite(row[name]) not in self._pending_calls[name, step]
+        }
+        if changed:
             self._mark_rollback(step)
-        if new := {name: value for name, value in row.items() if name not in there - again}:
+        if new := {name: value for name, value in row.items() if name not in recorded - changed}:
             self.send(new, step)
 
     def _mark_rollback(self, step: int) -> None:
@@ -261,8 +262,8 @@ class Service(Logger):
         if not self._is_marked:
             self._is_marked = True
             _log.warning(
-                "%s keeps values from step %d on of a part of the run that was given up: where a step has several, the "
-                "newest is that of metrics.csv.", self.title, step,
+                "%s keeps values of a discarded part of the run, from step %d on. If a step has several values, the "
+                "newest value is valid, as in metrics.csv.", self.title, step,
             )  # fmt: skip
             self.send_hyperparams({"lumen": {"recorded_again_from_step": step}})
 
@@ -272,14 +273,14 @@ class Service(Logger):
         self._pending_calls = {}
         for name, step, value in self.recorded(self._directory):
             self._pending_calls.setdefault((name, step), set()).add(_as_finite(value))
-        own: set[tuple[str, int]] = set()
+        written: set[tuple[str, int]] = set()
         tables = {"": self._directory / "metrics.csv", "system/": self._directory / "system.csv"}
         rows = [(step, above, values) for above, path in tables.items() for step, values in read_rows(path)]
         for step, above, values in sorted(rows, key=itemgetter(0)):
             row = self._prefix_values(above, values)
             self._send_new(row, step, above)
-            own |= {(name, step) for name in row}
-        self._pending_calls = {pair: values for pair, values in self._pending_calls.items() if pair not in own}
+            written |= {(name, step) for name in row}
+        self._pending_calls = {pair: values for pair, values in self._pending_calls.items() if pair not in written}
 
 
 def _as_finite(value: Any) -> float | None:

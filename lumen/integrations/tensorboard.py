@@ -33,9 +33,9 @@ class TensorBoardLogger(Logger):
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
-        "default_hp_metric": "Leave it out: a run's hyperparameters stand beside all its values.",
-        "log_graph": "Leave it out; self.logger.experiment.add_graph(task, batch) records one.",
-        "sub_dir": "Leave it out: the record is in `tensorboard` in the run directory.",
+        "default_hp_metric": "Leave it out: TensorBoard shows a run's hyperparameters next to all its values.",
+        "log_graph": "Leave it out; self.logger.experiment.add_graph(task, batch) records a graph.",
+        "sub_dir": "Leave it out: the files are in `tensorboard` in the run directory.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 
@@ -52,7 +52,7 @@ class TensorBoardLogger(Logger):
         """Choose the number of the next event file; remove old files unless the run is resumed."""
         self._directory = directory / "tensorboard"
         self._step, self._hyperparameters = 0, None
-        # The number is above those of all existing files, including removed ones, so file names always increase.
+        # The number exceeds the numbers of all existing files, including files to remove, so names always increase.
         self._part = max(
             (int(path.name.split(".")[3]) + 1 for path in self._list_event_files("events.out.tfevents.*.lumen")),
             default=0,

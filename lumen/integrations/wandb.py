@@ -56,11 +56,11 @@ class WandbLogger(Service):
     title = "Weights & Biases"
     file = "wandb.json"
     INSTEAD: ClassVar[Mapping[str, str]] = {
-        "add_file_policy": "Leave it out: checkpoints are not uploaded.",
-        "anonymous": "Leave it out: there are no anonymous runs any more.",
-        "checkpoint_name": "Leave it out: checkpoints are not uploaded.",
+        "add_file_policy": "Leave it out: Lumen does not upload checkpoints.",
+        "anonymous": "Leave it out: wandb no longer has anonymous runs.",
+        "checkpoint_name": "Leave it out: Lumen does not upload checkpoints.",
         "log_model": UPLOADING,
-        "resume": "Leave it out: a resumed run goes on in its run; id names another one.",
+        "resume": "Leave it out: a resumed run continues its W&B run. To continue a different W&B run, set id.",
     }
     ATTRIBUTES: ClassVar[Mapping[str, str]] = {**Service.ATTRIBUTES, **ATTRIBUTES_OF_WANDB}
 
@@ -85,8 +85,8 @@ class WandbLogger(Service):
         super().__init__(prefix)
         self._library = import_optional("wandb", "WandbLogger", "wandb")
         if None not in (id, version) and id != version:
-            raise ConfigError(f"WandbLogger: id={id!r} and version={version!r} name two runs. Give one of them.")
-        self._name, self._project, self._given_run, self._given_id = name, project, experiment, id or version
+            raise ConfigError(f"WandbLogger: id={id!r} and version={version!r} name two runs. Remove one of the two.")
+        self._name, self._project, self._user_run, self._user_id = name, project, experiment, id or version
         self._place = None if save_dir is None else expand_path(save_dir)
         self._mode = "offline" if offline else None
         about = {"entity": entity, "group": group, "tags": tags, "notes": notes}
@@ -98,12 +98,12 @@ class WandbLogger(Service):
         place = (directory if self._place is None else self._place).absolute()  # W&B's service has its own directory.
         place.mkdir(parents=True, exist_ok=True)
         self._first_row: int | None = None
-        running = self._given_run or self._library.run
+        running = self._user_run or self._library.run
         self._owns_run = running is None
         if running is None:
             project = self._project or os.environ.get("WANDB_PROJECT") or "lumen"
             about = {"name": self._name or directory.name, "project": project, "mode": self._mode, "dir": str(place)}
-            about |= {"id": self._given_id or kept, "resume": "allow"}
+            about |= {"id": self._user_id or kept, "resume": "allow"}
             running = self._library.init(**about | self._options)
         self._writer = running
         if kept is not None and self._owns_run and running.offline:
@@ -124,10 +124,10 @@ class WandbLogger(Service):
         """Return the rows in the run's files; for earlier parts of an online run only the uploaded rows."""
         from lumen.integrations.wandb_files import read_history
 
-        own = Path(self._writer.settings.sync_file).absolute()
-        arrived = math.inf if self._writer.offline else self._writer.starting_step
-        files = sorted(path.absolute() for path in own.parents[1].glob(f"*run-*-{self._writer.id}/{own.name}"))
-        return [row for path in files for row in read_history(path) if path == own or row[0] < arrived]
+        newest = Path(self._writer.settings.sync_file).absolute()
+        uploaded = math.inf if self._writer.offline else self._writer.starting_step
+        files = sorted(path.absolute() for path in newest.parents[1].glob(f"*run-*-{self._writer.id}/{newest.name}"))
+        return [row for path in files for row in read_history(path) if path == newest or row[0] < uploaded]
 
     def send(self, values: Mapping[str, Any], step: int) -> None:
         """Log values."""

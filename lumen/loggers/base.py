@@ -49,20 +49,20 @@ def explain_wrong_calls(method: Callable[Concatenate[S, P], None]) -> Callable[C
     signature, name = inspect.signature(method), method.__name__
     needed = [each.name for each in signature.parameters.values() if each.default is each.empty][1:]
     words = ["step=self.global_step" if each == "step" else each for each in needed]
-    written = f"logger.{name}({', '.join(words)})"
+    right_call = f"logger.{name}({', '.join(words)})"
 
     @wraps(method)
-    def telling(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             operator.index(signature.bind(self, *args, **kwargs).arguments.get("step", 0))
         except TypeError as error:
             raise ConfigError(
-                f"{type(self).__name__}.{name}: {error}. Write {written}; every logger has it. What "
-                "the library has beyond that is in logger.experiment."
+                f"{type(self).__name__}.{name}: {error}. Write {right_call}. For other features of the library, use "
+                "logger.experiment."
             ) from None
         method(self, *args, **kwargs)
 
-    return telling
+    return checked
 
 
 class Logger(LightningAttributeErrors, ABC):
@@ -119,7 +119,7 @@ class Logger(LightningAttributeErrors, ABC):
         """Record the hyperparameters; Lumen calls this whenever `fit` starts, also when it resumes.
 
         Args:
-            params: Hyperparameters of the task under the key `model`, those of the data module under `data`.
+            params: Hyperparameters of the task under the key `model`, of the data module under the key `data`.
         """
 
     @explain_wrong_calls
@@ -242,8 +242,8 @@ def as_image_array(name: str, image: Array) -> np.ndarray[Any, Any]:
     """
     if not isinstance(image, torch.Tensor | np.ndarray):
         raise ConfigError(
-            f"log_image({name!r}): expected an image, as a tensor or an array, found {describe_type(image)}. Call it "
-            "once for each image; np.array(image).transpose(2, 0, 1) makes an array of one of PIL, with channels first."
+            f"log_image({name!r}): expected a tensor or an array, found {describe_type(image)}. Call log_image once "
+            "for each image. For an image of PIL, write np.array(image).transpose(2, 0, 1)."
         )
     pixels = as_array(image)
     pixels = pixels[None] if pixels.ndim == 2 else pixels

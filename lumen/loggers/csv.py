@@ -88,7 +88,7 @@ class _CsvTable:
         Only one row is in memory at a time.
         """
         self.close()
-        with explain_write_errors(self.path), replace_file(self.path) as beside, _open_csv(beside, "w") as file:
+        with explain_write_errors(self.path), replace_file(self.path) as new_path, _open_csv(new_path, "w") as file:
             writer = csv.writer(file)
             writer.writerow(columns)
             writer.writerows(self._read_rows(columns, rows))
@@ -131,7 +131,7 @@ class CSVLogger(Logger):
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD_IN_LOGGERS | {
-        "flush_logs_every_n_steps": "Leave it out: every row is written at once.",
+        "flush_logs_every_n_steps": "Leave it out: Lumen writes every row at once.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_IN_LOGGERS
 

@@ -18,15 +18,15 @@ else:  # At run time the type lists all names, so that type checks of the config
     LoggerName = Literal[(*_BUILT_IN, *(name for name in list_entry_points(LOGGERS) if name not in _BUILT_IN))]
 
 
-def as_loggers(given: bool | LoggerName | Logger | Sequence[LoggerName | Logger]) -> list[Logger]:
+def as_loggers(value: bool | LoggerName | Logger | Sequence[LoggerName | Logger]) -> list[Logger]:
     """Return the loggers of a trainer. True means a `CSVLogger`; a name means a logger with default arguments.
 
     Raises:
         ConfigError: A logger cannot be created, or its `log_metrics` has a wrong signature.
     """
-    if isinstance(given, bool):
-        return [CSVLogger()] if given else []
-    several = [given] if isinstance(given, str | Logger) else given
+    if isinstance(value, bool):
+        return [CSVLogger()] if value else []
+    several = [value] if isinstance(value, str | Logger) else value
     loggers = [each if isinstance(each, Logger) else _make_named_logger(each) for each in several]
     for logger in loggers:
         takes_epoch(logger)
@@ -47,8 +47,8 @@ def takes_epoch(logger: Logger) -> bool:
             continue
         return bool(values)
     raise ConfigError(
-        f"{type(logger).__name__}.log_metrics{signature}: it is given the values and the step, and the epoch if it has "
-        "a parameter of that name. Write log_metrics(self, metrics, step) or log_metrics(self, metrics, step, epoch)."
+        f"{type(logger).__name__}.log_metrics has the signature {signature}. "
+        "Write log_metrics(self, metrics, step) or log_metrics(self, metrics, step, epoch)."
     )
 
 
@@ -61,15 +61,17 @@ def add_csv_logger(loggers: Sequence[Logger]) -> list[Logger]:
     Args:
         loggers: The user's loggers; if there are none, no logger is added.
     """
-    has_own = not loggers or any(isinstance(each, CSVLogger) for each in loggers)
-    return sorted([*loggers] if has_own else [CSVLogger(), *loggers], key=lambda each: not isinstance(each, CSVLogger))
+    is_complete = not loggers or any(isinstance(each, CSVLogger) for each in loggers)
+    return sorted(
+        [*loggers] if is_complete else [CSVLogger(), *loggers], key=lambda each: not isinstance(each, CSVLogger)
+    )
 
 
 def _make_named_logger(name: LoggerName) -> Logger:
     if name == "csv":
         return CSVLogger()
-    what = f"the logger {name}"
-    made = load_entry_point(LOGGERS, name, what)()
+    label = f"the logger {name}"
+    made = load_entry_point(LOGGERS, name, label)()
     if not isinstance(made, Logger):
-        raise ConfigError(f"{what}: {type(made).__name__} is not derived from lumen.Logger. Derive it.")
+        raise ConfigError(f"{label}: {type(made).__name__} is not a logger. Derive it from lumen.Logger.")
     return made

@@ -112,7 +112,7 @@ def _enable_profile(profile: cProfile.Profile) -> None:
         profile.enable()
     except ValueError as error:  # since Python 3.12, only one profiler can be active
         raise ConfigError(
-            "AdvancedProfiler: another profiler or debugger of Python is at work. End it, or leave this one out."
+            "AdvancedProfiler: another profiler or debugger of Python is active. End that profiler, or remove this one."
         ) from error
 
 

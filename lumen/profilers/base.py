@@ -167,13 +167,13 @@ def end_part(profiler: Profiler, parts: list[tuple[str, T]], name: str) -> T:
     Raises:
         ConfigError: The part is not the one in progress.
     """
-    within = parts[-1][0] if parts else None
-    if within == name:
+    innermost = parts[-1][0] if parts else None
+    if innermost == name:
         return parts.pop()[1]
-    found = "nothing is in progress" if within is None else f"{within!r} is in progress"
+    found = "no part is in progress" if innermost is None else f"{innermost!r} is in progress"
     raise ConfigError(
-        f"{type(profiler).__name__}.stop: {name!r} cannot end here, {found}. Start it first, and end what was started "
-        "last; `with profiler.profile(...)` does both."
+        f"{type(profiler).__name__}.stop: {name!r} cannot end here, {found}. Start each part before its end, and end "
+        "the newest part first; `with profiler.profile(...)` does both."
     )
 
 

@@ -68,7 +68,7 @@ class Instrumentation:
             except Exception:
                 if error is None:
                     raise
-                _log.exception("the profiler's report failed too")  # the first error is raised
+                _log.exception("the profiler's report failed too")  # the caller raises the first error
 
     def _begin_profile(self) -> None:
         """Wrap the methods and start the profiler, after everything is built."""

@@ -156,7 +156,7 @@ class SimpleProfiler(Profiler):
             )
         table = make_table("part", "calls", "total s", "mean ms", f"ms/{unit}", "share %")
         is_host = self._waits or self._run is None or self._run.strategy.device.type == "cpu"
-        host = "" if is_host else ", as the host saw it"
+        host = "" if is_host else ", host time"
         table.title = f"{self._stage}: {self._steps} {units} in {total_s:.2f} s{host}"
         for row in [*shown, ProfileRow("total", total_s=total_s)]:
             table.add_row(

@@ -44,16 +44,16 @@ class TorchProfiler(Profiler):
     """
 
     INSTEAD: ClassVar[Mapping[str, str]] = {
-        "activities": "Those of the host and, on CUDA, of the device are recorded.",
+        "activities": "Leave it out: the profiler records the host and, on CUDA, the device.",
         "emit_nvtx": "Call fit in torch.autograd.profiler.emit_nvtx().",
-        "export_to_chrome": "Each cycle writes one, where there is a directory.",
-        "filename": "Traces are named by stage, step and rank.",
+        "export_to_chrome": "Leave it out: each cycle writes a trace, if the run has a directory.",
+        "filename": "Leave it out: names of traces have stage, step and rank.",
         "group_by_input_shapes": "Use record_shapes.",
-        "on_trace_ready": "Traces go to dirpath.",
-        "record_functions": "The parts of a run are labelled.",
+        "on_trace_ready": "Set dirpath, the folder of the traces.",
+        "record_functions": "Leave it out: the profiler labels the parts of a run.",
         "record_module_names": "Use with_stack.",
         "schedule": "Use wait, warmup, active and repeat.",
-        "sort_by_key": "Operators are sorted by their own time.",
+        "sort_by_key": "Leave it out: operators are sorted by their self time.",
         "table_kwargs": "Use row_limit.",
     }
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -145,7 +145,7 @@ class TorchProfiler(Profiler):
         super().end()
         if not self._traces:
             _log.warning(
-                "TorchProfiler: nothing was recorded, because %s ended after %d steps, before wait + warmup = %d. "
+                "TorchProfiler recorded no step, because %s ended after %d steps, before wait + warmup = %d. "
                 "Lower wait.",
                 self._stage, self._steps, self.wait + self.warmup,
             )  # fmt: skip
@@ -160,7 +160,7 @@ class TorchProfiler(Profiler):
         if directory is not None:
             worker = f"{self._stage}-{unit}-{number:08d}-rank{run.processes.rank}"
             tensorboard_trace_handler(str(directory), worker, use_gzip=True)(done)
-            _log.info("the trace until %s %d is in %s", unit, number, directory)
+            _log.info("wrote the trace up to %s %d to %s", unit, number, directory)
         if run.processes.is_global_zero:
             table = self._make_table(done)
             table.title = f"{self._stage}: operators until {unit} {number}"
@@ -172,13 +172,13 @@ class TorchProfiler(Profiler):
         """Return a table of operators, sorted by their own time; on CUDA, by the time of the kernels they launched."""
         assert self._run is not None
         kind = "device" if self._run.strategy.device.type == "cuda" else "cpu"
-        own_us = attrgetter(f"self_{kind}_time_total")
-        operators = sorted(self._select_operators(done), key=own_us, reverse=True)
-        total_us = sum(map(own_us, operators)) or 1
+        self_us = attrgetter(f"self_{kind}_time_total")
+        operators = sorted(self._select_operators(done), key=self_us, reverse=True)
+        total_us = sum(map(self_us, operators)) or 1
         columns: dict[str, Callable[[Any], str]] = {
             "calls": lambda each: str(each.count),
-            "self %": lambda each: f"{100 * own_us(each) / total_us:.1f}",
-            f"self {kind} ms": lambda each: f"{own_us(each) / 1e3:.3f}",
+            "self %": lambda each: f"{100 * self_us(each) / total_us:.1f}",
+            f"self {kind} ms": lambda each: f"{self_us(each) / 1e3:.3f}",
             f"{kind} ms": lambda each: f"{getattr(each, f'{kind}_time_total') / 1e3:.3f}",
         }
         if kind == "device":

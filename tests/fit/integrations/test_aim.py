@@ -108,7 +108,7 @@ def test_aim_resumes_from_command_line_and_by_hash(tmp_path, monkeypatch):
     [
         ({"repo": 3}, "repo"),
         ({"capture_terminal_logs": True}, "run.log in the run directory"),
-        ({"context_prefixes": {}}, "the name that it is logged by"),
+        ({"context_prefixes": {}}, "the name of a value is the logged name"),
     ],
 )
 def test_arguments_that_are_wrong_are_named(arguments, said):

@@ -149,7 +149,7 @@ def test_mlflow_catches_up_after_an_outage(tmp_path, uri, caplog, synchronous):
     (run,) = runs_of_mlflow(uri)
     record = of_mlflow(uri, run.info.run_id)
     assert {name: sorted(rows) for name, rows in record.items()} == of_csv(trainer.run_directory)
-    assert (trainer.run_directory / "run.log").read_text().count("MLflow has failed, and training goes on") == 1
+    assert (trainer.run_directory / "run.log").read_text().count("MLflow failed, and training continues") == 1
 
 
 def test_mlflow_gets_rows_lost_in_transit(tmp_path, uri):
@@ -179,7 +179,7 @@ def test_names_that_collide_in_mlflow_are_refused(tmp_path, uri):
             self.log_dict({"acc@1": 1.0, "acc_1": 5.0})
             return super().training_step(batch)
 
-    with pytest.raises(ConfigError, match=r"MLflow has one name, 'acc_1', for 'acc@1' and 'acc_1'\. Rename"):
+    with pytest.raises(ConfigError, match=r"MLflow: 'acc@1' and 'acc_1' both become 'acc_1'\. Rename"):
         fit(tmp_path, Twice(), max_steps=1, logger="mlflow", enable_checkpointing=False)
 
 
@@ -189,13 +189,13 @@ def test_resumed_runs_connect_to_mlflow_later(tmp_path, uri):
     fit(tmp_path, max_steps=3, logger=there, **EVERY_STEP)
     (tmp_path / "text").write_text("This is no database. " * 100)
     nowhere = lumen.MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/text")
-    with pytest.raises(ConfigError, match="MLflow does not begin a run: "):
+    with pytest.raises(ConfigError, match="MLflow cannot begin a run: "):
         fit(tmp_path, max_steps=3, logger=nowhere)
     assert not (tmp_path / "runs/run-2").exists()
     options = {"resume": "auto", "log_level": "WARNING"} | EVERY_STEP
     answering = At(step_5=lambda _: shutil.copy(tmp_path / "runs/mlflow.db", tmp_path / "text"))
     trainer = fit(tmp_path, max_steps=6, logger=nowhere, callbacks=[answering], **options)
-    assert "MLflow has failed, and training goes on: " in (trainer.run_directory / "run.log").read_text()
+    assert "MLflow failed, and training continues: " in (trainer.run_directory / "run.log").read_text()
     assert of_mlflow(f"sqlite:///{tmp_path}/text", nowhere.version) == of_csv(trainer.run_directory)
     fit(tmp_path, max_steps=9, logger=there, **options)
     (run,) = runs_of_mlflow(uri)
@@ -369,7 +369,7 @@ def test_service_outside_fit_warns_once_and_records_nothing(tmp_path, caplog):
     logger = lumen.WandbLogger()
     trainer = lumen.Trainer(default_root_dir=tmp_path, logger=logger, enable_progress_bar=False)
     trainer.validate(Shown(), loader())
-    assert caplog.text.count("WandbLogger.experiment is used before fit") == 1
+    assert caplog.text.count("WandbLogger.experiment was used before fit") == 1
     assert not any(tmp_path.iterdir())
 
 
@@ -430,7 +430,7 @@ def test_logger_calls_of_lightning_say_what_to_write(kind, call, said):
         call(kind())
     assert str(caught.value).startswith(f"{kind.__name__}.log_")
     assert said in str(caught.value)
-    assert str(caught.value).endswith("is in logger.experiment.")
+    assert str(caught.value).endswith("use logger.experiment.")
 
 
 @pytest.mark.parametrize("kind", [lumen.TensorBoardLogger, lumen.WandbLogger, lumen.MLFlowLogger])

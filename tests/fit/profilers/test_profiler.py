@@ -369,7 +369,7 @@ def test_profile_is_reported_after_an_early_end(tmp_path, how):
     assert text.splitlines()[2].startswith("training_step")
     log = (trainer.run_directory / "run.log").read_text()
     if how == "signal":
-        assert log.index("Go on with:") > log.index(text)  # the last line is the command that goes on
+        assert log.index("Resume with:") > log.index(text)  # the last line is the command that goes on
     else:
         assert text in log
 
@@ -468,7 +468,7 @@ def test_an_unfinished_cycle_is_written_too(tmp_path):
 def test_a_run_too_short_to_record_says_so(tmp_path, caplog):
     trainer = quiet_trainer(tmp_path, max_epochs=1, profiler="torch", log_level="WARNING")
     trainer.fit(Regression(), loader(40, 8))
-    assert "nothing was recorded, because fit ended after 5 steps, before wait + warmup = 7" in caplog.text
+    assert "TorchProfiler recorded no step, because fit ended after 5 steps, before wait + warmup = 7" in caplog.text
     assert not (trainer.run_directory / "profile").exists()
 
 
@@ -609,11 +609,11 @@ def test_a_task_measures_a_part_of_its_own(tmp_path):
 @pytest.mark.parametrize("kind", [lumen.SimpleProfiler, lumen.AdvancedProfiler, lumen.TorchProfiler])
 def test_what_was_not_started_cannot_end(kind):
     profiler = kind()
-    with pytest.raises(ConfigError, match="stop: 'a' cannot end here, nothing is in progress"):
+    with pytest.raises(ConfigError, match="stop: 'a' cannot end here, no part is in progress"):
         profiler.stop("a")
     profiler.start("a")
     profiler.start("b")
-    with pytest.raises(ConfigError, match=r"'a' cannot end here, 'b' is in progress\. Start it first"):
+    with pytest.raises(ConfigError, match=r"'a' cannot end here, 'b' is in progress\. Start each part"):
         profiler.stop("a")
     profiler.stop("b")
     profiler.stop("a")
