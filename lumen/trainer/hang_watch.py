@@ -56,8 +56,8 @@ _PERIOD_FACTOR = 5  # the limit is at least this factor times the longest time s
 _LONGEST_PERIOD_S, _POLLS_PER_LIMIT = 1.0, 40
 _REPORT_TIMEOUT_S, _EXIT_TIMEOUT_S = 5.0, 5.0
 _TAKES_LONG = (
-    "If it only takes long, set a longer timeout_s, and where it is in no step a longer startup_timeout_s, of the "
-    "strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}, or of lumen.FSDP or SingleDevice."
+    "If the work only takes long, set a longer timeout_s of the strategy (outside of steps, startup_timeout_s): "
+    "strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}, or with lumen.FSDP or lumen.SingleDevice."
 )
 _CALL_EQUALLY_OFTEN = (
     "All ranks must call a collective equally often. A condition on batch_idx is true on one rank at a time, since "
@@ -112,8 +112,8 @@ class _HangWatch:
     def watch(self) -> None:
         """Watch until the run is over."""
         processes, vote = self._processes, self._run.ending.vote
-        beats, idle_s, is_in_step, patience, warned = vote.polls, 0.0, False, 1, False
-        used = 0.0  # Fraction of the limit, which differs between a slow disk and a collective after it.
+        polls, idle_s, is_in_step, patience, warned = vote.polls, 0.0, False, 1, False
+        used_share = 0.0  # Fraction of the limit, which differs between a slow disk and a collective after it.
         period_s = min(_LONGEST_PERIOD_S, min(processes.timeout_s, processes.startup_timeout_s) / _POLLS_PER_LIMIT)
         while True:
             before_s = time.monotonic()
@@ -122,34 +122,34 @@ class _HangWatch:
             if self._stacks is not None and (why := self._stacks.end_reason) is not None:
                 call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_stacks, why))
                 self._exit_process()
-            if vote.polls != beats:
+            if vote.polls != polls:
                 if is_in_step or self._is_past_first_step:  # the time of the start does not predict later times
                     self._longest_s[is_in_step] = max(self._longest_s[is_in_step], idle_s)
-                beats, idle_s, used, patience, warned = vote.polls, 0.0, 0.0, 1, False
+                polls, idle_s, used_share, patience, warned = vote.polls, 0.0, 0.0, 1, False
                 continue
             # limited, so that the time in which this process was suspended does not count
             passed_s = min(time.monotonic() - before_s, 2 * period_s)
-            is_in_step, limit_s, is_asked = self._get_limit()
-            if is_asked:
-                idle_s, used, warned = 0.0, 0.0, False
+            is_in_step, limit_s, is_prompting = self._get_limit()
+            if is_prompting:
+                idle_s, used_share, warned = 0.0, 0.0, False
                 continue
             limit_s *= patience
             idle_s += passed_s
-            used += passed_s / limit_s
-            if (pair := self._find_unmatched_ranks(idle_s)) is not None and (places := self._claim_termination(beats)):
+            used_share += passed_s / limit_s
+            if (pair := self._find_unmatched_ranks(idle_s)) is not None and (places := self._claim_termination(polls)):
                 headline = describe_unmatched_ranks(*(places[rank] for rank in pair))
                 self._end_job(places, headline, _CALL_EQUALLY_OFTEN, warns=not warned)
                 warned = True
-            if used > 1 and (places := self._claim_termination(beats)):
+            if used_share > 1 and (places := self._claim_termination(polls)):
                 headline = f"no step and no batch was done for {idle_s:.3g} s: {describe_stuck_ranks(places)}"
                 self._end_job(places, headline, _TAKES_LONG)
-                patience, idle_s, used, warned = 2 * patience, 0.0, 0.0, True
-            elif used > 0.5 and not warned:
+                patience, idle_s, used_share, warned = 2 * patience, 0.0, 0.0, True
+            elif used_share > 0.5 and not warned:
                 warned = True
                 self._print_warning(
-                    f"rank {self._processes.rank} has done no step and no batch for {idle_s:.3g} s; the job is ended "
-                    f"after {limit_s:.3g} s. If that is no surprise, set a longer timeout_s.\n"
-                    + self._get_own_location().describe()
+                    f"rank {self._processes.rank} has done no step and no batch for {idle_s:.3g} s; Lumen ends "
+                    f"the job after {limit_s:.3g} s. If you expect this, set a longer timeout_s.\n"
+                    + self._locate_this_process().describe()
                 )
 
     def _find_unmatched_ranks(self, idle_s: float) -> tuple[int, int] | None:
@@ -178,17 +178,17 @@ class _HangWatch:
     def _get_limit(self) -> tuple[bool, float, bool]:
         """Return whether the run is in a step, its time limit in seconds, and whether a debugger prompts."""
         processes, codes = self._processes, [frame.f_code for frame in self._iterate_frames()]
-        in_step, asked = not _STEPS.isdisjoint(codes), any(map(is_prompt, codes))
+        in_step, is_prompting = not _STEPS.isdisjoint(codes), any(map(is_prompt, codes))
         files = [code.co_filename for code in codes]
         waits = any(file.startswith(_COLLECTIVES) for file in files) and _SAVES not in files  # a disk may be slow
         if not self._is_past_first_step:
-            return in_step, processes.startup_timeout_s, asked
+            return in_step, processes.startup_timeout_s, is_prompting
         is_together = self._is_fit and (in_step or waits)
         floor_s = processes.timeout_s if is_together else max(processes.startup_timeout_s, processes.timeout_s)
         limit_s = max(floor_s, _PERIOD_FACTOR * self._longest_s[in_step])
         if is_together:
             processes.extend_timeout(limit_s)
-        return in_step, limit_s, asked
+        return in_step, limit_s, is_prompting
 
     @property
     def _is_past_first_step(self) -> bool:
@@ -198,15 +198,15 @@ class _HangWatch:
     def _print_warning(self, text: str) -> None:
         call_with_timeout(_REPORT_TIMEOUT_S, partial(_log.warning, "%s", text))
 
-    def _claim_termination(self, beats: int) -> list[ProcessLocation]:
+    def _claim_termination(self, polls: int) -> list[ProcessLocation]:
         """Return the places of all processes if this process is to end the job.
 
         The list is empty if a different process ends the job, or if the run has progressed meanwhile.
         """
         if self._stacks is not None and not self._stacks.claim_termination():
             return []
-        places = self._stacks.locate_processes() if self._stacks is not None else [self._get_own_location()]
-        if self._run.ending.vote.polls == beats:
+        places = self._stacks.locate_processes() if self._stacks is not None else [self._locate_this_process()]
+        if self._run.ending.vote.polls == polls:
             return places
         self._release_claim()
         return []
@@ -220,30 +220,30 @@ class _HangWatch:
 
         In a notebook, a debugger or an interactive session only warn.
         """
-        here = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive) or self._is_traced
-        if here or not _WATCHER_NAMES.isdisjoint(sys.modules) or any(place.is_traced for place in places):
+        is_interactive = in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive) or self._is_traced
+        if is_interactive or not _WATCHER_NAMES.isdisjoint(sys.modules) or any(place.is_traced for place in places):
             self._release_claim()
             if warns:
-                self._print_warning(f"{headline}. It is not ended: somebody may be looking at it.")
+                self._print_warning(f"{headline}. Lumen does not end an interactive or debugged run.")
             return
         text, written = "\n".join([headline + ".", *(place.describe() for place in places)]), list[Path]()
         call_with_timeout(_REPORT_TIMEOUT_S, lambda: self._write_log_file("stacks.txt", f"{text}\n".encode(), written))
         where = f"The stacks are in {written[0]}. " if written else ""
-        told = f"error: {text}\n{where}{advice}\nerror: {headline}."
+        report = f"error: {text}\n{where}{advice}\nerror: {headline}."
         call_with_timeout(_REPORT_TIMEOUT_S, partial(self._record_stacks, headline))
-        if not report_error(ProcessStuck(headline), told):
-            call_with_timeout(_REPORT_TIMEOUT_S, partial(print, told, file=stderr, flush=True))
+        if not report_error(ProcessStuck(headline), report):
+            call_with_timeout(_REPORT_TIMEOUT_S, partial(print, report, file=stderr, flush=True))
         if self._stacks is not None:
             self._stacks.announce_end(headline)
         self._exit_process(_EXIT_TIMEOUT_S)
 
-    def _exit_process(self, others_s: float = 0.0) -> NoReturn:
+    def _exit_process(self, wait_s: float = 0.0) -> NoReturn:
         """End this process in any state, after waiting for the other processes of its host."""
         for child in active_children():  # data workers would continue
             with suppress(OSError, ValueError):
                 child.kill()
-        if self._stacks is not None and others_s:
-            self._stacks.end_others(others_s)
+        if self._stacks is not None and wait_s:
+            self._stacks.end_others(wait_s)
         if self._stacks is not None:
             faulthandler.dump_traceback_later(
                 _EXIT_TIMEOUT_S, exit=True, file=self._file
@@ -258,17 +258,17 @@ class _HangWatch:
         step = self._run.progress.step
         log_status("failed: ProcessStuck: %s (step %d)", headline, step, error=ProcessStuck(headline))
 
-    def _write_log_file(self, what: str, content: bytes, written: list[Path]) -> None:
+    def _write_log_file(self, name: str, content: bytes, written: list[Path]) -> None:
         """Write a file into the folder of logs, with host and step in its name, and append its path to `written`."""
         if self._directory is not None:
-            file = Path(self._directory, "logs", what)
+            file = Path(self._directory, "logs", name)
             file = file.with_stem(f"{file.stem}-{socket.gethostname()}-step{self._run.progress.step}")
             with suppress(OSError):
                 file.parent.mkdir(exist_ok=True)
                 file.write_bytes(content)
                 written.append(file)
 
-    def _get_own_location(self) -> ProcessLocation:
+    def _locate_this_process(self) -> ProcessLocation:
         return locate_each({self._processes.rank: (os.getpid(), self._file)}, OWN_SIGNAL)[self._processes.rank]
 
 
@@ -284,21 +284,23 @@ def debug_one_rank(processes: Processes) -> Iterator[None]:
         return
     from pdb import Pdb
 
-    interact, told = Pdb.interaction, False
+    interact, has_warned = Pdb.interaction, False
     has_terminal = processes.is_global_zero or not is_worker()
 
     def interaction(debugger: Pdb, *args: Any) -> Any:
-        nonlocal told
-        goes_on = not has_terminal and sys.stdin is not None and sys.stdin.isatty()
-        if goes_on and not told:
-            _log.warning("rank %d goes on where a debugger would ask: rank 0 has the terminal", processes.rank)
-        elif not told:
+        nonlocal has_warned
+        continues = not has_terminal and sys.stdin is not None and sys.stdin.isatty()
+        if continues and not has_warned:
             _log.warning(
-                "rank %d is in a debugger: the other ranks wait for it, at most for timeout_s (%g s) of the strategy",
+                "rank %d continues at its breakpoint without a prompt: only rank 0 has the terminal", processes.rank
+            )
+        elif not has_warned:
+            _log.warning(
+                "rank %d is in a debugger: the other ranks wait at most timeout_s of the strategy (%g s)",
                 processes.rank, processes.timeout_s,
             )  # fmt: skip
-        told = True
-        return debugger.set_continue() if goes_on else interact(debugger, *args)
+        has_warned = True
+        return debugger.set_continue() if continues else interact(debugger, *args)
 
     Pdb.interaction = interaction  # type: ignore[method-assign, assignment]
     try:

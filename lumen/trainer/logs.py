@@ -20,8 +20,11 @@ from lumen.console import ConsoleHandler, logger, stderr
 from lumen.errors import ConfigError
 from lumen.internals.atomic_files import explain_write_errors
 
-_OWN_FORMAT, _OTHERS_FORMAT = "%(asctime)s %(levelname)s %(message)s", "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_STATUS_ATTRIBUTE = {"tells_how_it_stands": True}
+_LUMEN_FORMAT, _NAMED_FORMAT = (
+    "%(asctime)s %(levelname)s %(message)s",
+    "%(asctime)s %(levelname)s %(name)s: %(message)s",
+)
+_STATUS_ATTRIBUTE = {"is_run_status": True}  # marks a log record as a line for `lumen runs`
 STATUS_SUFFIX = ".status"
 """Suffix of the file that keeps the lines for `lumen runs` if `log_format` is set."""
 
@@ -41,12 +44,12 @@ class LogSettings:
     """
 
     def __init__(self, level: str | Mapping[str, str], form: str | None = None) -> None:
-        given = {"root": level} if isinstance(level, str) else {"root": "INFO", **level}
-        for name, each in given.items():
+        levels = {"root": level} if isinstance(level, str) else {"root": "INFO", **level}
+        for name, each in levels.items():
             if not isinstance(logging.getLevelName(each.upper()), int):
                 where = "log_level" if isinstance(level, str) else f"log_level.{name}"
                 raise ConfigError(f"{where}: expected DEBUG, INFO, WARNING or ERROR, found {each!r}.")
-        self.named: dict[str, int] = {name: logging.getLevelName(each.upper()) for name, each in given.items()}
+        self.named: dict[str, int] = {name: logging.getLevelName(each.upper()) for name, each in levels.items()}
         self.root, self.form = self.named.pop("root"), form
         try:
             self.formatter = _Formatter(form)
@@ -76,14 +79,14 @@ class _Formatter(logging.Formatter):
     """Formatter of a log file; the default format omits the name of Lumen's logger."""
 
     def __init__(self, form: str | None) -> None:
-        super().__init__(_OTHERS_FORMAT if form is None else form)
-        self._lumen_formatter = logging.Formatter(_OWN_FORMAT)
+        super().__init__(_NAMED_FORMAT if form is None else form)
+        self._lumen_formatter = logging.Formatter(_LUMEN_FORMAT)
         self._is_default = form is None
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record as text."""
-        is_own = record.name == logger.name and self._is_default
-        return self._lumen_formatter.format(record) if is_own else super().format(record)
+        is_lumen = record.name == logger.name and self._is_default
+        return self._lumen_formatter.format(record) if is_lumen else super().format(record)
 
 
 @cache
@@ -91,9 +94,9 @@ def _is_library_logger(name: str) -> bool:
     """Return True if the logger is named after the standard library or an installed package, not the user's code."""
     module = None if name == "__main__" else sys.modules.get(name.partition(".")[0])
     places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
-    own = sysconfig.get_path("stdlib")
+    stdlib = sysconfig.get_path("stdlib")
     return any(
-        Path(place).is_relative_to(own) or {"site-packages", "dist-packages"} & {*Path(place).parts}
+        Path(place).is_relative_to(stdlib) or {"site-packages", "dist-packages"} & {*Path(place).parts}
         for place in places
         if place
     )
@@ -141,12 +144,12 @@ def _forward_other_loggers(target: logging.Handler, settings: LogSettings) -> It
     """Set the levels of other loggers and forward their records to `target` within the context."""
     root, level = logging.root, logging.root.level
 
-    def was_heard(record: logging.LogRecord) -> bool:
+    def was_shown(record: logging.LogRecord) -> bool:
         return record.levelno >= level or any(
             each.level for each in _iterate_ancestors(record.name) if each is not root
         )
 
-    theirs = (
+    root_handlers = (
         [handler for handler in root.handlers if not isinstance(handler, _OtherLoggersHandler)]
         if settings.root < level
         else []
@@ -156,7 +159,7 @@ def _forward_other_loggers(target: logging.Handler, settings: LogSettings) -> It
             each = logging.getLogger(name)
             closing.callback(each.setLevel, each.level)
             each.setLevel(least)
-        closing.enter_context(filter_handlers(theirs, was_heard))
+        closing.enter_context(filter_handlers(root_handlers, was_shown))
         closing.callback(root.setLevel, level)
         root.setLevel(min(level, settings.root))
         closing.enter_context(_add_handler(root, _OtherLoggersHandler(target, settings)))
@@ -172,15 +175,15 @@ def log_to_console(settings: LogSettings, *, shown: bool = True) -> Iterator[Non
         shown: False in a process that leaves the terminal to another process.
     """
     above = logging.root.handlers if logger.propagate else []
-    listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
-    has_shown = listened or any(_writes_to_terminal(handler) for handler in above)
-    others_shown = any(
+    has_handler = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    has_shown = has_handler or any(_writes_to_terminal(handler) for handler in above)
+    shows_others = any(
         isinstance(handler, _OtherLoggersHandler) and handler.is_console for handler in logging.root.handlers
     )
     with ExitStack() as closing:
-        own = ConsoleHandler() if shown and not has_shown else logging.NullHandler()
-        closing.enter_context(_configure_handler(own, settings))
-        if shown and not others_shown:
+        console_handler = ConsoleHandler() if shown and not has_shown else logging.NullHandler()
+        closing.enter_context(_configure_handler(console_handler, settings))
+        if shown and not shows_others:
             console = ConsoleHandler()
             console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
             closing.enter_context(_forward_other_loggers(console, settings))
@@ -197,7 +200,7 @@ class _LogFile(logging.FileHandler):
         """Print one warning."""
         if not self._is_broken:
             self._is_broken = True
-            print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=stderr)
+            print(f"warning: cannot write {self.baseFilename}: {sys.exc_info()[1]}", file=stderr)
 
     def close(self) -> None:
         """Close the file, and ignore errors."""
@@ -219,10 +222,10 @@ def log_status(message: str, *args: Any, error: BaseException | None = None) -> 
         logger.log(level, message, *args, extra=_STATUS_ATTRIBUTE)
         return
     trace = None if error is None else (type(error), error, error.__traceback__)
-    said = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace, extra=_STATUS_ATTRIBUTE)
+    record = logger.makeRecord(logger.name, level, __file__, 0, message, args, trace, extra=_STATUS_ATTRIBUTE)
     for handler in logger.handlers:
         if isinstance(handler, _LogFile):
-            handler.handle(said)
+            handler.handle(record)
 
 
 @contextmanager
@@ -240,8 +243,8 @@ def log_to_file(path: Path, settings: LogSettings) -> Iterator[None]:
     with ExitStack() as closing:
         if settings.form is not None:
             status = _LogFile(path.with_suffix(STATUS_SUFFIX), encoding="utf-8")
-            status.setFormatter(logging.Formatter(_OWN_FORMAT))
-            status.addFilter(lambda record: hasattr(record, "tells_how_it_stands"))
+            status.setFormatter(logging.Formatter(_LUMEN_FORMAT))
+            status.addFilter(lambda record: hasattr(record, "is_run_status"))
             closing.enter_context(_configure_handler(status, settings))
         closing.enter_context(_configure_handler(handler, settings))
         closing.enter_context(_forward_other_loggers(handler, settings))
@@ -261,20 +264,22 @@ def separate_nested_runs(*, has_files: bool) -> Iterator[None]:
         for handler in logging.root.handlers
         if isinstance(handler, _OtherLoggersHandler) and not handler.is_console
     ]
-    with filter_handlers(files, lambda record: not (has_files or hasattr(record, "tells_how_it_stands"))):
+    with filter_handlers(files, lambda record: not (has_files or hasattr(record, "is_run_status"))):
         yield
 
 
 @contextmanager
-def filter_handlers(handlers: list[logging.Handler], is_heard: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+def filter_handlers(
+    handlers: list[logging.Handler], should_pass: Callable[[logging.LogRecord], bool]
+) -> Iterator[None]:
     """Add a filter to handlers within the context."""
     for handler in handlers:
-        handler.addFilter(is_heard)
+        handler.addFilter(should_pass)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(is_heard)
+            handler.removeFilter(should_pass)
 
 
 @contextmanager

@@ -47,12 +47,12 @@ class LearningRateCurve:
 
     def _find_steepest(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
         losses = np.array(self.results["loss"])
-        looked_at = np.arange(len(losses))[skip_begin : len(losses) - skip_end]
-        looked_at = looked_at[np.isfinite(losses[looked_at])]
-        if len(looked_at) < 2:
+        indices = np.arange(len(losses))[skip_begin : len(losses) - skip_end]
+        indices = indices[np.isfinite(losses[indices])]
+        if len(indices) < 2:
             return None
-        slopes = np.gradient(losses[looked_at])
-        return int(looked_at[slopes.argmin()]) if slopes.min() < 0 else None
+        slopes = np.gradient(losses[indices])
+        return int(indices[slopes.argmin()]) if slopes.min() < 0 else None
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Draw the curve with matplotlib.
@@ -71,7 +71,7 @@ class LearningRateCurve:
         try:
             from matplotlib import pyplot
         except ImportError as error:
-            raise ConfigError("the curve is drawn with matplotlib, which is not installed.") from error
+            raise ConfigError("plot needs matplotlib, which is not installed: pip install matplotlib.") from error
         figure, ax = pyplot.subplots() if ax is None else (ax.figure, ax)
         ax.plot(self.results["lr"], self.results["loss"])
         if self.mode == "exponential":

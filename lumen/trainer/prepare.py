@@ -58,7 +58,7 @@ class RunOrigin:
 
     Attributes:
         restarted: True if the run began in an earlier attempt of the same launch, and resumes.
-        left_out: Ranges (from, to) of micro-batches that a run leaves out after a rollback; None without a rollback.
+        excluded: Ranges (from, to) of micro-batches that a run leaves out after a rollback; None without a rollback.
         unsaved: Buffers with `persistent=False`, with their values at the beginning of the run.
 
     Raises:
@@ -70,13 +70,13 @@ class RunOrigin:
     ) -> None:
         self._resume = None if resume is None else str(resume)
         self._parts = choose_parts(resume_parts, self._resume)
-        self.restarted = self._has_own_checkpoint = False
+        self.restarted = self._resumes_attempt = False
         self.excluded: list[list[int]] | None = None
         self.unsaved: list[tuple[Place, torch.Tensor]] = []
         self._weights = None if init_from is None else as_weights(init_from)
         if self._weights is not None and self._resume is not None and not self.keeps_directory:
             raise ConfigError(
-                f"init_from and resume={self._resume} both say where a new run's parameters are from. Set one to null."
+                f"init_from and resume={self._resume} both set the parameters of a new run. Set one of them to null."
             )
 
     def for_checkpoint(self, ckpt_path: str | Path | None) -> RunOrigin:
@@ -88,12 +88,14 @@ class RunOrigin:
         if ckpt_path is None:
             return copy(self)
         if self._resume not in (None, str(ckpt_path)):
-            raise ConfigError(f"fit was given ckpt_path={ckpt_path}, but the trainer resume={self._resume}. Give one.")
+            raise ConfigError(
+                f"fit got ckpt_path={ckpt_path}, but the trainer has resume={self._resume}. Remove one of the two."
+            )
         return RunOrigin(ckpt_path, None if self._parts == PARTS else self._parts, self._weights)
 
-    def set_rollback(self, left_out: list[list[int]]) -> None:
+    def set_rollback(self, excluded: list[list[int]]) -> None:
         """Make the next run of the session begin at its newest checkpoint and leave out micro-batches."""
-        self.restarted, self.excluded = True, left_out
+        self.restarted, self.excluded = True, excluded
 
     def for_trial(self) -> RunOrigin:
         """Return the origin of a trial run: the same initial weights, and no checkpoint."""
@@ -107,7 +109,7 @@ class RunOrigin:
     @property
     def parts(self) -> frozenset[Part]:
         """Parts of the checkpoint that the run takes over."""
-        return PARTS if self._has_own_checkpoint else self._parts
+        return PARTS if self._resumes_attempt else self._parts
 
     def check_weights(self) -> None:
         """Check that the initial weights exist, before a directory is claimed.
@@ -119,51 +121,55 @@ class RunOrigin:
             check_weights_path(self._weights.path)
 
     def find_checkpoint(
-        self, own: Sequence[PurePath], earlier: Sequence[PurePath], processes: Processes, *, writes: bool
+        self, folders: Sequence[PurePath], earlier_folders: Sequence[PurePath], processes: Processes, *, writes: bool
     ) -> Checkpoint | None:
         """Find the checkpoint to resume, or return None. Collective: every rank must call this.
 
         Args:
-            own: The checkpoint folders of this run, with the best checkpoint's folder first.
-            earlier: The checkpoint folders of the earlier run of this name, in the same order.
+            folders: The checkpoint folders of this run, with the best checkpoint's folder first.
+            earlier_folders: The checkpoint folders of the earlier run of this name, in the same order.
             processes: The processes of the run.
             writes: True if the run writes there: Lumen then moves damaged checkpoints out of the way.
 
         Raises:
             CheckpointError: The requested checkpoint does not exist or is damaged.
         """
-        checkpoint = find_checkpoint("auto", own[0], processes, other_folders=own[1:]) if self.restarted else None
-        self._has_own_checkpoint = checkpoint is not None
+        checkpoint = (
+            find_checkpoint("auto", folders[0], processes, other_folders=folders[1:]) if self.restarted else None
+        )
+        self._resumes_attempt = checkpoint is not None
         if checkpoint is None and self._resume is not None:
-            checkpoint = find_checkpoint(self._resume, earlier[0], processes, other_folders=earlier[1:])
+            checkpoint = find_checkpoint(self._resume, earlier_folders[0], processes, other_folders=earlier_folders[1:])
         if checkpoint is not None:
             if writes and self.keeps_directory:
-                newer = partial(folder.find_newer, checkpoint.path, own)  # damaged ones that block names
+                newer = partial(folder.find_newer, checkpoint.path, folders)  # damaged ones that block names
                 processes.run_on_rank_zero(lambda: [folder.set_aside_damaged(each) for each in newer()])
-            _log.info("going on from %s", checkpoint.path)
+            _log.info("resuming from %s", checkpoint.path)
             if self._weights is not None:
-                _log.info("init_from is not read: the parameters are the checkpoint's")
+                _log.info("ignoring init_from: parameters come from the resumed checkpoint")
         return checkpoint
 
-    def choose_seed(self, checkpoint: Checkpoint | None, given: int | None) -> int:
+    def choose_seed(self, checkpoint: Checkpoint | None, seed: int | None) -> int:
         """Return the seed: from the checkpoint, the argument or `seed_everything`, else a random seed.
 
         Raises:
             ConfigError: The argument, or the seed of `seed_everything`, differs from the checkpoint's seed.
             CheckpointMismatch: The checkpoint has weights only, without a run.
         """
-        name = "seed_everything" if given is None else "seed"
-        given = get_chosen_seed() if given is None else given
+        name = "seed_everything" if seed is None else "seed"
+        seed = get_chosen_seed() if seed is None else seed
         if checkpoint is not None and "progress" in self.parts:
             if "seed" not in checkpoint.state:
-                raise CheckpointMismatch(f"{checkpoint.path} holds tensors and no run. For its weights, use init_from.")
+                raise CheckpointMismatch(
+                    f"{checkpoint.path} has tensors, but no run to resume. To start from its weights, use init_from."
+                )
             saved = int(checkpoint.state["seed"])
-            if given not in (None, saved):
+            if seed not in (None, saved):
                 raise ConfigError(
-                    f"{name}: {given} is not the seed {saved} of {checkpoint.path}. Leave it out when resuming."
+                    f"{name}: {seed} is not the seed {saved} of {checkpoint.path}. To resume, remove {name}."
                 )
             return saved
-        return draw_seed() if given is None else given
+        return draw_seed() if seed is None else seed
 
     def load_weights(self, trainer: Trainer, run: Run, ckpt_path: Source, average: Averages) -> Checkpoint | None:
         """Load the model from a checkpoint or weights, if the run has any.
@@ -183,7 +189,9 @@ class RunOrigin:
         if ckpt_path is not None and run.processes.run_on_rank_zero(partial(is_weights, ckpt_path)):
             weights = as_weights(ckpt_path)
             if average is not None and weights.average is not None:
-                raise ConfigError(f"average={average!r} and that of ckpt_path, {weights.average!r}: give one of them.")
+                raise ConfigError(
+                    f"average={average!r} and average={weights.average!r} of ckpt_path were set. Remove one of the two."
+                )
             if average is not None:
                 weights = replace(weights, average=average if isinstance(average, str) else [*map(str, average)])
         elif ckpt_path is not None:
@@ -198,10 +206,10 @@ class RunOrigin:
         elif weights is not None:
             load_weights(task, weights, run.processes)
         elif stage != "fit" and not task._is_filled and any(True for _ in task.parameters()):
-            trained = get_home(trainer) if any(map(folder.find_newest_committed, folders)) else "a run"
+            source = get_home(trainer) if any(map(folder.find_newest_committed, folders)) else "a run"
             _log.warning(
-                "%s uses the parameters that %s was built with. For those of %s set ckpt_path, as in --ckpt_path best",
-                stage, type(task).__name__, trained,
+                "%s uses the initial parameters of %s. For the parameters of %s, set ckpt_path: --ckpt_path best",
+                stage, type(task).__name__, source,
             )  # fmt: skip
         if stage == "fit" or checkpoint is not None or weights is not None:
             task._mark_filled()
@@ -277,8 +285,10 @@ def begin_training(trainer: Trainer, run: Run, configure_optimizers: Callable[[]
         built = build_optimizers(task, configure_optimizers or task.configure_optimizers, run.precision)
     if not task.automatic_optimization:
         check_plan(task, run.plan)
-    by_hand = partial(ManualOptimization, task, run.hooks, run.precision, run.strategy, run.step)
-    optim.set_optimizer(*built, may_step=lambda: run.step.is_updating or not run.log.in_train_step, by_hand=by_hand)
+    make_manual = partial(ManualOptimization, task, run.hooks, run.precision, run.strategy, run.step)
+    optim.set_optimizer(
+        *built, may_step=lambda: run.step.is_updating or not run.log.in_train_step, make_manual=make_manual
+    )
     for each in optim.optimizers:
         run.strategy.check_optimizer(each)
     optim.record_built(get_group_names(task, optim.optimizer), get_configured_settings(run), get_modes(task))
@@ -337,11 +347,11 @@ def end_training(trainer: Trainer, run: Run) -> None:
     if run.optim.manual is not None and run.checkpoint is None:
         run.optim.manual.warn_of_idle_optimizers()
     if skipped := run.precision.skipped_updates:
-        _log.info("%s: %d updates were skipped: their gradients overflowed", run.precision.name, skipped)
+        _log.info("%s: %d updates were skipped, because their gradients overflowed", run.precision.name, skipped)
     log_end(trainer, run)
 
 
-def remove_newer_checkpoints(trainer: Trainer, run: Run, left_out: list[int]) -> None:
+def remove_newer_checkpoints(trainer: Trainer, run: Run, excluded: list[int]) -> None:
     """Remove all checkpoints that include the micro-batches to leave out. The session's next run begins before these.
 
     Collective: every rank must call this.
@@ -349,7 +359,7 @@ def remove_newer_checkpoints(trainer: Trainer, run: Run, left_out: list[int]) ->
     Args:
         trainer: The trainer in `fit`.
         run: The trainer's run, in which hooks of all ranks have requested the rollback.
-        left_out: The range (from, to) of the run's micro-batches to leave out.
+        excluded: The range (from, to) of the run's micro-batches to leave out.
 
     Raises:
         StopRequested: A signal asked the run to stop meanwhile; the resumed run rolls back.
@@ -360,7 +370,7 @@ def remove_newer_checkpoints(trainer: Trainer, run: Run, left_out: list[int]) ->
         raise StopRequested
     progress, folders = run.progress, list_checkpoint_folders(trainer)
     run.saves.finish_save()
-    newer = run.processes.run_on_rank_zero(partial(_find_newer, folders, left_out[0]))
+    newer = run.processes.run_on_rank_zero(partial(_find_newer, folders, excluded[0]))
     kept = None
     if trainer.run_directory is not None:
         kept = folder.open_newest_valid(
@@ -369,17 +379,16 @@ def remove_newer_checkpoints(trainer: Trainer, run: Run, left_out: list[int]) ->
     if kept is None:
         but = f", only {newer[0].name} and newer ones" if newer else ""
         raise TrainingError(
-            f"the run is to go back from step {progress.step} to before its micro-batch {left_out[0]}, and there is no "
-            f"checkpoint from then{but}. Let ModelCheckpoint save more often or keep more (every_n_train_steps, "
-            "keep_last), leave out fewer steps before a spike, or look for spikes only once a checkpoint is old enough "
-            "(SpikeDetection: before, warmup)."
+            f"cannot roll back from step {progress.step}: no checkpoint is from before micro-batch {excluded[0]}{but}. "
+            "Let ModelCheckpoint save more often or keep more checkpoints (every_n_train_steps, keep_last). Or lower "
+            "before of SpikeDetection, or raise its warmup."
         )
     run.processes.run_on_rank_zero(partial(folder.remove_checkpoints, newer))
     _log.warning(
-        "going back from step %d to %s, to leave out the micro-batches %d to %d of the run",
-        progress.step, kept.path.name, left_out[0], left_out[1] - 1,
+        "rolling back from step %d to %s, to leave out micro-batches %d to %d of the run",
+        progress.step, kept.path.name, excluded[0], excluded[1] - 1,
     )  # fmt: skip
-    trainer.origin.set_rollback([*progress.left_out, left_out])
+    trainer.origin.set_rollback([*progress.left_out, excluded])
     trainer.strategy.connect()  # resets the timeouts to `startup_timeout_s`: the start may compile
 
 
@@ -421,8 +430,8 @@ def evaluate_loaders(
         raise ConfigError(f"{type(task).__name__} has no {step}. Define `{step}(self, batch)`.")
     if average is not None and ckpt_path is None:
         raise ConfigError(
-            f"{stage}: average={average!r} is of a checkpoint, and none is given. Set ckpt_path too, as in "
-            "ckpt_path='last'; after fit with EMA or SWA the task itself holds the average."
+            f"{stage}: average={average!r} needs a checkpoint. Set ckpt_path too, as in ckpt_path='last'. After fit "
+            "with EMA or SWA the task has the average: then remove average."
         )
     with open_run(trainer, stage, task, data, data) as run:
         run.evaluate_checkpoint(prepare_run(trainer, run, ckpt_path, average, None))
@@ -440,11 +449,11 @@ def _get_last_run_inputs(
     if task is not None:
         return task, data, ckpt_path
     if trainer._run is None:
-        raise ConfigError(f"{stage}: there is no model, and no run before this one. Give one: {stage}(model, ...).")
+        raise ConfigError(f"{stage}: no model was passed, and this trainer has had no run. Call {stage}(model, ...).")
     if data is None:
         data = trainer._run.loaders.datamodule
     best = trainer.checkpoint_callback
     if ckpt_path is None and best is not None and best.monitor is not None and best.best_model_path:
         ckpt_path = best.best_model_path
-        _log.info("%s: with the best parameters of the run before, %s", stage, ckpt_path)
+        _log.info("%s: using the best parameters of the previous run, %s", stage, ckpt_path)
     return trainer._run.task, data, ckpt_path

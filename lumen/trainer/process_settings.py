@@ -139,9 +139,9 @@ def take_process_turn(task: TaskModule, datamodule: DataModule | None, *, trains
     """
     if not _turn_lock.acquire(blocking=False):
         logger.warning(
-            "the thread %s waits until the run of another thread of this process is over. Random numbers belong to the "
-            "whole process: a model that is built beside a run in another thread draws from those of that run. For "
-            "several runs at once start several processes.",
+            "the thread %s waits until the run of another thread of this process is over. Random generators belong to "
+            "the process: a model built in one thread would change the random numbers of a run in another thread. For "
+            "several runs at once, start several processes.",
             threading.current_thread().name,
         )
         _turn_lock.acquire()
@@ -149,7 +149,7 @@ def take_process_turn(task: TaskModule, datamodule: DataModule | None, *, trains
         closing.callback(_turn_lock.release)
         if any(each is task for each in _open):
             raise ConfigError(
-                f"this {type(task).__name__} is in a run of another Trainer. Give the run inside it a copy: "
+                f"this {type(task).__name__} is in a run of another Trainer. Pass a copy to the inner run: "
                 "copy.deepcopy(task)."
             )
         attached = None if datamodule is None else datamodule._run

@@ -140,22 +140,22 @@ class RunDirectory:
         if self._descriptor is None:
             return
         held = os.fstat(self._descriptor)
-        is_there = False
+        is_same = False
         with suppress(FileNotFoundError, NotADirectoryError):
-            is_there = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), held)
-        if not is_there and held.st_nlink:
+            is_same = os.path.samestat(os.stat(self.path / _LOCK, follow_symlinks=False), held)
+        if not is_same and held.st_nlink:
             raise RunDirectoryError(
-                f"{self.path} was moved to {self._get_current_path()} while its run was writing there; what was "
-                "written is there. Move it back, and resume the run."
+                f"{self.path} was moved to {self._get_current_path()} while its run was writing files. Move the "
+                "directory back, and resume the run."
             )
-        if not is_there:
+        if not is_same:
             raise RunDirectoryError(
-                f"{self.path} was removed, or replaced, while its run was writing there; what it had written is gone. "
-                "Leave a run's directory alone while it runs, and start it again."
+                f"{self.path} was removed or replaced while its run was writing files, which are lost. Do not change "
+                "the directory during a run. Start the run again."
             )
         if not self.checkpoints.exists():
             _log.warning(
-                "%s was removed while its run was writing there: the checkpoints in it are gone. New ones are saved.",
+                "%s was removed during the run: its checkpoints are lost. Lumen saves new checkpoints there.",
                 self.checkpoints,
             )
             self.checkpoints.mkdir()
@@ -164,7 +164,7 @@ class RunDirectory:
         """Return the present path of the directory, if the system knows it."""
         with suppress(OSError):
             return os.path.dirname(os.readlink(f"/proc/self/fd/{self._descriptor}"))
-        return "another place"
+        return "a different path"
 
     def release(self) -> None:
         """Free the directory for other jobs; a second call does nothing."""
@@ -213,8 +213,8 @@ def _find_earlier_attempt(path: Path, claim: dict[str, Any]) -> Path | None:
 def _lock_directory(path: Path, claim: dict[str, Any]) -> int:
     """Lock a run's directory, write down the holder, and return the lock's open descriptor."""
     key, began = os.path.realpath(path), datetime.now(UTC).isoformat(timespec="seconds")
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "started": began, **claim}
-    if (holder := _held_directories.setdefault(key, me)) is not me:
+    claimed = {"host": socket.gethostname(), "pid": os.getpid(), "started": began, **claim}
+    if (holder := _held_directories.setdefault(key, claimed)) is not claimed:
         raise _make_in_use_error(path, holder)
     with ExitStack() as undoing:
         undoing.callback(_held_directories.pop, key)
@@ -225,7 +225,7 @@ def _lock_directory(path: Path, claim: dict[str, Any]) -> int:
             if time.monotonic() > deadline:
                 raise _make_in_use_error(path, _read_holder(descriptor))
             time.sleep(_PATIENCE_S / 20)
-        os.ftruncate(descriptor, os.pwrite(descriptor, json.dumps(me).encode(), 0))
+        os.ftruncate(descriptor, os.pwrite(descriptor, json.dumps(claimed).encode(), 0))
         undoing.pop_all()
     return descriptor
 
@@ -240,7 +240,7 @@ def _try_lock(descriptor: int, kind: int, path: Path) -> bool:
         if error.errno not in _UNSUPPORTED:
             raise
         warnings.warn(
-            f"The file system of {path} has no locks ({error.strerror}): make sure that no two jobs use this run.",
+            f"The file system of {path} has no locks ({error.strerror}): do not start two jobs with this directory.",
             stacklevel=5,
         )
     return True
@@ -267,5 +267,5 @@ def _explain_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise RunDirectoryError(
             f"cannot use the run directory {error.filename or path}: {error.strerror or error}. "
-            "Move what is in the way, make it readable and writable, or choose another directory."
+            "Remove a file of this name, make the directory readable and writable, or choose a different directory."
         ) from error

@@ -99,8 +99,8 @@ class RunView:
         """
         if hasattr(type(self), name):  # a property that raised an AttributeError: raise that error again
             object.__getattribute__(self, name)
-        near = difflib.get_close_matches(name, [each for each in dir(type(self)) if not each.startswith("_")])
-        hint = ATTRIBUTES.get(name) or (f"Did you mean {' or '.join(near)}?" if near else "")
+        similar = difflib.get_close_matches(name, [each for each in dir(type(self)) if not each.startswith("_")])
+        hint = ATTRIBUTES.get(name) or (f"Did you mean {' or '.join(similar)}?" if similar else "")
         raise AttributeError(f"{type(self).__name__} has no attribute {name}. {hint}".rstrip())
 
     def __copy__(self) -> Self:
@@ -116,7 +116,7 @@ class RunView:
         """
         if self._run is not None:
             raise ConfigError(
-                "a Trainer that has run cannot be pickled. Pickle what is needed of it, such as "
+                "a Trainer that has run cannot be pickled. Pickle the values that you need, such as "
                 "trainer.callback_metrics or task.state_dict(), or make a new Trainer with the same arguments."
             )
         return super().__getstate__()
@@ -130,8 +130,8 @@ class RunView:
         """
         found = getattr(type(self), name, None)
         if name in ATTRIBUTES or (isinstance(found, property) and found.fset is None):
-            given = name in inspect.signature(type(self).__init__).parameters
-            hint = f"Give it to Trainer({name}=...)." if given else ATTRIBUTES.get(name, "It can only be read.")
+            is_argument = name in inspect.signature(type(self).__init__).parameters
+            hint = f"Write Trainer({name}=...)." if is_argument else ATTRIBUTES.get(name, f"{name} is read-only.")
             raise ConfigError(f"{type(self).__name__}.{name} cannot be set. {hint}")
         super().__setattr__(name, value)
 
@@ -302,7 +302,7 @@ class RunView:
     @property
     def received_sigterm(self) -> bool:
         """True if this process has received SIGTERM. The run ends as soon as all processes know."""
-        return self._run is not None and self._run.ending.vote.requested == SIGTERM
+        return self._run is not None and self._run.ending.vote.requested_signal == SIGTERM
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -412,16 +412,16 @@ class RunView:
         """
         if self.run.optim.manual is not None:
             raise ConfigError(
-                f"trainer.step_loss(): {type(self.run.task).__name__} optimizes by hand, so that Lumen does not know "
-                "which of its losses is the step's. Log that one, and read trainer.callback_metrics."
+                f"trainer.step_loss(): {type(self.run.task).__name__} uses manual optimization, so Lumen does not "
+                "know the loss of the step. Log it, and read trainer.callback_metrics."
             )
         if (parts := self.run.step.weighting.losses) is None:
             raise ConfigError(
-                "trainer.step_loss(): the losses of a step are kept for callbacks that say so. Write needs_step_loss = "
-                "True in the class of yours."
+                "trainer.step_loss(): Lumen keeps the losses of a step only on request. Write needs_step_loss = True "
+                "in your callback class."
             )
-        own = torch.stack(parts).sum() if parts else torch.zeros((), device=self.strategy.device)
-        return self.run.step.weighting.compute_mean_loss(own, self.strategy.reduce)
+        local_loss = torch.stack(parts).sum() if parts else torch.zeros((), device=self.strategy.device)
+        return self.run.step.weighting.compute_mean_loss(local_loss, self.strategy.reduce)
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the step's gradient: a scalar tensor.
@@ -466,8 +466,8 @@ class RunView:
         loader = None if self._run is None else self._run.loaders.train
         if loader is None:
             raise ConfigError(
-                "accumulate_grad_batches: it follows from global_batch_size and the training loader, which is not open "
-                "yet. Read it during fit."
+                "accumulate_grad_batches depends on global_batch_size and the training loader, which is not open yet. "
+                "Read accumulate_grad_batches during fit."
             )
         return math.ceil(loader.per_step / self.strategy.data_world_size)
 
@@ -610,14 +610,14 @@ class RunView:
     def num_training_batches(self) -> int | float:
         """Micro-batches of a training epoch, as a single process counts; infinite if the loader has no length."""
         if (adapter := self.run.loaders.train) is None:
-            raise ConfigError("there is no training loader: it is opened during fit.")
+            raise ConfigError("the training loader is not open: read this attribute during fit.")
         return self._count_batches("train", adapter)
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of the epoch in progress at the data's present length; None if the loader has no length."""
         if self.run.loaders.train is None:
-            raise ConfigError("there is no training loader: it is opened during fit.")
+            raise ConfigError("the training loader is not open: read this attribute during fit.")
         lengths = self.run.loaders.get_epoch_lengths()
         return None if lengths is None else lengths.get_length(self.run.progress.epoch)
 
@@ -679,11 +679,11 @@ class RunView:
         """
         run, batches = self.run, self.num_training_batches
         if batches == math.inf:
-            raise ConfigError("is_last_batch: the training loader has no length, so that only its end will tell.")
+            raise ConfigError("is_last_batch: the training loader has no length, so the last batch is unknown.")
         if not run.log.in_train_step:
             return run.progress.batches >= batches
-        others = run.strategy.data_world_size - 1 if run.task.automatic_optimization else 0
-        return run.progress.batches + count_micro_batches_started(run.step) + others >= batches
+        other_ranks = run.strategy.data_world_size - 1 if run.task.automatic_optimization else 0
+        return run.progress.batches + count_micro_batches_started(run.step) + other_ranks >= batches
 
     @property
     def is_epoch_end(self) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 SCRIPT_FILE = "script.yaml"
-_HEAD = "# A record of what a script has set, with classes in place of objects. To repeat the run, run the script.\n"
+_HEAD = "# Settings of a script, with classes in place of objects. To repeat the run, run the script.\n"
 _MOST_ITEMS = 1000
 _LEFT_OUT = ("self", "seed", "resume", "resume_parts")
 
@@ -60,10 +60,10 @@ def record_script(trainer: Trainer, run: Run) -> None:
         trainer: The trainer that the script has made.
         run: The trainer's run, which has just begun.
     """
-    if trainer._given is None or trainer.run_directory is None or not trainer.is_global_zero:
+    if trainer._arguments is None or trainer.run_directory is None or not trainer.is_global_zero:
         return
     defaults = {name: as_yaml_data(each.default) for name, each in inspect.signature(type(trainer)).parameters.items()}
-    settings = {**defaults, **trainer._given, "name": trainer.run_directory.name}
+    settings = {**defaults, **trainer._arguments, "name": trainer.run_directory.name}
     found: dict[str, Any] = {"seed_everything": run.seed, "model": as_yaml_data(run.task)}
     if run.loaders.datamodule is not None:
         found["data"] = as_yaml_data(run.loaders.datamodule)
@@ -95,11 +95,11 @@ def read_environment_defaults(constructor: Callable[Concatenate[S, P], None]) ->
     names = list(inspect.signature(constructor).parameters)[1:]
 
     @wraps(constructor)
-    def constructing(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def wrapped(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         for variable, text in sorted(os.environ.items()):
             if variable.startswith(_LIGHTNINGS):
                 ours = f"{_OURS}{variable.removeprefix(_LIGHTNINGS)}"
-                raise ConfigError(f"the environment variable {variable} is not read. Write {ours}, or unset it.")
+                raise ConfigError(f"Lumen ignores the environment variable {variable}. Write {ours}, or unset it.")
             name = variable.removeprefix(_OURS).lower()
             if not variable.startswith(_OURS) or name in kwargs:
                 continue
@@ -110,9 +110,9 @@ def read_environment_defaults(constructor: Callable[Concatenate[S, P], None]) ->
             try:
                 kwargs[name] = yaml.safe_load(text)
             except yaml.YAMLError as error:
-                raise ConfigError(f"the environment variable {variable}: {text!r} is no YAML value.") from error
-            logger.info("Trainer: %s=%s is that of the environment variable %s", name, text, variable)
-        vars(self)["_given"] = as_yaml_data(kwargs)
+                raise ConfigError(f"the environment variable {variable}: {text!r} is not a YAML value.") from error
+            logger.info("Trainer: %s=%s comes from the environment variable %s", name, text, variable)
+        vars(self)["_arguments"] = as_yaml_data(kwargs)
         constructor(self, *args, **kwargs)
 
-    return constructing
+    return wrapped

@@ -16,7 +16,7 @@ keeps the lock of the thread, the directory and the logs.
 | `write_logs` | `run.log` and the log of each rank | the files, with the failure in them |
 | `make_run` | the checkpoint to resume, the seed, the parts | the record of time; `detect_anomaly` |
 | `watch_progress` | the thread that ends a hanging job; debuggers of several ranks | both |
-| `open_loggers` | the loggers, after all ranks know what is logged | each logger, with how the run ended |
+| `open_loggers` | the loggers, after ranks agree on flags of logging | each logger, with the status of the run |
 | `catch_signals` | handlers of the signals that request a stop | previous handlers |
 | `collect_garbage` | Python's garbage collection, every n steps | previous setting |
 | `attach_task` | task and data module, which know the run now | workers; pending saves, strategy; calls `teardown` |
@@ -92,7 +92,7 @@ class Session:
         val_loaders: Loaders of the validation, when `data` is the loader of `fit`.
 
     Attributes:
-        datamodule: The data module; None if loaders were given.
+        datamodule: The data module; None if loaders were passed.
         trains: True if the stage is "fit".
         replaced: Callbacks of the trainer that the task's callbacks have replaced.
         grace: The thread that ends the process in time after a signal.
@@ -125,7 +125,7 @@ class Session:
         """
         trainer, task = self.trainer, self.task
         if trainer._status == "running":
-            raise ConfigError(f"this trainer is in a run; call {self.stage} after it, or use a second Trainer.")
+            raise ConfigError(f"this trainer is in a run. Call {self.stage} after the run, or use a second Trainer.")
         check_hooks(task, self.datamodule, [])
         self.replaced = join_callbacks(trainer, self.stage, task)
         check_hooks(task, self.datamodule, trainer.callbacks)
@@ -170,15 +170,15 @@ def join_callbacks(trainer: Trainer, stage: str, task: TaskModule) -> list[callb
     if trainer._asks_task and is_overridden(task, "configure_callbacks"):
         where = f"{type(task).__name__}.configure_callbacks"
         with task._opened_by(trainer):
-            given = callbacks.as_callback_list(where, task.configure_callbacks())
-        saving = any(isinstance(each, callbacks.ModelCheckpoint) for each in given)
+            added = callbacks.as_callback_list(where, task.configure_callbacks())
+        saving = any(isinstance(each, callbacks.ModelCheckpoint) for each in added)
         if saving and stage == "fit" and not (trainer.enable_checkpointing or trainer.fast_dev_run):
             raise ConfigError(
-                f"enable_checkpointing is False, but {where} has a ModelCheckpoint. Remove one of the two."
+                f"enable_checkpointing is False, but {where} returned a ModelCheckpoint. Remove one of the two."
             )
         if not trainer.enable_checkpointing or (stage != "fit" and trainer.run_directory is not None):
-            given = [each for each in given if not isinstance(each, callbacks.ModelCheckpoint)]
-        trainer.callbacks, replaced = callbacks.merge_callbacks(trainer.callbacks, given)
+            added = [each for each in added if not isinstance(each, callbacks.ModelCheckpoint)]
+        trainer.callbacks, replaced = callbacks.merge_callbacks(trainer.callbacks, added)
     trainer.plan = callbacks.apply_accumulation_schedule(
         trainer.plan, trainer.callbacks, replaced
     )  # the user may have added one
@@ -246,9 +246,9 @@ def show_messages(session: Session) -> Iterator[None]:
         if notice := describe_unused_devices(trainer.strategy):
             _log.info(notice)
         if trainer.detect_anomaly and trainer.compilation.setting:
-            _log.info("detect_anomaly looks at every operation: nothing is compiled in this run")
+            _log.info("detect_anomaly checks every operation, so Lumen compiles no module in this run")
         if names := ", ".join(type(each).__name__ for each in session.replaced):
-            _log.info("the callbacks of %s.configure_callbacks take the place of: %s", type(task).__name__, names)
+            _log.info("the callbacks of %s.configure_callbacks replace: %s", type(task).__name__, names)
         for notice in [
             *describe_misspelt_hooks(task, session.datamodule, trainer.callbacks),
             *describe_overridden_state_dicts(task),
@@ -459,11 +459,11 @@ def _leave_run(session: Session) -> None:
     """Log how to resume, and end the process as the signal requires."""
     run = session.run
     number = run.ending.vote.stop_signal
-    leaving = make_interruption(number)
+    interruption = make_interruption(number)
     for hook in run.hooks.on_exception:
-        hook(leaving)
+        hook(interruption)
     log_stop(session.trainer, run, number)
-    raise leaving from None
+    raise interruption from None
 
 
 @contextmanager
@@ -496,9 +496,8 @@ def _share_run_name(trainer: Trainer) -> str | None:
         if found != first:
             raise ConfigError(
                 f"callbacks differ between ranks: rank 0 has {_describe_arguments(first)}; rank {rank} has "
-                f"{_describe_arguments(found)}. What callbacks agree on all ranks agree on, in one order: give "
-                "every rank the same ones in the same order. One that acts on a single rank can ask "
-                "trainer.is_global_zero."
+                f"{_describe_arguments(found)}. Pass the same callbacks in the same order on every rank, because their "
+                "collectives must match. A callback for a single rank can check trainer.is_global_zero."
             )
     return name
 
@@ -509,9 +508,9 @@ def _describe_arguments(acting: Iterable[tuple[str, str]]) -> str:
 
 def _check_checkpoint_places(trainer: Trainer) -> None:
     """Raise if this process cannot write where callbacks save: every process writes its own part of a checkpoint."""
-    given = [each.given_dirpath for each in trainer.callbacks if isinstance(each, callbacks.ModelCheckpoint)]
-    given += [each.dirpath for each in trainer.callbacks if isinstance(each, callbacks.OnExceptionCheckpoint)]
-    for place in given:
+    places = [each.given_dirpath for each in trainer.callbacks if isinstance(each, callbacks.ModelCheckpoint)]
+    places += [each.dirpath for each in trainer.callbacks if isinstance(each, callbacks.OnExceptionCheckpoint)]
+    for place in places:
         if place is not None:
             get_storage(place).check_writable(place)
 

@@ -80,15 +80,15 @@ def _describe_devices(strategy: Strategy) -> str:
     """Describe the devices of a run."""
     processes, device = strategy.processes, strategy.device
     world, nodes = processes.world_size, processes.nodes
-    own = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     if world == 1:
         threads = torch.get_num_threads()
-        return f"{own}, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else own
+        return f"{device_name}, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else device_name
     if device.type == "cuda" and nodes == 1 and torch.cuda.device_count() >= world:
         names = Counter(map(torch.cuda.get_device_name, range(world)))
         return ", ".join(f"{count} x {name}" for name, count in names.items())
     where = f" on {nodes} nodes" if nodes > 1 else ""
-    return f"{world} processes{where}{' on' if device.type == 'cpu' else ', rank 0 on'} {own}"
+    return f"{world} processes{where}{' on' if device.type == 'cpu' else ', rank 0 on'} {device_name}"
 
 
 def _describe_step_size(run: Run) -> Iterator[str]:
@@ -134,10 +134,11 @@ def _log_idle_monitors(run: Run) -> None:
         return
     named = texts_of([run.task, *run.hooks.callbacks])
     for name, who in waiting.items():
-        near = suggest_names(name, named, cutoff=_EQUAL_SHARE)
-        near = "" if name in named else near or f" No text in the code of {type(run.task).__name__} reads so."
-        text = "%s had no value: the run ended before its first %s. %s had nothing to go by.%s"
-        _log.info(text, name, missing, " and ".join(dict.fromkeys(who)), near)
+        suggestion = suggest_names(name, named, cutoff=_EQUAL_SHARE)
+        unknown = suggestion or f" The code of {type(run.task).__name__} never names it."
+        suggestion = "" if name in named else unknown
+        text = "%s had no value: the run ended before its first %s. %s took no action.%s"
+        _log.info(text, name, missing, " and ".join(dict.fromkeys(who)), suggestion)
 
 
 def _iterate_next_steps(trainer: Trainer, run: Run, directory: Path) -> Iterator[str]:
@@ -191,9 +192,9 @@ def log_stop(trainer: Trainer, run: Run, number: int | None, reason: str = "") -
     elif (home := trainer.run_directory) is None or (newest := _find_newest(trainer)) is None:
         log_status("%s; no checkpoint was saved", at)
     else:
-        again = f"; exit code {REQUEUE_EXIT_CODE}: to be put back into the queue" if number == signal.SIGUSR1 else ""
+        requeue_note = f"; exit code {REQUEUE_EXIT_CODE}: requeue the job" if number == signal.SIGUSR1 else ""
         command = format_resume_command(home, trainer._command)
-        log_status("%s; newest checkpoint: %s%s. Go on with:\n  %s", at, newest.name, again, command)
+        log_status("%s; newest checkpoint: %s%s. Resume with:\n  %s", at, newest.name, requeue_note, command)
 
 
 def log_failure(error: BaseException, step: int, trainer: Trainer, directory: Path, *, stays: bool) -> None:
@@ -214,7 +215,7 @@ def log_failure(error: BaseException, step: int, trainer: Trainer, directory: Pa
     error.add_note(several if trainer.world_size > 1 else f"The log of the run is {directory / 'run.log'}.")
     if (newest := _find_newest(trainer)) is not None:
         command = format_resume_command(directory, trainer._command)
-        error.add_note(f"Its newest checkpoint is {newest}. Go on with:\n  {command}")
+        error.add_note(f"The newest checkpoint is {newest}. Resume with:\n  {command}")
 
 
 def get_home(trainer: Trainer) -> Path:
@@ -258,10 +259,10 @@ def log_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     if not trainer.is_global_zero:
         return
     if trainer.max_restarts and not is_worker():
-        log_status("max_restarts is that of %s, which started this run: not %d", trainer.processes.started_by,
-               trainer.max_restarts)  # fmt: skip
-    restart, here = get_restart(), (None, str(trainer.run_directory))
-    if restart is None or trainer.origin.excluded is not None or restart.directory not in here:
+        log_status("ignoring max_restarts=%d: %s started this run, and restarts it by its own settings",
+                   trainer.max_restarts, trainer.processes.started_by)  # fmt: skip
+    restart, expected = get_restart(), (None, str(trainer.run_directory))
+    if restart is None or trainer.origin.excluded is not None or restart.directory not in expected:
         return
     step, since_s = 0, restart.began_s
     if checkpoint is not None:
@@ -270,6 +271,6 @@ def log_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
             since_s = max(since_s, Path(checkpoint.path, MANIFEST).stat().st_mtime)
     lost = max(restart.reached - step, 0)
     log_status(
-        "restart %d of %d: %s; going on from step %d; lost: %d step%s, %.1f s",
+        "restart %d of %d: %s; resuming from step %d; lost: %d step%s, %.1f s",
         restart.number, restart.most, restart.why, step, lost, "" if lost == 1 else "s", time.time() - since_s,
     )  # fmt: skip

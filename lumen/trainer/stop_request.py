@@ -49,24 +49,24 @@ class GracePeriod:
         self._received, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._numbers: Collection[int] = ()
-        self._tell: Callable[[int, str], None] = lambda number, reason: None
+        self._log_reason: Callable[[int, str], None] = lambda number, reason: None
         self._obeys: Callable[[], bool] = lambda: True
         self._thread = threading.Thread(target=self._watch_signals, name="lumen-grace", daemon=True)
         self._thread.start()
 
     @contextmanager
     def listen(
-        self, numbers: Collection[int], tell: Callable[[int, str], None], obeys: Callable[[], bool]
+        self, numbers: Collection[int], log_reason: Callable[[int, str], None], obeys: Callable[[], bool]
     ) -> Iterator[None]:
         """Start the time limit at the first signal within the context. Call it in the main thread.
 
         Args:
             numbers: Signals that ask the run to stop; they have handlers.
-            tell: Function that logs the status of the run; called with the signal and the reason before the process
-                ends.
+            log_reason: Function that logs the status of the run; called with the signal and the reason before the
+                process ends.
             obeys: Function that returns True if the main thread obeys a second signal, or a save is in progress.
         """
-        self._numbers, self._tell, self._obeys = numbers, tell, obeys
+        self._numbers, self._log_reason, self._obeys = numbers, log_reason, obeys
         before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         try:
             yield
@@ -126,7 +126,7 @@ class GracePeriod:
         os._exit(get_exit_code(number))
 
     def _announce(self, number: int, reason: str) -> None:
-        self._tell(number, reason)
+        self._log_reason(number, reason)
         stdout.flush()
         stderr.flush()
 
@@ -163,7 +163,7 @@ def handle_stop_signals(trainer: Trainer, run: Run, grace: GracePeriod) -> Itera
         yield
         return
 
-    def tell(number: int, reason: str) -> None:
+    def log_reason(number: int, reason: str) -> None:
         log_stop(trainer, run, number, reason)
 
     before: dict[int, Any] = {}
@@ -173,7 +173,7 @@ def handle_stop_signals(trainer: Trainer, run: Run, grace: GracePeriod) -> Itera
         if isinstance(handler, _StopHandler) or should_obey(number, handler):  # handler of an outer run
             before[number] = signal.signal(number, request)
     try:
-        with grace.listen(before.keys(), tell, lambda: request.has_left or run.saves.is_writing):
+        with grace.listen(before.keys(), log_reason, lambda: request.has_left or run.saves.is_writing):
             yield
     finally:
         for known, handler in before.items():
@@ -203,17 +203,19 @@ class _StopHandler:
         vote = self._run.ending.vote
         if os.getpid() != self._process:  # a forked worker: the main process decides
             return
-        if vote.requested is not None and is_same_request(vote.requested, number, time.monotonic() - self._first_s):
+        if vote.requested_signal is not None and is_same_request(
+            vote.requested_signal, number, time.monotonic() - self._first_s
+        ):
             return
         if self._is_announcing and self._meanwhile is None:  # an interrupted message would be written twice
             self._meanwhile = number
-        elif vote.requested is not None:  # even if a blocked terminal delays the answer
+        elif vote.requested_signal is not None:  # even if a blocked terminal delays the answer
             self._leave_run(number)
         else:
             self._first_s = time.monotonic()  # before the request: a signal may come between these lines
             vote.request_stop(number)
             self._is_announcing = True
-            logger.info("%s: finishing this step; once more leaves at once", signal.Signals(number).name)
+            logger.info("%s: finishing this step; a second signal stops at once", signal.Signals(number).name)
             self._is_announcing = False
             if self._meanwhile is not None:
                 self._leave_run(self._meanwhile)
@@ -224,7 +226,7 @@ class _StopHandler:
             signal.signal(known, handler)
         log_status("stopped at once: %s", signal.Signals(number).name)
         if self._run.saves.is_writing:
-            logger.warning("%s: leaving when the checkpoint under way is written", signal.Signals(number).name)
+            logger.warning("%s: stopping once the checkpoint in progress is written", signal.Signals(number).name)
         raise make_interruption(number)
 
 

@@ -146,7 +146,7 @@ class Trainer(RunView):
     """
 
     INSTEAD, NEUTRAL, NONE_IS_DEFAULT = INSTEAD, NEUTRAL, True
-    _given: dict[str, Any] | None  # arguments as plain data; None if the command line keeps the config
+    _arguments: dict[str, Any] | None  # arguments as plain data; None if the command line keeps the config
 
     @read_environment_defaults
     @check_arguments
@@ -206,7 +206,7 @@ class Trainer(RunView):
     ) -> None:
         if global_batch_size is not None and accumulate_grad_batches != 1:
             raise ConfigError(
-                "global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."
+                "global_batch_size and accumulate_grad_batches both set the size of a step. Set only one of them."
             )
         check_at_least(
             1, check_val_every_n_epoch=check_val_every_n_epoch, log_every_n_steps=log_every_n_steps,
@@ -231,7 +231,7 @@ class Trainer(RunView):
         if sync_batchnorm and self.world_size > 1 and self.strategy.device.type == "cpu":
             raise ConfigError(
                 f"sync_batchnorm: torch.nn.SyncBatchNorm needs CUDA, but the {self.world_size} processes run on the "
-                "CPU. Leave it out there, or use a norm that does not depend on the batch, such as GroupNorm."
+                "CPU. Remove sync_batchnorm, or use a norm that does not depend on the batch, such as GroupNorm."
             )
         self.profiler = make_profiler(profiler)
         self.gc_every_n_steps, self.grace_s = gc_every_n_steps, grace_s
@@ -325,7 +325,7 @@ class Trainer(RunView):
         task, data = model, choose_source(train_dataloaders, datamodule, val_dataloaders)
         origin = self._origin.for_checkpoint(ckpt_path)
         if self.plan.max_steps is None and self.plan.max_epochs is None and self.plan.max_time_s is None:
-            raise ConfigError("how long to train is not set. Set one of max_epochs, max_steps and max_time.")
+            raise ConfigError("the length of the training is not set. Set one of max_epochs, max_steps and max_time.")
         session = Session(self, "fit", task, data, val_dataloaders)
         session.check_and_launch()
         self.origin, is_over = origin, False
@@ -333,12 +333,12 @@ class Trainer(RunView):
             while not is_over:
                 with session.open_run() as run, treat_malformed_as_damaged(run.checkpoint):
                     begin_training(self, run, configure_optimizers)
-                    left_out = train_run(run)
-                    is_over = left_out is None
-                    if left_out is None:
+                    excluded = train_run(run)
+                    is_over = excluded is None
+                    if excluded is None:
                         end_training(self, run)
                     else:
-                        remove_newer_checkpoints(self, run, left_out)
+                        remove_newer_checkpoints(self, run, excluded)
 
     def validate(
         self,
@@ -422,7 +422,7 @@ class Trainer(RunView):
             seed: The seed with which the command line built all objects.
             command: First words of a command that trains.
         """
-        self.seed, self._given, self._command = seed, None, command
+        self.seed, self._arguments, self._command = seed, None, command
 
     def save_checkpoint(
         self, filepath: str | PurePath, *, info: Mapping[str, Any] | None = None, **unknown: Any

@@ -35,7 +35,7 @@ class TrialRunner:
         configure_optimizers: Function that builds the optimizer of a copy; None: the task's own method.
 
     Attributes:
-        given: The function that `fit` was given to replace the task's `configure_optimizers`, or None.
+        run_configure: The function passed to `fit` that replaces the task's `configure_optimizers`, or None.
         owners: The task, and the data module if any.
 
     Raises:
@@ -48,12 +48,12 @@ class TrialRunner:
         if trainer.world_size > 1:
             raise ConfigError(
                 f"a search for a learning rate or a batch size runs on one process, but the trainer has "
-                f"{trainer.world_size}. Search with devices: 1, and train with what it finds: with the same "
+                f"{trainer.world_size}. Search with devices: 1, and train with the value that it finds. With the same "
                 "global_batch_size the training is the same on any number of processes."
             )
         self._trainer, self._task, self._configure = trainer, task, configure_optimizers
         run = trainer.run if trainer._status == "running" else None
-        self.given = None if run is None or configure_optimizers is not None else trainer._configure_optimizers
+        self.run_configure = None if run is None or configure_optimizers is not None else trainer._configure_optimizers
         self._seed, self._data = trainer.seed if run is None else run.seed, data
         if run is not None and data is None:
             self._data = run.loaders.datamodule or (run.loaders.user_loaders or (None, None))[0]
@@ -73,11 +73,13 @@ class TrialRunner:
         trainer, task, data = self._make_trainer(callback, plan), _copy_task(self._task), _copy_data(self._data)
         for name, value in (settings or {}).items():
             set_on_owners([task, data], name, value)
-        configure = copy.deepcopy(self.given, {id(self._task): task})  # the copy's optimizer is built like the run's
-        if configure is not None and configure is self.given:
+        configure = copy.deepcopy(
+            self.run_configure, {id(self._task): task}
+        )  # the copy's optimizer is built like the run's
+        if configure is not None and configure is self.run_configure:
             raise ConfigError(
-                "a search trains a copy of the task, but the function that fit was given as configure_optimizers knows "
-                "the task alone. Give functools.partial(function, task)."
+                "a search trains a copy of the task, but the function passed to fit as configure_optimizers refers to "
+                "the original task. Pass functools.partial(function, task)."
             )
         if self._configure is not None:
             configure = partial(self._configure, task)
@@ -129,8 +131,8 @@ def _copy_task(task: TaskModule) -> TaskModule:
         return copy.deepcopy(task, _find_shared_datasets(vars(task)))
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"a search trains a copy of the task, but {type(task).__name__} cannot be copied: {error}. Make what "
-            "cannot be copied in setup or in configure_model."
+            f"a search trains a copy of the task, but {type(task).__name__} cannot be copied: {error}. Create the "
+            "attribute that cannot be copied in setup or in configure_model."
         ) from error
 
 
@@ -139,9 +141,7 @@ def _copy_data(data: Any) -> Any:
     try:
         return copy.deepcopy(data, _find_shared_datasets(data))
     except (RuntimeError, TypeError) as error:
-        _log.warning(
-            "a search reads the data itself, which cannot be copied (%s): what keeps a place in it is moved", error
-        )
+        _log.warning("could not copy the dataloader (%s); the search advances its iterators", error)
         return data
 
 

@@ -57,29 +57,29 @@ def _search_size(
     Raises:
         TrainingError: Not even one sample fits.
     """
-    fits, too_large, size = 0, None, first if most is None else min(first, most)
-    while trials and (too_large is None or fits == 0):
-        found, trials = attempt(size), trials - 1
-        if found is None:
+    largest, too_large, size = 0, None, first if most is None else min(first, most)
+    while trials and (too_large is None or largest == 0):
+        size_found, trials = attempt(size), trials - 1
+        if size_found is None:
             too_large, size = size, size // 2
             if size == 0:
                 raise TrainingError("a batch of one sample does not fit into memory: no batch size does.")
             continue
-        fits = found
-        if found < size or too_large is not None or size == most:
+        largest = size_found
+        if size_found < size or too_large is not None or size == most:
             break
         size = size * 2 if most is None else min(size * 2, most)
-    while mode == "binsearch" and too_large is not None and trials and too_large - fits > 1:
-        middle, trials = (fits + too_large) // 2, trials - 1
-        found = attempt(middle)
-        fits, too_large = (fits, middle) if found is None else (found, too_large)
-    if not fits:
-        raise TrainingError(f"no batch size was found to fit: {size * 2} does not. Set max_trials larger.")
+    while mode == "binsearch" and too_large is not None and trials and too_large - largest > 1:
+        middle, trials = (largest + too_large) // 2, trials - 1
+        size_found = attempt(middle)
+        largest, too_large = (largest, middle) if size_found is None else (size_found, too_large)
+    if not largest:
+        raise TrainingError(f"found no batch size that fits into memory: {size * 2} does not. Raise max_trials.")
     if mode == "binsearch" and too_large is not None:
-        fits = max(1, int(fits * (1 - margin)))
-    _log.info("batch size: %d fits into memory%s", fits, f", {too_large} does not" if too_large is not None else "")
+        largest = max(1, int(largest * (1 - margin)))
+    _log.info("batch size: %d fits into memory%s", largest, f", {too_large} does not" if too_large is not None else "")
     # A step of a known size is cut into equal parts of at most `fits` samples.
-    return fits if most is None else -(-most // -(-most // fits))
+    return largest if most is None else -(-most // -(-most // largest))
 
 
 def _try_size(trials: TrialRunner, plan: Plan, name: str, steps: int, size: int) -> int | None:
@@ -100,8 +100,8 @@ def _try_size(trials: TrialRunner, plan: Plan, name: str, steps: int, size: int)
         return None
     if largest.samples > size:
         raise ConfigError(
-            f"{name} was set to {size}, but batches have {largest.samples} samples: the loader does not take its size "
-            "from there. Write DataLoader(..., batch_size=self.hparams.batch_size), or as it is called."
+            f"{name} was set to {size}, but batches have {largest.samples} samples: the loader does not use {name}. "
+            f"Write DataLoader(..., batch_size=self.hparams.{name})."
         )
     return largest.samples
 
@@ -168,15 +168,15 @@ class Tuner:
         """
         if not model.automatic_optimization:
             raise ConfigError(
-                f"lr_find: {type(model).__name__} optimizes by hand, and which of its rates is meant is not known. "
+                f"lr_find: {type(model).__name__} uses manual optimization, so the rate to search is unknown. "
                 "Try rates in short runs."
             )
         rates = lr_search.make_rising_rates(min_lr, max_lr, num_training, mode)
         trials = TrialRunner(self._trainer, model, choose_source(train_dataloaders, datamodule), configure_optimizers)
-        if update_attr and trials.given is not None:
+        if update_attr and trials.run_configure is not None:
             raise ConfigError(
-                "lr_find: the optimizer is not the task's but that of the config, or what fit was given as "
-                "configure_optimizers. Set update_attr: false, and write the rate that is suggested there."
+                "lr_find: the optimizer comes from the config or from fit(configure_optimizers=...), not from the "
+                "task. Set update_attr: false, and write the suggested rate in the config or the function."
             )
         name = find_rate_name(model, attr_name) if update_attr else ""
         curve = lr_search.LearningRateCurve(mode)
@@ -186,9 +186,9 @@ class Tuner:
         if update_attr:
             if (rate := curve.suggestion()) is None:
                 raise TrainingError(
-                    f"lr_find: no rate can be suggested: of {len(curve.results['lr'])} rates from {min_lr:g} on, but "
-                    "for the first ten and the last, none lets the loss fall. Begin with a smaller min_lr, take more "
-                    "steps, or set early_stop_threshold to None."
+                    f"lr_find: found no rate to suggest. Of {len(curve.results['lr'])} rates from {min_lr:g} on, "
+                    "without the first ten and the last, none lets the loss fall. Lower min_lr, raise num_training, or "
+                    "set early_stop_threshold to None."
                 )
             _log.info("learning rate: %g, set as %s", rate, " and ".join(set_on_owners([model], name, rate)))
         return curve
@@ -240,8 +240,8 @@ class Tuner:
         if not has_on_owners(trials.owners, batch_arg_name):
             names = " and ".join(type(owner).__name__ for owner in trials.owners)
             raise ConfigError(
-                f"scale_batch_size: {names} has no attribute or hyperparameter {batch_arg_name}. Make the loader in a "
-                "data module or the task with a size from there, and name it as batch_arg_name."
+                f"scale_batch_size: {names} has no attribute or hyperparameter {batch_arg_name}. Store the batch size "
+                "in the data module or the task, use it in the loader, and pass its name as batch_arg_name."
             )
         plan = self._trainer.plan
         attempt = partial(_try_size, trials, plan, batch_arg_name, steps_per_trial)
@@ -251,15 +251,15 @@ class Tuner:
         return size
 
 
-def find_rate_name(model: TaskModule, given: str) -> str:
+def find_rate_name(model: TaskModule, attr_name: str) -> str:
     """Return the name of the task's attribute or hyperparameter for the rate."""
-    found = [name for name in ([given] if given else _RATE_NAMES) if has_on_owners([model], name)]
+    found = [name for name in ([attr_name] if attr_name else _RATE_NAMES) if has_on_owners([model], name)]
     if len(found) == 1:
         return found[0]
-    problem = f"has no attribute or hyperparameter {given or ' or '.join(_RATE_NAMES)}" if not found else "has both"
+    problem = f"has no attribute or hyperparameter {attr_name or ' or '.join(_RATE_NAMES)}" if not found else "has both"
     raise ConfigError(
-        f"lr_find: {type(model).__name__} {problem}, from which configure_optimizers takes its rate. Name it as "
-        "attr_name, or set update_attr: false and write the suggestion where the rate is set."
+        f"lr_find: {type(model).__name__} {problem}, which lr_find could set. Pass the name of the rate as attr_name. "
+        "Or set update_attr: false, and write the suggested rate in your code."
     )
 
 
@@ -316,7 +316,7 @@ class LearningRateFinder(Callback):
         if self._settings["update_attr"]:
             self._found = find_rate_name(task, self._settings["attr_name"]), rate
         elif rate is not None:
-            _log.info("learning rate: %g is suggested", rate)
+            _log.info("suggested learning rate: %g", rate)
         if self._plot and trainer.run_directory is not None:
             self.optimal_lr.write(trainer.run_directory / "lr_find.csv")
             if importlib.util.find_spec("matplotlib") is not None:
@@ -357,7 +357,7 @@ class BatchSizeFinder(Callback):
         optimal_batch_size: The size; None without a search.
     """
 
-    INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": "It ends where a batch no longer fits, or after max_trials."}
+    INSTEAD: ClassVar[Mapping[str, str]] = {"max_val": "The search ends at the memory limit, or after max_trials."}
 
     @check_arguments
     def __init__(

@@ -48,7 +48,7 @@ def test_python_exit_waits_for_save_despite_interrupts(tmp_path):
         errors = child.communicate(timeout=60)[1]
     assert child.returncode in (130, -signal.SIGINT), errors
     assert names(tmp_path) == ["step-00000002"], errors
-    assert errors.count("SIGINT: leaving when the checkpoint under way is written") == 1, errors
+    assert errors.count("SIGINT: stopping once the checkpoint in progress is written") == 1, errors
     Checkpoint.open(folder(tmp_path) / "step-00000002")
 
 

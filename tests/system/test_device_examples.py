@@ -72,7 +72,7 @@ def test_losses_of_restarted_workers_are_undisturbed(tmp_path, monkeypatch, caps
     killed.kill_after_a_snapshot(rank=1)
     rows = killed.rows()
     assert "(exitcode: -9) local_rank: 1" in killed.output
-    assert killed.output.count("going on from ") == 1
+    assert killed.output.count("resuming from ") == 1
     assert [row["step"] for row in rows if row["train_loss"]] == [str(step) for step in range(1, 31)]
     assert rows == Job(tmp_path / "undisturbed", *SHORT).rows()
     check_writing(killed, monkeypatch, capsys)
@@ -86,7 +86,7 @@ def test_a_killed_run_restarts_learns_and_writes(tmp_path, monkeypatch, capsys):
     job.kill_after_a_snapshot(rank=1)
     assert float(job.rows()[-1]["val_loss"]) <= 2.0
     assert "(exitcode: -9) local_rank: 1" in job.output
-    assert job.output.count("going on from ") == 1
+    assert job.output.count("resuming from ") == 1
     check_writing(job, monkeypatch, capsys)
 
 

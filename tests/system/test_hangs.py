@@ -102,7 +102,7 @@ def test_hung_job_is_restarted_and_finishes(tmp_path):
     options = {"mode": "loop", "devices": 2, "launched": True, "max_restarts": 1}
     end = script(tmp_path, MODULE, options).wait()
     assert end.code == 0, end.output
-    assert re.search(r"restart 1 of 1: rank \d .*going on from step 2", end.output)
+    assert re.search(r"restart 1 of 1: rank \d .*resuming from step 2", end.output)
     assert "done: 8 steps" in end.output
 
 

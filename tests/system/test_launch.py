@@ -201,7 +201,7 @@ def test_error_of_all_processes_is_printed_once():
     code, output = run("-m", "lumen", "fit", "--config", "line.yaml", *words)
     assert code == 2
     assert output.splitlines()[1:] == [
-        "error: global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."
+        "error: global_batch_size and accumulate_grad_batches both set the size of a step. Set only one of them."
     ]
     assert not left_in_tmp()
 
@@ -409,7 +409,7 @@ def test_stopped_job_saves_and_resumes(number):
     number = int(stopped.removeprefix("step-")) + 2
     code, output = run("train.py", "fine", str(number), "2")
     assert code == 0, output
-    assert f"going on from runs/run/checkpoints/{stopped}" in output
+    assert f"resuming from runs/run/checkpoints/{stopped}" in output
     assert f"1 of 2, step {number}" in Path("after").read_text()
 
 
@@ -426,7 +426,9 @@ def test_signal_to_all_processes_counts_once(words):
     code, output = finish(process)
     assert code == (143 if words is not TORCHRUN else 1), output
     assert output.count("SIGTERM: finishing this step") == 1
-    (stopped,) = set(re.findall(r"stopped at step (\d+) by SIGTERM; newest checkpoint: step-0*\1\. Go on with", output))
+    (stopped,) = set(
+        re.findall(r"stopped at step (\d+) by SIGTERM; newest checkpoint: step-0*\1\. Resume with", output)
+    )
     assert steps()[-1] == f"step-{int(stopped):08d}"
 
 
@@ -573,7 +575,7 @@ def restarted(kills, late_s, *options):
     )  # fmt: skip
     assert code == 0, output
     assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run-2"], output
-    assert output.count("going on from runs/run-2/checkpoints/") == kills
+    assert output.count("resuming from runs/run-2/checkpoints/") == kills
     records = [Path("runs", name, "metrics.csv").read_bytes() for name in ("run", "run-2")]
     shutil.rmtree("runs")
     return records

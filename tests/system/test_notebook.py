@@ -282,7 +282,7 @@ def test_an_error_is_one_traceback_and_leaves_nothing(notebook):
     assert trace.count("Traceback") == 1
     assert re.search(
         r"RuntimeError: a mistake of the user\nThis was in .*\.\nThe log of the run is runs/failed/run.log.\n"
-        r"Its newest checkpoint is runs/failed/checkpoints/step-00000005. Go on with:\n"
+        r"The newest checkpoint is runs/failed/checkpoints/step-00000005. Resume with:\n"
         r'  Trainer\(..., name="failed", resume="auto"\).fit\(...\)$',
         trace,
     )
@@ -302,7 +302,7 @@ def test_interrupted_fit_saves_and_resumes_exactly(notebook):
         """
         def wait():
             sys.stdout.write("press stop\\n")  # print writes the end of the line by itself
-            while not stopped.trainer.run.ending.vote.requested:
+            while not stopped.trainer.run.ending.vote.requested_signal:
                 time.sleep(0.01)
             print("the step goes on")
 
@@ -316,9 +316,9 @@ def test_interrupted_fit_saves_and_resumes_exactly(notebook):
     assert outputs[-1].ename == "KeyboardInterrupt"
     assert text_of(outputs).endswith(
         "press stop\n"
-        "SIGINT: finishing this step; once more leaves at once\n"
+        "SIGINT: finishing this step; a second signal stops at once\n"
         "the step goes on\n"
-        "stopped at step 7 by SIGINT; newest checkpoint: step-00000007. Go on with:\n"
+        "stopped at step 7 by SIGINT; newest checkpoint: step-00000007. Resume with:\n"
         '  Trainer(..., name="stopped", resume="auto").fit(...)\n'
     )
     (picture,) = [output for output in outputs if output.output_type == "display_data"]
@@ -326,7 +326,7 @@ def test_interrupted_fit_saves_and_resumes_exactly(notebook):
     notebook.run("assert not (left := changes()), left")
 
     written = text_of(notebook.run('resumed = fit(Regression(), name="stopped", resume="auto")'))
-    assert "going on from runs/stopped/checkpoints/step-00000007\n" in written
+    assert "resuming from runs/stopped/checkpoints/step-00000007\n" in written
     assert FINISHED in written
     notebook.run("""
         assert len(resumed.batches) == 8
@@ -346,10 +346,10 @@ def test_second_interrupt_exits_fit_and_keeps_kernel(notebook):
         fit(hanging, name="hanging")
         """,
         fails=True,
-        stop_at=["press stop", "once more leaves at once"],
+        stop_at=["press stop", "a second signal stops at once"],
     )
     assert outputs[-1].ename == "KeyboardInterrupt"
-    assert text_of(outputs).count("once more leaves at once") == text_of(outputs).count("stopped at once") == 1
+    assert text_of(outputs).count("a second signal stops at once") == text_of(outputs).count("stopped at once") == 1
     assert "another exception" not in "".join(outputs[-1].traceback)
     notebook.run("assert not (left := changes()), left")
 

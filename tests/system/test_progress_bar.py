@@ -212,11 +212,14 @@ def test_debugger_pause_writes_nothing_and_ends_no_run(tmp_path: Path, ranks: in
     assert code == 0, written
     first, second = shown
     said = [line for line in first if line.startswith("warning: ")]
-    others = "the other ranks wait for it, at most for timeout_s (30 s) of the strategy"
+    others = "the other ranks wait at most timeout_s of the strategy (30 s)"
     assert said == ([] if ranks == 1 else [f"warning: rank 0 is in a debugger: {others}"]), first
     assert second[-2:] == ["42", "(Pdb)"]
     assert second[: len(first) - 1] == first[:-1]
     assert sum(line.startswith("step 4/4") and "took" in line for line in screen_of(written)) == 1
     if ranks == 2:
         (log,) = (tmp_path / "runs" / "line" / "logs").glob("*-rank1.log")
-        assert log.read_text().count("rank 1 goes on where a debugger would ask: rank 0 has the terminal") == 1
+        assert (
+            log.read_text().count("rank 1 continues at its breakpoint without a prompt: only rank 0 has the terminal")
+            == 1
+        )

@@ -91,7 +91,7 @@ def undisturbed(tmp_path_factory):
 def test_submitted_ray_job_survives_killed_worker(undisturbed, tmp_path):
     command = ["-m", "lumen", "submit", "--on", "ray", "--gpus-per-node", "0", "--tasks-per-node", "2", "--", *FIT]
     assert run(tmp_path, command, kill=True) == undisturbed
-    assert "going on from" in (tmp_path / "runs/run/run.log").read_text()
+    assert "resuming from" in (tmp_path / "runs/run/run.log").read_text()
 
 
 def test_user_ray_trainer_survives_killed_worker_and_reports(undisturbed, tmp_path):

@@ -32,7 +32,7 @@ class Task(Regression):
         if MODE == "stopped" and step == 3 and not os.path.exists("asked"):
             open("asked", "w").close()
             os.kill(os.getppid(), signal.SIGTERM)
-            while self.trainer.run.ending.vote.requested is None:
+            while self.trainer.run.ending.vote.requested_signal is None:
                 time.sleep(0.01)
         if MODE == "requeued" and step == 3 and not os.path.exists("asked"):
             open("asked", "w").close()
@@ -49,7 +49,7 @@ trainer = lumen.Trainer(
 trainer.fit(Task(), loader(40, 4))
 """
 RESTARTED = (
-    r"restart (\d) of (\d): rank (\d) was killed by SIGKILL; going on from step (\d+); lost: (\d) steps?, [\d.]+ s"
+    r"restart (\d) of (\d): rank (\d) was killed by SIGKILL; resuming from step (\d+); lost: (\d) steps?, [\d.]+ s"
 )
 
 
@@ -99,7 +99,7 @@ def test_repeated_error_ends_job_with_its_traceback_last():
     assert "twice, each time at step 3\n" in output
     assert re.search(
         r"KeyError: 'what the user did in process \d+'\nThis was in step .*\nThe tracebacks of all ranks are in .*\n"
-        r"Its newest checkpoint is runs/run/checkpoints/step-00000002. Go on with:\n  python job.py error 2 9 .*\n$",
+        r"The newest checkpoint is runs/run/checkpoints/step-00000002. Resume with:\n  python job.py error 2 9 .*\n$",
         output,
     )
 
@@ -112,7 +112,7 @@ def test_repeated_error_ends_job_with_its_traceback_last():
         ("in vain", 1, 128 + signal.SIGKILL, 1, "no further restart: there were 1, and max_restarts is 1\n"),
         ("config", 9, 1, 0, "ConfigError: it cannot work"),
         ("stopped", 9, 128 + signal.SIGTERM, 0, "stopped at step 4 by SIGTERM; newest checkpoint: step-00000004. Go"),
-        ("requeued", 9, 75, 0, "exit code 75: to be put back into the queue. Go"),
+        ("requeued", 9, 75, 0, "exit code 75: requeue the job. Resume"),
     ],
 )
 def test_job_is_not_restarted_in_vain_or_unasked(mode, allowed, code, restarts, said):
@@ -127,7 +127,9 @@ def test_torchrun_restart_count_overrides_max_restarts():
     code, output = run("-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "2", "job.py", "fine",
                        "0", "7")  # fmt: skip
     assert code == 0, output
-    assert output.count("max_restarts is that of torchrun, which started this run: not 7\n") == 1
+    assert (
+        output.count("ignoring max_restarts=7: torchrun started this run, and restarts it by its own settings\n") == 1
+    )
 
 
 @pytest.mark.torture

@@ -235,7 +235,9 @@ def test_invalid_run_names_are_refused(tmp_path, name, reuse):
 def test_file_in_the_way_is_named(tmp_path):
     (tmp_path / "file").touch()
     for root, name in ((tmp_path / "file", "gpt"), (tmp_path, "file"), (tmp_path / "file" / "deep", "gpt")):
-        with pytest.raises(RunDirectoryError, match=r"/file.*(File exists|Not a directory).* Move what is in the way"):
+        with pytest.raises(
+            RunDirectoryError, match=r"/file.*(File exists|Not a directory).* Remove a file of this name"
+        ):
             RunDirectory.claim(root, name, reuse=True)
     with RunDirectory.claim(tmp_path, "file", reuse=False) as run:
         assert run.path == tmp_path / "file-2"

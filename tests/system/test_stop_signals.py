@@ -29,7 +29,7 @@ class Task(Regression):
         Path(f"at-{RANK}.new").rename(f"at-{RANK}")
         while not Path("sent").exists():
             time.sleep(0.01)
-        while RANK in os.environ["HEARS"] and self.trainer.run.ending.vote.requested is None:
+        while RANK in os.environ["HEARS"] and self.trainer.run.ending.vote.requested_signal is None:
             time.sleep(0.01)
 
     def setup(self, stage):
@@ -149,7 +149,7 @@ def stopped(undisturbed, number, receiver, phase, devices, launcher=(), code=Non
         said = f"stopped at step {step} by {signal.Signals(number).name}; newest checkpoint: {newest.name}"
         assert said in log
         assert said in output
-        assert ("exit code 75: to be put back into the queue" in log) == (number == signal.SIGUSR1)
+        assert ("exit code 75: requeue the job" in log) == (number == signal.SIGUSR1)
     whole = undisturbed(devices)
     code, output = finish(start(devices, launcher, HEARS=""))
     assert code == 0, output
@@ -220,7 +220,7 @@ def test_unfinished_work_after_grace_s_is_abandoned(where, devices, stood):
     assert "restart 1 of" not in output
     code, output = finish(subprocess.Popen([*words, "nowhere", str(devices)], **options))
     assert code == 0, output
-    assert "going on from runs/run/checkpoints/step-00000002" in output
+    assert "resuming from runs/run/checkpoints/step-00000002" in output
 
 
 HUNG = """

@@ -145,9 +145,9 @@ MONITORS = {
 @pytest.mark.parametrize(
     ("monitor", "options", "message"),
     [
-        ("loss", {}, r"'loss' is logged per step only.*Write self\.log\('loss', \.\.\., on_step=False, "
-                     r"on_epoch=True\); or on_epoch=True alone, and 'loss_epoch' as the monitor"),
-        ("loss", {"on_epoch": True}, "'loss' has values of single steps only.*the one of an epoch is 'loss_epoch'"),
+        ("loss", {}, r"'loss' has values of single steps only.*Write self\.log\('loss', \.\.\., on_step=False, "
+                     r"on_epoch=True\); or write on_epoch=True alone, and use 'loss_epoch' as the monitor"),
+        ("loss", {"on_epoch": True}, "'loss' has values of single steps only.*Use 'loss_epoch' as the monitor"),
         ("loss_step", {"on_epoch": True}, "'loss_step' has values of single steps only.*of an epoch is 'loss_epoch'"),
     ],
 )  # fmt: skip
@@ -184,14 +184,16 @@ class Plateau(PerStep):
 
 def test_epoch_schedule_rejects_per_step_monitor(tmp_path):
     data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
-    with pytest.raises(ConfigError, match=r"lr_scheduler: the monitor 'loss' is logged per step only.*on_epoch=True"):
+    with pytest.raises(
+        ConfigError, match=r"lr_scheduler: the monitor 'loss' has values of single steps only.*on_epoch=True"
+    ):
         quiet_trainer(tmp_path, max_epochs=3).fit(Plateau("epoch"), data)
 
 
 def test_callbacks_do_not_see_per_step_values(tmp_path):
     data = DataLoader(TensorDataset(torch.arange(4.0)), 2)
     trainer = quiet_trainer(tmp_path, max_epochs=3, callbacks=MONITORS["ModelCheckpoint"]("loss"))
-    with pytest.raises(ConfigError, match="ModelCheckpoint: the monitor 'loss' is logged per step only"):
+    with pytest.raises(ConfigError, match="ModelCheckpoint: the monitor 'loss' has values of single steps only"):
         trainer.fit(Plateau("step"), data)
 
 

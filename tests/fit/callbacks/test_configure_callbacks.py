@@ -64,7 +64,7 @@ def test_configured_callback_replaces_its_class_and_bases(tmp_path, caplog):
     assert kinds(trainer) == ["Timer", "Callback", "More"]
     assert trainer.callbacks[0] is timer
     assert trainer.callbacks[2].steps == 1
-    assert "Bringing.configure_callbacks take the place of: Counting, More, Counting" in caplog.text
+    assert "Bringing.configure_callbacks replace: Counting, More, Counting" in caplog.text
 
 
 def test_configured_base_keeps_derived_callback_of_trainer(tmp_path):
@@ -208,7 +208,7 @@ def test_the_task_knows_its_trainer_and_its_hyperparameters(tmp_path):
 
 def test_savers_have_no_place_where_nothing_is_saved(tmp_path):
     task = task_of(lambda: [lumen.ModelCheckpoint(), Counting()])
-    with pytest.raises(ConfigError, match=r"is False, but Bringing.configure_callbacks has a ModelCheckpoint"):
+    with pytest.raises(ConfigError, match=r"is False, but Bringing.configure_callbacks returned a ModelCheckpoint"):
         quiet_trainer(tmp_path, max_steps=1, enable_checkpointing=False).fit(task, loader())
     trainer = quiet_trainer(tmp_path, enable_checkpointing=False)
     trainer.test(task, loader())

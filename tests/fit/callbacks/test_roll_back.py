@@ -51,7 +51,7 @@ def test_rolled_back_run_equals_run_without_skipped_data(tmp_path):
     rows = (trainer.run_directory / "metrics.csv").read_text().splitlines()[1:]
     assert len({row.split(",")[0] for row in rows}) == 15
     said = (trainer.run_directory / "run.log").read_text()
-    assert "going back from step 11 to step-00000008, to leave out the micro-batches 8 to 12 of the run" in said
+    assert "rolling back from step 11 to step-00000008, to leave out micro-batches 8 to 12 of the run" in said
     assert said.count("the run is in ") == 1  # the session, its directory and its logs were kept
 
 
@@ -193,8 +193,8 @@ def test_epoch_skipped_entirely_is_no_failure(tmp_path):
 @pytest.mark.parametrize(
     ("spike", "options", "says"),
     [
-        (5, {}, r"from step 5 to before its micro-batch 2, and there is no checkpoint from then, only step-00000003 "),
-        (3, {"before": 5}, "and there is no checkpoint from then.*warmup"),
+        (5, {}, r"from step 5: no checkpoint is from before micro-batch 2, only step-00000003 "),
+        (3, {"before": 5}, "no checkpoint is from before micro-batch.*warmup"),
     ],
 )
 def test_spike_without_earlier_checkpoint_ends_the_run(tmp_path, spike, options, says):

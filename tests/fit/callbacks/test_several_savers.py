@@ -71,7 +71,7 @@ def test_everybody_names_one_checkpoint_as_the_best(tmp_path, capsys, caplog, op
     assert torch.equal(evaluated.weight, task.weight)
     with caplog.at_level(logging.INFO, "lumen"):
         fit(tmp_path, savers(*options), epochs=6, resume="best", log_level="INFO")
-    assert f"going on from {directory}/checkpoints/step-{best:08d}" in caplog.text
+    assert f"resuming from {directory}/checkpoints/step-{best:08d}" in caplog.text
 
 
 @pytest.mark.parametrize("options", [(PLAIN, BEST), (PLAIN, WORST, BEST), (BEST | {"on_best": False}, PLAIN)])

@@ -674,16 +674,16 @@ def test_evaluation_table_of_one_loader_has_one_column(capsys):
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_evaluating_untrained_parameters_warns(capsys, command):
-    warning = f"warning: {command} uses the parameters that Line was built with. For those of {{}} set ckpt_path, "
+    warning = f"warning: {command} uses the initial parameters of Line. For the parameters of {{}}, set ckpt_path: "
     words = [command, "--config", "line.yaml"]
     assert main(words) == 0
-    assert capsys.readouterr().err.count(warning.format("a run") + "as in --ckpt_path best") == 1
+    assert capsys.readouterr().err.count(warning.format("a run") + "--ckpt_path best") == 1
     fit()
     capsys.readouterr()
     assert main(words) == 0
     assert capsys.readouterr().err.count(warning.format("runs/line")) == 1
     assert main([*words, "--ckpt_path", "last"]) == 0
-    assert "was built with" not in capsys.readouterr().err
+    assert "the initial parameters" not in capsys.readouterr().err
 
 
 def test_best_is_the_checkpoint_that_the_monitor_names():

@@ -400,7 +400,7 @@ def test_predictions_unfit_for_file_suggest_another_format(capsys):
 
 def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
     assert "Stepless has no training_step" in fit(refused, "--model", "tests.helpers.cli_tasks.Stepless")
-    assert "how long to train is not set" in fit(refused, "--trainer.max_steps", "null")
+    assert "the length of the training is not set" in fit(refused, "--trainer.max_steps", "null")
     assert "accumulate_grad_batches (the command line): must be at least 1" in fit(
         refused, "--trainer.accumulate_grad_batches=0"
     )
@@ -441,7 +441,7 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
         (["--trainer.strategy=deepspeed"], "trainer.strategy (the command line): 'deepspeed' is unknown; write fsdp, which"),
         (["--trainer.num_nodes=0"], "trainer.num_nodes (the command line): must be at least 1, found 0."),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val (the command line): must be more than 0 (None: none), found -1.0."),
-        (["--trainer.global_batch_size=8", "--trainer.accumulate_grad_batches=2"], "global_batch_size and accumulate_grad_batches both say how large a step is. Set only one of them."),
+        (["--trainer.global_batch_size=8", "--trainer.accumulate_grad_batches=2"], "global_batch_size and accumulate_grad_batches both set the size of a step. Set only one of them."),
         (["--trainer.val_check_interval=2.5"], "trainer.val_check_interval (the command line): a fraction of an epoch is in (0, 1], found 2.5."),
         (["--trainer.limit_train_batches=-1"], "trainer.limit_train_batches (the command line): expected a count >= 0 or a fraction of at most 1.0, found -1."),
         (["--trainer.log_every_n_steps=-1"], "trainer.log_every_n_steps (the command line): must be at least 1, found -1."),

@@ -179,7 +179,9 @@ def test_a_config_names_the_classes_whose_weights_decay(capsys):
     biases = {id(each) for name, each in task.named_parameters() if name.endswith("bias")}
     assert spared == biases | {id(norm.weight)}
     message = refused(capsys, *words, "--parameter_groups.decay=[Linear]", "--parameter_groups.no_decay=[Embedding]")
-    assert "blocks.1.0.weight of LayerNorm is in neither. Name the class of its module in one of them." in message
+    assert (
+        "blocks.1.0.weight of LayerNorm is in neither. Add the class of its module to one of the two lists." in message
+    )
 
 
 def ramp(epoch):
@@ -277,7 +279,7 @@ def test_another_optimizer_inside_lookahead_is_found_when_resuming(tmp_path, cap
     ("words", "message"),
     [
         (["--parameter_groups.blocks=null"], "parameter_groups: layer_decay and blocks need each other."),
-        (["--parameter_groups.blocks=layers"], "no parameter of Layered lies below 'layers'. It has frozen, layer"),
+        (["--parameter_groups.blocks=layers"], "no parameter of Layered has a name below 'layers'. Layered has frozen, layer"),
         (["--parameter_groups.no_decay=norms"], "parameter_groups.no_decay (the command line): expected"),
         (["--parameter_groups.decay=[Linear]"], "beside decay expected names of classes too, found 'module type'."),
         (["--parameter_groups.blockz=a"], "ParameterGroups has no option blockz. Did you mean blocks?"),
@@ -377,7 +379,7 @@ def test_plus_appends_a_scheduler():
         (["--lr_scheduler+={scheduler: StepLR, intervall: step}"], "Schedule has no option intervall. Did you mean"),
         (["--lr_scheduler+={interval: step}"], "expected a class, or {scheduler: CLASS, interval: step}, found"),
         (["--lr_scheduler+=lumen.optim.cosine", "--lr_scheduler.steps=9"],
-         "each move of the Schedule sets the learning rates anew, which undoes what the ExponentialLR does to them."),
+         "each move of the Schedule overwrites the learning rates that the ExponentialLR has set."),
         (["--lr_scheduler+=AdamW"], "has no class AdamW"),
         (["--lr_scheduler.gamma=3"], "lr_scheduler is a list: write all of it anew, or add to it by --lr_scheduler+."),
         (["--lr_schedule.interval=step"], "lr_schedule says how one lr_scheduler moves, but there are several."),

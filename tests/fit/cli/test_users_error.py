@@ -123,7 +123,7 @@ def test_library_frames_are_folded_into_one_line(shown, tmp_path):
         r"  \.\.\. \d\d frames of lumen and torch; --verbose shows all\n"
         r"RuntimeError: mat1 and mat2 shapes cannot be multiplied \(2x2 and 3x1\)\n"
         r"This was in step 6 \(epoch 1, batch_idx 1\)\.\nThe log of the run is runs/line/run\.log\.\n"
-        r"(Its newest checkpoint is .*\. Go on with:\n  lumen fit .*\n)?",
+        r"(The newest checkpoint is .*\. Resume with:\n  lumen fit .*\n)?",
         end,
     ), end
     log = Path("runs/line/run.log").read_text()

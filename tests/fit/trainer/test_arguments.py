@@ -70,7 +70,7 @@ def test_fit_resumes_from_ckpt_path(tmp_path):
     again = quiet_trainer(tmp_path / "again", max_epochs=4)
     again.fit(task, Data(), ckpt_path=path)
     assert torch.equal(weights(task), weights(whole))
-    with pytest.raises(ConfigError, match=r"ckpt_path=last, but the trainer resume=auto\. Give one"):
+    with pytest.raises(ConfigError, match=r"ckpt_path=last, but the trainer has resume=auto\. Remove"):
         quiet_trainer(tmp_path, max_epochs=4, resume="auto").fit(Task(), Data(), ckpt_path="last")
 
 
@@ -110,9 +110,9 @@ def test_evaluation_without_model_uses_best_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda trainer: trainer.fit(Task(), loader(), datamodule=Data()), "loaders were given beside a datamodule"),
-        (lambda trainer: trainer.fit(Task(), Data(), loader()), "val_dataloaders was given beside a DataModule"),
-        (lambda trainer: trainer.validate(), "there is no model, and no run before this one"),
+        (lambda trainer: trainer.fit(Task(), loader(), datamodule=Data()), "loaders and a datamodule were passed"),
+        (lambda trainer: trainer.fit(Task(), Data(), loader()), "val_dataloaders and a DataModule were passed"),
+        (lambda trainer: trainer.validate(), "no model was passed, and this trainer has had no run"),
     ],
 )
 def test_what_contradicts_itself_is_one_error(tmp_path, call, message):
@@ -247,7 +247,7 @@ def test_a_task_knows_its_process_and_its_loggers(tmp_path):
     ("make", "message"),
     [
         (lambda: DataLoader(range(3), 0), "got batch_size=0. Set batch_size to at least 1"),
-        (lambda: DataLoader([], 4, shuffle=True), "got num_samples=0. Shuffling needs a data set that has samples"),
+        (lambda: DataLoader([], 4, shuffle=True), "got num_samples=0. Shuffling needs a data set with samples"),
     ],
 )
 def test_loader_rejected_by_torch_names_its_owner(tmp_path, make, message):
@@ -274,7 +274,7 @@ def test_environment_variables_fill_missing_arguments(monkeypatch, caplog):
         monkeypatch.setenv(f"LUMEN_TRAINER__{name}", value)
     trainer = lumen.Trainer(max_epochs=2)
     assert (trainer.max_epochs, trainer.limit_val_batches, trainer.precision, trainer.loggers) == (2, 0.5, "bf16", [])
-    assert "Trainer: precision=bf16 is that of the environment variable LUMEN_TRAINER__PRECISION" in caplog.text
+    assert "Trainer: precision=bf16 comes from the environment variable LUMEN_TRAINER__PRECISION" in caplog.text
     assert "max_epochs" not in caplog.text
 
 
@@ -288,7 +288,7 @@ def test_environment_variables_fill_missing_arguments(monkeypatch, caplog):
         ),
         ("LUMEN_TRAINER__EPOCHS", "3", "LUMEN_TRAINER__EPOCHS: Trainer has no argument epochs. Unset it"),
         ("LUMEN_TRAINER__MAX_EPOCHS", "many", "max_epochs: expected an int or None, found 'many'"),
-        ("LUMEN_TRAINER__DEVICES", "[1", r"LUMEN_TRAINER__DEVICES: '[1' is no YAML value"),
+        ("LUMEN_TRAINER__DEVICES", "[1", r"LUMEN_TRAINER__DEVICES: '[1' is not a YAML value"),
     ],
 )
 def test_invalid_environment_variable_is_one_error(monkeypatch, name, value, message):
@@ -310,7 +310,7 @@ def test_accumulate_grad_batches_is_the_current_value(tmp_path):
     trainer.fit(Reading(), loader(32, 8))
     assert found == [1] * 8 + [4] * 4
     trainer = quiet_trainer(tmp_path, max_epochs=1, global_batch_size=16)
-    with pytest.raises(ConfigError, match="it follows from global_batch_size and the training loader"):
+    with pytest.raises(ConfigError, match="depends on global_batch_size and the training loader"):
         trainer.accumulate_grad_batches  # noqa: B018
     trainer.fit(Reading(), loader(32, 8))
     assert found[12:] == [2] * 4

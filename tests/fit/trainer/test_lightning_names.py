@@ -131,10 +131,10 @@ def test_arguments_are_read_under_their_names(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("limit_val_batches", 0, r"limit_val_batches cannot be set. Give it to Trainer\(limit_val_batches=...\)"),
-        ("max_epochs", 9, r"max_epochs cannot be set. Give it to Trainer\(max_epochs=...\)"),
-        ("logger", None, r"logger cannot be set. Give it to Trainer\(logger=...\)"),
-        ("callback_metrics", {}, "callback_metrics cannot be set. It can only be read"),
+        ("limit_val_batches", 0, r"limit_val_batches cannot be set. Write Trainer\(limit_val_batches=...\)"),
+        ("max_epochs", 9, r"max_epochs cannot be set. Write Trainer\(max_epochs=...\)"),
+        ("logger", None, r"logger cannot be set. Write Trainer\(logger=...\)"),
+        ("callback_metrics", {}, "callback_metrics cannot be set. callback_metrics is read-only"),
         ("fit_loop", None, "fit_loop cannot be set. Read trainer.progress"),
     ],
 )

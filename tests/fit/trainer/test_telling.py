@@ -77,13 +77,13 @@ def test_end_names_best_checkpoint_and_working_commands(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize(
     ("monitor", "then"),
-    [("score", ""), ("scor", " Did you mean score?"), ("x", " No text in the code of Judged reads so.")],
+    [("score", ""), ("scor", " Did you mean score?"), ("x", " The code of Judged never names it.")],
 )
 def test_monitor_without_value_is_reported_at_end(tmp_path, capsys, monitor, then):
     callbacks = [lumen.EarlyStopping(monitor), lumen.ModelCheckpoint(monitor=monitor)]
     fit = quiet_trainer(tmp_path, max_steps=2, val_check_interval=3, log_level="INFO", callbacks=callbacks).fit
     fit(Judged(0.25), loader(), val_dataloaders=loader())
-    had_nothing = "EarlyStopping and ModelCheckpoint had nothing to go by."
+    had_nothing = "EarlyStopping and ModelCheckpoint took no action."
     told = f"{monitor} had no value: the run ended before its first validation. {had_nothing}{then}"
     assert lines_of(capsys, tmp_path).count(told) == 1
 
@@ -145,7 +145,7 @@ def test_printed_resuming_commands_run(capsys, by):
     with pytest.raises((KeyError, SystemExit)) as caught:
         main(["fit", "--config", "line.yaml", *callbacks, "--trainer.max_epochs", "3"])
     said = "\n".join([capsys.readouterr().err, *getattr(caught.value, "__notes__", [])])
-    (command,) = re.findall(r"Go on with:\n  (lumen .*)$", said, re.MULTILINE)
+    (command,) = re.findall(r"Resume with:\n  (lumen .*)$", said, re.MULTILINE)
     assert main(shlex.split(command)[1:]) == 0
     assert "finished: max_epochs=3 reached" in capsys.readouterr().err
 
@@ -212,8 +212,8 @@ def test_failure_names_log_and_how_to_resume(tmp_path, step, saved):
     _, log, *others = caught.value.__notes__
     assert log == f"The log of the run is {run / 'run.log'}."
     assert "KeyError: 'a mistake'" in (run / "run.log").read_text()
-    assert [each.partition(". Go on with:\n  ")[0] for each in others] == (
-        [f"Its newest checkpoint is {run / 'checkpoints' / saved}"] if saved else []
+    assert [each.partition(". Resume with:\n  ")[0] for each in others] == (
+        [f"The newest checkpoint is {run / 'checkpoints' / saved}"] if saved else []
     )
     assert all('Trainer(..., name="run", resume="auto")' in each for each in others)
 

@@ -19,7 +19,7 @@ from tests.helpers.watch import WHERE, Stuck, stuck_fit
 def test_stalled_data_reports_where_it_waits(tmp_path, workers):
     steps, texts = stuck_fit(tmp_path, workers, lumen.SingleDevice(timeout_s=1.2, startup_timeout_s=60))
     assert steps == 8  # it went on once the sample came
-    assert re.match(r"rank 0 has done no step and no batch for [\d.]+ s; the job is ended after [\d.]+ s", texts[0])
+    assert re.match(r"rank 0 has done no step and no batch for [\d.]+ s; Lumen ends the job after [\d.]+ s", texts[0])
     main, *worker = texts[0].split("a data worker:\n")
     assert WHERE.search(worker[0] if workers else main)
 
@@ -61,7 +61,7 @@ def test_limits_may_be_infinite_in_a_config(tmp_path, monkeypatch):
 def test_debugged_run_is_not_ended(tmp_path, caplog):
     class Waiting(lumen.Callback):
         def on_train_batch_end(self, *_):
-            while "It is not ended: somebody may be looking at it" not in caplog.text:
+            while "Lumen does not end an interactive or debugged run" not in caplog.text:
                 time.sleep(0.02)
 
     strategy = lumen.SingleDevice(timeout_s=0.5, startup_timeout_s=0.5)
