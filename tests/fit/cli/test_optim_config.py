@@ -279,7 +279,7 @@ def test_another_optimizer_inside_lookahead_is_found_when_resuming(tmp_path, cap
     ("words", "message"),
     [
         (["--parameter_groups.blocks=null"], "parameter_groups: layer_decay and blocks need each other."),
-        (["--parameter_groups.blocks=layers"], "no parameter of Layered has a name below 'layers'. Layered has frozen, layer"),
+        (["--parameter_groups.blocks=layers"], "no parameter of Layered has a name below 'layers'. Layered has frozen"),
         (["--parameter_groups.no_decay=norms"], "parameter_groups.no_decay (the command line): expected"),
         (["--parameter_groups.decay=[Linear]"], "beside decay expected names of classes too, found 'module type'."),
         (["--parameter_groups.blockz=a"], "ParameterGroups has no option blockz. Did you mean blocks?"),
