@@ -99,7 +99,7 @@ def read_environment_defaults(constructor: Callable[Concatenate[S, P], None]) ->
         for variable, text in sorted(os.environ.items()):
             if variable.startswith(_LIGHTNINGS):
                 ours = f"{_OURS}{variable.removeprefix(_LIGHTNINGS)}"
-                raise ConfigError(f"Lumen ignores the environment variable {variable}. Write {ours}, or unset it.")
+                raise ConfigError(f"the environment variable {variable} is not read. Write {ours}, or unset it.")
             name = variable.removeprefix(_OURS).lower()
             if not variable.startswith(_OURS) or name in kwargs:
                 continue

@@ -139,7 +139,7 @@ ERRORS = {
     ),
     "the class of a schedule": (
         configured(lambda self: ([sgd(self)], [StepLR])),
-        "lr_scheduler: expected a scheduler, found the class StepLR. Make an object: StepLR(optimizer, ...).",
+        "lr_scheduler: expected a scheduler, found the class StepLR. Make one: StepLR(optimizer, ...).",
     ),
     "manual_backward in automatic optimization": (
         fit(task=task(training_step=by_itself)),

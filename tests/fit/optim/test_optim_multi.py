@@ -290,7 +290,7 @@ def test_a_state_of_other_groups_is_refused_whole():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda net: [], "there is no optimizer"),
+        (lambda net: [], "the list is empty"),
         (lambda net: [AdamW(net.parameters()), net], "expected optimizers, found Sequential"),
         (lambda net: [torch.optim.LBFGS(net.parameters())], "LBFGS evaluates a closure several times"),
         (

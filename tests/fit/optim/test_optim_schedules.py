@@ -100,13 +100,13 @@ def test_run_may_end_within_warmup(build):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda o: cosine(o, 0), r"steps = 0: it must be at least 1"),
-        (lambda o: linear(o, 9, floor=1.5), r"floor = 1\.5: it must be a fraction of the highest learning rate"),
+        (lambda o: cosine(o, 0), r"steps = 0: expected at least 1"),
+        (lambda o: linear(o, 9, floor=1.5), r"floor = 1\.5: expected a fraction of the highest learning rate"),
         (lambda o: constant(o, warmup=-1), r"warm-up steps = -1"),
         (lambda o: inverse_sqrt(o, 0), r"warm-up steps = 0"),
         (lambda o: constant(o, warmup=3, start=2), r"start = 2"),
         (lambda o: wsd(o, 9, 0), r"decay = 0"),
-        (lambda o: wsd(o, 9, 3, shape="cubic"), r"shape = 'cubic': it must be \"sqrt\" or \"linear\""),
+        (lambda o: wsd(o, 9, 3, shape="cubic"), r"shape = 'cubic': expected \"sqrt\" or \"linear\""),
     ],
 )
 def test_a_value_out_of_range_is_named(build, message):

@@ -501,7 +501,7 @@ def test_every_documented_form_is_understood(tmp_path, wrap, last_rate):
         ),
         (
             with_schedule(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "warmup_steps": -3}])),
-            "warm-up steps = -3: it must be at least 1",
+            "warm-up steps = -3: expected at least 1",
         ),
     ],
 )
