@@ -148,7 +148,7 @@ MONITORS = {
         ("loss", {}, r"'loss' has values of single steps only.*Write self\.log\('loss', \.\.\., on_step=False, "
                      r"on_epoch=True\); or write on_epoch=True alone, and use 'loss_epoch' as the monitor"),
         ("loss", {"on_epoch": True}, "'loss' has values of single steps only.*Use 'loss_epoch' as the monitor"),
-        ("loss_step", {"on_epoch": True}, "'loss_step' has values of single steps only.*Use 'loss_epoch' as the monitor"),
+        ("loss_step", {"on_epoch": True}, "'loss_step' has values of single steps only.*Use 'loss_epoch'"),
     ],
 )  # fmt: skip
 def test_per_step_monitor_raises_with_a_fix(tmp_path, who, monitor, options, message):
