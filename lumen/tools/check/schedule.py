@@ -84,7 +84,9 @@ def list_validation_steps(plan: Plan, length: RunLength) -> Sequence[int] | None
         if nth == 1:
             return found
         lengths = length.lengths
-        return None if lengths is None else [at for at in found if (lengths.count_complete_epochs(at - 1) + 1) % nth == 0]
+        return (
+            None if lengths is None else [at for at in found if (lengths.count_complete_epochs(at - 1) + 1) % nth == 0]
+        )
     if plan.val_every_epoch_fraction is None or length.lengths is None or not length.per_epoch:
         return None
     if plan.val_every_epoch_fraction == 1.0:
