@@ -12,7 +12,7 @@ from typing import Any
 
 from lumen.version import __version__ as __version__
 
-if "LUMEN_LAUNCHER" in os.environ:  # from here on the launcher shows what ends this process
+if "LUMEN_LAUNCHER" in os.environ:  # the launcher then prints the error that ends this process
     import_module("lumen.distributed.worker").attach_to_launcher()
 
 #: The module of each public name, from the stub: type checkers read the stub in place of this file.
