@@ -23,8 +23,8 @@ from lumen.errors.renamed import RenamedMembers
 from lumen.internals.optimizers import get_unwrapped_step
 
 _NO_CONTEXT = nullcontext()
-_MAX_SKIPPED_IN_A_ROW = 5
-_GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}  # defaults of torch's GradScaler
+_SKIPPED_PER_WARNING = 5
+_GROWTH_DEFAULTS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}  # of torch's GradScaler
 #: Parts of torch's error messages about a dtype that an operator does not support.
 _DTYPE_ERROR_PATTERN = {
     torch.float16: r"\b(Half|HalfTensor|Float16)\b|primitive descriptor",
@@ -117,7 +117,7 @@ class Precision(RenamedMembers, ABC, renamed=_RENAMED):
         return True
 
     def skip_update(self, optimizer: Optimizer) -> None:
-        """Make no update of complete and unscaled gradients, because a hook asked for no update."""
+        """Make no update of complete and unscaled gradients, because a hook rejected the update."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as plain data."""
@@ -193,8 +193,8 @@ class Float16(Precision):
 
     Micikevicius et al., Mixed Precision Training, 2018. If gradients overflow, the scaler skips the update and lowers
     the scale. Lumen warns of the first skipped update and of several in a row. A scale below 1 is an error, because the
-    gradients are then not finite at any scale. The settings are those of `torch.amp.GradScaler`. A resumed run uses the
-    checkpoint's scale and the settings passed here.
+    gradients are then not finite at any scale. The arguments equal those of `torch.amp.GradScaler`. A resumed run uses
+    the checkpoint's scale and the settings passed here.
 
     Args:
         init_scale: The first factor of the loss, at least 1.
@@ -217,26 +217,26 @@ class Float16(Precision):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        _check_value("init_scale", init_scale, "at least 1", holds=1 <= init_scale < math.inf)
-        _check_value("growth_factor", growth_factor, "more than 1", holds=1 < growth_factor < math.inf)
-        _check_value("backoff_factor", backoff_factor, "between 0 and 1", holds=0 < backoff_factor < 1)
-        _check_value("growth_interval", growth_interval, "at least 1", holds=growth_interval >= 1)
+        _check_value("init_scale", init_scale, "at least 1", is_valid=1 <= init_scale < math.inf)
+        _check_value("growth_factor", growth_factor, "more than 1", is_valid=1 < growth_factor < math.inf)
+        _check_value("backoff_factor", backoff_factor, "between 0 and 1", is_valid=0 < backoff_factor < 1)
+        _check_value("growth_interval", growth_interval, "at least 1", is_valid=growth_interval >= 1)
         self._init_scale = float(init_scale)
         growth = float(growth_factor), float(backoff_factor), growth_interval
-        self._growth_settings: dict[str, Any] = dict(zip(_GROWTH, growth, strict=True))
+        self._growth_settings: dict[str, Any] = dict(zip(_GROWTH_DEFAULTS, growth, strict=True))
 
     @property
     def numerics(self) -> dict[str, str | int | float | bool]:
         """Settings of the scale's growth that differ from the defaults. A resumed run does not use `init_scale`."""
-        return {name: value for name, value in self._growth_settings.items() if value != _GROWTH[name]}
+        return {name: value for name, value in self._growth_settings.items() if value != _GROWTH_DEFAULTS[name]}
 
     def check(self, device: torch.device, parameter_device: torch.device) -> None:
         """Refuse gradients on another type of device than the loss scale."""
         if device.type != parameter_device.type:
             raise ConfigError(
-                f"precision: fp16 with FSDP(cpu_offload=True): the loss scale lies on {device.type}, the gradients on "
-                f"the {parameter_device.type}, where torch would read it before it has arrived. Use bf16, or "
-                "cpu_offload: false."
+                f"precision: fp16 does not support FSDP(cpu_offload=True). The loss scale is on {device.type} and the "
+                f"gradients are on the {parameter_device.type}, so torch would read the scale before its copy arrives. "
+                "Use precision: bf16, or set cpu_offload: false."
             )
 
     def setup(self, device: torch.device) -> None:
@@ -269,8 +269,8 @@ class Float16(Precision):
         before, self._scale = self._scale, self._scaler.get_scale()
         if self._scale < 1.0:
             raise NonFiniteLoss(
-                f"fp16 gradients are not finite at any loss scale (it fell to {self._scale:g}). "
-                "Look for an overflow in the forward, lower the learning rate, or use precision: bf16."
+                f"fp16 gradients are not finite at any loss scale (the scale fell to {self._scale:g}). Look for an "
+                "overflow in the forward, lower the learning rate, or use precision: bf16."
             )
         if self._scale >= before:
             self._skipped_in_a_row = 0
@@ -288,14 +288,14 @@ class Float16(Precision):
         self._skipped_in_a_row += 1
         if self.skipped_updates == 1:
             _log.warning(
-                "fp16: an update was skipped, because its gradients overflow at a loss scale of %g; the scale is "
-                "%s. A few such updates at the start are usual; how many there were is said at the end",
+                "fp16: skipped an update, because its gradients overflow at a loss scale of %g; the scale is %s. A few "
+                "skipped updates at the start are normal; the end of the run reports their number",
                 scale, "halved" if self._scale == scale / 2 else f"now {self._scale:g}",
             )  # fmt: skip
-        elif self._skipped_in_a_row % _MAX_SKIPPED_IN_A_ROW == 0:
+        elif self._skipped_in_a_row % _SKIPPED_PER_WARNING == 0:
             _log.warning(
-                "fp16: %d updates in a row were skipped, and the loss scale has fallen to %g. If that goes on, lower "
-                "the learning rate or use precision: bf16", self._skipped_in_a_row, self._scale,
+                "fp16: skipped %d updates in a row, and the loss scale has fallen to %g. If more updates are skipped, "
+                "lower the learning rate or use precision: bf16", self._skipped_in_a_row, self._scale,
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,19 +318,20 @@ class _DtypeErrorContext(AbstractContextManager[None]):
     def __init__(self, context: AbstractContextManager[Any], name: str, dtype: torch.dtype) -> None:
         self._context = context
         self._name = name
-        self._complaint = re.compile(_DTYPE_ERROR_PATTERN[dtype])
+        self._error_pattern = re.compile(_DTYPE_ERROR_PATTERN[dtype])
 
     def __enter__(self) -> None:
         self._context.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         self._context.__exit__(kind, error, trace)
-        if error is not None and _is_torch_error(error, trace) and self._complaint.search(str(error)):
-            better = "bf16 or fp32" if self._name == "fp16" else "fp32"
+        if error is not None and _is_torch_error(error, trace) and self._error_pattern.search(str(error)):
+            alternative = "bf16 or fp32" if self._name == "fp16" else "fp32"
             raise ConfigError(
                 f"precision: under {self._name} torch cannot run {_describe_innermost(list(_iterate_modules(trace)))}: "
-                f"{str(error).splitlines()[0].rstrip('.')}. Use precision: {better}, or run this part in float32 "
-                "(docs/guides/precision.md). A tensor that a step makes has to be given the dtype of those it meets."
+                f"{str(error).splitlines()[0].rstrip('.')}. Use precision: {alternative}, or run this part in float32 "
+                "(docs/guides/precision.md). Create tensors in a step with the dtype of the tensors that they are "
+                "combined with."
             ) from error
 
 
@@ -358,14 +359,14 @@ def _describe_innermost(modules: list[nn.Module]) -> str:
     """Describe the innermost module by its path in the outermost module, its class and its device."""
     if not modules:
         return "an operation"
-    task, culprit = modules[0], modules[-1]
-    path = next((name for name, module in task.named_modules() if module is culprit), "")
-    device = next((f" on {tensor.device.type}" for tensor in (*culprit.parameters(), *task.parameters())), "")
-    return f"{path!r} ({type(culprit).__name__}){device}" if path else f"a step of {type(task).__name__}{device}"
+    task, innermost = modules[0], modules[-1]
+    path = next((name for name, module in task.named_modules() if module is innermost), "")
+    device = next((f" on {tensor.device.type}" for tensor in (*innermost.parameters(), *task.parameters())), "")
+    return f"{path!r} ({type(innermost).__name__}){device}" if path else f"a step of {type(task).__name__}{device}"
 
 
-def _check_value(name: str, found: float, expected: str, *, holds: bool) -> None:
-    if not holds:
+def _check_value(name: str, found: float, expected: str, *, is_valid: bool) -> None:
+    if not is_valid:
         raise ConfigError(f"precision: {name} must be {expected}, found {found:g}.")
 
 
@@ -394,13 +395,13 @@ def make_precision(precision: str | int | Precision | type[Precision]) -> Precis
         return precision()
     if str(precision) in ("fp16-true", "16-true"):
         raise ConfigError(
-            f"precision: {precision} trains float16 parameters without a loss scale, where small gradients and updates "
+            f"precision: {precision} trains float16 parameters without a loss scale, so small gradients and updates "
             "become 0. Use fp16 (autocast with a scaler), or bf16-true for parameters of 16 bits."
         )
     if str(precision) not in PRECISIONS:
         raise ConfigError(
-            f"precision: no precision is named {precision!r}; use one of {', '.join(PRECISIONS)}, or give a Precision, "
-            f"in a config as {{class_path: ..., init_args: ...}}.{suggest_names(str(precision), PRECISIONS)}"
+            f"precision: no precision is named {precision!r}; use one of {', '.join(PRECISIONS)}, or pass a Precision "
+            f"object (in a config: {{class_path: ..., init_args: ...}}).{suggest_names(str(precision), PRECISIONS)}"
         )
     return PRECISIONS[str(precision)]()
 

@@ -21,13 +21,13 @@ import torch
 from lumen.console import logger as _log
 from lumen.errors import ConfigError
 
-_MASK, _LOW = (1 << 64) - 1, (1 << 32) - 1
+_MASK_64, _MASK_32 = (1 << 64) - 1, (1 << 32) - 1
 _HAS_MPS = torch.backends.mps.is_available()
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-_python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the functions of `random`
-_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # the generator behind `np.random`
+_python_generator: Any = random.seed.__self__  # type: ignore[attr-defined]  # behind the functions of `random`
+_numpy_generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # behind `np.random`
 _seed_torch, _seed_numpy = torch.default_generator.manual_seed, np.random.seed
-_seed_python = super(random.Random, _python).seed  # `random.seed` for ints, without its type checks
+_seed_python = super(random.Random, _python_generator).seed  # `random.seed` for ints, without its type checks
 
 
 class Domain(IntEnum):
@@ -57,17 +57,17 @@ EVALUATIONS = {
 
 
 def _scramble_word(word: int) -> int:
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    word = (word + 0x9E3779B97F4A7C15) & _MASK_64
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return word ^ (word >> 31)
 
 
 @lru_cache(maxsize=64)
 def _mix_words(seed: int, *words: int) -> int:
     """Hash all words of a key but the last; cached, because only the last word changes from sample to sample."""
-    if not 0 <= seed <= _MASK:
-        raise ConfigError(f"a key is made of a seed from 0 to 2**64 - 1, found {seed!r}.")
+    if not 0 <= seed <= _MASK_64:
+        raise ConfigError(f"seed: expected an integer from 0 to 2**64 - 1, found {seed!r}.")
     state = _scramble_word(seed)
     for word in words:
         state = _scramble_word(state ^ word)
@@ -100,13 +100,13 @@ def seed_generators(key: int) -> None:
     visits unused devices.
     """
     global _seeded
-    _seed_torch(key & _LOW)
+    _seed_torch(key & _MASK_32)
     _seed_numpy(key >> 32)
     _seed_python(key)
-    _python.gauss_next = None
+    _python_generator.gauss_next = None
     if _memories is not None:
-        in_torch, in_numpy, in_python = _memories
-        _seeded = SeededState(in_torch.raw, in_numpy.raw, in_python.raw, key)
+        torch_memory, numpy_memory, python_memory = _memories
+        _seeded = SeededState(torch_memory.raw, numpy_memory.raw, python_memory.raw, key)
     if _HAS_CUDA and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(key)
@@ -138,7 +138,7 @@ class SeededState(NamedTuple):
         return (
             _memories[1].raw == self.numpy
             and _memories[2].raw == self.python
-            and np.random.get_bit_generator() is _numpy  # type: ignore[attr-defined]
+            and np.random.get_bit_generator() is _numpy_generator  # type: ignore[attr-defined]
             and not _HAS_MPS
             and not (_HAS_CUDA and torch.cuda.is_initialized() and self._have_device_generators_moved())  # type: ignore[no-untyped-call]
         )
@@ -173,7 +173,7 @@ def seed_unless_unused(seed: int, domain: Domain, *words: int) -> SeededState:
     if not _seeded.is_unchanged_except_torch():
         seed_generators(make_key(seed, domain, *words))
     elif _memories[0].raw != _seeded.torch:  # In most steps only torch draws.
-        _seed_torch(make_key(seed, domain, *words) & _LOW)
+        _seed_torch(make_key(seed, domain, *words) & _MASK_32)
         _seeded = _seeded._replace(torch=_memories[0].raw)
     return _seeded
 
@@ -184,18 +184,18 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.r
 
 @final
 class GeneratorStates:
-    """States of all global generators, and of given others, at the time of creation.
+    """States of all global generators, and of other given generators, at the time of creation.
 
     Args:
-        others: Further generators, of the classes in `GENERATORS`.
+        generators: The other generators, of the classes in `GENERATORS`.
     """
 
-    def __init__(self, others: Sequence[Any] = ()) -> None:
+    def __init__(self, generators: Sequence[Any] = ()) -> None:
         self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = [generator.get_state() for generator in torch.cuda.default_generators] if in_use else []
+        is_cuda_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = [generator.get_state() for generator in torch.cuda.default_generators] if is_cuda_used else []
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-        self._others = [(generator, get_generator_state(generator)) for generator in others]
+        self._other_states = [(generator, get_generator_state(generator)) for generator in generators]
 
     def restore(self) -> None:
         """Restore the states at the time of creation."""
@@ -206,7 +206,7 @@ class GeneratorStates:
             generator.set_state(state)
         if self._mps is not None:
             torch.mps.set_rng_state(self._mps)
-        for generator, state in self._others:
+        for generator, state in self._other_states:
             set_generator_state(generator, state)
 
 
@@ -217,15 +217,15 @@ def _get_bit_generator(generator: Any) -> Any:
 
 def get_generator_state(generator: Any) -> Any:
     """Return the state of a generator of the classes in `GENERATORS`."""
-    if isinstance(bits := _get_bit_generator(generator), np.random.BitGenerator):
-        return bits.state
+    if isinstance(bit_generator := _get_bit_generator(generator), np.random.BitGenerator):
+        return bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
     """Restore a state that `get_generator_state` returned."""
-    if isinstance(bits := _get_bit_generator(generator), np.random.BitGenerator):
-        bits.state = state
+    if isinstance(bit_generator := _get_bit_generator(generator), np.random.BitGenerator):
+        bit_generator.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:
@@ -236,8 +236,8 @@ def seed_generator(generator: Any, key: int) -> None:
     """Seed a generator of the classes in `GENERATORS` with a 64-bit key."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(key)
-    elif isinstance(bits := _get_bit_generator(generator), np.random.BitGenerator):
-        bits.state = type(bits)(key).state
+    elif isinstance(bit_generator := _get_bit_generator(generator), np.random.BitGenerator):
+        bit_generator.state = type(bit_generator)(key).state
     else:
         generator.seed(key >> 32 if isinstance(generator, np.random.RandomState) else key)
 
@@ -264,7 +264,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         yield
 
 
-_chosen: int | None = None  # set by `seed_everything`, for the runs of this process
+_chosen_seed: int | None = None  # set by `seed_everything`, for the runs of this process
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -285,21 +285,21 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Raises:
         ConfigError: `seed` is not an integer from 0 to 2**63 - 1.
     """
-    global _chosen
+    global _chosen_seed
     if seed is None:
         seed = 0
         if verbose:
-            _log.warning("seed_everything was given no seed: it is 0")
+            _log.warning("seed_everything: no seed was given, so the seed is 0")
     elif verbose:
         _log.info("the seed is %s", seed)
-    _chosen = check_seed("seed_everything", seed)
-    seed_for_building(_chosen)
-    return _chosen
+    _chosen_seed = check_seed("seed_everything", seed)
+    seed_for_building(_chosen_seed)
+    return _chosen_seed
 
 
 def get_chosen_seed() -> int | None:
     """Return the seed of the last call of `seed_everything` in this process, or None."""
-    return _chosen
+    return _chosen_seed
 
 
 def draw_seed() -> int:

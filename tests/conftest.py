@@ -69,4 +69,4 @@ def _no_chosen_seed_stays():
     """A test that called `seed_everything` leaves no seed to the runs of the next."""
     yield
     if random := sys.modules.get("lumen.random"):
-        random._chosen = None
+        random._chosen_seed = None

@@ -12,7 +12,7 @@ def fit_with_a_seed_on_rank_0(path):
     try:
         return order(trainer_of(path, devices=2))[0]
     finally:
-        lumen.random._chosen = None  # these processes run other tests
+        lumen.random._chosen_seed = None  # these processes run other tests
 
 
 def test_several_processes_take_that_of_rank_0(group, tmp_path):
