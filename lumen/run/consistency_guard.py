@@ -16,7 +16,7 @@ from lumen.errors import TrainingError
 from lumen.metrics.step_values import HostCopy
 from lumen.run.plan import Progress
 from lumen.run.step_context import StepContext
-from lumen.strategies.strategy import SAME, Alike, Strategy
+from lumen.strategies.strategy import NORM_TOLERANCE, RankInvariant, Strategy
 
 _MIN_S, _MIN_STEPS = 3.0, 10  # A comparison spans at least this, so that short noise does not count.
 _MIN_RATIO, _MIN_SHARE, _MIN_EXCESS_S = 1.5, 0.2, 0.01
@@ -118,7 +118,7 @@ def _find_usual_if_slow(local_s: Sequence[float], rank: int, step_s: float) -> f
 
 
 _TIMINGS, _COUNTERS = ("steps", "local_s", "data_s"), ("number of the step", "number of micro-batches")
-_NORMS: tuple[Alike, Alike] = ("gradient norm", "sum of the parameters' norms")
+_NORMS: tuple[RankInvariant, RankInvariant] = ("gradient norm", "sum of the parameters' norms")
 _GRADIENTS, _PARAMETERS = _NORMS
 _MAX_LISTED_RANKS = 8
 _LIKELY_CAUSES = {
@@ -194,7 +194,7 @@ class ConsistencyGuard:
 
     def _compare_ranks(self, ranks: Sequence[dict[str, float]]) -> None:
         for name in (*_COUNTERS, *_NORMS):
-            tolerance = SAME if name in _NORMS else 0.0
+            tolerance = NORM_TOLERANCE if name in _NORMS else 0.0
             if differing := [
                 rank for rank, each in enumerate(ranks) if not _is_same_number(each[name], ranks[0][name], tolerance)
             ]:

@@ -21,16 +21,16 @@ from lumen.internals.memory import count_reentrant_checkpoints
 from lumen.internals.process_groups import check_reducer_names, end_backward, exclude_expanded_buffers
 from lumen.internals.tensors import compute_norms, get_direct_buffers
 from lumen.strategies.step_module import AdditionMonitor, StepModule, describe_unused, refuse_sparse
-from lumen.strategies.strategy import SAME, Alike, Strategy, sync_buffers
+from lumen.strategies.strategy import NORM_TOLERANCE, RankInvariant, Strategy, sync_buffers
 
 _NO_CONTEXT = nullcontext()
 _BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_COMPRESSIONS = signature(DistributedDataParallel).parameters
+_DDP_ARGUMENTS = signature(DistributedDataParallel).parameters
 # The wrapper would communicate buffers in forwards, and ranks may run different numbers of forwards. The argument has a
 # new name since torch 2.13.
 _NO_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _COMPRESSIONS else "broadcast_buffers": False
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False
 }
 
 
@@ -38,7 +38,7 @@ _NO_BUFFERS: dict[str, Any] = {
 class DDP(Strategy):
     """Strategy that keeps the whole model on every process, and averages gradients in the last backward of a step.
 
-    The arguments are those of `torch.nn.parallel.DistributedDataParallel`.
+    The arguments are like the arguments of `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
         find_unused_parameters: Allow steps that leave out parameters; each backward then traverses the autograd graph.
@@ -85,7 +85,7 @@ class DDP(Strategy):
         self._is_manual = False
         self._ddp: DistributedDataParallel | None = None
         self._has_started = False  # True after a backward of the step that does not communicate
-        self._checkpoints = 0  # reentrant checkpoints before the forward in progress
+        self._checkpoint_count = 0  # reentrant checkpoints before the forward in progress
         self._is_reduction_deferred = False
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -119,7 +119,7 @@ class DDP(Strategy):
         self._unwrap_task()
         if any(self._trained) and not self._is_manual:
             # A parameter that no rank uses must have no gradient, even on a rank without a batch.
-            steps = StepModule(self._task, anchored=self._options["find_unused_parameters"]).to(self.device)
+            steps = StepModule(self._task, has_anchor=self._options["find_unused_parameters"]).to(self.device)
             exclude_expanded_buffers(steps)  # `sync_buffers` can broadcast these
             steps.register_forward_hook(self._defer_reduction)
             self._ddp = DistributedDataParallel(
@@ -127,7 +127,7 @@ class DDP(Strategy):
             )
             check_reducer_names(self._ddp)
             if self._compression is not None:
-                self._ddp.register_comm_hook(None, _HOOKS[self._compression])
+                self._ddp.register_comm_hook(None, _COMM_HOOKS[self._compression])
             if self._needs_zero_backward and self.processes.world_size > 1:
                 self._run_zero_backward(self._ddp)
 
@@ -176,7 +176,7 @@ class DDP(Strategy):
     def call(self, step: str, *args: Any) -> Any:
         """Run a training step through DDP, and any other step on the task itself, without communication."""
         if step == "training_step" and self._ddp is not None:
-            self._checkpoints = count_reentrant_checkpoints()
+            self._checkpoint_count = count_reentrant_checkpoints()
             return self._ddp(step, *args)
         return getattr(self._task, step)(*args)
 
@@ -188,7 +188,7 @@ class DDP(Strategy):
         """
         if args[0] is None or self._ddp is None or self._options["static_graph"]:
             return
-        if self._ddp.require_backward_grad_sync and self._checkpoints != count_reentrant_checkpoints():
+        if self._ddp.require_backward_grad_sync and self._checkpoint_count != count_reentrant_checkpoints():
             self._ddp.require_backward_grad_sync, self._is_reduction_deferred = False, True
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -202,9 +202,9 @@ class DDP(Strategy):
         self._has_started = True
         if self._options["static_graph"]:
             raise ConfigError(
-                "DDP: static_graph=True communicates in every backward, but a step has several micro-batches per "
-                "process, or halve_on_oom may give it several. Set accumulate_grad_batches: 1 (or a smaller "
-                "global_batch_size) and leave halve_on_oom out, or set static_graph: false."
+                "DDP: static_graph=True communicates in every backward, but a step has (or halve_on_oom may create) "
+                "several micro-batches per process. Set accumulate_grad_batches: 1 (or a smaller global_batch_size) "
+                "and remove halve_on_oom, or set static_graph: false."
             )
         return self._ddp.no_sync()
 
@@ -261,27 +261,27 @@ class DDP(Strategy):
         late = [name for name, each in self._task.named_parameters() if each.requires_grad and id(each) not in known]
         if late and self.processes.world_size > 1:
             raise TrainingError(
-                f"{format_first_names(late)} began to be trained in the middle of a step, when the processes had "
-                "agreed on whose gradients they sum. Unfreeze and add parameters between steps: in "
-                "on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
+                f"{format_first_names(late)} became trainable in the middle of a step, after the processes had agreed "
+                "which gradients to sum. Unfreeze and add parameters between steps: in on_train_epoch_start, "
+                "on_train_batch_end or on_before_zero_grad."
             )
 
     def _describe_unused(self, message: str) -> str:
         named = zip(self._task.named_parameters(), self._trained, strict=True)
         trained = [name for (name, _), is_trained in named if is_trained]
-        listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ,]+)", message)
-        names = [trained[int(number)] for number in re.findall(r"\d+", listed.group(1))] if listed else ["unknown"]
+        match = re.search(r"indices which did not receive grad for rank \d+: ([\d ,]+)", message)
+        names = [trained[int(number)] for number in re.findall(r"\d+", match.group(1))] if match else ["unknown"]
         return describe_unused(names, self.processes.rank, "DDP")
 
-    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[RankInvariant, torch.Tensor]:
         """Return the gradient norm and the sum of the parameters' norms: gradients are averaged before clipping."""
-        found: dict[Alike, torch.Tensor] = {} if grad_norm is None else {"gradient norm": grad_norm}
-        if named := self._list_named_gradients():
+        found: dict[RankInvariant, torch.Tensor] = {} if grad_norm is None else {"gradient norm": grad_norm}
+        if named := self._list_trainable_parameters():
             parts = compute_norms([parameter for _, parameter in named])
             found["sum of the parameters' norms"] = torch.stack([part.double() for part in parts]).sum()
         return found
 
-    def _list_named_gradients(self) -> list[tuple[str, torch.Tensor]]:
+    def _list_trainable_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, each.detach()) for name, each in self._task.named_parameters() if each.requires_grad]
 
     @contextmanager
@@ -291,16 +291,16 @@ class DDP(Strategy):
         Raises:
             TrainingError: A trainable parameter differs between ranks; raised on every rank.
         """
-        named = self._list_named_gradients()
+        named = self._list_trainable_parameters()
         found = compute_norms([parameter for _, parameter in named]) if named else []
         ranks = self.processes.all_gather(torch.stack([norm.float() for norm in found]).tolist() if named else [])
-        for rank, theirs in enumerate(ranks):
-            for (name, _), first, other in zip(named, ranks[0], theirs, strict=True):
-                if abs(first - other) > SAME * max(abs(first), abs(other)):
+        for rank, norms in enumerate(ranks):
+            for (name, _), first, other in zip(named, ranks[0], norms, strict=True):
+                if abs(first - other) > NORM_TOLERANCE * max(abs(first), abs(other)):
                     raise TrainingError(
-                        f"{name} is not the same on rank 0 and on rank {rank}: something has written it on one of them "
+                        f"{name} differs between rank 0 and rank {rank}: some code wrote the parameter on one rank "
                         "only. A hook with a batch, such as on_train_batch_end, is not called on a rank that has no "
-                        "batch left; write parameters in on_before_zero_grad, which every rank calls once a step."
+                        "batch left. Write parameters in on_before_zero_grad, which every rank calls once per step."
                     )
         with super().evaluation(inference_mode=inference_mode):
             yield
@@ -321,7 +321,7 @@ def _to_bf16(state: Any, bucket: Any) -> Any:
 
 
 _to_bf16.__annotations__ = default_hooks.bf16_compress_hook.__annotations__  # torch checks the annotations
-_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _to_bf16}
+_COMM_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _to_bf16}
 
 
 # ---------------------------------------------------------------------- averages without torch's wrapper
@@ -343,9 +343,9 @@ def average_gradients(
             parameter.grad = torch.zeros_like(parameter)
     for bucket in _iterate_buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
         joined = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(world)
-        wire = joined if compression is None else joined.to(_DTYPES[compression])
-        torch.distributed.all_reduce(wire, group=group)
-        parts = torch.split(wire.to(joined.dtype), [gradient.numel() for gradient in bucket])
+        communicated = joined if compression is None else joined.to(_DTYPES[compression])
+        torch.distributed.all_reduce(communicated, group=group)
+        parts = torch.split(communicated.to(joined.dtype), [gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 

@@ -16,14 +16,14 @@ from lumen.strategies.single import SingleDevice
 from lumen.strategies.strategy import Strategy
 
 _MAX_CPU_PROCESSES = 64  # more processes than cores are slow; many more stop the machine
-_NAMES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
+_MODULES = {"auto": "ddp", "ddp": "ddp", "fsdp": "fsdp"}
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     "cuda": lambda: torch.cuda.is_available(),
     "mps": lambda: torch.backends.mps.is_available(),
     "cpu": lambda: True,
 }
-_UNSUPPORTED = ("tpu", "hpu", "ipu")  # names close to other accelerators in spelling only
-STRATEGIES = ("single", *_NAMES)
+_UNSUPPORTED = ("tpu", "hpu", "ipu")  # get no suggestion of a similar name
+STRATEGIES = ("single", *_MODULES)
 ACCELERATORS = ("auto", "gpu", *_AVAILABLE)
 
 
@@ -49,7 +49,7 @@ def make_strategy(
             single = SingleDevice(choose_device(accelerator))
             single.processes = processes
             return single
-        strategy = _import_strategy(_NAMES[strategy])
+        strategy = _import_strategy(_MODULES[strategy])
     elif not strategy.spans_processes:
         return strategy
     strategy.processes = processes
@@ -68,14 +68,16 @@ def choose_processes(
     if isinstance(strategy, str) and strategy not in STRATEGIES:
         raise ConfigError(f"strategy: {_describe_unknown(strategy)}")
     processes = _find_or_plan_processes(devices, num_nodes, accelerator)
-    own = None if isinstance(strategy, str) else strategy
-    runs_one = strategy == "single" if own is None else not own.spans_processes and own.processes.world_size == 1
+    custom = None if isinstance(strategy, str) else strategy
+    runs_one = (
+        strategy == "single" if custom is None else not custom.spans_processes and custom.processes.world_size == 1
+    )
     if runs_one and processes.world_size > 1:
-        kind, found = "SingleDevice" if own is None else type(own).__name__, processes.started_by
-        there = "devices asks for" if found is None else f"{found} started"
+        kind, found = "SingleDevice" if custom is None else type(custom).__name__, processes.started_by
+        cause = "devices requests" if found is None else f"{found} started"
         raise ConfigError(
-            f"strategy: {kind} runs one process, but {there} {processes.world_size}. Use strategy: ddp or fsdp, or "
-            "one process."
+            f"strategy: {kind} runs one process, but {cause} {processes.world_size} processes. Use strategy: ddp or "
+            "fsdp, or one process."
         )
     return processes
 
@@ -87,21 +89,21 @@ def _find_or_plan_processes(devices: int | str | None, num_nodes: int | None, ac
     found = Processes.find()
     if found.started_by is None and (num_nodes or 1) > 1:
         raise ConfigError(
-            f"num_nodes: {num_nodes} nodes are asked for, but this is one process that nobody started on each. Use "
-            f"srun, or run on every node: torchrun --nnodes {num_nodes} --nproc-per-node {count or 1} --rdzv-backend "
-            "c10d --rdzv-endpoint FIRST_NODE:29400 -m lumen fit ... (or your script)."
+            f"num_nodes: {num_nodes} nodes were requested, but no launcher started a process on each node. Use srun, "
+            f"or run on every node: torchrun --nnodes {num_nodes} --nproc-per-node {count or 1} --rdzv-backend c10d "
+            "--rdzv-endpoint FIRST_NODE:29400 -m lumen fit ... (or your script)."
         )
     if found.started_by is None:
         return Processes(world_size=count or 1, local_world_size=count or 1)
-    for option, asked, runs in (
+    for option, requested, running in (
         ("devices", count, found.local_world_size),
         ("num_nodes", num_nodes, found.nodes),
     ):
-        if asked is not None and asked != runs:
-            where = "processes of this run on this node" if option == "devices" else "nodes with processes of this run"
+        if requested is not None and requested != running:
+            noun = "processes of this run on this node" if option == "devices" else "nodes with processes of this run"
             raise ConfigError(
-                f"{option}: {asked} asked for, but {found.started_by} started {runs} {where}. Leave {option} out to "
-                f"use what is there, or start {asked}."
+                f"{option}: {requested} requested, but {found.started_by} started {running} {noun}. Remove {option} to "
+                f"use {running}, or start {requested}."
             )
     return found
 
@@ -112,21 +114,24 @@ def choose_device(accelerator: str, processes: Processes | None = None) -> torch
     Raises:
         ConfigError: The machine has no such device.
     """
-    available = {name: is_there() for name, is_there in _AVAILABLE.items()}
+    available = {name: is_available() for name, is_available in _AVAILABLE.items()}
     name = "cuda" if accelerator == "gpu" else accelerator
     if name == "auto":
         name = next(kind for kind, found in available.items() if found)
     if not available.get(name, False):
-        found = ", ".join(kind for kind, there in available.items() if there)
-        near = "" if accelerator in _UNSUPPORTED or name in available else suggest_names(accelerator, ACCELERATORS)
-        raise ConfigError(f"accelerator: {accelerator!r} is not available here; there are: auto, {found}.{near}")
+        found = ", ".join(kind for kind, found_one in available.items() if found_one)
+        similar = "" if accelerator in _UNSUPPORTED or name in available else suggest_names(accelerator, ACCELERATORS)
+        raise ConfigError(
+            f"accelerator: {accelerator!r} is not available on this machine; available: auto, {found}.{similar}"
+        )
     if processes is None or name != "cuda":
         return torch.device(name)
     visible = torch.cuda.device_count()  # 1 if SLURM shows each process only its own device
     if processes.local_rank >= visible > 1:
         raise ConfigError(
             f"accelerator: process {processes.local_rank} of {processes.local_world_size} on this node has no device: "
-            f"{visible} are visible to it. Start as many processes as devices, or show each process one."
+            f"only {visible} devices are visible. Start as many processes as devices, or make one device visible to "
+            "each process."
         )
     return torch.device(name, processes.local_rank if visible > 1 else 0)
 
@@ -135,9 +140,9 @@ def describe_unused_devices(strategy: Strategy) -> str | None:
     """Return a notice for a user who runs one process although more devices are visible, or None."""
     visible = torch.cuda.device_count() if strategy.device.type == "cuda" else 1
     if strategy.processes.world_size == 1 and strategy.processes.started_by is None and visible > 1:
-        return f"1 of {visible} visible devices is used; devices: auto uses all"
+        return f"using 1 of {visible} visible devices; set devices: auto to use all"
     if strategy.processes.started_by is None and (tasks := count_tasks_without_srun()):
-        return f"SLURM has {tasks} tasks for this job, and this process runs alone; write srun before the command"
+        return f"SLURM has {tasks} tasks for this job, but this process runs alone; put srun before the command"
     return None
 
 
@@ -148,36 +153,37 @@ def _count_devices(devices: int | str | None, accelerator: str) -> int | None:
     text = str(devices)
     if isinstance(devices, (list, tuple)) or "," in text:
         raise ConfigError(
-            f"devices: expected how many, found {devices!r}. Set CUDA_VISIBLE_DEVICES to say which ones, and devices: "
-            "to their number."
+            f"devices: expected a number of devices, found {devices!r}. Choose devices with CUDA_VISIBLE_DEVICES, and "
+            "set devices to their number."
         )
     if devices is not None and (not text.isdigit() or int(text) == 0 or isinstance(devices, bool)):
         raise ConfigError(f"devices: expected a number of devices or auto, found {devices!r}.")
     if devices is not None and visible is not None and int(text) > visible:
-        raise ConfigError(f"devices: {devices} asked for, but {visible} are visible here.")
+        raise ConfigError(f"devices: {devices} requested, but only {visible} are visible.")
     cores = os.cpu_count() or 1
-    if devices is not None and visible is None and int(text) > (most := max(_MAX_CPU_PROCESSES, 4 * cores)):
+    if devices is not None and visible is None and int(text) > (max_processes := max(_MAX_CPU_PROCESSES, 4 * cores)):
         raise ConfigError(
-            f"devices: {devices} asked for on the CPU, where each is a process; {cores} cores take at most {most}."
+            f"devices: {devices} requested on the CPU, where each device is a process. {cores} cores allow at most "
+            f"{max_processes} processes."
         )
     return None if devices is None else int(text)
 
 
 def _import_strategy(name: str) -> Strategy:
     """Import a strategy's module, which takes time, and build the strategy."""
-    made: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())()
-    return made
+    strategy: Strategy = getattr(import_module(f"lumen.strategies.{name}"), name.upper())()
+    return strategy
 
 
 def _describe_unknown(name: str) -> str:
     if name == "dp":
-        return "dp (torch's DataParallel, one process for several devices) is not built. Use ddp."
-    hint = "use auto, single, ddp or fsdp, or give an object"
+        return "dp (torch's DataParallel, one process for several devices) is not supported. Use ddp."
+    hint = "use auto, single, ddp or fsdp, or pass a Strategy object"
     if name.startswith("ddp_find_unused_parameters"):
-        hint = "write {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}"
+        hint = "use {class_path: lumen.DDP, init_args: {find_unused_parameters: true}}"
     if name in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
-        hint = "write ddp, which runs the program anew in each process"
+        hint = "use ddp, which runs the program from its beginning in each process"
     if name.startswith("deepspeed"):
-        hint = "write fsdp, which keeps parameters, gradients and optimizer in shards too"
-    near = suggest_names(name, STRATEGIES)
-    return f"{name!r} is unknown; {hint}.{near}"
+        hint = "use fsdp, which also shards parameters, gradients and optimizer state"
+    similar = suggest_names(name, STRATEGIES)
+    return f"{name!r} is unknown; {hint}.{similar}"

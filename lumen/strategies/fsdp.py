@@ -25,7 +25,7 @@ from lumen.optim import muons_on_parts, needs_closure
 from lumen.strategies.fsdp_task import ShardedTask
 from lumen.strategies.fsdp_units import find_modules, find_units, list_outermost
 from lumen.strategies.step_module import AdditionMonitor, describe_unused, refuse_sparse
-from lumen.strategies.strategy import Alike, Strategy, sync_buffers
+from lumen.strategies.strategy import RankInvariant, Strategy, sync_buffers
 
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _Kind = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard",
@@ -172,15 +172,15 @@ class FSDP(Strategy):
             shape = (world // size, size)
         if not isinstance(self._reshard, bool) and shape[-1] % self._reshard:
             raise ConfigError(
-                f"FSDP: reshard_after_forward = {self._reshard} is no divisor of the {shape[-1]} processes that share "
+                f"FSDP: reshard_after_forward = {self._reshard} does not divide the {shape[-1]} processes that share "
                 "the parameters. Set true, false or a divisor."
             )
         key = (dist.group.WORLD, self.device.type, shape)
         if key not in _meshes:
             names = ("replicate", "shard")[-len(shape) :]
             # Groups split off the default group would get NCCL's options for gloo too.
-            several = self.device.type == "cuda" and len(shape) > 1
-            backends: Any = {"backend_override": dict.fromkeys(names, CUDA_BACKENDS)} if several else {}
+            needs_override = self.device.type == "cuda" and len(shape) > 1
+            backends: Any = {"backend_override": dict.fromkeys(names, CUDA_BACKENDS)} if needs_override else {}
             _meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names, **backends)
         self.device_mesh = _meshes[key]
         if world > 1:
@@ -206,20 +206,21 @@ class FSDP(Strategy):
             vars(task)["_sharded"] = options, sharded  # bypasses nn.Module: the task is a module inside
         elif earlier != options:
             raise ConfigError(
-                f"this {type(task).__name__} is cut up already, by an FSDP with other options or processes. Give both "
-                "trainers the same options, or build the task anew and load its checkpoint."
+                f"this {type(task).__name__} is already sharded, by an FSDP strategy with different options or "
+                "processes. Give both trainers the same options, or build a new task and load its checkpoint."
             )
         else:
             sharded.clear_step()
         self._sharded, self._additions = sharded, AdditionMonitor()
-        sharded.sum = self.processes.all_reduce_sum if self._find_unused and self.processes.world_size > 1 else None
+        compares_units = self._find_unused and self.processes.world_size > 1
+        sharded.all_reduce_sum = self.processes.all_reduce_sum if compares_units else None
         self._gathers_once = self.device_mesh.size(-1) == 1 or self._should_unshard()
 
     def _shard_task(self, task: nn.Module, mesh: DeviceMesh) -> ShardedTask:
-        classes, chosen, min_parameters = self._wrap
-        units = find_units(task, classes, chosen, min_parameters)
-        by_hand = not getattr(task, "automatic_optimization", True)
-        if by_hand:
+        classes, is_unit, min_parameters = self._wrap
+        units = find_units(task, classes, is_unit, min_parameters)
+        is_manual = not getattr(task, "automatic_optimization", True)
+        if is_manual:
             units += [module for module in list_outermost(task) if module not in units]
         for module in find_modules(task, self._checkpointed, "activation_checkpointing"):
             # Only the forward is checkpointed: torch.compile supports that, and no name changes.
@@ -229,7 +230,7 @@ class FSDP(Strategy):
                 buffer.data = buffer.data.to(self._buffer_dtype)
         return ShardedTask(
             task, units, mesh, self.device, reshard=self._reshard, policy=self._policy,
-            output_dtype=self._output_dtype, offload=self._offload, by_hand=by_hand,
+            output_dtype=self._output_dtype, offload=self._offload, is_manual=is_manual,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ training
@@ -238,13 +239,13 @@ class FSDP(Strategy):
         """Refuse an optimizer that needs unsharded parameters: each process holds only a shard."""
         if needs_closure(optimizer):
             raise ConfigError(
-                f"FSDP: {type(optimizer).__name__} evaluates the loss within its step, where it needs all parameters "
-                "as they are on one process. Use strategy: ddp, or another optimizer."
+                f"FSDP: {type(optimizer).__name__} evaluates the loss within its step, which needs unsharded "
+                "parameters. Use strategy: ddp, or a different optimizer."
             )
         if any(muons_on_parts(optimizer)):
             raise ConfigError(
-                "FSDP: torch.optim.Muon on parts of matrices makes other updates than on whole ones, and fails where "
-                "there are fewer rows than processes. Write lumen.optim.WholeMatrices(torch.optim.Muon(...))."
+                "FSDP: torch.optim.Muon computes wrong updates from shards of matrices, and fails for a matrix with "
+                "fewer rows than processes. Use lumen.optim.WholeMatrices(torch.optim.Muon(...))."
             )
 
     def begin_step(self) -> None:
@@ -266,8 +267,8 @@ class FSDP(Strategy):
         added = [name for name, each in self._task.named_parameters() if not isinstance(each, DTensor)]
         if added:
             raise TrainingError(
-                f"FSDP: {format_first_names(added)} came after the parameters were cut up. Build them in __init__ or "
-                "configure_model, frozen until they are needed, or use strategy: ddp."
+                f"FSDP: {format_first_names(added)} were added after the parameters were sharded. Create parameters in "
+                "__init__ or configure_model, frozen until a step needs them, or use strategy: ddp."
             )
 
     def call(self, step: str, *args: Any) -> Any:
@@ -301,7 +302,7 @@ class FSDP(Strategy):
             TrainingError: Parameters have no gradient, without `find_unused_parameters`, or a change of gathered
                 parameters would be lost. The message names the parameters.
         """
-        sharded, made_zero, self._has_zero_loss = self._sharded, self._has_zero_loss, False
+        sharded, has_zero_loss, self._has_zero_loss = self._sharded, self._has_zero_loss, False
         if not sharded.is_watched:
             return
         sharded.refuse_writes()
@@ -313,10 +314,10 @@ class FSDP(Strategy):
             for (_, parameter), count in zip(trained, used, strict=True):
                 if not count:
                     parameter.grad = None
-        elif missing and not made_zero:
+        elif missing and not has_zero_loss:
             raise TrainingError(describe_unused(missing, self.processes.rank, "FSDP"))
 
-    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[RankInvariant, torch.Tensor]:
         """Return the gradient norm, which is the norm over all shards."""
         return {} if grad_norm is None else {"gradient norm": grad_norm}
 
@@ -343,9 +344,9 @@ class FSDP(Strategy):
         if self._unshard_in_evaluation is not None:
             return self._unshard_in_evaluation
         parameters = [parameter for parameter in self._task.parameters() if isinstance(parameter, DTensor)]
-        whole = sum(each.numel() * (self._policy.param_dtype or each.dtype).itemsize for each in parameters)
-        states = 3 * sum(each.to_local().numel() * each.dtype.itemsize for each in parameters)
-        return all(self.processes.all_gather(whole + states <= self._get_free_bytes() / 2))
+        unsharded_bytes = sum(each.numel() * (self._policy.param_dtype or each.dtype).itemsize for each in parameters)
+        state_bytes = 3 * sum(each.to_local().numel() * each.dtype.itemsize for each in parameters)
+        return all(self.processes.all_gather(unsharded_bytes + state_bytes <= self._get_free_bytes() / 2))
 
     def _get_free_bytes(self) -> float:
         if self.device.type == "cuda":
@@ -360,25 +361,31 @@ class FSDP(Strategy):
             self._additions = None
 
 
-def _as_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())
+def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def _check_arguments(
     wraps: list[Any], kind: str, shard_size: int | None, reshard: bool | int | None, dtypes: dict[str, str | None]
 ) -> None:
     if sum(each is not None for each in wraps) > 1:
-        raise ConfigError("FSDP: wrap, wrap_if and wrap_min_parameters are three ways to say one thing. Set one.")
+        raise ConfigError(
+            "FSDP: wrap, wrap_if and wrap_min_parameters each choose the units. Set only one of these options."
+        )
     if kind not in _UNSHARDED_STRATEGIES:
         raise ConfigError(
             f"FSDP: sharding_strategy: expected one of {', '.join(_UNSHARDED_STRATEGIES)}; found {kind!r}."
         )
     if shard_size is not None and (kind != "hybrid_shard" or shard_size < 1):
-        raise ConfigError(f"FSDP: shard_size = {shard_size} is for sharding_strategy: hybrid_shard, and at least 1.")
+        raise ConfigError(
+            f"FSDP: shard_size = {shard_size} needs sharding_strategy: hybrid_shard, and a value of at least 1."
+        )
     if reshard not in (None, False) and _UNSHARDED_STRATEGIES[kind]:
-        raise ConfigError(f"FSDP: {kind} keeps parameters whole after the forward. Leave reshard_after_forward out.")
+        raise ConfigError(f"FSDP: {kind} keeps parameters unsharded after the forward. Remove reshard_after_forward.")
     if not isinstance(reshard, (bool, type(None))) and reshard < 2:
-        raise ConfigError(f"FSDP: reshard_after_forward = {reshard}; a number of processes is at least 2.")
+        raise ConfigError(
+            f"FSDP: reshard_after_forward = {reshard}: expected true, false or a number of processes, at least 2."
+        )
     for option, dtype in dtypes.items():
         if dtype not in _DTYPES:
             raise ConfigError(f"FSDP: {option}: expected bf16, fp16, fp32 or null, found {dtype!r}.")

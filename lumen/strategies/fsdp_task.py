@@ -49,16 +49,16 @@ class ShardedTask:
             are not.
         output_dtype: The dtype to which outputs of the task's modules are cast; None casts no outputs.
         offload: True to keep parameters, gradients and optimizer state on the CPU.
-        by_hand: True for manual optimization: `units` hold all parameters, and each outermost unit is a root, since no
-            parameter can be gathered for the whole step.
+        is_manual: True for manual optimization: `units` hold all parameters, and each outermost unit is a root, because
+            no parameter can be gathered for the whole step.
 
     Attributes:
         root: The module around the task that runs its steps; the unit of all parameters outside the other units.
         units: All units; `root` is the last one, if it is a unit.
         outputs: The outputs of units in the current training forward that require gradients.
         arrived: The names of the parameters that received a gradient since this set was cleared.
-        sum: The function that sums numbers over the processes, which may call different units; None skips the
-            comparison.
+        all_reduce_sum: The function that sums numbers over the processes, to compare the units that they call; None
+            skips the comparison.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class ShardedTask:
         policy: MixedPrecisionPolicy,
         output_dtype: torch.dtype | None,
         offload: bool,
-        by_hand: bool = False,
+        is_manual: bool = False,
     ) -> None:
         self.root: Any = StepModule(task)
-        self.units: list[Any] = [*units] if by_hand else [*units, self.root]
-        self._roots: list[Any] = list_outermost(task) if by_hand else [self.root]
+        self.units: list[Any] = [*units] if is_manual else [*units, self.root]
+        self._roots: list[Any] = list_outermost(task) if is_manual else [self.root]
         self.outputs: list[torch.Tensor] = []
         self.arrived: set[str] = set()
-        self.sum: Callable[[list[float]], list[float]] | None = None
-        self.is_watched = mesh.size() > 1 and not by_hand
+        self.all_reduce_sum: Callable[[list[float]], list[float]] | None = None
+        self.is_watched = mesh.size() > 1 and not is_manual
         self._in_forward = False
         # Gathered parameters: tensor, version and requires_grad.
         self._versions: dict[str, tuple[nn.Parameter, int, bool]] = {}
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._hooks: dict[str, Hooks] = {}
         self._hooked: set[int] = set()
-        reshard = by_hand or reshard  # an optimizer may step before a unit is called again
+        reshard = is_manual or reshard  # an optimizer may step before a unit is called again
         self._reshards = reshard
         self._syncs = True
         self._has_run = False
@@ -101,10 +101,10 @@ class ShardedTask:
             if p.__dict__
         ]
         for unit in self.units:
-            own = _list_unsharded(unit)
-            before = [get_direct_parameters(module)[key] for module, key in own]
-            _check_parameters(own, names)
-            _move_to_device(own, unit, device)
+            keys = _list_unsharded(unit)
+            before = [get_direct_parameters(module)[key] for module, key in keys]
+            _check_parameters(keys, names)
+            _move_to_device(keys, unit, device)
             is_root = unit is self.root  # `root` is called with the inputs of the step, which are not cast
             unit.register_forward_hook(_disable_compile(_copy_views))
             fully_shard(
@@ -114,10 +114,10 @@ class ShardedTask:
                 mp_policy=MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, None, not is_root),
                 offload_policy=offload_policy,
             )
-            for (module, key), earlier in zip(own, before, strict=True):
+            for (module, key), earlier in zip(keys, before, strict=True):
                 assert earlier is not None
                 self._redirect_references(module, key, earlier, f"{names[id(module)]}.{key}".lstrip("."))
-            self._watch_unit(unit, own, names)
+            self._watch_unit(unit, keys, names)
             if not is_root:
                 unit.register_forward_hook(_disable_compile(self._capture_output))
                 unit.register_forward_pre_hook(_disable_compile(self._check_same_unit), prepend=True)
@@ -125,7 +125,7 @@ class ShardedTask:
         for module, key, values in attributes:
             get_direct_parameters(module)[key].__dict__.update(values)
         self._parameters = list(task.parameters())
-        self._trained = [] if by_hand else [parameter.requires_grad for parameter in self._parameters]
+        self._trained = [] if is_manual else [parameter.requires_grad for parameter in self._parameters]
         for metric in find_metrics(task).values():
             metric.to(device)
         if mesh.size() > 1:
@@ -134,47 +134,47 @@ class ShardedTask:
         if policy.param_dtype is not None or output_dtype is not None:
             _cast_inputs_and_outputs(task, policy.param_dtype, output_dtype)
 
-    # ------------------------------------------------------------------ what a micro-batch does
+    # ------------------------------------------------------------------ micro-batches
 
-    def _watch_unit(self, unit: nn.Module, own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+    def _watch_unit(self, unit: nn.Module, keys: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
         """Record which parameters of a unit receive gradients."""
-        places = {f"{names[id(module)]}.{key}".lstrip("."): (module, key) for module, key in own}
+        places = {f"{names[id(module)]}.{key}".lstrip("."): (module, key) for module, key in keys}
         self._places |= places
 
-        def before(module: nn.Module, args: Any) -> None:
+        def note_parameters(module: nn.Module, args: Any) -> None:
             for name, (owner, key) in places.items():
-                whole = get_direct_parameters(owner)[key]
-                assert whole is not None
+                parameter = get_direct_parameters(owner)[key]
+                assert parameter is not None
                 if self.is_watched:
-                    self._note_gathered(name, whole)
-                if whole.requires_grad and not isinstance(whole, DTensor):
-                    self._call_gradient_hooks(name, whole)
+                    self._note_gathered(name, parameter)
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    self._call_gradient_hooks(name, parameter)
 
         # Runs after the hook of fully_shard, which gathers the parameters.
-        unit.register_forward_pre_hook(_disable_compile(before))
+        unit.register_forward_pre_hook(_disable_compile(note_parameters))
 
-    def _call_gradient_hooks(self, name: str, whole: nn.Parameter) -> None:
+    def _call_gradient_hooks(self, name: str, unsharded: nn.Parameter) -> None:
         """Call a user's hooks on a parameter with its unsharded gradient, as under every strategy."""
         on_gradient, on_accumulated = self._hooks[name]
-        if on_gradient and not get_gradient_hooks(whole)[0]:
-            set_gradient_hooks(whole, (on_gradient, get_gradient_hooks(whole)[1]))
-        if id(whole) in self._hooked:
+        if on_gradient and not get_gradient_hooks(unsharded)[0]:
+            set_gradient_hooks(unsharded, (on_gradient, get_gradient_hooks(unsharded)[1]))
+        if id(unsharded) in self._hooked:
             return
         if on_accumulated is not None:
-            set_gradient_hooks(whole, (get_gradient_hooks(whole)[0], on_accumulated))
+            set_gradient_hooks(unsharded, (get_gradient_hooks(unsharded)[0], on_accumulated))
         if self.is_watched:
-            whole.register_post_accumulate_grad_hook(partial(self._mark_arrived, name))  # type: ignore[no-untyped-call]
-        self._hooked.add(id(whole))
+            unsharded.register_post_accumulate_grad_hook(partial(self._mark_arrived, name))  # type: ignore[no-untyped-call]
+        self._hooked.add(id(unsharded))
 
     def _redirect_references(self, module: nn.Module, key: str, earlier: nn.Parameter, name: str) -> None:
         """Redirect references from a replaced parameter to the sharded one, and keep its hooks."""
         on_gradient, on_accumulated = get_gradient_hooks(earlier)
         on_gradient = OrderedDict() if on_gradient is None else on_gradient
-        set_gradient_hooks(get_direct_parameters(module)[key], (on_gradient, None))  # later hooks are seen too
+        set_gradient_hooks(get_direct_parameters(module)[key], (on_gradient, None))  # also finds later hooks
         self._hooks[name] = on_gradient, on_accumulated
-        redirect_references(earlier, partial(self._current, module, key, name), name)
+        redirect_references(earlier, partial(self._get_current_parameter, module, key, name), name)
 
-    def _current(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
+    def _get_current_parameter(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
         """Return the parameter that a module holds now, for references to the replaced parameter.
 
         Raises:
@@ -183,16 +183,16 @@ class ShardedTask:
         parameter = get_direct_parameters(module)[key]
         if self._in_forward and isinstance(parameter, DTensor):
             raise ConfigError(
-                f"FSDP: training_step uses {name}, by a reference that is kept beside the module, while its unit is "
-                f"not gathered. Units are {self._describe_units()}. Use it in the forward of its unit; or choose "
-                "others (wrap): what is in no unit is gathered for the whole step."
+                f"FSDP: training_step uses {name} through a reference outside the module, while the unit of {name} is "
+                f"not gathered. Units are {self._describe_units()}. Use {name} in the forward of its unit, or choose "
+                "other units with wrap: parameters outside all units are gathered for the whole step."
             )
         return parameter
 
-    def _note_gathered(self, name: str, whole: nn.Parameter) -> None:
+    def _note_gathered(self, name: str, parameter: nn.Parameter) -> None:
         """Record the version and `requires_grad` of a gathered parameter, because a write to it would be lost."""
-        if not isinstance(whole, DTensor):
-            self._versions.setdefault(name, (whole, get_version(whole), whole.requires_grad))
+        if not isinstance(parameter, DTensor):
+            self._versions.setdefault(name, (parameter, get_version(parameter), parameter.requires_grad))
 
     def refuse_writes(self) -> None:
         """Refuse changes to parameters while they were gathered: these changes would be lost.
@@ -200,20 +200,20 @@ class ShardedTask:
         Raises:
             TrainingError: Parameters were written, frozen or unfrozen; the message names the parameters.
         """
-        written = [name for name, (whole, version, _) in self._versions.items() if get_version(whole) != version]
-        moved = [name for name, (whole, _, trained) in self._versions.items() if whole.requires_grad != trained]
+        written = [name for name, (tensor, version, _) in self._versions.items() if get_version(tensor) != version]
+        toggled = [name for name, (tensor, _, trained) in self._versions.items() if tensor.requires_grad != trained]
         self._versions.clear()
-        if moved:
+        if toggled:
             raise TrainingError(
-                f"FSDP: {format_first_names(moved)} was frozen or unfrozen in a step or a hook in which it was "
-                "gathered, and what was gathered is thrown away. Do it between steps: in on_train_epoch_start, "
-                "on_train_batch_end or on_before_zero_grad."
+                f"FSDP: {format_first_names(toggled)} was frozen or unfrozen in a step or a hook while it was "
+                "gathered; the change would be lost with the gathered copy. Freeze and unfreeze between steps: in "
+                "on_train_epoch_start, on_train_batch_end or on_before_zero_grad."
             )
         if written:
             raise TrainingError(
-                f"FSDP: {format_first_names(written)} was written in a step or a hook in which it was gathered, and "
-                "what was gathered is thrown away. Write in on_before_zero_grad, on_validation_start or "
-                "on_validation_end, where each process holds its part."
+                f"FSDP: {format_first_names(written)} was written in a step or a hook while it was gathered; the "
+                "change would be lost with the gathered copy. Write in on_before_zero_grad, on_validation_start or "
+                "on_validation_end, where each process holds its shard."
             )
 
     def _capture_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -222,15 +222,15 @@ class ShardedTask:
 
     def _check_same_unit(self, unit: nn.Module | None, args: Any = ()) -> None:
         """Refuse a step in which ranks call different units; None means the end of the forward. Collective."""
-        if self.sum is None or not self._in_forward:
+        if self.all_reduce_sum is None or not self._in_forward:
             return
         number = float(len(self.units) if unit is None else self.units.index(unit))
-        total, squares, world = self.sum([number, number**2, 1.0])
+        total, squares, world = self.all_reduce_sum([number, number**2, 1.0])
         if total**2 != world * squares:
             raise TrainingError(
-                f"FSDP: the ranks call different units in one training_step, or in a different order. Units are "
-                f"{self._describe_units()}. Let each rank call all of them, with a weight of 0 if need be; or choose "
-                "units with wrap so that both branches are in one; or use strategy: ddp."
+                "FSDP: the ranks call different units in one training_step, or units in a different order. Units are "
+                f"{self._describe_units()}. Call all units on every rank, with a weight of 0 where the result is "
+                "unused; or choose units with wrap so that one unit holds both branches; or use strategy: ddp."
             )
 
     def _mark_arrived(self, name: str, parameter: nn.Parameter) -> None:
@@ -255,9 +255,9 @@ class ShardedTask:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise ConfigError(
-                f"FSDP: {step} uses parameters of a module without calling that module, which is when they are "
-                f"gathered: {str(error).splitlines()[0]} Units are {self._describe_units()}. "
-                "Wrap modules that are called, such as whole blocks."
+                f"FSDP: {step} uses parameters of a module without calling the module, but only a call gathers the "
+                f"parameters: {str(error).splitlines()[0]} Units are {self._describe_units()}. Wrap modules that are "
+                "called, such as whole blocks."
             ) from error
         finally:
             self._in_forward = False
@@ -311,8 +311,8 @@ class ShardedTask:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         for name, (owner, key) in self._places.items():
-            if (whole := get_direct_parameters(owner)[key]) is not None:
-                self._note_gathered(name, whole)
+            if (parameter := get_direct_parameters(owner)[key]) is not None:
+                self._note_gathered(name, parameter)
 
     def end_evaluation(self) -> None:
         """Free all gathered parameters, and drop the state of forwards without a backward."""
@@ -343,31 +343,31 @@ def _list_unsharded(unit: nn.Module) -> list[tuple[nn.Module, str]]:
     return list(found.values())
 
 
-def _check_parameters(own: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
-    parameters = {f"{names[id(module)]}.{key}".lstrip("."): get_direct_parameters(module)[key] for module, key in own}
+def _check_parameters(keys: list[tuple[nn.Module, str]], names: dict[int, str]) -> None:
+    parameters = {f"{names[id(module)]}.{key}".lstrip("."): get_direct_parameters(module)[key] for module, key in keys}
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in parameters.items():
         assert parameter is not None
         if nn.parameter.is_lazy(parameter):
             raise ConfigError(f"FSDP: {name} has no shape yet. Run a batch through lazy modules when they are built.")
         if parameter.ndim == 0:
-            raise ConfigError(f"FSDP: {name} has no dimension to cut. Make it a parameter of shape (1,).")
+            raise ConfigError(f"FSDP: {name} has no dimension to shard. Give the parameter the shape (1,).")
         if parameter.requires_grad and not parameter.numel():
-            raise ConfigError(f"FSDP: {name} has no elements to train. Set requires_grad of it to False.")
+            raise ConfigError(f"FSDP: {name} has no elements to train. Set its requires_grad to False.")
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         listed = ", ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in dtypes.items())
         raise ConfigError(
-            f"FSDP: the trainable parameters of one unit have several dtypes: {listed}. Make them one, or wrap the "
-            "modules that differ by themselves (wrap)."
+            f"FSDP: the trainable parameters of one unit have several dtypes: {listed}. Use one dtype, or make "
+            "separate units of the modules that differ (wrap)."
         )
 
 
-def _move_to_device(own: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
+def _move_to_device(keys: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to the device, with rank 0's values, except on the meta device. Collective."""
-    several = dist.get_world_size() > 1
-    parameters = [get_direct_parameters(module)[key] for module, key in own]
+    is_distributed = dist.get_world_size() > 1
+    parameters = [get_direct_parameters(module)[key] for module, key in keys]
     for tensor in (*parameters, *unit.buffers()):
         assert tensor is not None
         if isinstance(tensor, DTensor):
@@ -375,7 +375,7 @@ def _move_to_device(own: list[tuple[nn.Module, str]], unit: nn.Module, device: t
         tensor.data = tensor.data.contiguous()  # fully_shard requires contiguous tensors
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
-            if several:
+            if is_distributed:
                 dist.broadcast(tensor.data, 0)
 
 
@@ -387,11 +387,11 @@ def _disable_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Copy outputs that are views: an in-place operation on a view would drop the hook that gathers in the backward."""
 
-    def copied(each: Any) -> Any:
+    def copy_if_view(each: Any) -> Any:
         return each.clone() if isinstance(each, torch.Tensor) and each.requires_grad and is_view(each) else each
 
     has_views = any(each.requires_grad and is_view(each) for each in iterate_tensors(output))
-    return map_leaves(output, copied) if has_views else None
+    return map_leaves(output, copy_if_view) if has_views else None
 
 
 def _cast_inputs_and_outputs(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:

@@ -16,7 +16,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def find_units(
     task: nn.Module,
     classes: Sequence[str] = (),
-    chosen: Callable[[str, nn.Module], bool] | None = None,
+    is_unit: Callable[[str, nn.Module], bool] | None = None,
     min_parameters: int | None = None,
 ) -> list[nn.Module]:
     """Return the units of a task, inner units first; parameters outside all units belong to the task.
@@ -24,9 +24,9 @@ def find_units(
     A module that shares a parameter with a module outside is no unit: the next larger module holds both.
 
     Args:
-        task: The task whose modules are chosen from.
+        task: The task whose modules are searched.
         classes: The names of classes; every module of these classes is a unit.
-        chosen: A function of a module's name and the module, which returns True if the module is a unit.
+        is_unit: A function of a module's name and the module, which returns True if the module is a unit.
         min_parameters: The number of parameters, without the parameters of inner units, that makes a module a unit; the
             smallest such modules are units.
 
@@ -40,23 +40,25 @@ def find_units(
     named = {module: name for name, module in task.named_modules()}
     if classes:
         units = _find_by_class(task, classes)
-    elif chosen is not None:
-        units = [module for module, name in named.items() if chosen(name, module)]
+    elif is_unit is not None:
+        units = [module for module, name in named.items() if is_unit(name, module)]
     elif min_parameters is not None:
         units = _find_by_size(task, min_parameters)
     elif isinstance(task, TaskModule) and type(task).modules_to_shard is not TaskModule.modules_to_shard:
         units = list(task.modules_to_shard())
-        if strangers := [type(unit).__name__ for unit in units if unit not in named]:
-            raise ConfigError(f"modules_to_shard gives {strangers[0]}, which is no module of {type(task).__name__}.")
+        if foreign := [type(unit).__name__ for unit in units if unit not in named]:
+            raise ConfigError(
+                f"modules_to_shard returned a {foreign[0]} that is not a module of {type(task).__name__}."
+            )
     else:
         units = list(_find_blocks(task))
     attentions = (module for module in named if isinstance(module, nn.MultiheadAttention))
     # The forward of an attention reads parameters of its children.
-    never = {task, *(part for attention in attentions for part in attention.children())}
-    possible = {
-        unit for unit in units if unit not in never and _can_be_unit(unit) and not _has_shared_parameter(task, unit)
+    excluded = {task, *(part for attention in attentions for part in attention.children())}
+    allowed = {
+        unit for unit in units if unit not in excluded and _can_be_unit(unit) and not _has_shared_parameter(task, unit)
     }
-    return [module for module in reversed(named) if module in possible]
+    return [module for module in reversed(named) if module in allowed]
 
 
 def list_outermost(task: nn.Module) -> list[nn.Module]:
@@ -66,20 +68,21 @@ def list_outermost(task: nn.Module) -> list[nn.Module]:
         ConfigError: A parameter belongs to the task itself, or several of these modules share a parameter.
     """
     found: list[nn.Module] = []
-    waiting = [*task.children()][::-1]
-    while waiting:
-        module = waiting.pop()
+    pending = [*task.children()][::-1]
+    while pending:
+        module = pending.pop()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            waiting += [*module.children()][::-1]
+            pending += [*module.children()][::-1]
         elif next(module.parameters(), None) is not None:
             found.append(module)
-    own = [name for name, _ in task.named_parameters(recurse=False)]
+    direct = [name for name, _ in task.named_parameters(recurse=False)]
     shared = [name for name, module in task.named_modules() if module in found and _has_shared_parameter(task, module)]
-    if own or shared:
+    if direct or shared:
         raise ConfigError(
-            f"FSDP: {type(task).__name__} optimizes by hand, so each of its modules is gathered when it is called, but "
-            f"{', '.join([*own, *shared][:8])} {'is a parameter of the task itself' if own else 'share parameters'}. "
-            "Put what belongs together into one module that is called; or use strategy: ddp."
+            f"FSDP: {type(task).__name__} uses manual optimization, so each module is gathered when it is called, but "
+            f"{', '.join([*direct, *shared][:8])} "
+            f"{'is a parameter of the task itself' if direct else 'share parameters'}. Put these parameters into one "
+            "module that the task calls, or use strategy: ddp."
         )
     return found
 
@@ -88,7 +91,7 @@ def find_modules(task: nn.Module, classes: Iterable[str], option: str) -> list[n
     """Return all modules of the given classes.
 
     Args:
-        task: The task whose modules are chosen from.
+        task: The task whose modules are searched.
         classes: The names of the classes.
         option: The option that gives the classes, for errors.
 
@@ -108,22 +111,22 @@ def _find_by_class(task: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
     units = find_modules(task, classes, "wrap")
     if unfit := [unit for unit in units if not _can_be_unit(unit)]:
         raise ConfigError(
-            f"wrap: a {type(unfit[0]).__name__} has no forward or no parameters, so there is no moment to gather them. "
-            "Name the class of the modules in it."
+            f"wrap: a {type(unfit[0]).__name__} has no forward or no parameters, so no call can gather parameters. "
+            "Name the class of the modules inside."
         )
     return units
 
 
-def _find_by_size(module: nn.Module, least: int) -> list[nn.Module]:
+def _find_by_size(module: nn.Module, min_parameters: int) -> list[nn.Module]:
     units: list[nn.Module] = []
 
     def count(module: nn.Module) -> int:
-        held = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        held += sum(count(child) for child in module.children())
-        if held >= least and _can_be_unit(module):
+        total = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        total += sum(count(child) for child in module.children())
+        if total >= min_parameters and _can_be_unit(module):
             units.append(module)
             return 0
-        return held
+        return total
 
     count(module)
     return units
@@ -146,11 +149,11 @@ def _can_be_unit(module: nn.Module) -> bool:
 
 def _has_shared_parameter(task: nn.Module, unit: nn.Module) -> bool:
     """Return True if a module shares a parameter with a module outside."""
-    inside = {id(parameter) for parameter in unit.parameters()}
-    within = set(unit.modules())
+    unit_parameters = {id(parameter) for parameter in unit.parameters()}
+    unit_modules = set(unit.modules())
     return any(
-        id(parameter) in inside
+        id(parameter) in unit_parameters
         for module in task.modules()
-        if module not in within
+        if module not in unit_modules
         for parameter in module.parameters(recurse=False)
     )

@@ -20,7 +20,7 @@ class AdditionMonitor:
     """Hooks that record when any module receives a parameter or a submodule; a step without additions costs nothing.
 
     Attributes:
-        noticed: True if a parameter or submodule was added since this attribute was last set to False.
+        has_additions: True if a parameter or submodule was added since this attribute was last set to False.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class StepModule(nn.Module):
 
     Args:
         task: The task whose steps are run.
-        anchored: True if a loss of 0 depends on one parameter of this module, not on all parameters of the task.
+        has_anchor: True if a loss of 0 depends on one parameter of this module, not on all parameters of the task.
     """
 
-    def __init__(self, task: nn.Module, *, anchored: bool = False) -> None:
+    def __init__(self, task: nn.Module, *, has_anchor: bool = False) -> None:
         super().__init__()
         self.task = task
-        self.anchor = nn.Parameter(torch.zeros(())) if anchored else None
+        self.anchor = nn.Parameter(torch.zeros(())) if has_anchor else None
 
     def forward(self, step: str | None, *args: Any) -> Any:
         """Run the task's method `step`; for None, return a loss of 0.
@@ -73,9 +73,9 @@ class StepModule(nn.Module):
 def describe_unused(names: list[str], rank: int, strategy: str) -> str:
     """Return an error text that names the parameters unused in a rank's loss, and the option to set."""
     return (
-        f"{len(names)} parameters took no part in the loss of rank {rank}: {format_first_names(names)}. Set "
-        "requires_grad of them to False if they are never trained, or use strategy: "
-        f"{{class_path: lumen.{strategy}, init_args: {{find_unused_parameters: true}}}}."
+        f"{len(names)} parameters did not contribute to the loss of rank {rank}: {format_first_names(names)}. Set "
+        f"requires_grad=False for parameters that are never trained, or use strategy: {{class_path: lumen.{strategy}, "
+        "init_args: {find_unused_parameters: true}}."
     )
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-Alike = Literal["gradient norm", "sum of the parameters' norms"]
-SAME = 1e-5  # relative difference allowed between norms of equal numbers on different kinds of devices
+RankInvariant = Literal["gradient norm", "sum of the parameters' norms"]
+NORM_TOLERANCE = 1e-5  # relative difference allowed between norms of equal numbers on different kinds of devices
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}  # gloo has no mean
 
 
@@ -127,7 +127,7 @@ class Strategy(RenamedMembers, ABC, renamed=_RENAMED):
     def after_backward(self) -> None:
         """Check that all gradients have arrived, after the backward that communicates."""
 
-    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[Alike, torch.Tensor]:
+    def collect_rank_invariants(self, grad_norm: torch.Tensor | None) -> dict[RankInvariant, torch.Tensor]:
         """Return the numbers that must be equal on all ranks after an update; the base class returns no numbers.
 
         Args:
@@ -233,7 +233,7 @@ def check_data_ranks(strategy: Strategy) -> None:
     if sorted(found) != sorted([*range(world)] * (len(found) // world)):
         raise ConfigError(
             f"{type(strategy).__name__}: data_world_size is {world}, and the data ranks of the {len(found)} processes "
-            f"are {found}. Return each of 0 to {world - 1} on equally many processes."
+            f"are {found}. data_rank must return each of 0 to {world - 1} on the same number of processes."
         )
 
 
@@ -246,11 +246,11 @@ def sync_buffers(strategy: Strategy, task: nn.Module) -> None:
         return
     buffers = [buffer for buffer in list_persistent_buffers(task) if buffer.device.type == strategy.device.type]
     for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-        same = [buffer for buffer in buffers if buffer.dtype == dtype]
-        joined = torch.cat([buffer.reshape(-1) for buffer in same])
-        sizes = [buffer.numel() for buffer in same]
+        same_dtype = [buffer for buffer in buffers if buffer.dtype == dtype]
+        joined = torch.cat([buffer.reshape(-1) for buffer in same_dtype])
+        sizes = [buffer.numel() for buffer in same_dtype]
         with strategy.processes.count_wait():
             torch.distributed.broadcast(joined, 0)
         with torch.no_grad():
             split = torch.split(joined, sizes)
-            fill_tensors(same, [values.view_as(buffer) for buffer, values in zip(same, split, strict=True)])
+            fill_tensors(same_dtype, [values.view_as(buffer) for buffer, values in zip(same_dtype, split, strict=True)])
