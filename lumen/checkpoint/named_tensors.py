@@ -28,8 +28,8 @@ def get_model_tensors(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = {**get_direct_parameters(module), **get_direct_persistent_buffers(module)}
-        for name, tensor in own.items():
+        direct = {**get_direct_parameters(module), **get_direct_persistent_buffers(module)}
+        for name, tensor in direct.items():
             if tensor is None:
                 continue
             path = f"{prefix}.{name}" if prefix else name
@@ -60,21 +60,21 @@ def make_state_reader(checkpoint: Checkpoint) -> Callable[[str, nn.Parameter], M
     were_sharded = _get_sharded_names(checkpoint, "optimizer")
     plain = _find_single_shape_keys(checkpoint) if were_sharded is None else set()
 
-    def state_of(owner: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+    def get_state(owner: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
         def read(name: str) -> torch.Tensor:
             _, shape = checkpoint.get_spec("optimizer", name)
             if were_sharded is None:
-                lies_beside = _is_dtensor_entry(name.removeprefix(owner), shape, plain)
-                copied = not is_split(parameter, shape)
+                is_dtensor = _is_dtensor_entry(name.removeprefix(owner), shape, plain)
+                is_replicated = not is_split(parameter, shape)
             else:
-                lies_beside, copied = name in were_sharded, not were_sharded.get(name)
-            if is_sharded(parameter) and lies_beside:
-                return _read_shard_like(checkpoint, "optimizer", name, parameter, copied=copied)
+                is_dtensor, is_replicated = name in were_sharded, not were_sharded.get(name)
+            if is_sharded(parameter) and is_dtensor:
+                return _read_shard_like(checkpoint, "optimizer", name, parameter, is_replicated=is_replicated)
             return checkpoint.read_tensor("optimizer", name).to(parameter.device)
 
         return checkpoint.as_mapping("optimizer", read)
 
-    return state_of
+    return get_state
 
 
 def _is_dtensor_entry(key: str, shape: torch.Size, plain: set[str]) -> bool:
@@ -105,7 +105,7 @@ def read_as_saved(checkpoint: Checkpoint, section: str, name: str, like: torch.T
     were_sharded = _get_sharded_names(checkpoint, section) or {}
     if name not in were_sharded or like is None or not is_sharded(like):
         return checkpoint.read_tensor(section, name)
-    return _read_shard_like(checkpoint, section, name, like, copied=not were_sharded[name])
+    return _read_shard_like(checkpoint, section, name, like, is_replicated=not were_sharded[name])
 
 
 def get_tensors_as_saved(model: nn.Module, checkpoint: Checkpoint, section: str) -> Mapping[str, torch.Tensor]:
@@ -137,7 +137,7 @@ def get_extra_tensors(task: nn.Module, checkpoint: Checkpoint) -> Mapping[str, t
         like = likes.get(name)
         if like is None or not is_sharded(like):
             return checkpoint.read_tensor("extra", name)
-        return _read_shard_like(checkpoint, "extra", name, like, copied=False)
+        return _read_shard_like(checkpoint, "extra", name, like, is_replicated=False)
 
     return checkpoint.as_mapping("extra", read)
 
@@ -163,9 +163,9 @@ def _map_to_parameters(task: nn.Module, checkpoint: Checkpoint) -> dict[str, tor
 
 
 def _read_shard_like(
-    checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, copied: bool
+    checkpoint: Checkpoint, section: str, name: str, like: torch.Tensor, *, is_replicated: bool
 ) -> torch.Tensor:
     """Read this process's shard of a tensor, with the mesh and placements of `like`."""
     _, shape = checkpoint.get_spec(section, name)
-    shard = checkpoint.read_block(section, name, *get_local_block(like, shape, copied=copied))
-    return make_dtensor(shard.to(like.device), like, shape, copied=copied)
+    shard = checkpoint.read_block(section, name, *get_local_block(like, shape, is_replicated=is_replicated))
+    return make_dtensor(shard.to(like.device), like, shape, is_replicated=is_replicated)

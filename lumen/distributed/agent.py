@@ -41,9 +41,7 @@ def run_workers(
     Returns:
         Each failed rank with its error; ranks that were ended because of another failure are omitted.
     """
-    store = open_loopback_store(
-        LOOPBACK
-    )  # Used by the handler and the workers. Each restart of a job opens a new store.
+    store = open_loopback_store(LOOPBACK)  # for the handler and the workers; each restart opens a new store
     spec = WorkerSpec(
         role="lumen", local_world_size=workers, entrypoint=sys.executable, args=tuple(command),
         rdzv_handler=StaticTCPRendezvous(LOOPBACK, store.port, rank=0, world_size=1, run_id="lumen", timeout=60),
@@ -78,7 +76,7 @@ class _AgentWatch:
         """
         running, failed = _find_running_and_failed([worker.id for worker in worker_group.workers])
         while self._forwarded_count < len(self._requests):
-            # SIGINT: a second SIGTERM may come from a program that signals all processes
+            # The second signal is SIGINT: a second SIGTERM may come from a program that signals all processes.
             _send_signal(running, (self._requests[0], signal.SIGINT, signal.SIGKILL)[min(self._forwarded_count, 2)])
             self._forwarded_count += 1
             self._wait_until_s = time.monotonic() + _GRACE_S

@@ -92,9 +92,9 @@ def _read_torchrun(environment: Mapping[str, str]) -> ClusterProcess:
     local = _read_int(environment, "LOCAL_RANK", default=rank % max(local_world, 1))
     node = _read_int(environment, "GROUP_RANK", default=rank // max(local_world, 1))
     nodes = _read_int(environment, "GROUP_WORLD_SIZE", default=-(-world // max(local_world, 1)))
-    by = "the first Trainer or command of this program" if is_worker() else "torchrun"
+    started_by = "the first Trainer or command of this program" if is_worker() else "torchrun"
     launcher = _get_parent_id() if "TORCHELASTIC_RUN_ID" in environment else None
-    return ClusterProcess(rank, world, local, local_world, node, nodes, by, launcher=launcher)
+    return ClusterProcess(rank, world, local, local_world, node, nodes, started_by, launcher=launcher)
 
 
 def _get_parent_id() -> str:
@@ -116,8 +116,8 @@ def _read_slurm(environment: Mapping[str, str]) -> ClusterProcess:
     ]  # 2(x3),1
     local_world = counts[node] if node < len(counts) else world // nodes
     number = _read_int(environment, "SLURM_JOB_ID", default=0) * 31 + _read_int(environment, "SLURM_STEP_ID")
-    listed = _get_first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") or LOOPBACK
-    host = LOOPBACK if nodes == 1 else environment.get("MASTER_ADDR") or _get_first_host(listed)
+    node_list = _get_first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") or LOOPBACK
+    host = LOOPBACK if nodes == 1 else environment.get("MASTER_ADDR") or _get_first_host(node_list)
     port = environment.get("MASTER_PORT") or _PORTS[number % len(_PORTS)]
     job = " ".join(environment.get(f"SLURM_{name}", "") for name in ("CLUSTER_NAME", "JOB_ID", "STEP_ID"))
     rank, local = _read_int(environment, "SLURM_PROCID"), _read_int(environment, "SLURM_LOCALID")
@@ -139,8 +139,8 @@ def _read_int(environment: Mapping[str, str], *names: str, default: int | None =
         return default
     if text is None or not text.isdigit():
         raise ConfigError(
-            f"the environment variable {names[0]}: expected a number, found {text!r}. It is set by what starts the "
-            "processes; unset it, or start them with torchrun or srun."
+            f"the environment variable {names[0]}: expected a number, found {text!r}. The program that starts the "
+            "processes sets this variable: unset the variable, or start the processes with torchrun or srun."
         )
     return int(text)
 
@@ -149,6 +149,7 @@ def _check_found(found: ClusterProcess) -> ClusterProcess:
     if found.rank < found.world_size and found.local_rank < found.local_world_size <= found.world_size:
         return found
     raise ConfigError(
-        f"the environment that {found.started_by} left says process {found.rank} of {found.world_size} and on its node "
-        f"{found.local_rank} of {found.local_world_size}, which cannot be. Start the processes with torchrun or srun."
+        f"the environment variables of {found.started_by} contradict one another: process {found.rank} of "
+        f"{found.world_size}, and {found.local_rank} of {found.local_world_size} on its node. Start the processes with "
+        "torchrun or srun."
     )

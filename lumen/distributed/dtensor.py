@@ -26,63 +26,66 @@ def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def get_local_block(
-    tensor: torch.Tensor, whole: torch.Size | None = None, *, copied: bool = False
+    tensor: torch.Tensor, shape: torch.Size | None = None, *, is_replicated: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offset and shape of `get_local_tensor` in the unsharded tensor, without communication.
 
     Args:
         tensor: A DTensor or an ordinary tensor.
-        whole: The unsharded shape of another tensor with the sharding of `tensor`; None: `tensor` itself.
-        copied: The other tensor is replicated on every process.
+        shape: The unsharded shape of another tensor with the sharding of `tensor`; None: `tensor` itself.
+        is_replicated: The other tensor is replicated on every process.
     """
-    whole = tensor.shape if whole is None else whole
+    shape = tensor.shape if shape is None else shape
     if not is_sharded(tensor):
-        return (0,) * len(whole), tuple(whole)
+        return (0,) * len(shape), tuple(shape)
     sharded: Any = tensor
-    return compute_local_block(whole, sharded.device_mesh, _get_placements(tensor, whole, copied=copied))
+    return compute_local_block(shape, sharded.device_mesh, _get_placements(tensor, shape, is_replicated=is_replicated))
 
 
-def make_dtensor(local: torch.Tensor, like: torch.Tensor, whole: torch.Size, *, copied: bool = False) -> torch.Tensor:
+def make_dtensor(
+    local: torch.Tensor, like: torch.Tensor, shape: torch.Size, *, is_replicated: bool = False
+) -> torch.Tensor:
     """Return a DTensor with the mesh and placements of `like`, from this process's shard, without communication.
 
     Args:
         local: The shard of this process, with the shape that `get_local_block` returns.
         like: The DTensor whose mesh and placements are used.
-        whole: Shape of the unsharded tensor.
-        copied: The tensor is replicated on every process.
+        shape: Shape of the unsharded tensor.
+        is_replicated: The tensor is replicated on every process.
     """
     sharded: Any = like
-    stride = torch.empty(whole, device="meta").stride()
+    stride = torch.empty(shape, device="meta").stride()
     tensor: torch.Tensor = type(sharded).from_local(
         local,
         sharded.device_mesh,
-        _get_placements(like, whole, copied=copied),
+        _get_placements(like, shape, is_replicated=is_replicated),
         run_check=False,
-        shape=whole,
+        shape=shape,
         stride=stride,
     )
     return tensor
 
 
-def _get_placements(like: torch.Tensor, whole: torch.Size, *, copied: bool) -> list[Any]:
-    """Return placements like those of `like` for a tensor of shape `whole`; missing dimensions are replicated."""
+def _get_placements(like: torch.Tensor, shape: torch.Size, *, is_replicated: bool) -> list[Any]:
+    """Return placements like those of `like` for a tensor of this shape; missing dimensions are replicated."""
     from torch.distributed.tensor import Replicate
 
     sharded: Any = like
     return [
-        Replicate() if is_sharding(each) and (copied or each.dim >= len(whole)) else each for each in sharded.placements
+        Replicate() if is_sharding(each) and (is_replicated or each.dim >= len(shape)) else each
+        for each in sharded.placements
     ]
 
 
-def is_split(tensor: torch.Tensor, whole: torch.Size | None = None) -> bool:
-    """Return True if a process holds only part of a tensor, or of a tensor of shape `whole` with the same placements.
+def is_split(tensor: torch.Tensor, shape: torch.Size | None = None) -> bool:
+    """Return True if a process holds only part of a tensor, or of a tensor of this shape with the same placements.
 
     A tensor derived from a sharded tensor, such as an optimizer's state, is sharded only in dimensions of equal size.
     """
     sharded: Any = tensor
-    whole = tensor.shape if whole is None else whole
-    cut = [placement.dim for placement in sharded.placements if is_sharding(placement)] if is_sharded(tensor) else []
-    return any(whole[dim : dim + 1] == tensor.shape[dim : dim + 1] for dim in cut)
+    shape = tensor.shape if shape is None else shape
+    dims = [placement.dim for placement in sharded.placements if is_sharding(placement)] if is_sharded(tensor) else []
+    return any(shape[dim : dim + 1] == tensor.shape[dim : dim + 1] for dim in dims)
 
 
 def get_replica(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
@@ -97,9 +100,9 @@ def get_replica(tensor: torch.Tensor, processes: Processes) -> tuple[int, int]:
         return processes.rank, processes.world_size
     sharded: Any = tensor
     mesh, index, count = sharded.device_mesh, 0, 1
-    for place, size, placement in zip(mesh.get_coordinate(), mesh.shape, sharded.placements, strict=True):
+    for coordinate, size, placement in zip(mesh.get_coordinate(), mesh.shape, sharded.placements, strict=True):
         if not is_sharding(placement):
-            index, count = index * size + place, count * size
+            index, count = index * size + coordinate, count * size
     return index if mesh.size() == processes.world_size or 0 in mesh.mesh else -1, count
 
 
@@ -108,8 +111,8 @@ def holds_first_shard(tensor: torch.Tensor) -> bool:
     if not is_sharded(tensor):
         return True
     sharded: Any = tensor
-    places = zip(sharded.device_mesh.get_coordinate(), sharded.placements, strict=True)
-    return all(place == 0 for place, placement in places if is_sharding(placement))
+    coordinates = zip(sharded.device_mesh.get_coordinate(), sharded.placements, strict=True)
+    return all(coordinate == 0 for coordinate, placement in coordinates if is_sharding(placement))
 
 
 def distribute_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,13 @@ from lumen.distributed.worker import LAUNCHER
 from lumen.errors import HUNG, ConfigError, ProcessLost, ProcessStuck
 from lumen.internals.garbage import collect_young_only
 from lumen.internals.interpreters import make_python_command
-from lumen.internals.stop_signals import LEFT_EXIT_CODE, SIGNALS, get_exit_code, is_same_request, should_obey
+from lumen.internals.stop_signals import SIGNALS, STOP_EXIT_CODES, get_exit_code, is_same_request, should_obey
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _TAIL_LINES = 20
-_FOLDER, _RESTARTS_FOLDER = "lumen-launch-", "launcher"
+_FOLDER_PREFIX, _LOCK_NAME = "lumen-launch-", "launcher"
 
 
 def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
@@ -46,10 +46,10 @@ def relaunch(workers: int, max_restarts: int = 0) -> NoReturn:
         ConfigError: The program cannot be started again, as in a notebook.
     """
     if reason := _explain_no_launch():
-        needs = f"{workers} devices need a process each, which runs" if workers > 1 else "max_restarts needs to run"
+        needs = f"{workers} devices need one process each, which runs" if workers > 1 else "max_restarts needs to run"
         instead = "devices: 1" if workers > 1 else "max_restarts: 0"
         raise ConfigError(
-            f"{needs} this program from its beginning, but {reason}. Write a script and run that, use `lumen fit` or "
+            f"{needs} this program from its beginning, but {reason}. Run a script instead, use `lumen fit` or "
             f"`torchrun --nproc-per-node {workers} SCRIPT`, or set {instead}."
         )
     stdout.flush()
@@ -64,11 +64,11 @@ def _explain_no_launch() -> str | None:
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return "this is an interactive session"
     if "pytest" in sys.modules:
-        return "pytest runs it"
+        return "pytest runs the program"
     if sys.argv[0] in ("", "-"):
-        return "it was read from the standard input"
+        return "the program was read from the standard input"
     if sys.argv[0] != "-c" and not os.path.exists(sys.argv[0]):
-        return f"there is no {sys.argv[0]} in {os.getcwd()}, which is not where it was started"
+        return f"{sys.argv[0]} is not in {os.getcwd()}: the working directory has changed since the start"
     return None
 
 
@@ -92,9 +92,9 @@ def launch(workers: int, command: Sequence[str], max_restarts: int = 0) -> int:
         from lumen.distributed.agent import run_workers  # the import takes a second
 
     with _make_output_folder() as folder, _set_environment(workers), _collect_signals() as requests:
-        lives, refusal = JobAttempts(max_restarts, folder), None
-        while failures := run_workers(workers, command, lives.begin_attempt(), requests, lives.attempt):
-            if requests or (refusal := lives.find_restart_refusal(failures)) is not None:
+        attempts, refusal = JobAttempts(max_restarts, folder), None
+        while failures := run_workers(workers, command, attempts.begin_attempt(), requests, attempts.attempt):
+            if requests or (refusal := attempts.find_restart_refusal(failures)) is not None:
                 break
     code, text = _report_failures(failures, requests, folder) if failures else (0, None)
     if refusal:
@@ -112,16 +112,16 @@ def _make_output_folder() -> Iterator[Path]:
 
     A running launcher holds a lock in its folder. The kept folder of a failed job has no lock file.
     """
-    for other in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError), (other / _RESTARTS_FOLDER).open("r+b") as file:
+    for other in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError), (other / _LOCK_NAME).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     with (folder / "draft").open("xb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        os.rename(folder / "draft", folder / _RESTARTS_FOLDER)
+        os.rename(folder / "draft", folder / _LOCK_NAME)
         yield folder
-        (folder / _RESTARTS_FOLDER).unlink()
+        (folder / _LOCK_NAME).unlink()
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def _collect_signals() -> Iterator[list[int]]:
         return
     first_s = 0.0
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record_signal(number: int, frame: FrameType | None) -> None:
         nonlocal first_s
         if not numbers:
             first_s = time.monotonic()
@@ -170,7 +170,7 @@ def _collect_signals() -> Iterator[list[int]]:
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
     for number in SIGNALS:
         if before[number] is not signal.SIG_IGN and should_obey(number, before[number]):
-            signal.signal(number, note)
+            signal.signal(number, record_signal)
     try:
         yield numbers
     finally:
@@ -187,21 +187,21 @@ def _report_failures(
     if report is not None:
         text = report["text"]
         if report["kind"] == ProcessLost.__name__:
-            text += "\nAnother rank had ended before, as if all were done: look for an exit on one rank only."
+            text += "\nA different rank had already ended without an error: look for code that exits on one rank only."
         if report["kind"] != ConfigError.__name__:
             text = f"rank {rank} failed; the output of the ranks above 0 is in {folder}\n{text}"
-        return HUNG if report["kind"] == ProcessStuck.__name__ else max(code, 1), text  # others may have ended it
+        return HUNG if report["kind"] == ProcessStuck.__name__ else max(code, 1), text  # negative after a signal
     if requests:
         return get_exit_code(requests[0]), None
-    if code in LEFT_EXIT_CODE or -code in SIGNALS:
+    if code in STOP_EXIT_CODES or -code in SIGNALS:
         return code if code > 0 else get_exit_code(-code), None
     if rank == 0 and code > 0:
         return code, None
-    what = describe_exit(code)
+    exit_text = describe_exit(code)
     lines = [line for path in folder.rglob(f"{rank}/std*.log") for line in path.read_text().splitlines()[-_TAIL_LINES:]]
-    said = "\n".join([f"rank {rank} {what}; the output of the ranks above 0 is in {folder}", *lines])
-    hint = " If nobody sent it, the system may have been short of memory." if code == -signal.SIGKILL else ""
-    return code if code > 0 else 128 - code, f"{said}\nerror: rank {rank} {what}.{hint}"
+    output = "\n".join([f"rank {rank} {exit_text}; the output of the ranks above 0 is in {folder}", *lines])
+    hint = " If nobody sent the signal, the system may have run out of memory." if code == -signal.SIGKILL else ""
+    return code if code > 0 else 128 - code, f"{output}\nerror: rank {rank} {exit_text}.{hint}"
 
 
 if __name__ == "__main__":

@@ -41,13 +41,13 @@ class ProcessGroups:
     """Process groups of this process: opened once, used by every run, closed when Python exits."""
 
     def __init__(self, processes: Processes, device: torch.device) -> None:
-        self.is_ours = not dist.is_initialized()
+        self.owns_default = not dist.is_initialized()
         self.device = device
         self._failed = False
-        self._patience_s = _NCCL_TIMEOUT_MARGIN_S if device.type == "cuda" else _TIMEOUT_MARGIN_S
+        self._timeout_margin_s = _NCCL_TIMEOUT_MARGIN_S if device.type == "cuda" else _TIMEOUT_MARGIN_S
         timeout = _as_timedelta(processes.startup_timeout_s)
         self._thread_group_timeout = _as_timedelta(max(processes.startup_timeout_s, processes.timeout_s))
-        if self.is_ours:
+        if self.owns_default:
             import_compiler()
             store: Any = dist.HashStore()  # type: ignore[attr-defined]
             if processes.world_size == 1:
@@ -57,7 +57,7 @@ class ProcessGroups:
             backend = CUDA_BACKENDS if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, rank=processes.rank, world_size=processes.world_size,
-                timeout=_as_timedelta(processes.startup_timeout_s + self._patience_s),
+                timeout=_as_timedelta(processes.startup_timeout_s + self._timeout_margin_s),
                 device_id=device if device.type == "cuda" else None, store=store,
             )  # fmt: skip
         self.default: Any = dist.group.WORLD
@@ -66,7 +66,7 @@ class ProcessGroups:
         self._rank_subgroups: list[Any] = []
         self.stacks: StackDumper | None = None
         if processes.world_size > 1:
-            # Only the user's collectives use the default group: one that some ranks skip never matches one of Lumen's.
+            # Only the user's collectives use the default group: if some ranks skip one, no collective of Lumen matches.
             self.control = _new_group(timeout)
             self.stacks = StackDumper(processes.rank, lambda value: all_gather_values(value, self.control))
         atexit.register(self.close)
@@ -80,8 +80,8 @@ class ProcessGroups:
         """Set the timeout of later collectives, in seconds; a default group that the user opened keeps its timeout."""
         if self.control is not None:
             set_timeout(self.control, _as_timedelta(timeout_s + _TIMEOUT_MARGIN_S))
-        for group in (*self._rank_subgroups, *([self.default] if self.is_ours else [])):
-            set_timeout(group, _as_timedelta(timeout_s + self._patience_s))
+        for group in (*self._rank_subgroups, *([self.default] if self.owns_default else [])):
+            set_timeout(group, _as_timedelta(timeout_s + self._timeout_margin_s))
 
     def open_thread_group(self) -> None:
         """Open the group for collectives of a thread, with a long timeout, unless it is open. Collective."""
@@ -109,11 +109,11 @@ class ProcessGroups:
         if self.stacks is not None:
             self.stacks.close()
         if dist.is_initialized() and dist.group.WORLD is self.default:
-            if not self.is_ours:
+            if not self.owns_default:
                 _destroy(self.control)
                 _destroy(self.thread_group)
             elif dist.get_backend() != "gloo" and (self._failed or not self._do_all_ranks_close()):
-                abort_groups()  # NCCL would wait for the others
+                abort_groups()  # NCCL would wait for the other ranks
             else:
                 dist.destroy_process_group()
         self.default = self.control = self.thread_group = None
@@ -144,7 +144,7 @@ def all_gather_values(value: Any, group: Any) -> list[Any]:
 
 
 _POLL_INTERVAL_S = 0.01
-_ZERO_FIRST = timedelta(seconds=5)  # rank 0 times out first and names the missing ranks
+_CLIENT_TIMEOUT_MARGIN = timedelta(seconds=5)  # rank 0 times out first and names the missing ranks
 
 
 def open_loopback_store(host: str, port: int = 0) -> Any:
@@ -187,15 +187,15 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
         RuntimeError: Some processes did not arrive in time.
     """
     host, port = _split_address(address)
-    held = None
+    local_store = None
     if is_loopback(host):
         os.environ.update(get_loopback_variables())
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            with suppress(OSError):  # The port is in use: torch shares a listener of this process, or says so.
-                held = open_loopback_store(host, port)
+            with suppress(OSError):  # The port is in use: torch shares a listener of this process, or raises.
+                local_store = open_loopback_store(host, port)
     store, *_ = next(rendezvous(address, rank=rank, world_size=1, timeout=timeout))
-    del held  # `store` shares its listener.
-    store.set_timeout(timeout + _ZERO_FIRST)
+    del local_store  # `store` shares its listener.
+    store.set_timeout(timeout + _CLIENT_TIMEOUT_MARGIN)
     return c10d.PrefixStore(f"lumen/{_exchange_token(store, rank, world_size, timeout.total_seconds())}", store)
 
 
@@ -208,18 +208,18 @@ def _split_address(address: str) -> tuple[str, int]:
 
 def _exchange_token(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
     """Return a random token that rank 0 generates and sends to each rank; each rank asks with a fresh token."""
-    mine = secrets.token_hex(8)
+    own_token = secrets.token_hex(8)
     if rank > 0:
-        store.set(f"lumen/here/{rank}", mine)
-        token: str = store.get(f"lumen/answer/{mine}").decode()
-        store.set(f"lumen/heard/{token}/{rank}", "")
+        store.set(f"lumen/arrived/{rank}", own_token)
+        token: str = store.get(f"lumen/answer/{own_token}").decode()
+        store.set(f"lumen/received/{token}/{rank}", "")
         return token
     missing, deadline_s = list(range(1, world_size)), time.monotonic() + timeout_s
-    while missing := [each for each in missing if not store.check([f"lumen/heard/{mine}/{each}"])]:
+    while missing := [each for each in missing if not store.check([f"lumen/received/{own_token}/{each}"])]:
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"timed out waiting for ranks {', '.join(map(str, missing))}")
         for each in missing:
-            if store.check([f"lumen/here/{each}"]):  # the key may be of an ended process, which never reads the answer
-                store.set(f"lumen/answer/{store.get(f'lumen/here/{each}').decode()}", mine)
+            if store.check([f"lumen/arrived/{each}"]):  # perhaps by an ended process, which never reads the answer
+                store.set(f"lumen/answer/{store.get(f'lumen/arrived/{each}').decode()}", own_token)
         time.sleep(_POLL_INTERVAL_S)
-    return mine
+    return own_token

@@ -23,7 +23,7 @@ _COLLECTIVES, _LOADER = _TORCH + f"distributed{os.sep}", _TORCH + os.path.join("
 _WAIT_FILE = str(Path(__file__).parent / "processes.py")
 _LOOP_FOLDERS = tuple(_LUMEN + folder + os.sep for folder in ("loop", "trainer"))
 _AUTOGRAD = _TORCH + f"autograd{os.sep}"
-_INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+_LIBRARY_PATH_NAMES = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 _DEBUGGER_FILE = re.compile(r"[/\\](bdb|pdb|IPython[/\\].*|_?pydevd\w*([/\\].*)?|debugpy[/\\].*)\.py$")
 
 
@@ -72,7 +72,7 @@ class Frame:
 @cache
 def _list_library_folders() -> tuple[str, ...]:
     """Return the folders of installed packages; cached, because the query makes Python import a module."""
-    return tuple({sysconfig.get_path(name) + os.sep for name in _INSTALLED})
+    return tuple({sysconfig.get_path(name) + os.sep for name in _LIBRARY_PATH_NAMES})
 
 
 def is_prompt(code: CodeType) -> bool:
@@ -96,7 +96,7 @@ class DataWorker:
     stacks: str
 
     @property
-    def own_frame(self) -> Frame | None:
+    def user_frame(self) -> Frame | None:
         """The innermost frame of user code; None if there is no such frame, as in a worker that waits for work."""
         return next((frame for frame in parse_frames(self.stacks) if frame.is_in_user_code), None)
 
@@ -145,7 +145,7 @@ class ProcessLocation:
         return any(frame.file.startswith(_LOADER) for frame in self._library_frames)
 
     @property
-    def waits_for_others(self) -> bool:
+    def waits_for_collective(self) -> bool:
         """True if the process is in a collective, or in a backward that does not compute."""
         if self.frames and (self.frames[0].is_wait or self.frames[0].calls_wait):
             return True
@@ -157,8 +157,8 @@ class ProcessLocation:
     @property
     def user_frame(self) -> Frame | None:
         """The innermost frame of user code that the loop has called; None if the loop itself is running."""
-        within = itertools.takewhile(lambda frame: not frame.file.startswith(_LOOP_FOLDERS), self.frames)
-        return next((frame for frame in within if frame.is_in_user_code), None)
+        called_by_loop = itertools.takewhile(lambda frame: not frame.file.startswith(_LOOP_FOLDERS), self.frames)
+        return next((frame for frame in called_by_loop if frame.is_in_user_code), None)
 
     @property
     def is_traced(self) -> bool:
@@ -168,19 +168,19 @@ class ProcessLocation:
     def describe(self) -> str:
         """Describe the process with all its stacks."""
         if self.state.startswith("elsewhere"):
-            return f"rank {self.rank} runs {self.state}: see what it says itself"
+            return f"rank {self.rank} runs {self.state}: see the output there"
         if self.state == "ended":
             return f"rank {self.rank} has ended"
-        texts = [f"rank {self.rank} (pid {self.pid}) stands here:\n{self.stacks or _describe_silence(self.state)}"]
+        texts = [f"rank {self.rank} (pid {self.pid}) is here:\n{self.stacks or _describe_silence(self.state)}"]
         for worker in self.workers:
             stacks = worker.stacks or _describe_silence(worker.state)
             texts.append(f"rank {self.rank}, process {worker.pid}, a data worker:\n{stacks}")
         return "\n".join(texts)
 
-    def describe_activity(self, *, alone: bool) -> str:
+    def describe_activity(self, *, is_alone: bool) -> str:
         """Describe the activity of the process, in words that follow its name."""
         if self.state == "stopped":
-            return f"is stopped (SIGSTOP; `kill -CONT {self.pid}` lets it go on)"
+            return f"is stopped (SIGSTOP; `kill -CONT {self.pid}` resumes the process)"
         if self.state == "ended":
             return "has ended"
         if not self.stacks:
@@ -188,11 +188,11 @@ class ProcessLocation:
         if self.waits_for_data:
             return self._describe_data_wait()
         frame = next((frame for frame in self.frames if frame.is_in_user_code), None)
-        if self.waits_for_others and not alone:
+        if self.waits_for_collective and not is_alone:
             return f"waits for other processes at {self._outer_frame}"
         if frame is not None and frame.function != "<module>":
             return f"is in user code: {frame}"
-        return f"stands at {self._outer_frame}"
+        return f"is at {self._outer_frame}"
 
     def _describe_data_wait(self) -> str:
         for worker in self.workers:
@@ -201,11 +201,12 @@ class ProcessLocation:
         for worker in self.workers:
             if worker.is_forking:
                 return (
-                    f"waits for its data worker {worker.pid}, which hung when it was forked: a lock that a thread held "
-                    "then is held there for ever. Python 3.12 frees it; persistent_workers=True forks once in a run"
+                    f"waits for its data worker {worker.pid}, which hung when it was forked: a thread held a lock "
+                    "during the fork, and the worker never gets that lock. Python 3.12 frees such locks; "
+                    "persistent_workers=True forks once per run"
                 )
-            if worker.own_frame is not None:
-                return f"waits for its data worker {worker.pid}, which is in user code: {worker.own_frame}"
+            if worker.user_frame is not None:
+                return f"waits for its data worker {worker.pid}, which is in user code: {worker.user_frame}"
         pids = ", ".join(str(worker.pid) for worker in self.workers)
         return f"waits for its data workers ({pids})" if pids else "waits for data"
 
@@ -216,7 +217,7 @@ class ProcessLocation:
 
 
 def _describe_silence(state: str) -> str:
-    return "(it is stopped)" if state == "stopped" else "(it does not answer)"
+    return "(the process is stopped)" if state == "stopped" else "(the process does not answer)"
 
 
 def describe_stuck_ranks(places: Sequence[ProcessLocation]) -> str:
@@ -225,35 +226,35 @@ def describe_stuck_ranks(places: Sequence[ProcessLocation]) -> str:
     If all processes are in collectives, describe their different places.
 
     Args:
-        places: Places of all processes of the run, in rank order; the other hosts describe their own processes.
+        places: Places of all processes of the run, in rank order; each host describes only its own processes.
     """
-    here = [place for place in places if not place.state.startswith("elsewhere")]
-    alone = len(places) == 1
-    named = [place for place in here if place.state in ("stopped", "ended") or not place.stacks]
-    named = named or [place for place in here if alone or place.waits_for_data or not place.waits_for_others]
-    if named:
-        what = "; ".join(f"rank {place.rank} {place.describe_activity(alone=alone)}" for place in named)
-        others = [place.rank for place in here if place not in named]
-        return what if not others else f"{what}. {_format_ranks(others)} {'wait' if len(others) > 1 else 'waits'}"
-    spots = Counter(str(place._outer_frame) for place in here)
-    if len(spots) > 1:
-        rarest = min(spots.values())
-        odd = [place for place in here if spots[str(place._outer_frame)] == rarest]
+    local = [place for place in places if not place.state.startswith("elsewhere")]
+    is_alone = len(places) == 1
+    stuck = [place for place in local if place.state in ("stopped", "ended") or not place.stacks]
+    stuck = stuck or [place for place in local if is_alone or place.waits_for_data or not place.waits_for_collective]
+    if stuck:
+        text = "; ".join(f"rank {place.rank} {place.describe_activity(is_alone=is_alone)}" for place in stuck)
+        waiting = [place.rank for place in local if place not in stuck]
+        return text if not waiting else f"{text}. {_format_ranks(waiting)} {'wait' if len(waiting) > 1 else 'waits'}"
+    frames = Counter(str(place._outer_frame) for place in local)
+    if len(frames) > 1:
+        rarest = min(frames.values())
+        rare = [place for place in local if frames[str(place._outer_frame)] == rarest]
         return "the processes wait for one another at different places: " + "; ".join(
-            f"rank {place.rank} at {place._outer_frame}" for place in (odd if rarest * 2 < len(here) else here)
+            f"rank {place.rank} at {place._outer_frame}" for place in (rare if rarest * 2 < len(local) else local)
         )
-    what = f"all processes of this host wait at {next(iter(spots))}"
-    return what if len(here) == len(places) else f"{what}; see what the others say"
+    text = f"all processes of this host wait at {next(iter(frames))}"
+    return text if len(local) == len(places) else f"{text}; see the output of the other hosts"
 
 
-def describe_unmatched_ranks(one: ProcessLocation, two: ProcessLocation) -> str:
+def describe_unmatched_ranks(first: ProcessLocation, second: ProcessLocation) -> str:
     """Describe two processes that wait for one another in different collectives."""
-    if two.user_frame is not None and one.user_frame is None:
-        one, two = two, one
-    other = f"is at {two.user_frame}" if two.user_frame is not None else "has gone on without it"
+    if second.user_frame is not None and first.user_frame is None:
+        first, second = second, first
+    other = f"is at {second.user_frame}" if second.user_frame is not None else "has continued without this collective"
     return (
-        f"rank {one.rank} waits in a collective that rank {two.rank} does not reach: rank {one.rank} is at "
-        f"{one.user_frame or one._outer_frame}; rank {two.rank} {other}"
+        f"rank {first.rank} waits in a collective that rank {second.rank} does not reach: rank {first.rank} is at "
+        f"{first.user_frame or first._outer_frame}; rank {second.rank} {other}"
     )
 
 

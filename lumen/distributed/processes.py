@@ -26,7 +26,7 @@ from lumen.internals.process_groups import check_group_names
 
 T = TypeVar("T")
 U = TypeVar("U")
-Failure = tuple[str, str]
+RemoteFailure = tuple[str, str]
 TIMEOUT_S, STARTUP_TIMEOUT_S = 600.0, 1800.0
 # Messages of gloo, NCCL and the store, which raise no specific exception classes.
 _TIMED_OUT_PATTERN = re.compile(
@@ -64,8 +64,8 @@ class Processes:
         timeout_s: Maximum time after the first step that a process waits for the others, or that a step makes no
             progress.
         startup_timeout_s: Maximum time before the end of the first step; `trainer/hang_watch.py` has the details.
-        waited_s: Seconds that this process has waited in `broadcast`, `all_gather`, `all_reduce_sum` and methods
-            that use them.
+        waited_s: Seconds that this process has waited in `broadcast`, `all_gather`, `all_reduce_sum` and methods that
+            use them.
     """
 
     rank: int = 0
@@ -80,7 +80,7 @@ class Processes:
     timeout_s: float = field(default=TIMEOUT_S, init=False)
     startup_timeout_s: float = field(default=STARTUP_TIMEOUT_S, init=False)
     waited_s: float = field(default=0.0, init=False)
-    _waits_s: float = field(default=0.0, init=False)
+    _current_timeout_s: float = field(default=0.0, init=False)
     _groups: ProcessGroups | None = field(default=None, init=False)
     _group: Literal["control", "thread_group", "default"] = field(default="control", init=False)
 
@@ -92,9 +92,9 @@ class Processes:
             ConfigError: An environment variable is missing or is not a number, or a rank is not below its size.
         """
         found = find_cluster_process()
-        opened_here = _groups is not None and _groups.is_ours and dist.is_initialized()
-        there = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not opened_here else None
-        if there not in (None, (found.rank, found.world_size)):
+        has_user_group = dist.is_initialized() and (_groups is None or not _groups.owns_default)
+        group = (dist.get_rank(), dist.get_world_size()) if has_user_group else None
+        if group not in (None, (found.rank, found.world_size)):
             rank, world = dist.get_rank(), dist.get_world_size()
             return Processes(rank, world, rank, world, started_by="you", launcher=found.launcher)
         return Processes(**vars(found))
@@ -142,9 +142,9 @@ class Processes:
                 _groups = ProcessGroups(self, device)
             except (RuntimeError, ValueError) as error:
                 raise ProcessStuck(
-                    f"rank {self.rank}: the {self.world_size} processes did not come together, after "
-                    f"{monotonic() - began_s:.0f} s of at most {startup_timeout_s:g} s: {error}. Are all of them "
-                    "started, and can they reach MASTER_ADDR?"
+                    f"rank {self.rank}: the {self.world_size} processes did not all connect within "
+                    f"{monotonic() - began_s:.0f} s (limit {startup_timeout_s:g} s): {error}. Check that all processes "
+                    "are started and can reach MASTER_ADDR."
                 ) from error
         self._groups = _groups
         self._groups.set_timeout(startup_timeout_s)
@@ -158,7 +158,7 @@ class Processes:
     def begin_training(self) -> None:
         """Note that the first step is done: the timeout is now `timeout_s`."""
         if self._groups is not None:
-            self._waits_s = self.timeout_s
+            self._current_timeout_s = self.timeout_s
             self._groups.set_timeout(self.timeout_s)
 
     def extend_timeout(self, seconds: float) -> None:
@@ -166,8 +166,8 @@ class Processes:
 
         Any thread may call this, but only after `begin_training`, which sets the timeout.
         """
-        if self._groups is not None and seconds > self._waits_s:
-            self._waits_s = seconds
+        if self._groups is not None and seconds > self._current_timeout_s:
+            self._current_timeout_s = seconds
             self._groups.set_timeout(seconds)
 
     @property
@@ -207,16 +207,18 @@ class Processes:
 
     def _explain_error(self, error: Exception, groups: ProcessGroups) -> None:
         if isinstance(error, RuntimeError) and _TIMED_OUT_PATTERN.search(str(error)) and groups.stacks is not None:
-            here = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+            stack = "".join(traceback.format_tb(error.__traceback__)).rstrip()
             raise ProcessStuck(
-                f"rank {self.rank} waited for the other processes longer than timeout_s allows "
-                f"({self.timeout_s:g} s, {self.startup_timeout_s:g} s until the first step is done).\n"
-                f"rank {self.rank} waits here, {error}:\n{here}\n{groups.stacks.collect_stacks()}\n"
-                "Find the process that does something else. If that only takes long, set a longer timeout_s: "
-                "strategy: {class_path: lumen.DDP, init_args: {timeout_s: 3600}}."
+                f"rank {self.rank} waited for the other processes longer than timeout_s allows ({self.timeout_s:g} s, "
+                f"{self.startup_timeout_s:g} s until the first step is done).\nrank {self.rank} waits here, "
+                f"{error}:\n{stack}\n{groups.stacks.collect_stacks()}\nFind the process that does something else. If "
+                "that process is only slow, set a longer timeout_s: strategy: {class_path: lumen.DDP, init_args: "
+                "{timeout_s: 3600}}."
             ) from None
         if isinstance(error, RuntimeError) and _CONNECTION_LOST_PATTERN.search(str(error)):
-            raise ProcessLost(f"rank {self.rank} lost another process of the run: see why that one ended.") from error
+            raise ProcessLost(
+                f"rank {self.rank} lost another process of the run: look for the error of that process."
+            ) from error
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective: every rank must call this."""
@@ -265,9 +267,9 @@ class Processes:
         """
         if self.world_size == 1:
             return lambda: [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.float64)
-        ranks = own.new_empty(self.world_size, len(numbers))
-        return self._make_finish(dist.all_gather([*ranks], own, group=self._control, async_op=True), ranks)
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        gathered = tensor.new_empty(self.world_size, len(numbers))
+        return self._make_finish(dist.all_gather([*gathered], tensor, group=self._control, async_op=True), gathered)
 
     def _make_finish(self, work: Any, numbers: torch.Tensor) -> Callable[[], Any]:
         def finish() -> Any:
@@ -290,10 +292,10 @@ class Processes:
         """Call a function on rank 0; return its result, or raise its error, on every rank. Collective."""
         if self.world_size == 1:
             return function()
-        answer, caught = call_and_catch(function) if self.rank == 0 else (None, None)
-        answer, failed = self.broadcast((answer, describe_failure(caught)))
+        result, caught = call_and_catch(function) if self.rank == 0 else (None, None)
+        result, failed = self.broadcast((result, describe_failure(caught)))
         raise_first_failure([failed], caught)
-        return answer  # type: ignore[return-value]
+        return result  # type: ignore[return-value]
 
     def run_and_conclude(self, function: Callable[[], T], conclusion: Callable[[Callable[[], list[T]]], U]) -> U:
         """Combine every rank's result on rank 0; an error of any rank is raised on all. Collective.
@@ -305,18 +307,18 @@ class Processes:
         """
         if self.world_size == 1:
             return conclusion(lambda: [function()])
-        answer, caught = call_and_catch(function)
-        mine: Any = answer, describe_failure(caught)
-        heard = self.gather_on_rank_zero(mine)
+        result, caught = call_and_catch(function)
+        own_result: Any = result, describe_failure(caught)
+        gathered = self.gather_on_rank_zero(own_result)
 
-        def answers() -> list[T]:
-            raise_first_failure([failed for _, failed in heard], caught)
-            return [answer for answer, _ in heard]
+        def get_results() -> list[T]:
+            raise_first_failure([failed for _, failed in gathered], caught)
+            return [result for result, _ in gathered]
 
         try:
-            return self.run_on_rank_zero(partial(conclusion, answers))
+            return self.run_on_rank_zero(partial(conclusion, get_results))
         except Exception as error:
-            if caught is not None and str(error) == str(make_remote_error(self.rank, mine[1])):
+            if caught is not None and str(error) == str(make_remote_error(self.rank, own_result[1])):
                 raise caught from None  # `caught` has the traceback
             raise
 
@@ -324,18 +326,18 @@ class Processes:
         """Call a function on every rank and return its result; an error of any rank is raised on all. Collective."""
         if self.world_size == 1:
             return function()
-        answer, caught = call_and_catch(function)
+        result, caught = call_and_catch(function)
         raise_first_failure(self.all_gather(describe_failure(caught)), caught)
-        return answer  # type: ignore[return-value]
+        return result  # type: ignore[return-value]
 
     def run_once_per_node(self, function: Callable[[], T]) -> T:
         """Call a function on the first process of each node, and return its result on the node. Collective.
 
         An error of any process is raised on all.
         """
-        mine = self.run_on_all(lambda: function() if self.local_rank == 0 else None)
-        answers = self.all_gather((self.node, self.local_rank, mine))
-        return next(answer for node, rank, answer in answers if (node, rank) == (self.node, 0))  # type: ignore[return-value]
+        own_result = self.run_on_all(lambda: function() if self.local_rank == 0 else None)
+        results = self.all_gather((self.node, self.local_rank, own_result))
+        return next(result for node, rank, result in results if (node, rank) == (self.node, 0))  # type: ignore[return-value]
 
     def close(self) -> None:
         """Close the process groups that `connect` opened; Lumen also closes them when Python exits."""
@@ -346,25 +348,27 @@ class Processes:
 
     def for_thread(self) -> Processes:
         """Return the same processes with separate process groups, for use in a thread. Collective."""
-        others = copy(self)
-        others._group = "thread_group"
+        processes = copy(self)
+        processes._group = "thread_group"
         if self.world_size > 1:
-            others._open_groups.open_thread_group()
-        return others
+            processes._open_groups.open_thread_group()
+        return processes
 
     def for_user(self) -> Processes:
         """Return the same processes over torch's default group.
 
         A user's collective that some ranks skip therefore never matches one of Lumen's.
         """
-        others = copy(self)
-        others._group = "default"
-        return others
+        processes = copy(self)
+        processes._group = "default"
+        return processes
 
     @property
     def _open_groups(self) -> ProcessGroups:
         if self._groups is None or self._groups.control is None:
-            raise ConfigError("the processes are not connected: this can be called from `setup` on.")
+            raise ConfigError(
+                "the processes are not connected yet: collectives can be called from the hook `setup` on."
+            )
         return self._groups
 
     @property
@@ -384,12 +388,12 @@ def call_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | Non
         return None, error
 
 
-def describe_failure(caught: Exception | None) -> Failure | None:
+def describe_failure(caught: Exception | None) -> RemoteFailure | None:
     """Return class name and message of an exception for other ranks, because the exception may not be picklable."""
     return None if caught is None else (type(caught).__name__, str(caught))
 
 
-def raise_first_failure(failures: Sequence[Failure | None], caught: Exception | None) -> None:
+def raise_first_failure(failures: Sequence[RemoteFailure | None], caught: Exception | None) -> None:
     """Raise the error of the first failed rank, if any; a Lumen error has the same class on every rank.
 
     Args:
@@ -398,17 +402,17 @@ def raise_first_failure(failures: Sequence[Failure | None], caught: Exception | 
     """
     for rank, failed in enumerate(failures):
         if failed is not None:
-            mine = describe_failure(caught)
-            if caught is not None and (failed == mine or not (_is_lumen_error(failed) or _is_lumen_error(mine))):
+            local = describe_failure(caught)
+            if caught is not None and (failed == local or not (_is_lumen_error(failed) or _is_lumen_error(local))):
                 raise caught
             raise make_remote_error(rank, failed) from caught
 
 
-def _is_lumen_error(failure: Failure | None) -> bool:
+def _is_lumen_error(failure: RemoteFailure | None) -> bool:
     return failure is not None and hasattr(errors, failure[0])
 
 
-def make_remote_error(rank: int, failed: Failure) -> Exception:
+def make_remote_error(rank: int, failed: RemoteFailure) -> Exception:
     """Return the error to raise for the failure of another rank, given by class name and message."""
     name, message = failed
     kind = getattr(errors, name, None)

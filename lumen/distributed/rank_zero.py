@@ -49,7 +49,8 @@ class RankZeroOnly:
     def rank(self, value: int) -> None:
         if value != self.rank:
             raise ConfigError(
-                f"rank_zero_only.rank cannot be set to {value}: this is process {self.rank}, as it found."
+                f"rank_zero_only.rank cannot be set to {value}: this process has rank {self.rank}. Remove the "
+                "assignment."
             )
 
 
@@ -66,8 +67,8 @@ def rank_zero_info(message: Any, *args: Any, **options: Any) -> None:
     """
     if rank_zero_only.rank != 0:
         return
-    listened = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
-    if listened or logger.isEnabledFor(logging.INFO):
+    has_handlers = any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+    if has_handlers or logger.isEnabledFor(logging.INFO):
         logger.info(message, *args, **options)
     else:
         print_values(str(message) % args if args else message)

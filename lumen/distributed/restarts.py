@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any, final
 from lumen import errors
 from lumen.distributed.worker import is_worker
 from lumen.errors import ConfigError, ProcessLost, ProcessStuck
-from lumen.internals.stop_signals import LEFT_EXIT_CODE, SIGNALS
+from lumen.internals.stop_signals import SIGNALS, STOP_EXIT_CODES
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from lumen.distributed.processes import Processes
 
-NOTES_VARIABLE, RESTART_VARIABLE = (
-    "LUMEN_NOTES",
-    "LUMEN_RESTART",
-)  # variables: folder for the workers' notes; a `Restart` as JSON
+NOTES_VARIABLE = "LUMEN_NOTES"  # environment variable: the folder for the workers' notes
+RESTART_VARIABLE = "LUMEN_RESTART"  # environment variable: a `Restart` as JSON
 _STEP = Struct("q")
 _CRASH_SIGNALS = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
 _MAX_FUTILE_ATTEMPTS = 2
@@ -39,14 +37,14 @@ class Failure:
 
     Attributes:
         rank: The rank that failed first.
-        what: The event, in words that follow the name of the rank: `was killed by SIGKILL`.
+        event: The event, in words that follow the name of the rank: `was killed by SIGKILL`.
         code: Exit code of the process; negative: the signal that killed it.
         kind: Class name of the exception; None: the process reported no exception.
         step: Number of completed steps; None: training had not begun.
     """
 
     rank: int
-    what: str
+    event: str
     code: int
     kind: str | None
     step: int | None
@@ -59,16 +57,16 @@ class Restart:
 
     Attributes:
         number: Number of the restart, from 1.
-        most: Maximum number of restarts.
-        why: Rank and reason.
+        max_restarts: Maximum number of restarts.
+        reason: The failed rank and its failure.
         directory: The directory of the run in training; None: no run was in training.
-        reached: Number of steps that the run had completed.
+        reached: Number of steps that the run had completed before the failure.
         began_s: Start time of the failed attempt, in seconds since 1970.
     """
 
     number: int
-    most: int
-    why: str
+    max_restarts: int
+    reason: str
     directory: str | None
     reached: int
     began_s: float
@@ -76,18 +74,18 @@ class Restart:
 
 @final
 class JobAttempts:
-    """Attempts ("lives") of one job, counted by its launcher.
+    """Attempts of one job, counted by its launcher.
 
     Args:
-        most: Maximum number of restarts.
+        max_restarts: Maximum number of restarts.
         folder: Folder of the launch; each attempt gets a subfolder.
     """
 
-    def __init__(self, most: int, folder: Path) -> None:
-        self._most, self._root = most, folder
+    def __init__(self, max_restarts: int, folder: Path) -> None:
+        self._max_restarts, self._root = max_restarts, folder
         self._count = self._futile_attempts = 0
-        self._last: Failure | None = None
-        self._place: tuple[str | None, int] = (None, -1)
+        self._last_failure: Failure | None = None
+        self._start: tuple[str | None, int] = (None, -1)
         self._farthest_step = -1
 
     def begin_attempt(self) -> Path:
@@ -95,34 +93,34 @@ class JobAttempts:
         self.folder = self._root / f"life-{self._count}"
         self.folder.mkdir()
         self._began_s = time.time()
-        if self._most:
+        if self._max_restarts:
             os.environ[NOTES_VARIABLE] = str(self.folder)
         return self.folder
 
     def find_restart_refusal(self, failures: Mapping[int, ProcessFailure]) -> str | None:
         """Count a failed attempt; return the reason against a restart ("" if no message is due), or None to restart."""
-        if not self._most:
+        if not self._max_restarts:
             return ""
         failure = make_failure(failures, self.folder)
-        if failure.kind == ConfigError.__name__ or failure.code in LEFT_EXIT_CODE or -failure.code in SIGNALS:
+        if failure.kind == ConfigError.__name__ or failure.code in STOP_EXIT_CODES or -failure.code in SIGNALS:
             return ""
-        before, self._last = self._last, failure
+        before, self._last_failure = self._last_failure, failure
         place, reached = _read_notes(self.folder)
         self._futile_attempts = (
-            self._futile_attempts + 1 if self._count and place == self._place and reached <= self._farthest_step else 0
+            self._futile_attempts + 1 if self._count and place == self._start and reached <= self._farthest_step else 0
         )
-        self._farthest_step = max(reached, self._farthest_step if place[0] == self._place[0] else -1)
-        self._place = place
+        self._farthest_step = max(reached, self._farthest_step if place[0] == self._start[0] else -1)
+        self._start = place
         where = "before its first step" if failure.step is None else f"at step {failure.step}"
         if before is not None and _is_same_failure(before, failure):
-            return f"an error of the task, not of a machine: {failure.what} twice, each time {where}"
+            return f"no restart: the task causes the error, not a machine: {failure.event} twice, each time {where}"
         if self._futile_attempts >= _MAX_FUTILE_ATTEMPTS:
-            return f"no further restart: {self._futile_attempts} in a row came no further than step {max(reached, 0)}"
-        if self._count == self._most:
-            return f"no further restart: there were {self._count}, and max_restarts is {self._most}"
+            return f"no further restart: {self._futile_attempts} in a row did not get past step {max(reached, 0)}"
+        if self._count == self._max_restarts:
+            return f"no further restart: {self._count} were made, and max_restarts is {self._max_restarts}"
         self._count += 1
-        why = f"rank {failure.rank} {failure.what}"
-        restart = Restart(self._count, self._most, why, place[0], max(reached, 0), self._began_s)
+        reason = f"rank {failure.rank} {failure.event}"
+        restart = Restart(self._count, self._max_restarts, reason, place[0], max(reached, 0), self._began_s)
         os.environ[RESTART_VARIABLE] = json.dumps(asdict(restart))
         return None
 
@@ -165,7 +163,7 @@ def _is_same_failure(before: Failure, now: Failure) -> bool:
         return False
     if now.kind is None:
         return now.code == before.code and (now.code > 0 or now.code in _CRASH_SIGNALS) and now.rank == before.rank
-    return now.what == before.what or not hasattr(errors, now.kind)
+    return now.event == before.event or not hasattr(errors, now.kind)
 
 
 def _read_notes(folder: Path, rank: int = 0) -> tuple[tuple[str | None, int], int]:
@@ -197,9 +195,9 @@ def make_step_recorder(rank: int, directory: Path, step: int) -> Callable[[int],
     file.write_bytes(_STEP.pack(step))
     if rank == 0:
         (folder / "began").write_text(json.dumps({"directory": str(directory), "step": step}))
-    with open(file, "r+b") as opened:
-        noted = mmap(opened.fileno(), _STEP.size)
-    return lambda step: _STEP.pack_into(noted, 0, step)
+    with open(file, "r+b") as opened_file:
+        step_memory = mmap(opened_file.fileno(), _STEP.size)
+    return lambda step: _STEP.pack_into(step_memory, 0, step)
 
 
 def get_restart() -> Restart | None:

@@ -23,8 +23,8 @@ from lumen.internals.proc import has_handler, read_stat
 from lumen.internals.process_groups import get_group_members, read_recorded_collectives
 
 GROUP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # an unused signal, which faulthandler answers in C
-OWN_SIGNAL = GROUP_SIGNAL - 1  # for a run of one process, possibly inside a process of a group
-_PATIENCE_S, _POLL_INTERVAL_S, _SETTLED_POLLS = 5.0, 0.1, 10
+SINGLE_SIGNAL = GROUP_SIGNAL - 1  # for a run of one process, possibly inside a process of a group
+_ANSWER_TIMEOUT_S, _POLL_INTERVAL_S, _SETTLED_POLLS = 5.0, 0.1, 10
 _LAST_LINE = re.compile(rb"(in <module>|in _run_module_as_main|^ *\.\.\.)\n\Z", re.M)  # end of the main thread's stack
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -41,57 +41,57 @@ class StackDumper:
     """
 
     def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-        places = gather((socket.gethostname(), os.getpid()))
-        first = next(number for number, (host, _) in enumerate(places) if host == places[rank][0])
-        # the agent removes its folder of error reports even if its workers are killed
+        host_pids = gather((socket.gethostname(), os.getpid()))
+        first = next(number for number, (host, _) in enumerate(host_pids) if host == host_pids[rank][0])
+        # The agent removes its folder of error reports even if its workers are killed.
         parent = os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", "")) or None
         folders = gather(tempfile.mkdtemp(prefix="lumen-stacks-", dir=parent) if rank == first else None)
-        self._rank, self._places = rank, places
+        self._rank, self._host_pids = rank, host_pids
         self._folder = Path(folders[first])
         self._file = (self._folder / str(rank)).open("w+")
-        self._claimed = (self._folder / "ending").open("a+")
+        self._claim_file = (self._folder / "ending").open("a+")
         fcntl.lockf(self._file, fcntl.LOCK_EX)  # until this process ends: another process may get the same pid later
         faulthandler.register(GROUP_SIGNAL, self._file, all_threads=True)
         gather(None)  # the signal would kill a process without a handler
 
     def get_host(self, rank: int) -> str:
         """Return the name of a rank's host."""
-        return str(self._places[rank][0])
+        return str(self._host_pids[rank][0])
 
     def locate_processes(self) -> list[ProcessLocation]:
         """Return the places of all ranks in rank order: with stacks for this host, and without for other hosts."""
-        here = self._places[self._rank][0]
-        files = {rank: self._open_file(rank) for rank, (host, _) in enumerate(self._places) if host == here}
+        own_host = self._host_pids[self._rank][0]
+        files = {rank: self._open_file(rank) for rank, (host, _) in enumerate(self._host_pids) if host == own_host}
         with ExitStack() as closing:
             for file in files.values():
                 if file not in (None, self._file):
                     closing.enter_context(file)
-            living = {rank: (self._places[rank][1], file.fileno()) for rank, file in files.items() if file is not None}
-            told = locate_each(living, GROUP_SIGNAL)
+            alive = {r: (self._host_pids[r][1], file.fileno()) for r, file in files.items() if file is not None}
+            locations = locate_each(alive, GROUP_SIGNAL)
         return [
-            told.get(rank) or ProcessLocation(rank, pid, "ended" if host == here else f"elsewhere, on {host}")
-            for rank, (host, pid) in enumerate(self._places)
+            locations.get(rank) or ProcessLocation(rank, pid, "ended" if host == own_host else f"elsewhere, on {host}")
+            for rank, (host, pid) in enumerate(self._host_pids)
         ]
 
     def collect_stacks(self) -> str:
         """Return the stacks of the other processes on this host, and the ranks that ended or run on other hosts."""
         return "\n".join(place.describe() for place in self.locate_processes() if place.rank != self._rank)
 
-    def exchange_collectives(self, own: CollectivesBegun | None) -> dict[int, CollectivesBegun]:
-        """Write the collectives that this process has started, and read those of other processes on this host.
+    def exchange_collectives(self, collectives: CollectivesBegun | None) -> dict[int, CollectivesBegun]:
+        """Write the collectives that this process has started, and read collectives of other processes on this host.
 
         Args:
-            own: The collectives of this process; None: its main thread does not wait in a collective.
+            collectives: The collectives of this process; None: its main thread does not wait in a collective.
 
         Returns:
-            The collectives of each rank on this host whose main thread waits in one; empty if `own` is None.
+            The collectives of each rank on this host whose main thread waits in one; empty if `collectives` is None.
         """
         path = self._folder / f"begun-{self._rank}"
-        if own is None:
+        if collectives is None:
             path.unlink(missing_ok=True)
             return {}
         draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(own))
+        draft.write_text(json.dumps(collectives))
         draft.rename(path)
         found = {}
         for each in self._folder.glob("begun-*[0-9]"):
@@ -102,18 +102,18 @@ class StackDumper:
     def claim_termination(self) -> bool:
         """Return True if this process becomes the one on its host that ends the job."""
         try:
-            fcntl.lockf(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._claim_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
         return True
 
     def release_claim(self) -> None:
         """Release the claim of `claim_termination`, so that another process may end the job."""
-        fcntl.lockf(self._claimed, fcntl.LOCK_UN)
+        fcntl.lockf(self._claim_file, fcntl.LOCK_UN)
 
-    def announce_end(self, why: str) -> None:
+    def announce_end(self, reason: str) -> None:
         """Announce to the other processes of this host that the job ends, with the reason."""
-        (self._folder / "why").write_text(why)
+        (self._folder / "why").write_text(reason)
         (self._folder / "why").rename(self._folder / "over")
 
     @property
@@ -124,21 +124,19 @@ class StackDumper:
         except OSError:
             return None
 
-    def end_others(self, within_s: float) -> None:
+    def end_other_processes(self, within_s: float) -> None:
         """Wait for the other processes of this host to end; kill stopped and late processes with their children."""
         deadline_s = time.monotonic() + within_s
-        mine = [rank for rank, (host, _) in enumerate(self._places) if host == self._places[self._rank][0]]
-        left = [rank for rank in mine if rank != self._rank]
-        while left:
-            late = time.monotonic() > deadline_s
-            for pid in [
-                self._places[rank][1] for rank in left if late or get_process_state(self._places[rank][1]) == "stopped"
-            ]:
-                for each in (*list_children(pid), pid):
+        local_ranks = [rank for rank, (host, _) in enumerate(self._host_pids) if host == self._host_pids[self._rank][0]]
+        remaining = [rank for rank in local_ranks if rank != self._rank]
+        while remaining:
+            is_late = time.monotonic() > deadline_s
+            for pid in [self._host_pids[rank][1] for rank in remaining]:
+                for each in (*list_children(pid), pid) if is_late or get_process_state(pid) == "stopped" else ():
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(each, signal.SIGKILL)
             time.sleep(_POLL_INTERVAL_S)
-            left = [] if late else [rank for rank in left if self._is_alive(rank)]
+            remaining = [] if is_late else [rank for rank in remaining if self._is_alive(rank)]
 
     def _is_alive(self, rank: int) -> bool:
         file = self._open_file(rank)
@@ -167,7 +165,7 @@ class StackDumper:
     def close(self) -> None:
         """Remove the signal handler and the files."""
         faulthandler.unregister(GROUP_SIGNAL)
-        self._claimed.close()
+        self._claim_file.close()
         with suppress(OSError):
             (self._folder / f"begun-{self._rank}").unlink(missing_ok=True)
             (self._folder / str(self._rank)).unlink()
@@ -214,31 +212,31 @@ def locate_each(processes: dict[int, tuple[int, int]], number: int) -> dict[int,
 
 @cache
 def open_stack_file() -> int:
-    """Return the descriptor of the file to which this process and its forks write stacks at `OWN_SIGNAL`."""
+    """Return the descriptor of the file to which this process and its forks write stacks at `SINGLE_SIGNAL`."""
     file, path = tempfile.mkstemp(prefix="lumen-stacks-")
     os.unlink(path)
-    faulthandler.register(OWN_SIGNAL, file, all_threads=True)  # permanent: a run may be inside another run's hook
+    faulthandler.register(SINGLE_SIGNAL, file, all_threads=True)  # permanent: a run may be inside another run's hook
     return file
 
 
 def _request_stacks(processes: dict[int, tuple[int, int]], number: int) -> dict[int, str]:
     """Signal processes and return the stacks that they write; stopped processes are skipped."""
-    begins: dict[int, int] = {}
+    starts: dict[int, int] = {}
     for rank, (pid, file) in processes.items():
         if get_process_state(pid) != "stopped":
-            begins[rank] = os.fstat(file).st_size
+            starts[rank] = os.fstat(file).st_size
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-    texts, same = dict.fromkeys(processes, b""), dict.fromkeys(begins, 0)
-    left, deadline_s = set(begins), time.monotonic() + _PATIENCE_S
-    while left and time.monotonic() < deadline_s:
+    texts, unchanged_polls = dict.fromkeys(processes, b""), dict.fromkeys(starts, 0)
+    remaining, deadline_s = set(starts), time.monotonic() + _ANSWER_TIMEOUT_S
+    while remaining and time.monotonic() < deadline_s:
         time.sleep(_POLL_INTERVAL_S)
-        for rank in [*left]:
+        for rank in [*remaining]:
             before, file = texts[rank], processes[rank][1]
-            texts[rank] = os.pread(file, os.fstat(file).st_size - begins[rank], begins[rank])
-            same[rank] = same[rank] + 1 if texts[rank] == before != b"" else 0
-            if same[rank] == _SETTLED_POLLS or (same[rank] and _LAST_LINE.search(texts[rank])):
-                left.remove(rank)
+            texts[rank] = os.pread(file, os.fstat(file).st_size - starts[rank], starts[rank])
+            unchanged_polls[rank] = unchanged_polls[rank] + 1 if texts[rank] == before != b"" else 0
+            if unchanged_polls[rank] == _SETTLED_POLLS or (unchanged_polls[rank] and _LAST_LINE.search(texts[rank])):
+                remaining.remove(rank)
     return {rank: text.decode(errors="replace").strip() for rank, text in texts.items()}
 
 

@@ -47,8 +47,8 @@ def _end_if_orphaned() -> None:
     """Exit if the launcher was killed before `end_with_parent`; keep processes that a running worker has started."""
     if not _is_alive(int(os.environ[LAUNCHER])):
         sys.exit(
-            f"error: the launcher of this job (process {os.environ[LAUNCHER]}) has ended, so this process ends too. "
-            f"What is to outlive the job that starts it must not inherit {LAUNCHER}, RANK and WORLD_SIZE."
+            f"error: the launcher of this job (process {os.environ[LAUNCHER]}) has ended, so this process ends too. A "
+            f"program that should outlive the job must not inherit {LAUNCHER}, RANK and WORLD_SIZE."
         )
 
 
@@ -86,9 +86,9 @@ def report_error(error: BaseException, text: str) -> bool:
     return True
 
 
-def report_steps_with(of: Callable[[], int]) -> None:
+def report_steps_with(count_steps: Callable[[], int]) -> None:
     """Include the number of completed steps in later reports."""
-    _progress[:] = [of]
+    _progress[:] = [count_steps]
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from lumen.errors import RunDirectoryError
 
 _REMEDIES = {
-    errno.ENOENT: "It was removed or moved while its run was writing to it. Put it back, or start the run again.",
-    errno.ENOSPC: "Make room; what was saved is whole, and the run can be resumed.",
-    errno.EDQUOT: "Make room; what was saved is whole, and the run can be resumed.",
+    errno.ENOENT: "The run's directory was removed or moved. Move the directory back, or start the run again.",
+    errno.ENOSPC: "Free disk space, then resume the run: saved checkpoints are intact.",
+    errno.EDQUOT: "Free disk space, then resume the run: saved checkpoints are intact.",
 }
 
 
@@ -27,8 +27,8 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cure = _REMEDIES.get(error.errno or 0, "See that it can be written, and resume the run.")
-        raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}. {cure}") from error
+        remedy = _REMEDIES.get(error.errno or 0, "Check the permissions and the disk, then resume the run.")
+        raise RunDirectoryError(f"{path} cannot be written: {error.strerror or error}. {remedy}") from error
 
 
 @contextmanager
@@ -38,14 +38,14 @@ def replace_file(path: Path) -> Iterator[Path]:
     Yields:
         The path of the temporary file, which does not exist yet: a file left by a killed process is removed.
     """
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        yield beside
-        os.replace(beside, path)
+        yield temporary
+        os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -55,6 +55,6 @@ def write_private(path: Path, text: str) -> None:
     Raises:
         RunDirectoryError: The file cannot be written.
     """
-    with explain_write_errors(path), replace_file(path) as beside:
-        beside.touch(0o600)
-        beside.write_text(text, encoding="utf-8")
+    with explain_write_errors(path), replace_file(path) as temporary:
+        temporary.touch(0o600)
+        temporary.write_text(text, encoding="utf-8")

@@ -17,14 +17,14 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         name: The name of the attribute.
         value: The value in the context.
     """
-    own: Any = vars(owner)
-    is_own, before = name in own, own.get(name)
-    put = partial(setattr, owner) if isinstance(owner, type) else own.__setitem__
-    put(name, value)
+    attributes: Any = vars(owner)
+    was_set, before = name in attributes, attributes.get(name)
+    set_value = partial(setattr, owner) if isinstance(owner, type) else attributes.__setitem__
+    set_value(name, value)
     try:
         yield
     finally:
-        if is_own:
-            put(name, before)
+        if was_set:
+            set_value(name, before)
         else:
-            own.pop(name, None)
+            attributes.pop(name, None)

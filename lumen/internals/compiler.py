@@ -44,8 +44,8 @@ def compile_call(module: nn.Module, options: Mapping[str, Any]) -> None:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # This copy of the code belongs to one module, so torch compiles it and counts its versions separately.
-    own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
-    module._compiled_call_impl = torch.compile(own, **options)
+    separate_call = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+    module._compiled_call_impl = torch.compile(separate_call, **options)
 
 
 def uncompile(module: nn.Module) -> None:
@@ -53,12 +53,12 @@ def uncompile(module: nn.Module) -> None:
     del module.__dict__["_compiled_call_impl"]
 
 
-def limit_versions(most: int) -> AbstractContextManager[Any]:
+def limit_versions(max_versions: int) -> AbstractContextManager[Any]:
     """Return a context that limits the compiled versions of a function to `most`, and lets no version be outdated.
 
     One more version raises an error.
     """
-    settings: dict[str, Any] = {"recompile_limit": most, "fail_on_recompile_limit_hit": True}
+    settings: dict[str, Any] = {"recompile_limit": max_versions, "fail_on_recompile_limit_hit": True}
     # Before torch 2.13, unfrozen parameters would get no gradient otherwise (#177158).
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
@@ -68,10 +68,10 @@ def limit_versions(most: int) -> AbstractContextManager[Any]:
 
 def classify_compiler_error(error: BaseException | None) -> Literal["versions", "other"] | None:
     """Return the kind of an error of torch.compile: too many "versions", or "other"; None for the model's own error."""
-    of_torch = torch._dynamo.exc
-    if isinstance(error, of_torch.FailOnRecompileLimitHit):
+    exceptions = torch._dynamo.exc
+    if isinstance(error, exceptions.FailOnRecompileLimitHit):
         return "versions"
-    if not isinstance(error, of_torch.TorchDynamoException) or isinstance(error, of_torch.TorchRuntimeError):
+    if not isinstance(error, exceptions.TorchDynamoException) or isinstance(error, exceptions.TorchRuntimeError):
         return None
     return "other"
 

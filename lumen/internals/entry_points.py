@@ -28,35 +28,35 @@ def _list_installed() -> Any:
     return entry_points()  # a few ms, once for all groups
 
 
-def load_entry_point(group: str, name: str, what: str) -> Any:
+def load_entry_point(group: str, name: str, title: str) -> Any:
     """Import the object that is registered under a name.
 
     Args:
         group: The group of entry points.
         name: A name of the group, or a name that Lumen itself registers.
-        what: A description for errors, such as "the command diff".
+        title: A description for errors, such as "the command diff".
 
     Raises:
         ConfigError: No distribution or two distributions register the name, or the import fails.
     """
     found = list_entry_points(group).get(name, [])
     if not found:
-        raise ConfigError(f"{what} is not registered. {format_install_hint()}")
+        raise ConfigError(f"{title} is not registered. {format_install_hint()}")
     if len(found) > 1:
         owners = " and ".join(sorted(map(get_distribution_name, found)))
-        raise ConfigError(f"{what} is registered by {owners}. Uninstall one of them.")
+        raise ConfigError(f"{title} is registered by {owners}. Uninstall one of these packages.")
     try:
         return found[0].load()
     except LumenError:
         raise
     except Exception as error:
-        raise make_broken_error(what, get_distribution_name(found[0]), error) from error
+        raise make_broken_error(title, get_distribution_name(found[0]), error) from error
 
 
-def make_broken_error(what: str, owner: str, error: Exception) -> ConfigError:
+def make_broken_error(title: str, owner: str, error: Exception) -> ConfigError:
     """Return the error of a registered module that cannot be imported."""
     found = f"{type(error).__name__}: {error}"
-    return ConfigError(f"{what}, registered by {owner}, cannot be imported ({found}). Repair or uninstall {owner}.")
+    return ConfigError(f"{title}, registered by {owner}, cannot be imported ({found}). Repair or uninstall {owner}.")
 
 
 def get_distribution_name(entry: EntryPoint) -> str:
@@ -67,5 +67,5 @@ def get_distribution_name(entry: EntryPoint) -> str:
 def format_install_hint() -> str:
     """Return the sentence that says how to install Lumen's own entry points."""
     root = Path(__file__).parents[2]
-    where = f"--editable {root}" if (root / "pyproject.toml").is_file() else "--force-reinstall lumen"
-    return f"The installed metadata of Lumen is missing or old: run pip install {where}"
+    source = f"--editable {root}" if (root / "pyproject.toml").is_file() else "--force-reinstall lumen"
+    return f"The installed metadata of Lumen is missing or old: run pip install {source}"

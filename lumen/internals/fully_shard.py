@@ -13,12 +13,12 @@ from lumen.internals.torch_versions import check_attributes
 
 
 def compute_local_block(
-    whole: torch.Size, mesh: Any, placements: Sequence[Any]
+    unsharded_shape: torch.Size, mesh: Any, placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offset and shape of this process's shard of a DTensor in each dimension, without communication."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offsets = compute_local_shape_and_global_offset(whole, mesh, placements)
+    shape, offsets = compute_local_shape_and_global_offset(unsharded_shape, mesh, placements)
     return tuple(offsets), tuple(shape)
 
 
@@ -42,14 +42,14 @@ def prepare_roots(roots: Sequence[Any], units: Sequence[Any]) -> None:
     for root in roots:
         _check_fsdp_names(root)
 
-    def begin(*call: Any) -> None:
+    def initialize_roots(*_: Any) -> None:
         for handle in handles:
             handle.remove()
         for root in roots:
             root._get_fsdp_state()._lazy_init()
 
     inner = [unit for unit in units if unit not in roots]
-    hook = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
+    hook = torch.compiler.disable(initialize_roots)  # type: ignore[no-untyped-call]
     handles = [unit.register_forward_pre_hook(hook, prepend=True) for unit in inner]
 
 
@@ -92,13 +92,13 @@ def reduce_unused(unit: Any) -> None:
 
 
 def _add_zero_gradients(group: Any, post_backward: Callable[[], None]) -> Callable[..., None]:
-    def with_zeros(*unused: Any) -> None:
+    def with_zeros(*_: Any) -> None:
         for each in group.fsdp_params if group.reduce_grads else ():
-            whole = getattr(each, "_unsharded_param", None)
-            if whole is None or not whole.requires_grad or each.unsharded_accumulated_grad is not None:
+            unsharded = getattr(each, "_unsharded_param", None)
+            if unsharded is None or not unsharded.requires_grad or each.unsharded_accumulated_grad is not None:
                 continue
-            if whole.grad is None:
-                whole.grad = torch.zeros_like(whole)
+            if unsharded.grad is None:
+                unsharded.grad = torch.zeros_like(unsharded)
         post_backward()
 
     return with_zeros

@@ -9,12 +9,12 @@ from threading import Lock
 from typing import Any, Protocol, final
 
 _NEVER = 2**31 - 1  # the largest C int
-_STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "predict"}  # the names of stages in hooks
-_off_for_runs: list[object] = []  # the runs of this process that have disabled collection
-_young_only: list[tuple[int, int, int]] = []  # the thresholds that each open context has found, in any thread
-_changing = Lock()
+_HOOK_STAGES = {"fit": "fit", "validate": "validation", "test": "test", "predict": "predict"}  # in names of hooks
+_runs_without_collection: list[object] = []  # the runs of this process that have disabled collection
+_found_thresholds: list[tuple[int, int, int]] = []  # the thresholds that each open context has found, in any thread
+_threshold_lock = Lock()
 _initially_frozen = gc.get_freeze_count()  # Python 3.12 starts with some frozen objects
-_collected_before_fork = True
+_was_collecting_before_fork = True
 
 
 @contextmanager
@@ -23,19 +23,19 @@ def collect_young_only() -> Iterator[None]:
 
     Full collections would take a third of an import and half of a save. Several threads may use the context at once.
     """
-    with _changing:
-        _young_only.append(gc.get_threshold())
-        gc.set_threshold(*_young_only[0][:2], _NEVER)
+    with _threshold_lock:
+        _found_thresholds.append(gc.get_threshold())
+        gc.set_threshold(*_found_thresholds[0][:2], _NEVER)
     try:
         yield
     finally:
-        with _changing:
-            before = _young_only.pop()
-            if not _young_only:
+        with _threshold_lock:
+            before = _found_thresholds.pop()
+            if not _found_thresholds:
                 gc.set_threshold(*before)
 
 
-class StepCounting(Protocol):
+class CollectedRun(Protocol):
     """Attributes of a run that garbage collection uses.
 
     Attributes:
@@ -55,21 +55,21 @@ def pause_collection_for_fork() -> Iterator[None]:
 
     A worker must not free garbage of this process: a CUDA event freed in a forked process aborts that process.
     """
-    global _collected_before_fork
-    was_on = gc.isenabled()
-    _collected_before_fork = was_on or bool(_off_for_runs)
+    global _was_collecting_before_fork
+    was_enabled = gc.isenabled()
+    _was_collecting_before_fork = was_enabled or bool(_runs_without_collection)
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
 def collect_in_worker() -> None:
     """Let a loader's worker, which has no steps, collect its own garbage as usual; objects from before fork stay."""
     gc.freeze()
-    if _collected_before_fork:
+    if _was_collecting_before_fork:
         gc.enable()
 
 
@@ -82,44 +82,44 @@ class GarbageCollector:
         run: The run, before its first hook; until then Python collects as usual.
     """
 
-    def __init__(self, steps: int, run: StepCounting) -> None:
-        self._every = steps
+    def __init__(self, steps: int, run: CollectedRun) -> None:
+        self._interval = steps
         self._run = run
         self._batches = 0
-        self._was_on = self._froze = False
-        self._add_hook(f"on_{_STAGES[run.stage]}_start", self._begin_run, first=True)
+        self._was_enabled = self._has_frozen = False
+        self._add_hook(f"on_{_HOOK_STAGES[run.stage]}_start", self._begin_run, first=True)
         self._add_hook("on_step_checkpoint", self._on_boundary)
         for stage in ("validation", "test", "predict"):
             self._add_hook(f"on_{stage}_batch_end", self._on_batch)
             self._add_hook(f"on_{stage}_start", self._reset_batches)
 
-    def _add_hook(self, name: str, call: Any, *, first: bool = False) -> None:
-        calls = getattr(self._run.hooks, name)
-        setattr(self._run.hooks, name, (call, *calls) if first else (*calls, call))
+    def _add_hook(self, name: str, hook: Any, *, first: bool = False) -> None:
+        hooks = getattr(self._run.hooks, name)
+        setattr(self._run.hooks, name, (hook, *hooks) if first else (*hooks, hook))
 
     def _begin_run(self) -> None:
         """Freeze existing objects, mostly torch's: a collection that looks through them would take 0.2 s longer."""
-        self._was_on = gc.isenabled()
-        _off_for_runs.append(self)
+        self._was_enabled = gc.isenabled()
+        _runs_without_collection.append(self)
         gc.disable()
         gc.collect()
         # Otherwise other code has frozen objects, and needs them frozen.
-        self._froze = gc.get_freeze_count() <= _initially_frozen
-        if self._froze:
+        self._has_frozen = gc.get_freeze_count() <= _initially_frozen
+        if self._has_frozen:
             gc.freeze()
 
     def close(self) -> None:
         """Restore Python's garbage collection."""
-        if self not in _off_for_runs:
+        if self not in _runs_without_collection:
             return
-        _off_for_runs.remove(self)
-        if self._froze:
+        _runs_without_collection.remove(self)
+        if self._has_frozen:
             gc.unfreeze()
-        if self._was_on:
+        if self._was_enabled:
             gc.enable()
 
     def _on_boundary(self) -> None:
-        if self._run.progress.step % self._every == 0:
+        if self._run.progress.step % self._interval == 0:
             gc.collect()
 
     def _reset_batches(self) -> None:
@@ -127,5 +127,5 @@ class GarbageCollector:
 
     def _on_batch(self, *_: Any) -> None:
         self._batches += 1
-        if self._batches % self._every == 0:
+        if self._batches % self._interval == 0:
             gc.collect()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import final
 
 SAFE_PATH = "PYTHONSAFEPATH"
-_LUMEN = Path(__file__).parent.parent
+_LUMEN_FOLDER = Path(__file__).parent.parent
 # A child process imports lumen from the folder of its parent's lumen.
-_START = """\
+_START_CODE = """\
 import runpy, sys
 from importlib.util import module_from_spec, spec_from_file_location
 folder, module = sys.argv[1:3]
@@ -31,7 +31,7 @@ def make_python_command(module: str, *arguments: str) -> list[str]:
         module: The full name of the module.
         arguments: The arguments of the module, for its `sys.argv`.
     """
-    return [sys.executable, "-P", "-c", _START, str(_LUMEN), module, *arguments]
+    return [sys.executable, "-P", "-c", _START_CODE, str(_LUMEN_FOLDER), module, *arguments]
 
 
 @final
@@ -55,7 +55,7 @@ def protect_search_path() -> Iterator[None]:
     """
     before, path = os.environ.get(SAFE_PATH), sys.path[:]
     os.environ[SAFE_PATH] = "1"
-    if Path.cwd() != _LUMEN.parent:
+    if Path.cwd() != _LUMEN_FOLDER.parent:
         sys.path[:] = [entry for entry in path if Path(entry).absolute() != Path.cwd()]
     try:
         yield

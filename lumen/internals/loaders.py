@@ -22,8 +22,8 @@ def has_default_collate() -> bool:
     """Return True if `default_collate` handles tensors and ints by torch's own functions; False if that is unknown."""
     if _COLLATES is None:
         return False
-    functions, of_tensors, of_ints = _COLLATES
-    return functions.get(torch.Tensor) is of_tensors and functions.get(int) is of_ints
+    functions, collate_tensors, collate_ints = _COLLATES
+    return functions.get(torch.Tensor) is collate_tensors and functions.get(int) is collate_ints
 
 
 def get_pin_function() -> Callable[[Any], Any]:
@@ -42,15 +42,15 @@ def get_pin_function() -> Callable[[Any], Any]:
 
 def has_default_iter(kind: type[DataLoader[Any]]) -> bool:
     """Return True if a subclass of DataLoader has torch's own `__iter__`."""
-    ways = [(each.__iter__, getattr(each, "_get_iterator", None)) for each in (kind, DataLoader)]
-    return ways[0] == ways[1]
+    methods = [(each.__iter__, getattr(each, "_get_iterator", None)) for each in (kind, DataLoader)]
+    return methods[0] == methods[1]
 
 
 def end_workers(iterator: Any) -> None:
     """End the workers of a DataLoader's iterator now: garbage collection would wait 5 s for each after an error."""
     getattr(iterator, "_shutdown_workers", lambda: None)()
     for worker in getattr(iterator, "_workers", ()):
-        if worker.is_alive():  # has worked on one sample for longer than torch's 5 s
+        if worker.is_alive():  # a sample took longer than torch's limit of 5 s
             worker.kill()
             worker.join()
 

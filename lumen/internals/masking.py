@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, final
 MASK = "<masked>"
 _SECRETS = {"password", "passwd", "passphrase", "secret", "credential", "apikey"}
 _AMBIGUOUS_SECRETS = {"key", "token"}  # `sort_key` and `pad_token` are no secrets
-_OWNERS = {
+_SECRET_QUALIFIERS = {
     "access", "account", "api", "app", "auth", "bearer", "bot", "client", "encryption", "github", "hf", "hub", "id",
     "license", "private", "refresh", "secret", "security", "service", "session", "signing", "ssh", "storage", "user",
     "wandb",
@@ -34,9 +34,9 @@ class Reference(str):
 
     def __new__(cls, text: str, value: str | None = None) -> Reference:
         """Create a reference from a text in the form of a config."""
-        made = super().__new__(cls, text)
-        made.value = value
-        return made
+        reference = super().__new__(cls, text)
+        reference.value = value
+        return reference
 
 
 References: TypeAlias = Mapping[tuple[Any, ...], Reference]
@@ -46,7 +46,7 @@ References: TypeAlias = Mapping[tuple[Any, ...], Reference]
 def holds_secret(name: str, value: str) -> bool:
     """Return True if a name means a secret: by its last word, split at `_`, `-`, `.` and case.
 
-    After a word that is not in `_OWNERS`, `key` and `token` mean a secret only if the value looks generated.
+    After a word that is not in `_SECRET_QUALIFIERS`, `key` and `token` mean a secret only if the value looks generated.
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     last = words[-1] if words else ""
@@ -54,8 +54,8 @@ def holds_secret(name: str, value: str) -> bool:
         return True
     if last.removesuffix("s") not in _AMBIGUOUS_SECRETS:
         return False
-    is_known = words[-2] in _OWNERS if len(words) > 1 else last in _AMBIGUOUS_SECRETS
-    return is_known or _GENERATED.fullmatch(value) is not None
+    is_qualified = words[-2] in _SECRET_QUALIFIERS if len(words) > 1 else last in _AMBIGUOUS_SECRETS
+    return is_qualified or _GENERATED.fullmatch(value) is not None
 
 
 def mask_secrets(
@@ -115,8 +115,8 @@ def mask_text(text: str) -> str:
 
 
 def _mask_named_values(text: str, name: str) -> str:
-    whole = str(mask_secrets(text, name))
-    return whole if whole == MASK else mask_text(text)
+    masked = str(mask_secrets(text, name))
+    return masked if masked == MASK else mask_text(text)
 
 
 def is_masked(value: Any) -> bool:
@@ -124,7 +124,7 @@ def is_masked(value: Any) -> bool:
     return any(MASK in text for text in _iterate_texts(value))
 
 
-def find_first_unknown(value: Any) -> str | None:
+def find_secret_placeholder(value: Any) -> str | None:
     """Return the first text in plain data that replaces a secret: a mask, or a reference to the environment."""
     return next((text for text in _iterate_texts(value) if MASK in text or isinstance(text, Reference)), None)
 
@@ -140,6 +140,6 @@ def _iterate_texts(value: Any) -> Iterator[str]:
 
 def describe_missing_reference(error: Exception) -> str:
     """Return OmegaConf's error in one line, with the command that sets a missing environment variable."""
-    said = str(error).partition("\n")[0]
-    name = _NOT_FOUND.search(said)
-    return said if name is None else f"the environment has no {name[1]}. Set it: export {name[1]}=VALUE"
+    message = str(error).partition("\n")[0]
+    name = _NOT_FOUND.search(message)
+    return message if name is None else f"the environment variable {name[1]} is not set. Run: export {name[1]}=VALUE"

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-_reentrant: list[int] = []
+_reentrant_count: list[int] = []
 _OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return True if an error means out of memory; torch has no class for such errors of the CPU and within cuDNN."""
-    return isinstance(error, torch.OutOfMemoryError) or any(said in str(error) for said in _OUT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def free_failed_backward() -> None:
@@ -23,16 +23,16 @@ def free_failed_backward() -> None:
 
 def count_reentrant_checkpoints() -> int:
     """Return the number of forwards of reentrant activation checkpoints in this process since the first call."""
-    if not _reentrant:
-        _reentrant.append(0)
-        plain = CheckpointFunction.forward
+    if not _reentrant_count:
+        _reentrant_count.append(0)
+        forward = CheckpointFunction.forward
 
-        def counted(ctx: Any, *args: Any) -> Any:
-            _reentrant[0] += 1
-            return plain(ctx, *args)  # type: ignore[no-untyped-call]
+        def count_and_forward(ctx: Any, *args: Any) -> Any:
+            _reentrant_count[0] += 1
+            return forward(ctx, *args)  # type: ignore[no-untyped-call]
 
-        CheckpointFunction.forward = staticmethod(counted)  # type: ignore[method-assign]
-    return _reentrant[0]
+        CheckpointFunction.forward = staticmethod(count_and_forward)  # type: ignore[method-assign]
+    return _reentrant_count[0]
 
 
 def empty_host_cache() -> None:

@@ -122,4 +122,4 @@ def drop_derived_state(state: dict[str, Any]) -> dict[str, Any]:
 def get_inner_schedules(scheduler: Any) -> tuple[list[Any], list[int]]:
     """Return the schedulers inside a `SequentialLR` or `ChainedScheduler`, and the milestones between them."""
     assert isinstance(scheduler, (SequentialLR, ChainedScheduler))
-    return getattr(scheduler, "_schedulers", []), getattr(scheduler, "_milestones", [])  # unknown ones are not checked
+    return getattr(scheduler, "_schedulers", []), getattr(scheduler, "_milestones", [])  # empty if torch renames these

@@ -76,11 +76,11 @@ def wait_for_gloo(limit_s: float = 1.0) -> None:
         limit_s: The longest wait, in seconds.
     """
     deadline_s = time.monotonic() + limit_s
-    busy = True
-    while busy and time.monotonic() < deadline_s:
+    is_busy = True
+    while is_busy and time.monotonic() < deadline_s:
         time.sleep(0.005)  # the threads may need Python's lock now
         stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
-        busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
+        is_busy = any("(pt_gloo" in stat and ") S " not in stat for stat in stats)
 
 
 #: Torch's flight recorders: of every backend ("nccl"), or of all backends except NCCL ("torch").
@@ -105,19 +105,19 @@ def get_group_members() -> dict[str, list[int]]:
     return {str(names[group]): sorted(members) for group, members in ranks.items() if group in names}
 
 
-def call_before_poll(agent: Any, look: Callable[[Any], Any]) -> None:
+def call_before_poll(agent: Any, check: Callable[[Any], Any]) -> None:
     """Call a function each time before an elastic agent checks its workers.
 
     Args:
         agent: An elastic agent that has not run yet.
-        look: A function of the worker group, which returns the result for the agent, or None to let the agent check.
+        check: A function of the worker group, which returns the result for the agent, or None to let the agent check.
 
     Raises:
         ConfigError: The installed torch lacks the method.
     """
     check_attributes("the launcher", agent, "_monitor_workers")
-    own = agent._monitor_workers
-    agent._monitor_workers = lambda group: look(group) or own(group)
+    monitor_workers = agent._monitor_workers
+    agent._monitor_workers = lambda group: check(group) or monitor_workers(group)
 
 
 def disable_restarts(agent: Any) -> None:

@@ -20,7 +20,7 @@ def get_exit_code(number: int) -> int:
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
-LEFT_EXIT_CODE = frozenset(map(get_exit_code, SIGNALS))
+STOP_EXIT_CODES = frozenset(map(get_exit_code, SIGNALS))
 
 
 def is_same_request(first: int, number: int, passed_s: float) -> bool:

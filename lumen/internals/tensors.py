@@ -126,10 +126,10 @@ def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> N
     torch._foreach_mul_(tensors, factor)
 
 
-def clamp_all(tensors: list[torch.Tensor], most: float) -> None:
+def clamp_all(tensors: list[torch.Tensor], limit: float) -> None:
     """Clamp one or more tensors to [-most, most] in place, in a few kernels."""
-    torch._foreach_clamp_min_(tensors, -most)
-    torch._foreach_clamp_max_(tensors, most)
+    torch._foreach_clamp_min_(tensors, -limit)
+    torch._foreach_clamp_max_(tensors, limit)
 
 
 def copy_all(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:

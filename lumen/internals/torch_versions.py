@@ -25,6 +25,6 @@ def check_attributes(user: str, owner: Any, *names: str) -> None:
     """
     if missing := [name for name in names if not hasattr(owner, name)]:
         raise ConfigError(
-            f"torch {torch.__version__} has no {', '.join(missing)}, which {user} needs. Lumen was tried with torch "
-            f"{', '.join(TESTED_VERSIONS)}: install one of these."
+            f"torch {torch.__version__} has no {', '.join(missing)}, which {user} needs. Lumen is tested with torch "
+            f"{', '.join(TESTED_VERSIONS)}: install one of these versions."
         )

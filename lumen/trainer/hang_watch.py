@@ -28,7 +28,7 @@ from lumen.distributed.process_location import (
 )
 from lumen.distributed.processes import Processes
 from lumen.distributed.stack_dump import (
-    OWN_SIGNAL,
+    SINGLE_SIGNAL,
     CollectivesBegun,
     find_unmatched_ranks,
     locate_each,
@@ -173,7 +173,7 @@ class _HangWatch:
         """Return True if the watched thread waits in a collective."""
         codes = ((frame.f_code, frame.f_lineno) for frame in self._iterate_frames())
         lines = [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in codes]
-        return ProcessLocation(self._processes.rank, os.getpid(), "runs", "\n".join(lines)).waits_for_others
+        return ProcessLocation(self._processes.rank, os.getpid(), "runs", "\n".join(lines)).waits_for_collective
 
     def _get_limit(self) -> tuple[bool, float, bool]:
         """Return whether the run is in a step, its time limit in seconds, and whether a debugger prompts."""
@@ -243,7 +243,7 @@ class _HangWatch:
             with suppress(OSError, ValueError):
                 child.kill()
         if self._stacks is not None and wait_s:
-            self._stacks.end_others(wait_s)
+            self._stacks.end_other_processes(wait_s)
         if self._stacks is not None:
             faulthandler.dump_traceback_later(
                 _EXIT_TIMEOUT_S, exit=True, file=self._file
@@ -269,7 +269,7 @@ class _HangWatch:
                 written.append(file)
 
     def _locate_this_process(self) -> ProcessLocation:
-        return locate_each({self._processes.rank: (os.getpid(), self._file)}, OWN_SIGNAL)[self._processes.rank]
+        return locate_each({self._processes.rank: (os.getpid(), self._file)}, SINGLE_SIGNAL)[self._processes.rank]
 
 
 @contextmanager

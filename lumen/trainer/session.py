@@ -44,7 +44,7 @@ from lumen.distributed.launch import relaunch
 from lumen.distributed.restarts import needs_launcher
 from lumen.errors import ConfigError
 from lumen.internals.garbage import GarbageCollector
-from lumen.internals.stop_signals import LEFT_EXIT_CODE
+from lumen.internals.stop_signals import STOP_EXIT_CODES
 from lumen.loggers import Logger, add_csv_logger
 from lumen.loop.fit import StopRequested
 from lumen.precision import make_precision
@@ -533,4 +533,4 @@ def _finalize_logger(logger: Logger, kind: Any, error: BaseException | None, tra
 
 def _is_stop_by_signal(error: BaseException) -> bool:
     """Return True if the error ends a run that was asked to stop."""
-    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in LEFT_EXIT_CODE)
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in STOP_EXIT_CODES)

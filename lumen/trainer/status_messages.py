@@ -272,5 +272,6 @@ def log_restart(trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     lost = max(restart.reached - step, 0)
     log_status(
         "restart %d of %d: %s; resuming from step %d; lost: %d step%s, %.1f s",
-        restart.number, restart.most, restart.why, step, lost, "" if lost == 1 else "s", time.time() - since_s,
+        restart.number, restart.max_restarts, restart.reason, step, lost, "" if lost == 1 else "s",
+        time.time() - since_s,
     )  # fmt: skip

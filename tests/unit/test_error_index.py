@@ -17,10 +17,10 @@ def test_every_class_of_errors_has_a_row():
 
 
 def test_exit_codes_are_those_of_the_code():
-    from lumen.internals.stop_signals import LEFT_EXIT_CODE
+    from lumen.internals.stop_signals import STOP_EXIT_CODES
 
     table = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE, re.M)}
-    assert table == {0, 1, errors.HUNG, *LEFT_EXIT_CODE}
+    assert table == {0, 1, errors.HUNG, *STOP_EXIT_CODES}
 
 
 def test_messages_have_gaps_in_place_of_values():

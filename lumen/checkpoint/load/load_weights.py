@@ -33,7 +33,7 @@ from lumen.distributed.dtensor import get_local_block, get_local_tensor
 from lumen.distributed.processes import SINGLE_PROCESS, Processes
 from lumen.errors import CheckpointMismatch
 from lumen.errors.arguments import expand_path
-from lumen.internals.masking import find_first_unknown
+from lumen.internals.masking import find_secret_placeholder
 from lumen.internals.tensors import call_load_hooks, has_load_hooks
 from lumen.precision import convert_as_saved
 from lumen.task.data_module import DataModule
@@ -94,7 +94,7 @@ def _fill_model(
         sources = processes.run_on_all(lambda: _match_names(tensors, aliases, checkpoint, weights, cast=cast))
     processes.run_on_all(lambda: _copy_tensors(tensors, sources, checkpoint))
     dtypes = [(checkpoint.get_spec("model", source)[0], tensors[name].dtype) for name, source in sources.items()]
-    if casts := Counter(f"{saved} to {own}" for saved, own in dtypes if saved != own):
+    if casts := Counter(f"{saved} to {current}" for saved, current in dtypes if saved != current):
         kinds = ", ".join(f"{count} tensors from {kind}" for kind, count in casts.items())
         _log.info("%s: cast %s", weights.path, kinds)
 
@@ -132,9 +132,9 @@ def _match_names(
     for alias, name in aliases.items():
         names[name].append(alias)
     offered, unused = _apply_renames(checkpoint, weights, [*tensors, *aliases])
-    found = {name: list(dict.fromkeys(offered[each] for each in own if each in offered)) for name, own in names.items()}
+    found = {name: list(dict.fromkeys(offered[n] for n in tied if n in offered)) for name, tied in names.items()}
     missing = [
-        name for name, own in names.items() if not (found[name] or any(_matches_any(weights.ignore, n) for n in own))
+        name for name, tied in names.items() if not (found[name] or any(_matches_any(weights.ignore, n) for n in tied))
     ]
     used = {source for each in found.values() for source in each}
     unexpected = sorted({source: name for name, source in reversed(offered.items()) if source not in used}.values())
@@ -143,10 +143,10 @@ def _match_names(
         "only in the checkpoint": unexpected,
         "patterns that match nothing": unused,
     }
-    complaints = [f"{what}: {_format_some_names(which)}" for what, which in lists.items() if which]
+    complaints = [f"{title}: {_format_some_names(some)}" for title, some in lists.items() if some]
     wrong = list(_describe_mismatches(checkpoint, tensors, found, cast=cast))
     if tensors and not used:
-        wrong.append("no name is in both")
+        wrong.append("the model and the checkpoint have no name in common")
     if wrong and not cast and not complaints and _differ_only_in_dtype(checkpoint, tensors, found):
         saved_with = checkpoint.state["precision"].get("name", "fp32, bf16 or fp16")
         raise CheckpointMismatch(
@@ -186,8 +186,8 @@ def _apply_renames(checkpoint: Checkpoint, weights: Weights, known: Iterable[str
             continue
         if renamed in offered:
             raise CheckpointMismatch(
-                f"{weights.path}: rename makes {renamed!r} of {offered[renamed]!r} and of {name!r}. "
-                "Make the patterns narrower, or ignore one of the two by a name of its own."
+                f"{weights.path}: rename makes {renamed!r} of {offered[renamed]!r} and of {name!r}. Make the patterns "
+                "narrower, or rename one of the two differently and ignore that name."
             )
         offered[renamed] = checkpoint.aliases.get(name, name)
     unmatched = [pattern for pattern in weights.ignore if not any(_matches_any([pattern], name) for name in seen)]
@@ -240,9 +240,9 @@ def _differ_only_in_dtype(checkpoint: Checkpoint, tensors: Tensors, sources: dic
 
 def _format_advice(missing: list[str], unexpected: list[str], wrong: list[str], *, cast: bool) -> str:
     if not cast:
-        lenient = ", or load with strict=False to leave names that differ alone." if not wrong else "."
+        lenient = ", or load with strict=False to skip names that differ." if not wrong else "."
         return f"Build the model with the checkpoint's hyperparameters{lenient}"
-    advice = "Say with `rename` what the model calls the same tensors, and with `ignore` which to leave alone."
+    advice = "Map names of the weights to names of the model with `rename`, and skip names with `ignore`."
     return _suggest_rename(missing, unexpected) + advice
 
 
@@ -256,7 +256,7 @@ def _suggest_rename(missing: list[str], unexpected: list[str]) -> str:
     if not beginnings:
         return ""
     (old, new), count = beginnings.most_common(1)[0]
-    return f"rename={json.dumps({'^' + re.escape(old): new})} would fit {count} of them. "
+    return f"rename={json.dumps({'^' + re.escape(old): new})} would match {count} names. "
 
 
 def _iterate_suffixes(name: str) -> Iterator[str]:
@@ -313,23 +313,23 @@ def load_task_states(task: TaskModule, checkpoint: Checkpoint, extra: Mapping[st
     task.on_load_checkpoint(HookAdditions(type(task).__name__, decode(checkpoint.state["task"], extra)))
 
 
-def _build_object(kind: type[Owner], checkpoint: Checkpoint, hint: str, overrides: Mapping[str, Any]) -> Owner:
+def _build_object(kind: type[Owner], checkpoint: Checkpoint, entry: str, overrides: Mapping[str, Any]) -> Owner:
     """Build an object of a class from the hyperparameters of a checkpoint."""
-    saved = decode(checkpoint.state[hint], checkpoint.as_mapping("extra"))
+    saved = decode(checkpoint.state[entry], checkpoint.as_mapping("extra"))
     kept = {name: value for name, value in _drop_base_class_arguments(kind, saved).items() if name not in overrides}
     for name, value in kept.items():  # a third-party checkpoint must not read environment variables
-        if (unknown := find_first_unknown(value)) is not None:
+        if (placeholder := find_secret_placeholder(value)) is not None:
             raise CheckpointMismatch(
-                f"{checkpoint.path} does not hold the hyperparameter {name}, which may be a secret: it has {unknown} "
-                f"in its place. Give the value: load_from_checkpoint(PATH, {name}=...)."
+                f"{checkpoint.path} holds {placeholder} in place of the hyperparameter {name}, which may be a secret. "
+                f"Pass the value: load_from_checkpoint(PATH, {name}=...)."
             )
     try:
         return kind(**(hyperparameters := kept | dict(overrides)))
     except TypeError as error:
         raise CheckpointMismatch(
             f"{kind.__name__} cannot be built from the hyperparameters of {checkpoint.path} "
-            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, "
-            "or give the missing arguments to load_from_checkpoint."
+            f"({', '.join(hyperparameters) or 'none saved'}): {error}. Call save_hyperparameters() in its __init__, or "
+            "pass the missing arguments to load_from_checkpoint."
         ) from error
 
 
