@@ -200,7 +200,7 @@ class ModelCheckpoint(Callback, LightningAttributeErrors):
         self._reserve_at_s = self._saved_at_s + self._get_reserve_delay_s(trainer)
         resumed = trainer.run.checkpoint
         newest, gone = trainer.processes.run_on_rank_zero(self._scan_folder)
-        if not (newest is None or trainer.run.saves.stays or (resumed is not None and resumed.path == newest)):
+        if not (newest is None or trainer.run.saves.keeps_directory or (resumed and resumed.path == newest)):
             raise ConfigError(
                 f"ModelCheckpoint: {self.dirpath} holds the checkpoints of another run. "
                 'Choose another dirpath, or go on from them with Trainer(resume="auto").'

@@ -24,8 +24,8 @@ from lumen.internals.optimizers import get_torch_state_dict, has_state_dict_hook
 from lumen.optim import Lookahead, MultiOptimizer, WholeMatrices
 
 Groups = list[list[str]]
-SHARING = (Lookahead, MultiOptimizer, WholeMatrices)
-"""Those whose groups and state are the same objects as the optimizers' inside."""
+STATE_SHARING_CLASSES = (Lookahead, MultiOptimizer, WholeMatrices)
+"""Classes whose groups and state are the same objects as those of their inner optimizers."""
 _STATELESS_OWNERS = ("torch.optim", "lumen.optim")  # packages whose optimizers keep no changing state in attributes
 _TAG = "id of"
 _ADDRESS = 2**32  # counters and indices are smaller, ids and addresses of tensors larger
@@ -59,28 +59,28 @@ def ids_as_names(value: Any, names: Mapping[int, str], where: str) -> Any:
         CheckpointError: A key is the address of another object of this process, which a resumed run could not find.
     """
 
-    def translated(item: Any, *, is_key: bool) -> Any:
+    def translate(item: Any, *, is_key: bool) -> Any:
         if type(item) is not int:
             return item
         if is_key and item >= _ADDRESS and item not in names:
             raise CheckpointError(
-                f"the optimizer's state ({where}) has the key {item}, which looks like an address of this process: a "
-                "resumed run would not find it. Keep the state in self.state[parameter], or use as the key "
-                "id(parameter), a name or an index."
+                f"the optimizer's state ({where}) has the key {item}, which looks like a memory address of this "
+                "process, and has no meaning in a resumed run. Keep the state in self.state[parameter], or use "
+                "id(parameter), a name or an index as the key."
             )
         return (_TAG, names[item]) if item in names else item
 
-    return _map_nested(value, translated)
+    return _map_nested(value, translate)
 
 
 def names_as_ids(value: Any, parameters: Mapping[str, Any]) -> Any:
     """Replace each `("id of", name)` by the id of the parameter in this process, as the inverse of `ids_as_names`."""
 
-    def translated(item: Any, *, is_key: bool) -> Any:
+    def translate(item: Any, *, is_key: bool) -> Any:
         is_tagged = type(item) is tuple and len(item) == 2 and item[0] == _TAG and item[1] in parameters
         return id(parameters[item[1]]) if is_tagged else item
 
-    return _map_nested(value, translated)
+    return _map_nested(value, translate)
 
 
 def _map_nested(value: Any, translated: Callable[..., Any], *, is_key: bool = False, depth: int = 0) -> Any:
@@ -112,9 +112,9 @@ def get_extra_attributes(model: nn.Module, optimizer: Optimizer) -> dict[str, di
     """
     found, parameters = {}, {*map(id, model.parameters())}
     for place, owner in find_optimizers(optimizer).items():
-        if not has_own_state(owner) and not type(owner).__module__.startswith(_STATELESS_OWNERS):
-            own = {name: value for name, value in vars(owner).items() if name not in list_common_attributes()}
-            found[place] = {name: value for name, value in own.items() if _is_state(owner, name, value, parameters)}
+        if not has_custom_state(owner) and not type(owner).__module__.startswith(_STATELESS_OWNERS):
+            unusual = {name: value for name, value in vars(owner).items() if name not in list_common_attributes()}
+            found[place] = {name: value for name, value in unusual.items() if _is_state(owner, name, value, parameters)}
     return found
 
 
@@ -138,7 +138,7 @@ def find_optimizers(optimizer: Optimizer, place: str = "") -> dict[str, Optimize
     return found
 
 
-def has_own_state(optimizer: Optimizer) -> bool:
+def has_custom_state(optimizer: Optimizer) -> bool:
     """Return True if an optimizer overrides `state_dict` or `load_state_dict`, or has hooks for these methods."""
     changed = _overrides_method(optimizer, "state_dict") or _overrides_method(optimizer, "load_state_dict")
     return changed or has_state_dict_hooks(optimizer)
@@ -146,8 +146,8 @@ def has_own_state(optimizer: Optimizer) -> bool:
 
 def _overrides_method(optimizer: Optimizer, method: str) -> bool:
     kind = type(optimizer)
-    own = getattr(kind, method) is not getattr(Optimizer, method) and kind not in SHARING
-    return own or method in vars(optimizer)
+    is_overridden = getattr(kind, method) is not getattr(Optimizer, method) and kind not in STATE_SHARING_CLASSES
+    return is_overridden or method in vars(optimizer)
 
 
 def _is_state(owner: Optimizer, name: str, value: Any, parameters: Collection[int]) -> bool:
@@ -168,8 +168,8 @@ def _is_state(owner: Optimizer, name: str, value: Any, parameters: Collection[in
 
 def _make_unsavable_error(owner: Optimizer, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{type(owner).__name__} keeps tensors in its attribute {name!r} in a way that cannot be saved, so that a "
-        "resumed run would not have them. Keep them in self.state[parameter], or give the class a state_dict and a "
+        f"{type(owner).__name__} keeps tensors in its attribute {name!r} in a way that cannot be saved, so a resumed "
+        "run would lose these tensors. Keep the tensors in self.state[parameter], or define state_dict and "
         "load_state_dict."
     )
 
@@ -214,13 +214,13 @@ def capture_optimizer(model: nn.Module, optimizer: Optimizer, built: Groups, ten
         "state": capture.encode_states(optimizer),
     }
     inside = {place: capture.encode_inner(each, optimizer, place) for place, each in optimizers.items() if place}
-    own = {place: each for place, each in optimizers.items() if has_own_state(each)}
+    custom = {place: each for place, each in optimizers.items() if has_custom_state(each)}
     kept = {place: each for place, each in get_extra_attributes(model, optimizer).items() if each}
     additions = {
         "built": built if built != groups else None,
         "shared": capture.encode(_get_shared_state(optimizer), "shared"),
         "inside": {place: found for place, found in inside.items() if found},
-        "own": {place: capture.encode(_get_custom_state(each), f"own[{place}]") for place, each in own.items()},
+        "own": {place: capture.encode(_get_custom_state(each), f"own[{place}]") for place, each in custom.items()},
         "attributes": {place: capture.encode(each, f"attributes[{place}]") for place, each in kept.items()},
     }
     return captured | {key: value for key, value in additions.items() if value}
@@ -281,14 +281,14 @@ def _get_shared_state(optimizer: Optimizer) -> dict[Any, Any]:
 
 def _get_custom_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return entries of an optimizer's own `state_dict` that differ from torch's, and the keys of equal entries."""
-    given, plain = optimizer.state_dict(), get_torch_state_dict(optimizer)
-    if not isinstance(given, dict):
+    state, plain = optimizer.state_dict(), get_torch_state_dict(optimizer)
+    if not isinstance(state, dict):
         raise CheckpointError(
-            f"state_dict of {type(optimizer).__name__} returns a {type(given).__name__}. Let it return a dictionary of "
-            "plain data and tensors."
+            f"state_dict of {type(optimizer).__name__} returns a {type(state).__name__}. Return a dictionary of plain "
+            "data and tensors."
         )
-    as_torch = [key for key in given if key in plain and _is_equal_state(given[key], plain[key])]
-    rest = {key: value for key, value in given.items() if key not in as_torch}
+    as_torch = [key for key in state if key in plain and _is_equal_state(state[key], plain[key])]
+    rest = {key: value for key, value in state.items() if key not in as_torch}
     tensors = [each for each in iterate_tensors(rest) if not is_sharded(each) and each.numel() > 1]
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shards = [get_local_tensor(parameter).shape for parameter in held if is_sharded(parameter)]
@@ -315,19 +315,19 @@ def _is_shard(value: Any, parameter: torch.Tensor) -> bool:
     return value.shape == get_local_tensor(parameter).shape != parameter.shape
 
 
-def _make_shard_error(optimizer: Optimizer, what: str) -> CheckpointError:
+def _make_shard_error(optimizer: Optimizer, entry: str) -> CheckpointError:
     return CheckpointError(
-        f"{type(optimizer).__name__} keeps {what} as this process's shard alone, so that nobody knows what it is a "
-        "shard of. Make it with torch.zeros_like(parameter), or as another DTensor."
+        f"{type(optimizer).__name__} keeps {entry} as a plain tensor with this process's shard, so its sharding is "
+        "unknown. Create the tensor with torch.zeros_like(parameter), or as a DTensor."
     )
 
 
 def _get_parameter_name(names: Mapping[int, str], optimizer: Optimizer, parameter: torch.Tensor) -> str:
     if id(parameter) not in names:
         raise CheckpointError(
-            f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
-            "task, so that it has no name to be saved under. Where a hook replaces a parameter, give the optimizer the "
-            "new one; where it adds one, make it an attribute of the task."
+            f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of "
+            "the task, so the tensor has no name in a checkpoint. If a hook replaces a parameter, give the optimizer "
+            "the new parameter. If a hook adds a parameter, make the parameter an attribute of the task."
         )
     return names[id(parameter)]
 
@@ -342,10 +342,10 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoin
         return
     parameters, tensors = dict(model.named_parameters()), checkpoint.as_mapping("optimizer")
     del optimizer.param_groups[len(saved["groups"]) :]
-    wanted = [[parameters[name] for name in group["params"]] for group in saved["groups"]]
-    for group, held in zip(optimizer.param_groups, wanted, strict=False):
+    saved_parameters = [[parameters[name] for name in group["params"]] for group in saved["groups"]]
+    for group, held in zip(optimizer.param_groups, saved_parameters, strict=False):
         group["params"] = held
-    for values, held in [*zip(saved["groups"], wanted, strict=True)][len(optimizer.param_groups) :]:
+    for values, held in [*zip(saved["groups"], saved_parameters, strict=True)][len(optimizer.param_groups) :]:
         options = {key: decode(value, tensors) for key, value in values.items() if key != "params"}
         optimizer.add_param_group({**names_as_ids(options, parameters), "params": held})
 
@@ -357,27 +357,27 @@ def load_optimizer_states(model: nn.Module, optimizer: Optimizer, checkpoint: Ch
     optimizers, parameters = find_optimizers(optimizer), dict(model.named_parameters())
     inside = {place: found for place, found in saved.get("inside", {}).items() if place in optimizers}
     moving = [group for group in optimizer.param_groups if True in (group.get("fused"), group.get("capturable"))]
-    moves_with_it = {parameter for group in moving for parameter in group["params"]}
-    state_of, of_none = make_state_reader(checkpoint), get_tensors_as_saved(model, checkpoint, "optimizer")
+    on_device = {parameter for group in moving for parameter in group["params"]}
+    get_state, shared_tensors = make_state_reader(checkpoint), get_tensors_as_saved(model, checkpoint, "optimizer")
     for place, found in {"": saved, **inside}.items():
         state = optimizers[place].state
         for name, entries in found.get("state", {}).items():
             parameter = parameters[name]
-            own = state_of(name, parameter)
-            if isinstance(entries, dict) and "step" in entries and parameter not in moves_with_it:
-                places = {key: tensors if key == "step" else own for key in entries}  # the counter stays on the host
+            placed = get_state(name, parameter)
+            if isinstance(entries, dict) and "step" in entries and parameter not in on_device:
+                places = {key: tensors if key == "step" else placed for key in entries}  # the counter stays on the host
                 decoded = {key: decode(entry, places[key]) for key, entry in entries.items()}
             else:
-                decoded = decode(entries, own)
+                decoded = decode(entries, placed)
             state[parameter] = names_as_ids(decoded, parameters)
-        state.update(names_as_ids(decode(found.get("shared", {}), of_none), parameters))
+        state.update(names_as_ids(decode(found.get("shared", {}), shared_tensors), parameters))
 
 
 def load_gradients(model: nn.Module, checkpoint: Checkpoint) -> dict[nn.Parameter, torch.Tensor]:
     """Return the gradients accumulated by a task with manual optimization, sharded as their parameters are."""
-    parameters, state_of = dict(model.named_parameters()), make_state_reader(checkpoint)
+    parameters, get_state = dict(model.named_parameters()), make_state_reader(checkpoint)
     saved = checkpoint.state["optimizer"].get("gradients", {})
-    return {parameters[name]: decode(entry, state_of(name, parameters[name]))["grad"] for name, entry in saved.items()}
+    return {parameters[name]: decode(entry, get_state(name, parameters[name]))["grad"] for name, entry in saved.items()}
 
 
 def load_remaining_state(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
@@ -396,9 +396,9 @@ def load_remaining_state(model: nn.Module, optimizer: Optimizer, checkpoint: Che
             group.update(names_as_ids(decode(values, read), parameters))
     for place, attributes in saved.get("attributes", {}).items():
         vars(optimizers[place]).update(names_as_ids(decode(attributes, read), parameters))
-    if own := saved.get("own"):
+    if custom := saved.get("own"):
         _load_custom_states(
-            optimizers, {place: names_as_ids(decode(each, read), parameters) for place, each in own.items()}
+            optimizers, {place: names_as_ids(decode(each, read), parameters) for place, each in custom.items()}
         )
 
 
@@ -419,16 +419,16 @@ def _make_tensor_reader(
             return tensor
         if checkpoint.state["sharded"] is None and is_sharded(like) and tensor.numel() > 1:
             raise CheckpointMismatch(
-                f"{checkpoint.path} was saved by a run that cut nothing up, and of {name} nobody knows how it is to be "
-                f"cut: {type(optimizer).__name__} does not keep it by parameter. Resume under the strategy it was "
-                "saved with."
+                f"{checkpoint.path} was saved by a run without sharding, and the sharding of {name} is unknown, "
+                f"because {type(optimizer).__name__} does not keep the tensor by parameter. Resume with the strategy "
+                "of the run that saved the checkpoint."
             )
         return tensor.to(fresh[name].device if name in fresh else like.device)
 
     return read
 
 
-def _load_custom_states(optimizers: Mapping[str, Optimizer], own: Mapping[str, Mapping[str, Any]]) -> None:
+def _load_custom_states(optimizers: Mapping[str, Optimizer], custom: Mapping[str, Mapping[str, Any]]) -> None:
     """Call each optimizer's own `load_state_dict`, then restore groups and `state` exactly.
 
     The method may call `Optimizer.load_state_dict`, which casts states and creates new dictionaries for groups.
@@ -438,11 +438,11 @@ def _load_custom_states(optimizers: Mapping[str, Optimizer], own: Mapping[str, M
                 {key: dict(kept) if isinstance(kept, Mapping) else kept for key, kept in each.state.items()})
         for place, each in optimizers.items()
     }  # fmt: skip
-    for place, given in own.items():
+    for place, saved in custom.items():
         plain = get_torch_state_dict(optimizers[place])
-        optimizers[place].load_state_dict({key: plain[key] for key in given["as torch"]} | given["rest"])
+        optimizers[place].load_state_dict({key: plain[key] for key in saved["as torch"]} | saved["rest"])
     for optimizer in reversed([*optimizers.values()]):
-        if isinstance(optimizer, SHARING):
+        if isinstance(optimizer, STATE_SHARING_CLASSES):
             optimizer.share()
     for place, (groups, states) in exact.items():
         optimizer = optimizers[place]

@@ -37,9 +37,8 @@ def collect_logged_values(run: Run) -> tuple[JSON, Tensors]:
         "logged": run.log.train.state_dict(lambda metric: names.get(id(metric))),
         "torchmetrics": {name: copy_metric_state(metric) for name, metric in metrics.items()},
         "seen": get_seen_updates(run.task),
-        "attributes": {
-            name: _get_tensor_attributes(metric) for name, metric in metrics.items()
-        },  # such as those of MinMaxMetric
+        # Some metrics, such as MinMaxMetric, keep tensors in plain attributes.
+        "attributes": {name: _get_tensor_attributes(metric) for name, metric in metrics.items()},
         "trackers": {name: len(tracker) for name, tracker in _find_trackers(run.task).items()},
     }
     encoded = encode(values, tensors := Tensors(), f"ranks[{run.processes.rank}]")
@@ -93,12 +92,12 @@ def _merge_ranks(ranks: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any],
     """
     for name, metric in metrics.items():
         updated = [states for values in ranks for count, states in [values["torchmetrics"].get(name, (0, {}))] if count]
-        apart = [key for key, reduction in metric._reductions.items() if reduction is None]
-        if len(updated) > 1 and any(isinstance(updated[0][key], torch.Tensor) for key in apart):
+        unmergeable = [key for key, reduction in metric._reductions.items() if reduction is None]
+        if len(updated) > 1 and any(isinstance(updated[0][key], torch.Tensor) for key in unmergeable):
             raise CheckpointMismatch(
                 f"{path}: the {type(metric).__name__} {name} was in the middle of an epoch on {len(ranks)} processes, "
                 f"and its states cannot be merged (dist_reduce_fx=None). Resume on {len(ranks)} processes, or from a "
-                "checkpoint of an epoch's end."
+                "checkpoint at the end of an epoch."
             )
     logged: dict[str, list[Any]] = {}
     for values in ranks:

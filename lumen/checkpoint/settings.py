@@ -15,13 +15,8 @@ from lumen.run.run import Run
 from lumen.run.scheduler_config import get_schedule_lengths
 
 Setting: TypeAlias = bool | int | float | str | None
-STEP_MEANS_KEYS = (
-    "params",
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-)  # options that do not change the update
+#: Options of parameter groups that do not change the update.
+NEUTRAL_GROUP_KEYS = ("params", "fused", "foreach", "capturable", "differentiable")
 STEP_SIZE_KEYS = ("global_batch_size", "batches of a step")  # names that data adapters use
 
 
@@ -33,9 +28,9 @@ def get_configured_settings(run: Run) -> dict[str, Setting]:
     """
     found: dict[str, Setting] = {}
     for number, group in enumerate(run.optim.optimizer.param_groups):
-        follows = ("lr",) if "initial_lr" in group else ()  # a scheduler has already changed the rate
-        own = {key: value for key, value in group.items() if key not in (*STEP_MEANS_KEYS, *follows)}
-        found.update(flatten_settings(f"groups[{number}]", own))
+        computed = ("lr",) if "initial_lr" in group else ()  # a scheduler has already changed the rate
+        options = {key: value for key, value in group.items() if key not in (*NEUTRAL_GROUP_KEYS, *computed)}
+        found.update(flatten_settings(f"groups[{number}]", options))
     for place, attributes in get_extra_attributes(run.task, run.optim.optimizer).items():
         found.update(flatten_settings(f"optimizer{place and '.'}{place}", attributes))
     for number, config in enumerate(run.optim.schedulers):
@@ -73,7 +68,7 @@ def get_trainer_settings(run: Run) -> dict[str, Setting]:
         "precision": run.precision.name,
         **run.precision.numerics,
         **run.strategy.numerics,
-        **run.saves.switches,
+        **run.saves.numerics,
         "compile": str(run.calls.compilation.setting),
         "processes": run.processes.world_size,
         "strategy": run.strategy.__class__.__name__,
@@ -94,13 +89,13 @@ def _get_batching_settings(run: Run) -> dict[str, Setting]:
     """Return the sizes that divide the training data into batches and into the steps of all epochs."""
     adapter, sizes = run.loaders.train, run.plan.accumulate
     assert adapter is not None
-    cut: dict[str, Setting] = {}
+    batching: dict[str, Setting] = {}
     for name, size in adapter.get_batching().items():
-        cut[name] = size
+        batching[name] = size
         if name in STEP_SIZE_KEYS and size is not None and len(sizes) > 1:
             unit = size // adapter.per_step * run.strategy.data_world_size
-            cut[name] = format_by_epoch({epoch: number * unit for epoch, number in sizes.items()})
-    return cut
+            batching[name] = format_by_epoch({epoch: number * unit for epoch, number in sizes.items()})
+    return batching
 
 
 def _get_limit(plan: Plan, stage: str) -> int | float | None:

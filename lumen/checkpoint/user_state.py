@@ -10,53 +10,53 @@ from lumen.console import logger as _log
 from lumen.errors import CheckpointError, ConfigError
 
 
-def collect_states(things: Iterable[Any]) -> dict[str, Any]:
+def collect_states(objects: Iterable[Any]) -> dict[str, Any]:
     """Return states of callbacks or loggers by their keys.
 
     Raises:
         ConfigError: Two objects with a state have the same key.
     """
     found: dict[str, Any] = {}
-    for thing in things:
-        key, state = thing.state_key, thing.state_dict()
+    for each in objects:
+        key, state = each.state_key, each.state_dict()
         if state and found.get(key):
             raise make_ambiguous_key_error(key)
         found[key] = state or found.get(key, state)
     return found
 
 
-def load_states(things: Iterable[Any], saved: Mapping[str, Any], path: PurePath) -> None:
+def load_states(objects: Iterable[Any], saved: Mapping[str, Any], path: PurePath) -> None:
     """Restore the states of callbacks or loggers; one log message names states without owner and owners without state.
 
     Args:
-        things: Callbacks or loggers.
+        objects: Callbacks or loggers.
         saved: States by key, as `collect_states` returned them.
         path: Path of the checkpoint, for messages.
 
     Raises:
-        ConfigError: Several of `things` have the key of one state.
+        ConfigError: Several of `objects` have the key of one state.
     """
     owners: dict[str, list[Any]] = {}
-    for thing in things:
-        owners.setdefault(thing.state_key, []).append(thing)
-    for key, them in owners.items():
-        if len(them) == 1 and key in saved:
-            them[0].load_state_dict(saved[key])
+    for each in objects:
+        owners.setdefault(each.state_key, []).append(each)
+    for key, same_key in owners.items():
+        if len(same_key) == 1 and key in saved:
+            same_key[0].load_state_dict(saved[key])
         elif saved.get(key):
             raise make_ambiguous_key_error(key)
     lost = [key for key, state in saved.items() if state and key not in owners]
-    new = [key for key, them in owners.items() if not saved.get(key) and any(map(_has_state, them))]
-    begin = f"{', '.join(new)} {'begin' if len(new) > 1 else 'begins'} anew"
+    new = [key for key, same_key in owners.items() if not saved.get(key) and any(map(_has_state, same_key))]
+    begin = f"{', '.join(new)} {'start' if len(new) > 1 else 'starts'} with a new state"
     if lost:
-        more = f"; {begin}" if new else ""
-        _log.warning("%s holds the state of %s, which this run does not have%s", path, ", ".join(lost), more)
+        suffix = f"; {begin}" if new else ""
+        _log.warning("%s holds the state of %s, which this run does not have%s", path, ", ".join(lost), suffix)
     elif new:
-        _log.info("%s holds no state of all: %s", path, begin)
+        _log.info("%s does not hold all states: %s", path, begin)
 
 
-def _has_state(thing: Any) -> bool:
+def _has_state(each: Any) -> bool:
     try:
-        return bool(thing.state_dict())
+        return bool(each.state_dict())
     except Exception:  # the state may not exist before training begins: the object counts as one with a state
         return True
 
@@ -65,26 +65,26 @@ def make_ambiguous_key_error(key: str) -> ConfigError:
     """Return the error for several objects that save under one key."""
     return ConfigError(
         f"several callbacks or loggers of this run have a state, and the same state_key: {key}. A checkpoint could not "
-        "tell whose is whose. Leave one out, let them differ in what the key names, or define the property state_key "
-        "in their class so that it does."
+        "distinguish their states. Remove one of the objects, give them arguments that make the keys differ, or define "
+        "the property state_key in the class."
     )
 
 
-_PROGRESS = "Lumen saves and restores it: read trainer.{}, from on_fit_start on where a run is resumed."
-_LOADERS = "Lumen saves and restores where the loaders stand."
+_PROGRESS = "Lumen saves and restores this counter: read trainer.{} (in a resumed run from on_fit_start on)."
+_LOADERS = "Lumen saves and restores the positions of the loaders."
 _SCALE = "Lumen saves and restores the scale of fp16."
-_HYPERPARAMETERS = "Lumen saves and restores them: read task.hparams or datamodule.hparams."
+_HYPERPARAMETERS = "Lumen saves and restores hyperparameters: read task.hparams or datamodule.hparams."
 
 #: Keys of Lightning's checkpoints, each with the place of the same data in Lumen.
 INSTEAD: Mapping[str, str] = {
-    "state_dict": "Lumen saves and restores parameters and buffers: read and write those of the task itself, keep an "
-    "average or a copy under another name, and begin with renamed or fewer ones by Trainer(init_from=lumen.Weights("
-    "path, rename=..., ignore=...)).",
+    "state_dict": "Lumen saves and restores parameters and buffers. Read and write the task's parameters directly, and "
+    "keep an average or a copy under another name. To start with renamed or fewer parameters, use "
+    "Trainer(init_from=lumen.Weights(path, rename=..., ignore=...)).",
     "optimizer_states": "Lumen saves and restores the optimizer's state: read trainer.optimizers[0].state_dict(), and "
-    "leave it out by Trainer(resume_parts=...).",
-    "lr_schedulers": "Lumen saves and restores the schedulers: read trainer.lr_scheduler_configs, and leave them out "
-    "by Trainer(resume_parts=...).",
-    "callbacks": "Every callback has a state of its own: write its state_dict and load_state_dict.",
+    "skip the state with Trainer(resume_parts=...).",
+    "lr_schedulers": "Lumen saves and restores the schedulers: read trainer.lr_scheduler_configs, and skip the "
+    "schedulers with Trainer(resume_parts=...).",
+    "callbacks": "Every callback has its own state: define state_dict and load_state_dict in the callback.",
     "epoch": _PROGRESS.format("current_epoch"),
     "global_step": _PROGRESS.format("global_step"),
     "loops": _LOADERS,
@@ -140,4 +140,4 @@ class HookAdditions(dict[str, Any]):
             CheckpointError: `key` is a key of Lightning's checkpoints; the message names Lumen's replacement.
         """
         if key in INSTEAD:
-            raise CheckpointError(f"{self._owner}: checkpoint[{key!r}] is not there. {INSTEAD[key]}")
+            raise CheckpointError(f"{self._owner}: checkpoint[{key!r}] does not exist. {INSTEAD[key]}")

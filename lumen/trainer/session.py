@@ -357,8 +357,8 @@ def make_run(session: Session) -> Iterator[None]:
             compilation=trainer.compilation, seed=seed, loggers=session.loggers, goodput=goodput, checkpoint=checkpoint,
             make_saves=partial(
                 CheckpointSaver, check_run_directory=session.check_home, is_enabled=trainer.enable_checkpointing,
-                stays=origin.keeps_directory,
-                switches={name: getattr(trainer, name) for name in _SWITCHES},
+                keeps_directory=origin.keeps_directory,
+                numerics={name: getattr(trainer, name) for name in _SWITCHES},
             ),
         )  # fmt: skip
         if session.trains:

@@ -21,7 +21,7 @@ from lumen.errors import CheckpointDamaged, CheckpointError
 from lumen.internals.masking import Reference
 
 JSON: TypeAlias = Any
-"""What `json.dumps` writes and `json.loads` reads."""
+"""Data that `json.dumps` accepts and `json.loads` returns."""
 Tensors: TypeAlias = dict[str, torch.Tensor]
 """Tensors by name."""
 
@@ -50,7 +50,7 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
     Plain data: None, bool, int, float, str, bytes, list, tuple, dict (keys: str, int, float, bool, None, tuple), set,
     frozenset, `pathlib.Path`, `torch.dtype`, `torch.device`, `torch.Size`, numpy scalars (float64, int64, bool, str and
     bytes become Python scalars), numeric numpy arrays and tensors. Ordered, default and counting dictionaries become
-    plain dictionaries. Other mappings and sequences, such as those of OmegaConf, become dictionaries and lists.
+    plain dictionaries. Other mappings and sequences, such as OmegaConf's, become dictionaries and lists.
 
     Args:
         value: Plain data, as listed above.
@@ -64,17 +64,17 @@ def encode(value: Any, tensors: Tensors, where: str) -> JSON:
     return _encode(value, tensors, where, ())
 
 
-def _encode(value: Any, tensors: Tensors, where: str, above: tuple[int, ...]) -> JSON:
+def _encode(value: Any, tensors: Tensors, where: str, parents: tuple[int, ...]) -> JSON:
     if isinstance(value, torch.Tensor):
         return {_make_tensor_tag(value): _collect_tensor(value.detach(), tensors, where)}
-    if id(value) in above:
+    if id(value) in parents:
         raise CheckpointError(f"{where}: this {type(value).__name__} contains itself. Remove the cycle.")
-    if len(above) > _MAX_DEPTH:
-        raise CheckpointError(f"{where}: nested more than {_MAX_DEPTH} deep. Flatten it.")
-    inside, given = (*above, id(value)), type(value)
+    if len(parents) > _MAX_DEPTH:
+        raise CheckpointError(f"{where}: nested more than {_MAX_DEPTH} levels deep. Flatten the data.")
+    inside, original_type = (*parents, id(value)), type(value)
     value = _as_python_scalar(value)
-    if _SCALARS.get(given.__name__) is given:
-        return {"$scalar": [given.__name__, _encode(value, tensors, where, inside)]}
+    if _SCALARS.get(original_type.__name__) is original_type:
+        return {"$scalar": [original_type.__name__, _encode(value, tensors, where, inside)]}
     kind = type(value)
     if value is None or kind in (bool, str):
         return value

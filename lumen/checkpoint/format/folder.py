@@ -47,7 +47,7 @@ def find_checkpoints(folder: PurePath) -> list[PurePath]:
     return [path for path in _list_step_directories(folder) if is_committed(path)]
 
 
-def find_moments(folder: PurePath) -> dict[int, PurePath]:
+def find_checkpoints_by_step(folder: PurePath) -> dict[int, PurePath]:
     """Return the newest complete checkpoint of each step in a folder, by step."""
     return {_get_sort_key(path.name)[0]: path for path in find_checkpoints(folder)}
 
@@ -68,8 +68,8 @@ def find_unread(folder: PurePath, *, known: Collection[PurePath] = (), step: int
         step: Step of the checkpoints to return; default: all steps.
     """
     found = [path for path in _list_step_directories(folder) if step in (None, _get_sort_key(path.name)[0])]
-    there = get_storage(folder).find_with_manifest(folder, [path for path in found if path not in known])
-    return [path for path in found if path in known or path in there]
+    complete = get_storage(folder).find_with_manifest(folder, [path for path in found if path not in known])
+    return [path for path in found if path in known or path in complete]
 
 
 def open_newest_valid(
@@ -98,17 +98,16 @@ def open_newest_valid(
         CheckpointError: A checkpoint cannot be judged: it has another format version, or this user may not read it.
     """
     tried: set[PurePath] = {*excluded}
-    look = partial(
-        _find_newest_two, (folder, *other_folders), tried
-    )  # called for each try: an active run adds newer checkpoints
-    while candidates := processes.run_on_rank_zero(look):
+    # Called before each attempt, because an active run adds newer checkpoints.
+    find_two = partial(_find_newest_two, (folder, *other_folders), tried)
+    while candidates := processes.run_on_rank_zero(find_two):
         tried.add(path := candidates[0])
         try:
             return Checkpoint.open(path, sections=sections, processes=processes)
         except CheckpointGone:
             continue
         except CheckpointDamaged as error:
-            instead = f"Trying {candidates[1].name} instead." if candidates[1:] else "There is no older one."
+            instead = f"Trying {candidates[1].name} instead." if candidates[1:] else "There is no older checkpoint."
             report(f"{path.name} is damaged and is not used: {error} {instead}")
     return None
 
@@ -168,7 +167,9 @@ def remove_checkpoint(path: PurePath) -> None:
     """
     with explain_storage_errors("remove", path):
         if not is_file(path / MANIFEST):
-            raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it is not removed.")
+            raise CheckpointError(
+                f"{path} is not a checkpoint (no {MANIFEST}), so Lumen does not remove the directory."
+            )
         get_storage(path).remove(path)
 
 
@@ -185,10 +186,10 @@ def refuse_foreign_path(path: PurePath) -> None:
         CheckpointError: The directory holds other files.
     """
     with explain_read_errors(path):
-        was_one = SAVED_NAME.fullmatch(path.name) and (not is_uncommitted(path) or is_checkpoint_directory(path))
-    if not was_one:
+        was_checkpoint = SAVED_NAME.fullmatch(path.name) and (not is_uncommitted(path) or is_checkpoint_directory(path))
+    if not was_checkpoint:
         raise CheckpointError(
-            f"{path} is there already and is no checkpoint, so it is left alone. Choose another name."
+            f"{path} exists and is not a checkpoint, so Lumen does not replace the directory. Choose a different name."
         )
 
 
@@ -202,10 +203,10 @@ def set_aside_damaged(path: PurePath) -> PurePath:
     """
     refuse_foreign_path(path)
     taken = _list_names(path.parent)
-    aside = next(path.with_name(name) for k in count(1) if (name := f"{path.name}.damaged-{k}") not in taken)
+    free_path = next(path.with_name(name) for k in count(1) if (name := f"{path.name}.damaged-{k}") not in taken)
     with explain_storage_errors("rename", path):
-        get_storage(path).rename(path, aside)
-    return aside
+        get_storage(path).rename(path, free_path)
+    return free_path
 
 
 def clean_leftovers(folder: PurePath) -> None:
@@ -217,4 +218,4 @@ def clean_leftovers(folder: PurePath) -> None:
             if (TEMPORARY.fullmatch(leftover.name) or leftover in drafts) and is_checkpoint_directory(leftover):
                 storage.remove(leftover)
         except OSError as error:
-            warnings.warn(f"The leftover {leftover} of a killed save cannot be removed: {error}.", stacklevel=2)
+            warnings.warn(f"cannot remove {leftover}, the leftover of a killed save: {error}.", stacklevel=2)

@@ -166,7 +166,7 @@ class Manifest(NamedTuple):
     info: dict[str, Any]
 
 
-def digest(manifest: Mapping[str, JSON]) -> str:
+def compute_digest(manifest: Mapping[str, JSON]) -> str:
     """Return the digest of a manifest's JSON, to be compared with the entry "digest"."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -178,9 +178,9 @@ def encode_manifest(manifest: Mapping[str, JSON]) -> bytes:
     Line 1 is a checksum of the other lines, so that they can be verified without parsing. Line 2 is the part that a
     listing needs. Line 3 contains all tensors.
     """
-    whole = {**manifest, "digest": digest(manifest)}
-    head = json.dumps({key: whole[key] for key in _HEAD_KEYS}, allow_nan=False)
-    rest = json.dumps({key: value for key, value in whole.items() if key not in _HEAD_KEYS}, allow_nan=False)
+    full = {**manifest, "digest": compute_digest(manifest)}
+    head = json.dumps({key: full[key] for key in _HEAD_KEYS}, allow_nan=False)
+    rest = json.dumps({key: value for key, value in full.items() if key not in _HEAD_KEYS}, allow_nan=False)
     lines = f"{head[1:-1]},\n{rest[1:]}".encode()
     return b'{"sha256": "%b",\n%b' % (hashlib.sha256(lines).hexdigest().encode(), lines)
 
@@ -232,20 +232,18 @@ def _read_manifest_bytes(directory: PurePath) -> bytes:
     with explain_read_errors(directory):
         found = storage.get_status(path)
     if found is None:
-        raise CheckpointDamaged(f"{directory} is no committed checkpoint: it has no {MANIFEST}.")
+        raise CheckpointDamaged(f"{directory} is not a complete checkpoint: {MANIFEST} is missing.")
     if found.size_bytes > _MAX_BYTES:
-        raise CheckpointDamaged(
-            f"{path} has {found.size_bytes} bytes and is not read: a manifest has {_MAX_BYTES} at most."
-        )
+        raise CheckpointDamaged(f"{path} has {found.size_bytes} bytes, but a manifest has at most {_MAX_BYTES} bytes.")
     storage.check_inside(directory, MANIFEST)
     with explain_read_errors(path):
         text = bytes(storage.read(path, found.size_bytes))
     if first := _FIRST_LINE.match(text):
-        is_right = hashlib.sha256(memoryview(text)[first.end() :]).hexdigest().encode() == first[1]
+        is_intact = hashlib.sha256(memoryview(text)[first.end() :]).hexdigest().encode() == first[1]
     else:  # not written by `encode_manifest`
         manifest = parse_json(path, text)
-        is_right = manifest.get("digest") == digest(manifest)
-    if not is_right:
+        is_intact = manifest.get("digest") == compute_digest(manifest)
+    if not is_intact:
         raise CheckpointDamaged(f"{path} was changed or cut off: its digest is wrong.")
     return text
 
@@ -256,7 +254,7 @@ def _parse_with(directory: PurePath, text: bytes, parse: Callable[[dict[str, JSO
     if manifest.get("format") != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')!r} (by Lumen {manifest.get('lumen')!r}), but this Lumen reads "
-            f"format {FORMAT_VERSION}. Use the Lumen that wrote it."
+            f"format {FORMAT_VERSION}. Use the version of Lumen that wrote the checkpoint."
         )
     try:
         return parse(manifest)
@@ -268,7 +266,7 @@ def _parse_head(manifest: dict[str, JSON]) -> ManifestHead:
     files = {name: (_check_count(record["bytes"]), str(record["sha256"])) for name, record in manifest["files"].items()}
     for name in files:
         if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"the file name {name!r} is not allowed: it could lie outside the checkpoint")
+            raise ValueError(f"the file name {name!r} is not allowed: the file could be outside the checkpoint")
     if STATE not in files:
         raise ValueError(f"{STATE} is not listed")
     return ManifestHead(files, dict(decode(manifest["info"], {})))
@@ -283,7 +281,7 @@ def _parse_manifest(manifest: dict[str, JSON]) -> Manifest:
     aliases = dict(manifest["aliases"])
     for alias, name in aliases.items():
         if name not in sections["model"]:
-            raise ValueError(f"{alias!r} is an alias of {name!r}, which is not there")
+            raise ValueError(f"{alias!r} is an alias of {name!r}, which is missing")
     return Manifest(head.files, sections, _group_tensors_by_file(head.files, sections), aliases, head.info)
 
 
@@ -352,6 +350,8 @@ def _group_tensors_by_file(
             for chunk in spec.chunks:
                 held = contents.get(chunk.file)
                 if held is None or name in held or not chunk.file.startswith(f"{section}/"):
-                    raise ValueError(f"it places {section}/{name} in {chunk.file!r}, where it cannot be")
+                    raise ValueError(
+                        f"the manifest places {section}/{name} in {chunk.file!r}, which cannot hold the tensor"
+                    )
                 held[name] = spec.dtype, chunk.shape
     return contents

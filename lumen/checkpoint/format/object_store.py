@@ -28,18 +28,17 @@ from lumen.checkpoint.format.storage import (
 )
 from lumen.errors import CheckpointError, ConfigError
 
-_UPLOAD_PART_BYTES = (
-    16 << 20
-)  # part of an upload or a download: efficient for stores, and the extra memory for a tensor
+#: Size of the parts of an upload or a download: efficient for stores, and the extra memory for a tensor.
+_UPLOAD_PART_BYTES = 16 << 20
 _READ_AHEAD_BYTES = 1 << 20  # minimum size of a read, for headers and small tensors
 _MAX_CACHED_BLOCKS = 64  # cached reads: tensors are read alternately from the files of up to 64 processes
 
-_INSTALL_HINTS = (
-    "{place} cannot be opened: {error}. For s3:// and gs:// `pip install 'lumen[remote]'` brings s3fs and gcsfs."
+_INSTALL_HINT = (
+    "{place} cannot be opened: {error}. For s3:// and gs://, `pip install 'lumen[remote]'` installs s3fs and gcsfs."
 )
 _STARTUP_ADVICE = {
-    errno.ENOENT: "Create it (lumen makes no buckets), or choose another place.",
-    errno.EACCES: "These credentials must be allowed to list, read, write and remove objects there.",
+    errno.ENOENT: "Create the bucket (Lumen does not create buckets), or choose a different URL.",
+    errno.EACCES: "Allow these credentials to list, read, write and remove objects there.",
 }
 
 
@@ -92,19 +91,19 @@ class ObjectStore(Storage):
         """Return a function that reads pieces of objects; a small piece is read and cached with its surroundings."""
 
         @lru_cache(_MAX_CACHED_BLOCKS)
-        def block(name: str, number: int) -> bytes:
+        def fetch_block(name: str, number: int) -> bytes:
             start = number * _READ_AHEAD_BYTES
             return _fetch_bytes(directory / name, start, min(start + _READ_AHEAD_BYTES, sizes[name]))
 
         def read_into(name: str, start: int, view: memoryview) -> int:
             done = 0
             while done < len(view):
-                at, missing = start + done, len(view) - done
+                position, missing = start + done, len(view) - done
                 if missing < _READ_AHEAD_BYTES:
-                    number, begin = divmod(at, _READ_AHEAD_BYTES)
-                    data = block(name, number)[begin : begin + missing]
+                    number, begin = divmod(position, _READ_AHEAD_BYTES)
+                    data = fetch_block(name, number)[begin : begin + missing]
                 else:
-                    data = _fetch_bytes(directory / name, at, at + min(missing, _UPLOAD_PART_BYTES))
+                    data = _fetch_bytes(directory / name, position, position + min(missing, _UPLOAD_PART_BYTES))
                 if not data:
                     break
                 view[done : done + len(data)] = data
@@ -124,8 +123,8 @@ class ObjectStore(Storage):
             call_filesystem(probe, "rm_file")
         except OSError as error:
             advice = _STARTUP_ADVICE.get(error.errno or 0, ADVICE[errno.EREMOTE])
-            why = error.strerror or error
-            raise CheckpointError(f"checkpoints cannot be kept in {folder}: {why}. {advice}") from error
+            reason = error.strerror or error
+            raise CheckpointError(f"cannot save checkpoints in {folder}: {reason}. {advice}") from error
 
     def begin(self, directory: PurePath) -> Draft:
         """Create a draft at the final path, which must be free."""
@@ -160,7 +159,7 @@ class ObjectStore(Storage):
                 file.discard()
             raise
         if (found := self.get_size(path)) != size:
-            raise OSError(errno.EREMOTE, f"it has {found} bytes instead of {size} after the upload", str(path))
+            raise OSError(errno.EREMOTE, f"the object has {found} bytes instead of {size} after the upload", str(path))
 
     def commit(self, draft: Draft) -> None:
         """Do nothing: the upload of the manifest already completed the checkpoint."""
@@ -177,10 +176,10 @@ class ObjectStore(Storage):
         names = {*self.list_files(directory)} - {""}
         if MANIFEST in names:
             call_filesystem(directory / MANIFEST, "rm_file")
-        if others := sorted(names - {MANIFEST}):
-            remove_objects([directory / name for name in others])
-        if left := {*self.list_files(directory)} - {""}:  # s3fs does not report failed removals
-            raise OSError(errno.EREMOTE, "the store did not remove it", str(directory / min(left)))
+        if other_names := sorted(names - {MANIFEST}):
+            remove_objects([directory / name for name in other_names])
+        if remaining := {*self.list_files(directory)} - {""}:  # s3fs does not report failed removals
+            raise OSError(errno.EREMOTE, "the store did not remove the object", str(directory / min(remaining)))
 
 
 def call_filesystem(place: PurePath, method: str, **options: Any) -> Any:
@@ -201,7 +200,7 @@ def _fetch_bytes(place: PurePath, start: int, end: int) -> bytes:
     """Read bytes of an object with one request."""
     data: bytes = call_filesystem(place, "cat_file", start=start, end=end)
     if len(data) > end - start:
-        raise OSError(errno.EREMOTE, "the server sends whole files only", str(place))
+        raise OSError(errno.EREMOTE, "the server cannot send a part of a file", str(place))
     return data
 
 
@@ -212,7 +211,7 @@ def _open_filesystem(place: PurePath) -> tuple[Any, str]:
     try:  # without the cache, so that changes by other processes are visible at once
         return fsspec.core.url_to_fs(str(place), use_listings_cache=False)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise ConfigError(f"{place}: nothing opens such a URL: {error}. It may be misspelt.") from error
+        raise ConfigError(f"{place}: unsupported URL scheme: {error}. Check the spelling.") from error
 
 
 @contextmanager
@@ -221,7 +220,7 @@ def _translate_errors(place: PurePath) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ConfigError(_INSTALL_HINTS.format(place=place, error=error)) from error
+        raise ConfigError(_INSTALL_HINT.format(place=place, error=error)) from error
     except ConfigError:
         raise
     except OSError as error:

@@ -103,8 +103,8 @@ class Checkpoint:
         """Return the dtype and shape of a tensor without reading it."""
         spec = self._get_stored_tensor(section, name)
         if averaged := self._find_averaged(section, name):
-            of, where, stored = averaged[0]
-            return of.get_spec(where, stored)[0], torch.Size(spec.shape)
+            source, where, stored = averaged[0]
+            return source.get_spec(where, stored)[0], torch.Size(spec.shape)
         return spec.dtype, torch.Size(spec.shape)
 
     def read_tensor(self, section: str, name: str) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Checkpoint:
         """
         spec = self._get_stored_tensor(section, name)
         if averaged := self._find_averaged(section, name):
-            return _average_blocks(of.read_block(where, stored, offsets, shape) for of, where, stored in averaged)
+            return _average_blocks(each.read_block(where, stored, offsets, shape) for each, where, stored in averaged)
         data = torch.empty(math.prod(shape) * spec.dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._read_into_bytes(name, spec, offsets, data.reshape(*shape, spec.dtype.itemsize))
         return data.view(spec.dtype).reshape(tuple(shape))
@@ -157,21 +157,21 @@ class Checkpoint:
         spec, dtype = self._get_stored_tensor(section, name), self.get_spec(section, name)[0]
         if destination.dtype != dtype or destination.shape != spec.shape or destination.is_meta:
             raise CheckpointMismatch(
-                f"{self.path}: {section}/{name} is {dtype} {list(spec.shape)}, but it would be read into "
-                f"{destination.dtype} {list(destination.shape)} on {destination.device}, and nothing is cast. "
-                "Build it as it was when this was saved."
+                f"{self.path}: {section}/{name} is {dtype} {list(spec.shape)}, but the tensor to fill is "
+                f"{destination.dtype} {list(destination.shape)} on {destination.device}, and Lumen does not cast. "
+                "Build the model as it was when the checkpoint was saved."
             )
-        own, (offsets, shape) = get_local_tensor(destination.detach()), get_local_block(destination)
-        if not is_contiguous_on_host(own) or self._find_averaged(section, name):
-            values = self.read_block(section, name, offsets, shape).to(own.device)
-            fill_tensor(own, values)
-            if 0 in own.stride() and not torch.allclose(own, values, rtol=0.0, atol=0.0, equal_nan=True):
+        local, (offsets, shape) = get_local_tensor(destination.detach()), get_local_block(destination)
+        if not is_contiguous_on_host(local) or self._find_averaged(section, name):
+            values = self.read_block(section, name, offsets, shape).to(local.device)
+            fill_tensor(local, values)
+            if 0 in local.stride() and not torch.allclose(local, values, rtol=0.0, atol=0.0, equal_nan=True):
                 raise CheckpointMismatch(
-                    f"{self.path}: {section}/{name} has different values where the model's, made by expand, has one in "
-                    "memory. Register it with clone()."
+                    f"{self.path}: {section}/{name} has different values where the model's tensor, made by expand, "
+                    "stores a single value. Register the tensor with clone()."
                 )
         else:  # as_strided: a single element counts as contiguous whatever its stride is
-            flat = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
+            flat = local.as_strided((local.numel(),), (1,)).view(torch.uint8)
             self._read_into_bytes(name, spec, offsets, flat.reshape(*shape, spec.dtype.itemsize))
 
     def with_averages(self, averages: Mapping[str, Sequence[tuple[Checkpoint, str, str]]]) -> Checkpoint:
@@ -183,14 +183,14 @@ class Checkpoint:
         Args:
             averages: Sources by name of a tensor of this checkpoint: tuples of checkpoint, section and name.
         """
-        seen = copy(self)
-        seen.averages = averages
-        return seen
+        averaged = copy(self)
+        averaged.averages = averages
+        return averaged
 
     def release(self) -> None:
         """Close the checkpoint's files, or free read-ahead memory; the checkpoint can still be read."""
         self._read_into = self._open_reader()
-        for each in {id(of): of for averaged in self.averages.values() for of, _, _ in averaged}.values():
+        for each in {id(source): source for averaged in self.averages.values() for source, _, _ in averaged}.values():
             each.release()
 
     def _find_averaged(self, section: str, name: str) -> Sequence[tuple[Checkpoint, str, str]]:
@@ -204,7 +204,9 @@ class Checkpoint:
     def _get_stored_tensor(self, section: str, name: str) -> StoredTensor:
         specs = self._get_section(section)
         if name not in specs:
-            raise CheckpointMismatch(f"{self.path} has no tensor {name!r} in {section!r} (it has {len(specs)} others).")
+            raise CheckpointMismatch(
+                f"{self.path} has no tensor {name!r} in {section!r} (found {len(specs)} other tensors)."
+            )
         return specs[name]
 
     def _read_into_bytes(self, name: str, spec: StoredTensor, offsets: Sequence[int], data: torch.Tensor) -> None:
@@ -222,9 +224,9 @@ class Checkpoint:
             sizes = zip(offsets, data.shape[:-1], chunk.offsets, chunk.shape, strict=True)
             ends = [min(o + n, p + m) for o, n, p, m in sizes]
             if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-                there = [slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True)]
-                here = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets, strict=True))
-                self._read_rows(name, chunk, there, data[here])
+                in_chunk = [slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True)]
+                in_block = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets, strict=True))
+                self._read_rows(name, chunk, in_chunk, data[in_block])
 
     def _read_rows(self, name: str, chunk: Chunk, block: Sequence[slice], data: torch.Tensor) -> None:
         """Read a block of a chunk by rows of the first dimension, which are contiguous in the file."""
@@ -235,9 +237,9 @@ class Checkpoint:
         if data.is_contiguous() and data.numel() == (rows.stop - rows.start) * row_bytes:
             self._read_bytes(chunk.file, begin, data)
             return
-        several = max(1, _READ_BYTES // row_bytes)
-        for row in range(0, len(data), several):
-            target = data[row : row + several]
+        rows_per_read = max(1, _READ_BYTES // row_bytes)
+        for row in range(0, len(data), rows_per_read):
+            target = data[row : row + rows_per_read]
             piece = torch.empty((len(target), *row_shape, data.shape[-1]), dtype=torch.uint8, device="cpu")
             self._read_bytes(chunk.file, begin + row * row_bytes, piece)
             target.copy_(piece[(slice(None), *block[1:])])
@@ -292,8 +294,8 @@ def _explain_removal(path: PurePath) -> Iterator[None]:
             is_gone = is_uncommitted(path) or not path_exists(path)
         if is_gone:
             raise CheckpointGone(
-                f"{path} is not there, or was removed while it was read, perhaps by its run, which keeps the "
-                "newest ones (keep_last of ModelCheckpoint). Read a newer one."
+                f"{path} does not exist, or was removed while it was read, perhaps by its run, which keeps only the "
+                "newest checkpoints (keep_last of ModelCheckpoint). Read a newer checkpoint."
             ) from error
         raise
 

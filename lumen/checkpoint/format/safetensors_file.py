@@ -22,7 +22,7 @@ _DTYPES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.complex64: "C64", torch.bool: "BOOL",
 }  # fmt: skip
-BATCHED_COPY_BYTES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch supports these
+BATCHED_COPY_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)  # torch supports these
 _BATCHED_WRITE_BYTES = 1 << 20
 
 
@@ -32,7 +32,7 @@ def is_supported_dtype(dtype: torch.dtype) -> bool:
 
 
 def write_safetensors(
-    path: PurePath, tensors: Mapping[str, torch.Tensor], whole: Callable[[str], torch.Tensor] | None = None
+    path: PurePath, tensors: Mapping[str, torch.Tensor], get_tensor: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, int | str]:
     """Write one safetensors file, one tensor at a time, and wait until the file is durable.
 
@@ -41,7 +41,7 @@ def write_safetensors(
     Args:
         path: The file to create.
         tensors: The tensors by name, on any device.
-        whole: Function that returns the tensor to write for a name; called in order of falling item size. Default:
+        get_tensor: Function that returns the tensor to write for a name; called in order of falling item size. Default:
             lookup in `tensors`.
 
     Returns:
@@ -58,12 +58,12 @@ def write_safetensors(
         end = header[name]["data_offsets"][1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    value = tensors.__getitem__ if whole is None else whole
+    get = tensors.__getitem__ if get_tensor is None else get_tensor
     with create_hashed_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for together in _batch_small_tensors(tensors, names):
-            several = [value(name) for name in together]
-            file.write(as_bytes_view(several[0] if len(several) == 1 else torch.cat([*map(flatten_tensor, several)])))
+        for batch in _batch_small_tensors(tensors, names):
+            values = [get(name) for name in batch]
+            file.write(as_bytes_view(values[0] if len(values) == 1 else torch.cat([*map(flatten_tensor, values)])))
     return file.record()
 
 
@@ -74,7 +74,7 @@ def _batch_small_tensors(tensors: Mapping[str, torch.Tensor], names: Sequence[st
     kind: torch.dtype | None = None
     for name in names:
         tensor = tensors[name]
-        if group and not (tensor.dtype == kind in BATCHED_COPY_BYTES and size + tensor.nbytes <= _BATCHED_WRITE_BYTES):
+        if group and not (tensor.dtype == kind in BATCHED_COPY_DTYPES and size + tensor.nbytes <= _BATCHED_WRITE_BYTES):
             yield group
             group, size = [], 0
         group.append(name)
@@ -97,8 +97,8 @@ def check_header(path: PurePath, tensors: Mapping[str, tuple[torch.dtype, tuple[
         CheckpointDamaged: The file holds something else; the message names the first difference.
     """
     header, start, size = _read_raw_header(path)
-    if odd := sorted(header.keys() ^ tensors.keys()):
-        raise CheckpointDamaged(f"{path} and the manifest disagree: only one of them has the tensor {odd[0]!r}.")
+    if unmatched := sorted(header.keys() ^ tensors.keys()):
+        raise CheckpointDamaged(f"{path} and the manifest disagree: only one of them has the tensor {unmatched[0]!r}.")
     begins: dict[str, int] = {}
     end = 0
     try:
@@ -111,7 +111,7 @@ def check_header(path: PurePath, tensors: Mapping[str, tuple[torch.dtype, tuple[
         if start + end != size:
             raise ValueError(f"{size - start - end} bytes belong to no tensor")
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{path} does not hold what it should: {error}.") from error
+        raise CheckpointDamaged(f"{path} has unexpected content: {error}.") from error
     return begins
 
 
@@ -130,7 +130,7 @@ def read_header(path: PurePath) -> dict[str, tuple[torch.dtype, tuple[int, ...]]
         except (KeyError, TypeError) as error:
             raise CheckpointDamaged(f"{path} has an entry that cannot be read: {name!r}: {entry!r}.") from error
         if any(type(size) is not int or size < 0 for size in shape):
-            raise CheckpointDamaged(f"{path} gives {name!r} the shape {shape}.")
+            raise CheckpointDamaged(f"{path} has an invalid shape for {name!r}: {shape}.")
         tensors[name] = dtype, shape
     return tensors
 
@@ -144,7 +144,7 @@ def _read_raw_header(path: PurePath) -> tuple[dict[str, JSON], int, int]:
         read_into(path.name, 0, memoryview(length := bytearray(min(8, size))))
         start = 8 + int.from_bytes(length, "little")
         if start > size:
-            raise CheckpointDamaged(f"{path} is no safetensors file, or ends inside its header.")
+            raise CheckpointDamaged(f"{path} is not a safetensors file, or ends inside its header.")
         read_into(path.name, 8, memoryview(text := bytearray(start - 8)))
     header = parse_json(path, text)
     header.pop("__metadata__", None)
@@ -173,7 +173,7 @@ def flatten_tensor(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     if not is_contiguous_on_host(plain):
         plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu").copy_(plain)
-    # not reshape: it ignores freed memory, and a single element counts as contiguous with any stride
+    # `reshape` would ignore freed memory, and treats a single element as contiguous with any stride.
     return plain.as_strided((plain.numel(),), (1,))
 
 

@@ -21,25 +21,25 @@ from lumen.errors import CheckpointDamaged, CheckpointError, ConfigError
 from lumen.errors.arguments import expand_path
 
 MANIFEST = "manifest.json"
-"""The file that makes a checkpoint one: written last."""
+"""Name of the manifest, the file that is written last and completes a checkpoint."""
 TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{8}")
-"""Names that `make_temporary_path` gives: what killed processes leave has one."""
+"""Pattern of the names that `make_temporary_path` returns; leftovers of killed processes have such names."""
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 ReadInto = Callable[[str, int, memoryview], int]
-"""Fills memory with the bytes of a file, given its name, from an offset on; returns how many bytes there were."""
+"""Function that fills memory with bytes of a file, from an offset on, and returns the number of bytes read."""
 
 ADVICE = {
     errno.ENOSPC: "Free space on that disk or choose another directory.",
     errno.EDQUOT: "The disk quota is used up: free space or choose another directory.",
-    errno.EFBIG: "No file may grow that large there: raise the limit (`ulimit -f`) or choose another directory.",
+    errno.EFBIG: "The file exceeds a size limit: raise the limit (`ulimit -f`) or choose another directory.",
     errno.EACCES: "Give this user the right to write there or choose another directory.",
     errno.EPERM: "Give this user the right to write there or choose another directory.",
     errno.EROFS: "The file system is read-only: choose another directory.",
-    errno.ENOENT: "A directory was removed while it was in use: leave the run's directory alone while it runs, on a "
-    "disk that all its processes share.",
+    errno.ENOENT: "A directory was removed while in use: do not change the run's directory during the run, and use a "
+    "disk that all processes share.",
     errno.ENOTDIR: "A file is in the way: move it or choose another directory.",
     errno.EEXIST: "A file is in the way: move it or choose another directory.",
-    errno.EREMOTE: "Check the network, the address and the credentials, which are those of the environment.",
+    errno.EREMOTE: "Check the network, the address and the credentials in the environment.",
 }
 
 
@@ -61,7 +61,7 @@ def explain_read_errors(path: PurePath) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EIO):
             raise CheckpointDamaged(f"{path} is missing or unreadable: {error.strerror}.") from error
-        # the file may be intact
+        # The file may be intact.
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
@@ -129,7 +129,7 @@ class Storage(ABC):
     quick_bytes: ClassVar[int] = 16 << 20  # takes tens of milliseconds on a disk
     piece_bytes: ClassVar[int] = 1 << 20  # fits into the processor's cache until it is hashed
 
-    # ---------------------------------------------------------------------- looking
+    # ---------------------------------------------------------------------- queries
 
     @abstractmethod
     def get_status(self, path: PurePath) -> Status | None:
@@ -298,9 +298,9 @@ class LocalStorage(Storage):
 
     def check_inside(self, directory: PurePath, name: str) -> None:
         """Check that a name is a regular file; links within the directory are allowed."""
-        path, above = directory / name, PurePath(name).parents[-2::-1]
+        path, parents = directory / name, PurePath(name).parents[-2::-1]
         with explain_read_errors(path):
-            modes = [os.lstat(each).st_mode for each in (*(directory / each for each in above), path)]
+            modes = [os.lstat(each).st_mode for each in (*(directory / each for each in parents), path)]
             if any(map(stat.S_ISLNK, modes)):
                 root, real = os.path.realpath(directory), os.path.realpath(path)
                 if os.path.commonpath([root, real]) != root:
@@ -347,13 +347,13 @@ class LocalStorage(Storage):
     def remove(self, directory: PurePath) -> None:
         """Rename a directory to a temporary name, unless it has one, and remove it."""
         if os.path.islink(directory):
-            _log.info("%s is a link: it is removed, what it leads to stays: %s", directory, os.path.realpath(directory))
+            _log.info("removing the link %s; its target is kept: %s", directory, os.path.realpath(directory))
             os.unlink(directory)
             fsync_directory(directory.parent)
             return
         if not TEMPORARY.fullmatch(directory.name):
-            self.rename(directory, doomed := make_temporary_path(directory))
-            directory = doomed
+            self.rename(directory, temporary := make_temporary_path(directory))
+            directory = temporary
         shutil.rmtree(directory)
 
 
@@ -372,9 +372,9 @@ def make_directory(path: Path) -> None:
     Raises:
         OSError: The directory exists, or cannot be created.
     """
-    above = [each for each in path.parents if not each.exists()]
+    missing = [each for each in path.parents if not each.exists()]
     path.mkdir(parents=True)
-    for each in above:
+    for each in missing:
         with suppress(PermissionError):  # a directory without read permission cannot be synced
             fsync_directory(each.parent)
 
@@ -404,13 +404,13 @@ def as_path_or_url(path: str | PurePath) -> PurePath:
     """
     text = str(path)
     if isinstance(path, Path) and re.match("[a-z][a-z0-9+.-]+:$", path.parts[0] if path.parts else ""):
-        raise ConfigError(f"{text}: pathlib takes slashes out of URLs. Give a string instead.")
+        raise ConfigError(f"{text}: pathlib removes slashes from URLs. Pass a string instead.")
     if "://" not in text:
         return expand_path(text)
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     if found := re.search(r"[*?\[\]]", text):
-        raise ConfigError(f"{text}: {found[0]!r} would be a wildcard there. Choose another name.")
+        raise ConfigError(f"{text}: {found[0]!r} is a wildcard in URLs. Choose a different name.")
     return Url(text)
 
 

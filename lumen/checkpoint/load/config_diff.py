@@ -53,7 +53,7 @@ def _as_comparable(value: Any) -> Any:
         return value
 
 
-_STEP_MEANS = {"processes", "accumulate_grad_batches"}  # settings that may change without a change of the step size
+_SETTINGS_WITHIN_STEP = {"processes", "accumulate_grad_batches"}  # may change although steps keep their size
 
 
 def warn_of_differences(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]) -> None:
@@ -71,7 +71,7 @@ def warn_of_differences(run: Run, checkpoint: Checkpoint, parts: frozenset[Part]
 
 def format_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
     """Describe the saved and the current value of each changed setting."""
-    shown = [f"{name} {_shorten_value(old)} there, {_shorten_value(new)} here" for name, (old, new) in changed.items()]
+    shown = [f"{name} was {_shorten_value(old)}, is {_shorten_value(new)}" for name, (old, new) in changed.items()]
     return "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
@@ -81,29 +81,31 @@ def _shorten_value(value: Any) -> str:
 
 
 def _warn_of_settings(run: Run, checkpoint: Checkpoint) -> None:
-    saved, here = checkpoint.state["settings"], get_trainer_settings(run)
-    pairs = {name: (saved.get(name), here.get(name)) for name in dict.fromkeys([*saved, *here]) if name != "strategy"}
+    saved, current = checkpoint.state["settings"], get_trainer_settings(run)
+    pairs = {name: (saved.get(name), current.get(name)) for name in saved | current if name != "strategy"}
     changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
     if not any(name in changed for name in STEP_SIZE_KEYS):  # the steps have the same size
-        _log_step_means(checkpoint, saved, here)
-        changed = {name: values for name, values in changed.items() if name not in _STEP_MEANS}
+        _log_equivalent_settings(checkpoint, saved, current)
+        changed = {name: values for name, values in changed.items() if name not in _SETTINGS_WITHIN_STEP}
     if changed:
-        advice = " global_batch_size makes a step one size whatever the processes." if "processes" in changed else ""
+        advice = (
+            " Set global_batch_size: then the number of processes does not matter." if "processes" in changed else ""
+        )
         _log.warning(
-            "settings are not those of %s: %s. Those here count from now on.%s",
+            "settings differ from %s: %s. The new settings apply from now on.%s",
             checkpoint.path, format_changes(changed), advice,
         )  # fmt: skip
 
 
-def _log_step_means(checkpoint: Checkpoint, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _log_equivalent_settings(checkpoint: Checkpoint, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Log the changed settings of a run whose steps are still of the same size."""
     names = ("processes", "strategy", "batch_size", "precision")
-    values = {name: (saved.get(name), here.get(name)) for name in names}
-    values["micro-batches of a step on each process"] = _count_micro_batches(saved), _count_micro_batches(here)
-    changed = [f"{name}: {old} there, {new} here" for name, (old, new) in values.items() if None not in (old, new)
+    values = {name: (saved.get(name), current.get(name)) for name in names}
+    values["micro-batches of a step on each process"] = _count_micro_batches(saved), _count_micro_batches(current)
+    changed = [f"{name}: was {old}, is {new}" for name, (old, new) in values.items() if None not in (old, new)
                and old != new]  # fmt: skip
     if changed:
-        _log.info("the same steps as %s by other means: %s", checkpoint.path.name, "; ".join(changed))
+        _log.info("steps are the same as in %s, with different settings: %s", checkpoint.path.name, "; ".join(changed))
 
 
 def _count_micro_batches(settings: Mapping[str, Any]) -> int | None:
@@ -114,30 +116,30 @@ def _count_micro_batches(settings: Mapping[str, Any]) -> int | None:
 
 
 def _warn_of_data(run: Run, checkpoint: Checkpoint, *, exact: bool) -> None:
-    saved, here = checkpoint.state["data"], get_data_fingerprints(run)
-    if saved["asked_in"] != here["asked_in"]:  # the loaders were opened for different epochs
+    saved, current = checkpoint.state["data"], get_data_fingerprints(run)
+    if saved["asked_in"] != current["asked_in"]:  # the loaders were opened for different epochs
         return
-    training, validation = (_describe_first_difference(saved[of], here[of]) for of in ("training", "validation"))
+    training, validation = (_describe_first_difference(saved[key], current[key]) for key in ("training", "validation"))
     if training and exact and run.progress.batches:
         raise DataError(
-            f"this run goes on in the middle of an epoch of other training data than {checkpoint.path} had: "
-            f"{training}. Give it the data it had (random_split the seed of its generator). To train on other data, "
-            f"{format_parts_without(checkpoint, 'data')}: its epoch begins anew."
+            f"this run would resume in the middle of an epoch, but its training data differ from {checkpoint.path}: "
+            f"{training}. Use the same data (for random_split: the same seed of the generator). To train on different "
+            f"data, {format_parts_without(checkpoint, 'data')}, which starts a new epoch."
         )
-    for what, found in {"training": training, "validation": validation}.items():
+    for kind, found in {"training": training, "validation": validation}.items():
         if found:
             _log.warning(
-                "the %s data is not what %s had: %s. What was held out may have been trained on already, and the "
-                "reverse; values before and after cannot be compared. If that is not meant, give it the data it had "
-                "(random_split the seed of its generator).",
-                what, checkpoint.path, found,
+                "the %s data differ from %s: %s. Samples may have moved between training and validation, so values "
+                "before and after cannot be compared. Unless you intend this, use the same data (for random_split: the "
+                "same seed of the generator).",
+                kind, checkpoint.path, found,
             )  # fmt: skip
 
 
-def _describe_first_difference(saved: Sequence[str | None], here: Sequence[str | None]) -> str:
+def _describe_first_difference(saved: Sequence[str | None], current: Sequence[str | None]) -> str:
     """Describe the first fingerprint that differs; "" if there is no difference, or the numbers of loaders differ."""
-    pairs = zip(saved, here, strict=True) if len(saved) == len(here) else ()
-    return next((f"{old} there, {new} here" for old, new in pairs if None not in (old, new) and old != new), "")
+    pairs = zip(saved, current, strict=True) if len(saved) == len(current) else ()
+    return next((f"was {old}, is {new}" for old, new in pairs if None not in (old, new) and old != new), "")
 
 
 def log_mode_differences(run: Run, checkpoint: Checkpoint) -> None:
@@ -149,15 +151,15 @@ def log_mode_differences(run: Run, checkpoint: Checkpoint) -> None:
     words = {"frozen": ("trainable", "frozen"), "evaluating": ("in train mode", "in eval mode")}
     changed: dict[str, tuple[str, str]] = {}
     for kind, word in words.items():
-        began, here, goes_on = (
-            set(of[kind]) for of in (checkpoint.state["built"], run.optim.built, checkpoint.state["modes"])
+        began, current, saved = (
+            set(modes[kind]) for modes in (checkpoint.state["built"], run.optim.built, checkpoint.state["modes"])
         )
-        for name in sorted((began ^ here) & (here ^ goes_on)):
-            changed[name or type(run.task).__name__] = word[name in goes_on], word[name in here]
+        for name in sorted((began ^ current) & (current ^ saved)):
+            changed[name or type(run.task).__name__] = word[name in saved], word[name in current]
     if changed:
         _log.warning(
-            "the task is built otherwise than when the run of %s began: %s. The checkpoint's counts, so that it goes "
-            "on exactly. For the task's own, %s",
+            "the task differs from the task at the start of the run of %s: %s. The checkpoint's values apply, so that "
+            "the run resumes exactly. To use the task's values, %s",
             checkpoint.path, format_changes(changed), format_parts_without(checkpoint, "progress", "data"),
         )  # fmt: skip
     run.optim.record_saved_modes(checkpoint.state["built"])

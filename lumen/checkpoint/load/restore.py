@@ -34,7 +34,7 @@ from lumen.checkpoint.optimizer_state import (
     restore_groups,
 )
 from lumen.checkpoint.rank_state import load_logged_values
-from lumen.checkpoint.settings import STEP_MEANS_KEYS, Setting, flatten_settings
+from lumen.checkpoint.settings import NEUTRAL_GROUP_KEYS, Setting, flatten_settings
 from lumen.checkpoint.user_state import HookAdditions, load_states, make_ambiguous_key_error
 from lumen.console import logger as _log
 from lumen.distributed.process_location import Frame
@@ -97,9 +97,9 @@ def treat_malformed_as_damaged(checkpoint: Checkpoint | None, *, while_loading: 
         if checkpoint is None or is_users or isinstance(error, LumenError):
             raise
         raise CheckpointDamaged(
-            f"{checkpoint.path} holds a state from which the run cannot go on: {type(error).__name__}: {error}. The "
-            "state was changed, or another version of Lumen wrote it. Resume from a different checkpoint. If a new run "
-            "fails alike, the checkpoint is not the cause."
+            f"{checkpoint.path} holds a state from which the run cannot resume: {type(error).__name__}: {error}. The "
+            "state was changed, or a different version of Lumen wrote the checkpoint. Resume from a different "
+            "checkpoint. If a new run fails in the same way, the checkpoint is not the cause."
         ) from error
 
 
@@ -122,7 +122,7 @@ def _call_load_hooks(run: Run, saved: Mapping[str, Any], path: PurePath) -> None
     for callback, hook in loading:
         hook(HookAdditions(callback.state_key, saved.get(callback.state_key, {})))
     if lost := ", ".join(saved.keys() - {each.state_key for each in run.hooks.callbacks}):
-        _log.warning("%s holds what %s added, which this run does not have", path, lost)
+        _log.warning("%s holds additions of %s, which this run does not have", path, lost)
 
 
 def restore_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], continue_records: bool) -> None:
@@ -152,8 +152,8 @@ def restore_run(run: Run, checkpoint: Checkpoint, *, parts: frozenset[Part], con
 
 def _restore_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, continue_records: bool) -> None:
     extra = get_extra_tensors(run.task, checkpoint)
-    of_run = ("progress", "metrics", "modes", "callbacks", "precision", "configured")
-    needed = (*of_run, "schedulers", "monitors", "loggers")
+    run_entries = ("progress", "metrics", "modes", "callbacks", "precision", "configured")
+    needed = (*run_entries, "schedulers", "monitors", "loggers")
     state = {name: decode(checkpoint.state[name], extra) for name in needed}
     if "progress" in parts:
         run.progress.copy_from(Progress(**state["progress"]))
@@ -182,7 +182,7 @@ def _restore_run(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], *, co
         load_states(run.records.loggers, state["loggers"], checkpoint.path)
         run.records.keep_logger_states(state["loggers"])
     if changed := find_changed_hyperparameters(run, checkpoint):
-        _log.warning("hyperparameters are not those of %s: %s", checkpoint.path, format_changes(changed))
+        _log.warning("hyperparameters differ from %s: %s", checkpoint.path, format_changes(changed))
 
 
 def _load_modes(task: nn.Module, modes: Mapping[str, list[str]]) -> None:
@@ -201,24 +201,25 @@ def _load_optimizer(run: Run, checkpoint: Checkpoint) -> None:
     saved, optimizer = checkpoint.state["optimizer"], run.optim.optimizer
     groups = get_group_names(run.task, optimizer)
     if saved["class"] != describe_class(optimizer) or [group["params"] for group in saved["groups"]] != groups:
-        there, here = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
+        saved_names, run_names = {name for group in saved["groups"] for name in group["params"]}, set(chain(*groups))
         schedulers = ["schedulers"] if len(groups) != len(saved["groups"]) else []
         raise CheckpointMismatch(
             f"{checkpoint.path} was saved with {saved['class']} over {[len(g['params']) for g in saved['groups']]} "
             f"parameters per group; this run has {describe_class(optimizer)} over {[len(g) for g in groups]}"
-            f"{_describe_names('there', there - here)}{_describe_names('here', here - there)}. "
-            "Resume with the optimizer and the parameter groups it was saved with, or "
+            f"{_describe_names('in the checkpoint', saved_names - run_names)}"
+            f"{_describe_names('in this run', run_names - saved_names)}. "
+            "Resume with the same optimizer and the same parameter groups, or "
             f"{format_parts_without(checkpoint, 'optimizer', *schedulers)}."
         )
     parameters, wrong = dict(run.task.named_parameters()), []
     for name in saved["state"]:  # find parameters with another shape or dtype
-        (dtype, shape), own = checkpoint.get_spec("model", name), parameters[name]
-        if (own.dtype, own.shape) != (dtype, shape):
-            wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(own.shape)} {own.dtype} in the model")
+        (dtype, shape), found = checkpoint.get_spec("model", name), parameters[name]
+        if (found.dtype, found.shape) != (dtype, shape):
+            wrong.append(f"{name}: {tuple(shape)} {dtype} saved, {tuple(found.shape)} {found.dtype} in the model")
     if wrong:
         raise CheckpointMismatch(
-            f"{checkpoint.path} holds the optimizer's state of other parameters: {'; '.join(wrong[:8])}. "
-            f"Build the model as it was when this was saved, or {format_parts_without(checkpoint, 'optimizer')}."
+            f"{checkpoint.path} holds optimizer state for different parameters: {'; '.join(wrong[:8])}. Build the "
+            f"model as it was when the checkpoint was saved, or {format_parts_without(checkpoint, 'optimizer')}."
         )
     load_optimizer_states(run.task, optimizer, checkpoint)
     if run.optim.manual is not None:
@@ -238,11 +239,11 @@ def _load_groups(run: Run, checkpoint: Checkpoint, parts: frozenset[Part], confi
         return
     if len(saved) != len(groups):
         raise CheckpointMismatch(
-            f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, the run has {len(groups)}. "
-            f"Resume with these groups, or {format_parts_without(checkpoint, 'optimizer', 'schedulers')}."
+            f"{checkpoint.path} has learning rates of {len(saved)} parameter groups, but the run has {len(groups)}. "
+            f"Resume with the same groups, or {format_parts_without(checkpoint, 'optimizer', 'schedulers')}."
         )
     for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
-        for key in values.keys() - STEP_MEANS_KEYS:
+        for key in values.keys() - NEUTRAL_GROUP_KEYS:
             value = names_as_ids(decode(values[key], tensors), parameters)
             moved = {*flatten_settings(f"groups[{number}].{key}", value)} - configuration.items()
             is_rate = "schedulers" in parts and key in _RATE_KEYS and key in group
@@ -259,8 +260,8 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
     saved = [configuration[f"schedulers[{number}]"] for number in range(len(state["schedulers"]))]
     if found != saved:
         raise CheckpointMismatch(
-            f"{checkpoint.path} was saved with the schedulers {saved}, the run has {found}. "
-            f"Resume with the configuration it was saved with, or {format_parts_without(checkpoint, 'schedulers')}."
+            f"{checkpoint.path} was saved with the schedulers {saved}, but the run has {found}. Resume with the same "
+            f"schedulers, or {format_parts_without(checkpoint, 'schedulers')}."
         )
     for config, scheduler_state, monitor in zip(schedulers, state["schedulers"], state["monitors"], strict=True):
         config.restore(scheduler_state, monitor)
@@ -270,40 +271,40 @@ def _load_schedulers(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any],
     lengths = {where: value for where, value in configuration.items() if where.startswith("lengths")}
     for old, new in find_changed_settings(lengths, run.optim.configured).values():
         _log.warning(
-            "lr_scheduler: the schedule ends after %s moves in %s, and after %s here. The new length counts from the "
-            "next move on, at which the learning rate jumps.", old, checkpoint.path, new,
+            "lr_scheduler: the schedule ends after %s steps in %s, but after %s in this run. The new length applies "
+            "from the next step of the scheduler on, at which the learning rate jumps.", old, checkpoint.path, new,
         )  # fmt: skip
-    goes_on = {
+    restored = {
         where: value
         for where, value in configuration.items()
         if where not in lengths and (exact or where.startswith("schedulers") or where.rpartition(".")[2] in _RATE_KEYS)
     }
-    if changed := find_changed_settings(goes_on, run.optim.configured):
+    if changed := find_changed_settings(restored, run.optim.configured):
         _log.warning(
-            "the optimizer or its schedule is configured otherwise than in %s: %s. The checkpoint's values count, so "
-            "that it goes on exactly. For the configured ones, %s",
+            "the configuration of the optimizer or its schedule differs from %s: %s. The checkpoint's values apply, so "
+            "that the run resumes exactly. To use the configured values, %s",
             checkpoint.path, format_changes(changed), format_parts_without(checkpoint, "schedulers"),
         )  # fmt: skip
-    run.optim.record_saved_settings(goes_on)
+    run.optim.record_saved_settings(restored)
 
 
 def _advance_schedulers(run: Run) -> None:
     """Move new schedulers to the run's step as if epochs had equal lengths; skip schedulers with a monitor."""
     progress = run.progress
     in_epochs = round(progress.step * (1 - progress.batches / max(progress.micro_batches, 1)))  # in complete epochs
-    ended = [min(step, in_epochs) * progress.epoch // max(in_epochs, 1) for step in range(progress.step + 1)]
+    epochs = [min(step, in_epochs) * progress.epoch // max(in_epochs, 1) for step in range(progress.step + 1)]
     moving = [config for config in run.optim.schedulers if config.monitor is None]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of missing optimizer steps, which were made before the restart
         try:
             for step in range(progress.step if moving else 0):
-                for interval, moments in (("step", [step]), ("epoch", range(ended[step], ended[step + 1]))):
+                for interval, moments in (("step", [step]), ("epoch", range(epochs[step], epochs[step + 1]))):
                     for config in moving:
                         due = sum((moment + 1) % config.frequency == 0 for moment in moments)
                         for _ in range(due if config.interval == interval else 0):
                             config.step()
         except ValueError as error:
-            raise ConfigError(f"lr_scheduler: it does not reach to step {progress.step}: {error}") from error
+            raise ConfigError(f"lr_scheduler: the schedule ends before step {progress.step}: {error}") from error
         for config in moving:
             if config.interval == "token" and progress.units:
                 config.move_to(progress.units, counted=True)

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, final, get_args
 
 import torch
 
-from lumen.checkpoint.format.folder import find_moments, find_newest_committed, open_newest_valid, read_info
+from lumen.checkpoint.format.folder import find_checkpoints_by_step, find_newest_committed, open_newest_valid, read_info
 from lumen.checkpoint.format.manifest import Chunk, Manifest, StoredTensor, read_json, read_manifest
 from lumen.checkpoint.format.reader import Checkpoint
 from lumen.checkpoint.format.safetensors_file import check_header, read_header
@@ -45,13 +45,13 @@ _URL_PATTERN = ("http://", "https://")  # servers without listings, which often 
 Part: TypeAlias = Literal["model", "optimizer", "schedulers", "progress", "data"]
 PARTS: frozenset[Part] = frozenset(get_args(Part))
 PARAMETERS = "parameters"
-_SEVERAL = re.compile(r"(last|best):([0-9]+)")
+_MEAN_PATTERN = re.compile(r"(last|best):([0-9]+)")
 _PACKED = torch.float4_e2m1fn_x2  # two numbers per byte; torch cannot cast this dtype
 _AVERAGE_OWNERS = {"last": "keep_last", "best": "save_top_k"}
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _CONVERT_HINT = (
-    "{path} is a pickle, which could run any code when it is read; Lumen reads none. {what}: "
-    "lumen convert {name} {stem}"
+    "{path} is a pickle, which can run any code when it is loaded, so Lumen does not read pickles. {verb} the "
+    "file: lumen convert {name} {stem}"
 )
 
 
@@ -120,9 +120,9 @@ def refuse_pickle(path: str) -> None:
     """
     place = expand_path(path.partition("?")[0])
     if place.suffix in PICKLE_SUFFIXES and not place.is_dir():
-        what, name = ("Download it and convert it", place.name) if "://" in path else ("Convert it once", str(place))
+        verb, name = ("Download and convert", place.name) if "://" in path else ("Convert", str(place))
         stem = quote(f"{place.stem}.safetensors")
-        raise ConfigError(_CONVERT_HINT.format(path=path, what=what, name=quote(name), stem=stem))
+        raise ConfigError(_CONVERT_HINT.format(path=path, verb=verb, name=quote(name), stem=stem))
 
 
 def is_weights(path: Weights | str | PurePath) -> bool:
@@ -190,12 +190,13 @@ def find_checkpoint(
         best = newest.info.get("best")
         if not best:
             raise CheckpointError(
-                f"{folder}: no checkpoint is known as best, because no ModelCheckpoint that saves there has a monitor, "
-                "or it was never logged. Set `monitor` of ModelCheckpoint, or use last or a path."
+                f"{folder}: no checkpoint is recorded as best, because no ModelCheckpoint that saves there has a "
+                "monitor, or the monitored value was never logged. Set `monitor` of ModelCheckpoint, or use last or a "
+                "path."
             )
         return Checkpoint.open(folder / Path(best).name, sections=sections, processes=processes)
     if newest is None:
-        processes.run_on_rank_zero(partial(_check_none_needed, where, [folder, *other_folders]))
+        processes.run_on_rank_zero(partial(_refuse_missing_checkpoint, where, [folder, *other_folders]))
     return newest
 
 
@@ -215,14 +216,14 @@ def _resolve_setting(where: str, folder: PurePath) -> tuple[bool, PurePath]:
     refuse_pickle(where)
     if (kind := _find_kind(where)) == "weights":
         raise CheckpointError(
-            f"{where} holds weights, but no run to go on from and no hyperparameters. "
-            "Start a new run from them with Trainer(init_from=...), or load them into a task that you built."
+            f"{where} holds weights, but no run to resume and no hyperparameters. Start a new run with "
+            "Trainer(init_from=...), or load the weights into a task that you built."
         )
     with explain_read_errors(path):
         return kind == "checkpoint", path / "checkpoints" if kind == "run" and is_dir(path / "checkpoints") else path
 
 
-def _check_none_needed(where: str, folders: Sequence[PurePath]) -> None:
+def _refuse_missing_checkpoint(where: str, folders: Sequence[PurePath]) -> None:
     folder = " and ".join(map(str, folders))
     if any(map(find_newest_committed, folders)):
         raise CheckpointError(
@@ -285,11 +286,11 @@ def check_weights_path(path: str | PurePath) -> None:
 def open_shared_weights(path: PurePath, processes: Processes, sections: Sequence[str] | None = WEIGHTS) -> Checkpoint:
     """Open weights at a path that all processes can read, as `open_weights` does. Collective."""
 
-    def look() -> Literal["checkpoint", "run", "weights"]:
+    def check_and_classify() -> Literal["checkpoint", "run", "weights"]:
         check_weights_path(path)
         return _find_kind(path)
 
-    kind = processes.run_on_rank_zero(look)
+    kind = processes.run_on_rank_zero(check_and_classify)
     if kind == "checkpoint":
         return Checkpoint.open(path, sections=sections, processes=processes)
     return (
@@ -307,10 +308,10 @@ def _open_in_process(path: PurePath, verify: Literal["checksums", "sizes"] = "ch
         return _open_files(path.parent, [path.name])
     if not path_exists(path / INDEX):
         return _open_files(path, [SINGLE])
-    placed = _read_index(path)
-    checkpoint = _open_files(path, sorted(set(placed.values())))
-    if absent := sorted(placed.keys() - set(checkpoint.list_tensor_names("model"))):
-        raise CheckpointDamaged(f"{path / INDEX} names {absent[0]!r}, which no file of it holds.")
+    file_of = _read_index(path)
+    checkpoint = _open_files(path, sorted(set(file_of.values())))
+    if absent := sorted(file_of.keys() - set(checkpoint.list_tensor_names("model"))):
+        raise CheckpointDamaged(f"{path / INDEX} lists {absent[0]!r}, but no listed file holds this tensor.")
     return checkpoint
 
 
@@ -331,13 +332,13 @@ def _open_files(directory: PurePath, files: list[str]) -> Checkpoint:
 def _read_index(directory: PurePath) -> dict[str, str]:
     """Return the file of each tensor by name, from the index of a model hub."""
     path = directory / INDEX
-    placed = read_json(path).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
-        raise CheckpointDamaged(f"{path} has no weight_map, which says what is in which file.")
-    for name, file in placed.items():
+    file_of = read_json(path).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise CheckpointDamaged(f"{path} has no weight_map, which maps the names of tensors to files.")
+    for name, file in file_of.items():
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-            raise CheckpointDamaged(f"{path} places {name!r} in {file!r}, which is no file name of its directory.")
-    return placed
+            raise CheckpointDamaged(f"{path} places {name!r} in {file!r}, which is not a file name in its directory.")
+    return file_of
 
 
 def _fetch(url: str, folder: Path) -> Path:
@@ -345,29 +346,29 @@ def _fetch(url: str, folder: Path) -> Path:
     import fsspec  # slow, and rarely needed
 
     try:
-        files, root = fsspec.core.url_to_fs(url)
+        filesystem, root = fsspec.core.url_to_fs(url)
         if url.partition("?")[0].endswith(".safetensors"):
-            files.get_file(root, str(folder / SINGLE))
+            filesystem.get_file(root, str(folder / SINGLE))
             return folder / SINGLE
         root = root.rstrip("/")
-        if files.exists(f"{root}/{MANIFEST}"):
-            files.get_file(f"{root}/{MANIFEST}", str(folder / MANIFEST))
+        if filesystem.exists(f"{root}/{MANIFEST}"):
+            filesystem.get_file(f"{root}/{MANIFEST}", str(folder / MANIFEST))
             names = [file for file in read_manifest(folder).contents if file.partition("/")[0] in WEIGHTS]
             for section in WEIGHTS:
                 (folder / section).mkdir()
-        elif files.exists(f"{root}/{INDEX}"):
-            files.get_file(f"{root}/{INDEX}", str(folder / INDEX))
+        elif filesystem.exists(f"{root}/{INDEX}"):
+            filesystem.get_file(f"{root}/{INDEX}", str(folder / INDEX))
             names = sorted(set(_read_index(folder).values()))
         else:
             names = [SINGLE]
         for name in names:
-            files.get_file(f"{root}/{name}", str(folder / name))
+            filesystem.get_file(f"{root}/{name}", str(folder / name))
     except LumenError:
         raise
     except Exception as error:  # any package may implement the protocol
         raise CheckpointError(
-            f"cannot fetch {url}: {type(error).__name__}: {error}. It must be a checkpoint, a .safetensors file, or a "
-            f"directory with {SINGLE} or {INDEX}, and this machine must be allowed to read it."
+            f"cannot fetch {url}: {type(error).__name__}: {error}. Use the URL of a checkpoint, of a .safetensors "
+            f"file, or of a directory with {SINGLE} or {INDEX}, which this machine may read."
         ) from error
     return folder
 
@@ -388,12 +389,12 @@ def choose_parts(parts: Iterable[str] | None, resume: str | None) -> frozenset[P
         raise ConfigError(f"resume_parts: expected some of {', '.join(get_args(Part))}; found {parts}.")
     if resume in (None, "auto", "last"):
         raise ConfigError(
-            f'resume_parts says what a new run takes over from "best" or a path, but resume is {resume}: a run that '
-            "stays in its directory goes on exactly. Set resume to the run's path, or leave resume_parts out."
+            f'resume_parts chooses what a new run loads from "best" or a path, but resume is {resume}. '
+            "Set resume to the run's path, or remove resume_parts."
         )
     if "data" in chosen and "progress" not in chosen:
         raise ConfigError(
-            "resume_parts: data is a position within the epoch that progress counts. Add progress, or leave out data."
+            "resume_parts: data is a position within the epoch that progress counts. Add progress, or remove data."
         )
     return chosen
 
@@ -438,7 +439,7 @@ def average_checkpoint(
         return _make_mean_checkpoint(
             checkpoint, {str(each): open_shared_weights(as_path_or_url(str(each)), processes) for each in average}
         )
-    if several := _SEVERAL.fullmatch(average):
+    if several := _MEAN_PATTERN.fullmatch(average):
         found = _open_several(checkpoint, several[1], int(several[2]), processes)
         return _make_mean_checkpoint(checkpoint, {str(each.path): each for each in found})
     return processes.run_on_all(partial(_select_average, checkpoint, average))
@@ -455,79 +456,80 @@ def apply_evaluated_average(checkpoint: Checkpoint) -> Checkpoint:
 
 def is_mean_of_checkpoints(average: str | Sequence[str] | None) -> bool:
     """Return True if an average is the mean of several checkpoints, which needs only their parameters."""
-    return average is not None and (not isinstance(average, str) or _SEVERAL.fullmatch(average) is not None)
+    return average is not None and (not isinstance(average, str) or _MEAN_PATTERN.fullmatch(average) is not None)
 
 
 # ---------------------------------------------------------------------- the mean of several checkpoints
 
 
-def _open_several(checkpoint: Checkpoint, which: str, count: int, processes: Processes) -> list[Checkpoint]:
+def _open_several(checkpoint: Checkpoint, choice: str, count: int, processes: Processes) -> list[Checkpoint]:
     """Return the last or the best checkpoints of a directory, oldest first; damaged checkpoints are skipped."""
-    look: Callable[[], list[PurePath]] = partial(_list_last if which == "last" else _list_best, checkpoint)
+    list_paths: Callable[[], list[PurePath]] = partial(_list_last if choice == "last" else _list_best, checkpoint)
     found: list[Checkpoint] = []
-    for path in processes.run_on_rank_zero(look) if count else ():
+    for path in processes.run_on_rank_zero(list_paths) if count else ():
         try:
             found.append(Checkpoint.open(path, sections=WEIGHTS, processes=processes))
         except CheckpointDamaged as error:
-            _log.warning("%s is damaged and is not in the mean: %s", path.name, error)
+            _log.warning("%s is damaged and is not part of the mean: %s", path.name, error)
         if len(found) == count:
             return sorted(found, key=lambda each: int(each.info["step"]))
     raise ConfigError(
-        f"average {which}:{count}: {checkpoint.path.parent} has {len(found)} whole checkpoints of these. Ask for "
-        f"fewer, at least 1; {_AVERAGE_OWNERS[which]} of ModelCheckpoint says how many are kept."
+        f"average {choice}:{count}: {checkpoint.path.parent} has {len(found)} valid checkpoints for this average. Set "
+        f"a smaller number, at least 1; {_AVERAGE_OWNERS[choice]} of ModelCheckpoint sets how many are kept."
     )
 
 
 def _list_last(checkpoint: Checkpoint) -> list[PurePath]:
     """Return a checkpoint and the earlier ones in its directory, newest first, one for each step."""
-    moments = find_moments(checkpoint.path.parent)
-    if checkpoint.path.name not in {path.name for path in moments.values()}:
+    by_step = find_checkpoints_by_step(checkpoint.path.parent)
+    if checkpoint.path.name not in {path.name for path in by_step.values()}:
         raise ConfigError(
-            f"average last: {checkpoint.path} is not named by its step, so that it is not known which ones come "
-            "before it. Give the paths of the checkpoints."
+            f"average last: {checkpoint.path} is not named by its step, so Lumen cannot find the checkpoints before "
+            "this step. Give the paths of the checkpoints."
         )
-    return [moments[step] for step in sorted(moments, reverse=True) if step <= int(checkpoint.info["step"])]
+    return [by_step[step] for step in sorted(by_step, reverse=True) if step <= int(checkpoint.info["step"])]
 
 
 def _list_best(checkpoint: Checkpoint) -> list[PurePath]:
     """Return the best checkpoints of a directory according to its newest checkpoint, best first."""
-    folder, moments = checkpoint.path.parent, find_moments(checkpoint.path.parent)
-    ranked = read_info(moments[max(moments)]).get("ranked") if moments else None
+    folder, by_step = checkpoint.path.parent, find_checkpoints_by_step(checkpoint.path.parent)
+    ranked = read_info(by_step[max(by_step)]).get("ranked") if by_step else None
     if not ranked:
         raise ConfigError(
-            f"average best: nothing in {folder} says which checkpoints are best, because no ModelCheckpoint that saves "
-            "there has a monitor, or it was never logged. Set `monitor` of ModelCheckpoint, or give their paths."
+            f"average best: {folder} has no record of the best checkpoints, because no ModelCheckpoint that saves "
+            "there has a monitor, or the monitored value was never logged. Set `monitor` of ModelCheckpoint, or give "
+            "the paths of the checkpoints."
         )
-    there = {path.name for path in moments.values()}
-    return [folder / name for name in ranked if name in there]
+    existing = {path.name for path in by_step.values()}
+    return [folder / name for name in ranked if name in existing]
 
 
-def _make_mean_checkpoint(checkpoint: Checkpoint, others: Mapping[str, Checkpoint]) -> Checkpoint:
+def _make_mean_checkpoint(checkpoint: Checkpoint, sources: Mapping[str, Checkpoint]) -> Checkpoint:
     """Return a checkpoint whose parameters and running statistics are the means of other checkpoints, given by path.
 
     Raises:
         CheckpointMismatch: The names, shapes or dtypes of the checkpoints differ.
     """
-    if not others:
-        raise ConfigError("average: there is no checkpoint in the list. Give the paths of several.")
-    checkpoint, others = (
+    if not sources:
+        raise ConfigError("average: the list of checkpoints is empty. Give the paths of several checkpoints.")
+    checkpoint, sources = (
         apply_evaluated_average(checkpoint),
-        {where: apply_evaluated_average(each) for where, each in others.items()},
+        {where: apply_evaluated_average(each) for where, each in sources.items()},
     )
-    if wrong := [
-        problem for where, other in others.items() for problem in _find_mean_conflicts(checkpoint, where, other)
+    if conflicts := [
+        problem for where, other in sources.items() for problem in _find_mean_conflicts(checkpoint, where, other)
     ]:
-        more = "; ..." if len(wrong) > 4 else ""
+        ellipsis = "; ..." if len(conflicts) > 4 else ""
         raise CheckpointMismatch(
-            f"no mean can be made with other tensors than {checkpoint.path} has: {'; '.join(wrong[:4])}{more}. Give "
-            "checkpoints of one run, or of runs of one model."
+            f"cannot average checkpoints whose tensors differ from {checkpoint.path}: "
+            f"{'; '.join(conflicts[:4])}{ellipsis}. Give checkpoints of one run, or of runs of one model."
         )
-    _log.info("the mean of %s", ", ".join(others))
+    _log.info("the mean of %s", ", ".join(sources))
     kinds = {name: checkpoint.get_spec("model", name)[0] for name in checkpoint.list_tensor_names("model")}
     for name in checkpoint.info.get("copied", ()):
         kinds.pop(name, None)
     numbers = [name for name, dtype in kinds.items() if dtype.is_floating_point or dtype.is_complex]
-    return checkpoint.with_averages({name: [(each, "model", name) for each in others.values()] for name in numbers})
+    return checkpoint.with_averages({name: [(each, "model", name) for each in sources.values()] for name in numbers})
 
 
 def _find_mean_conflicts(checkpoint: Checkpoint, where: str, other: Checkpoint) -> list[str]:
@@ -535,7 +537,7 @@ def _find_mean_conflicts(checkpoint: Checkpoint, where: str, other: Checkpoint) 
     ours, theirs = (dict.fromkeys(each.list_tensor_names("model")) | each.aliases for each in (checkpoint, other))
     found = [f"{n} is {'not' if n in ours else 'only'} in {where}" for n in sorted(ours.keys() ^ theirs.keys())]
     if not found and ours != theirs:
-        found = [f"{where} ties others"]
+        found = [f"{where} ties other tensors"]
     for name in sorted({*checkpoint.list_tensor_names("model")} & {*other.list_tensor_names("model")}):
         dtype, shape = other.get_spec("model", name)
         if (dtype, shape) != checkpoint.get_spec("model", name):
@@ -552,16 +554,16 @@ def _select_average(checkpoint: Checkpoint, average: str) -> Checkpoint:
     """Return a checkpoint whose parameters are read from averages in the same checkpoint."""
     if not checkpoint.state:
         raise ConfigError(
-            f"average {average}: it is kept in checkpoints of Lumen, and {checkpoint.path} has plain weights."
+            f"average {average}: only checkpoints of Lumen hold averages, and {checkpoint.path} holds plain weights."
         )
     found = _list_averages(checkpoint)
     chosen = [average] if average in found else [where for where in found if f".{average}." in f".{where}."]
     if len(chosen) == 1:
         averages = found[chosen[0]].items()
         return checkpoint.with_averages({name: [(checkpoint, *place)] for name, place in averages})
-    there = f"It has {', '.join(found)}." if found else "It has none at all."
-    what = "several averages" if chosen else "no average"
-    raise ConfigError(f"average {average}: {checkpoint.path} has {what} of that name. {there}")
+    available = f"Available: {', '.join(found)}." if found else "The checkpoint has no averages."
+    count = "several averages" if chosen else "no average"
+    raise ConfigError(f"average {average}: {checkpoint.path} has {count} of that name. {available}")
 
 
 def _list_averages(checkpoint: Checkpoint) -> dict[str, dict[str, tuple[str, str]]]:

@@ -66,13 +66,13 @@ class CheckpointSaver:
         check_run_directory: Function that raises an error if the run's directory was removed; None: no check on this
             rank.
         is_enabled: The trainer saves checkpoints.
-        stays: A resumed run keeps the directory of the run that it resumes.
-        switches: Arguments of the trainer that change the computed values; checkpoints record them.
+        keeps_directory: A resumed run keeps the directory of the run that it resumes.
+        numerics: Arguments of the trainer that change the computed values; checkpoints record them.
 
     Attributes:
-        are_on: The trainer saves checkpoints.
-        stays: A resumed run keeps the directory of the run that it resumes.
-        switches: Arguments of the trainer that change the computed values; checkpoints record them.
+        is_enabled: The trainer saves checkpoints.
+        keeps_directory: A resumed run keeps the directory of the run that it resumes.
+        numerics: Arguments of the trainer that change the computed values; checkpoints record them.
         path: Directory of the save in progress, the same on every rank; None if there is no such save or `finish_save`
             ended it.
         moment: The `moment` of the save in progress, as given to `save`.
@@ -85,10 +85,10 @@ class CheckpointSaver:
         *,
         check_run_directory: Callable[[], None] | None,
         is_enabled: bool,
-        stays: bool,
-        switches: Mapping[str, Setting],
+        keeps_directory: bool,
+        numerics: Mapping[str, Setting],
     ) -> None:
-        self.is_enabled, self.stays, self.switches = is_enabled, stays, switches
+        self.is_enabled, self.keeps_directory, self.numerics = is_enabled, keeps_directory, numerics
         self.path: PurePath | None = None
         self._check_run_directory = check_run_directory or (lambda: None)
         self.moment: Any = None
@@ -100,7 +100,7 @@ class CheckpointSaver:
             1, "lumen-save", torch.cuda.set_device, (_get_cuda_index(run.strategy.device),)
         )
         self._writing: Future[None] | None = None
-        self._removals: list[Future[None]] = []  # removals and reservations that the thread does
+        self._removals: list[Future[None]] = []  # removals and memory reservations in the thread
         self._snapshot = Snapshot()
         self._is_reserved = False
 
@@ -133,11 +133,11 @@ class CheckpointSaver:
             self.check_run_directory()
             self._run.records.write_pending_row()  # records end with this step
             with self._run.records.goodput.measure_bucket("checkpoint"), collect_young_only():
-                under_way = self._write_or_submit(path, collect_contents(self._run, info), asynchronous=asynchronous)
+                in_progress = self._write_or_submit(path, collect_contents(self._run, info), asynchronous=asynchronous)
         except BaseException:
             on_save_end(committed=False)
             raise
-        if under_way:
+        if in_progress:
             self.path, self.moment, self._on_save_end = path, moment, on_save_end
         else:
             self._processes.run_on_rank_zero(partial(remove_checkpoints, on_save_end(committed=True)))
@@ -145,8 +145,8 @@ class CheckpointSaver:
     def save_once(self, path: PurePath, info: Mapping[str, Any]) -> None:
         """Save, unless this restarted run already saved this moment at the path. Collective; arguments as in `save`."""
         run = self._run
-        started_again = run.checkpoint is not None and self.stays
-        if not (started_again and self._processes.run_on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
+        is_restarted = run.checkpoint is not None and self.keeps_directory
+        if not (is_restarted and self._processes.run_on_rank_zero(partial(_has_counts, path, vars(run.progress)))):
             self.save(path, info)
 
     def check_first_save(self) -> None:
@@ -171,24 +171,24 @@ class CheckpointSaver:
         processes = self._processes
         processes.run_on_all(self.wait)
         plan = plan_writes(collected.sections, processes, collected.trained)
-        at_least = get_storage(path).quick_bytes
-        pays = self._should_write_in_thread(plan, at_least, asynchronous=asynchronous)
-        copies = self._copy_tensors(path, plan, asynchronous=asynchronous) if pays else None
+        min_bytes = get_storage(path).quick_bytes
+        in_thread = self._should_write_in_thread(plan, min_bytes, asynchronous=asynchronous)
+        copies = self._copy_tensors(path, plan, asynchronous=asynchronous) if in_thread else None
         if copies is None:
             _write_checkpoint(path, collected, plan, processes)
             return False
-        copy, others = replace(plan, tensors=copies), processes.for_thread()
+        copy, thread_processes = replace(plan, tensors=copies), processes.for_thread()
 
         def write() -> None:
-            others.run_on_all(self._snapshot.wait)
-            _write_checkpoint(path, collected, copy, others)
+            thread_processes.run_on_all(self._snapshot.wait)
+            _write_checkpoint(path, collected, copy, thread_processes)
             self._run.ending.vote.note_save()
 
         self._writing = self._submit(write)
         return True
 
     def _should_write_in_thread(
-        self, plan: WritePlan, at_least: int = Storage.quick_bytes, *, asynchronous: bool | None
+        self, plan: WritePlan, min_bytes: int = Storage.quick_bytes, *, asynchronous: bool | None
     ) -> bool:
         """Return True if a thread should write the save. Collective unless `asynchronous` is given.
 
@@ -202,13 +202,14 @@ class CheckpointSaver:
         taken = Counter[int]()
         for node, nbytes, _, _ in shares:
             taken[node] += nbytes
-        fits = all(taken[node] <= available / 2 for node, _, _, available in shares)
-        return fits and taken.total() + _OVERHEAD_PER_TENSOR_BYTES * sum(count for _, _, count, _ in shares) >= at_least
+        has_room = all(taken[node] <= available / 2 for node, _, _, available in shares)
+        cost_bytes = taken.total() + _OVERHEAD_PER_TENSOR_BYTES * sum(count for _, _, count, _ in shares)
+        return has_room and cost_bytes >= min_bytes
 
     def _copy_tensors(self, path: PurePath, plan: WritePlan, *, asynchronous: bool | None) -> dict[str, Tensors] | None:
         """Return copies of this process's blocks; None if some process lacks memory for its copies. Collective."""
 
-        def take() -> dict[str, Tensors] | None:
+        def try_copy() -> dict[str, Tensors] | None:
             try:
                 return self._snapshot.start_copy(plan.tensors)
             except (RuntimeError, MemoryError) as error:
@@ -216,16 +217,16 @@ class CheckpointSaver:
                     raise
                 if asynchronous:
                     raise CheckpointError(
-                        f"{path.name}: there is no memory for the copy that is written while training goes on: {error} "
-                        "Set asynchronous=False in ModelCheckpoint."
+                        f"{path.name}: not enough memory for the copy that is written during training: {error} Set "
+                        "asynchronous=False in ModelCheckpoint."
                     ) from error
                 return None
 
-        copies = self._processes.run_on_all(take)
+        copies = self._processes.run_on_all(try_copy)
         (missing,) = self._processes.all_reduce_sum([float(copies is None)])
         if not missing:
             return copies
-        _log.warning("%s: there is no memory for a copy, so training waits until it is written", path.name)
+        _log.warning("%s: not enough memory for a copy, so training waits until the checkpoint is written", path.name)
         self._snapshot.close()
         self._is_reserved = False
         return None
@@ -244,14 +245,14 @@ class CheckpointSaver:
             self._is_reserved = True
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
-        def watched() -> None:
+        def work_and_note() -> None:
             try:
                 work()
             except BaseException:
                 self._run.ending.vote.note_save()
                 raise
 
-        return self._thread.submit(watched)
+        return self._thread.submit(work_and_note)
 
     @property
     def has_ended(self) -> bool:
@@ -283,12 +284,12 @@ class CheckpointSaver:
             CheckpointError: A checkpoint could not be removed.
         """
         wait(self._removals)
-        chores, self._removals = self._removals, []
-        for chore in chores:
-            chore.result()
+        removals, self._removals = self._removals, []
+        for removal in removals:
+            removal.result()
 
     def finish_save(self) -> None:
-        """Wait for the save in progress, and call its `account`. Collective: every rank must call this.
+        """Wait for the save in progress, and call its `on_save_end`. Collective: every rank must call this.
 
         Raises:
             CheckpointError: The save failed, or a checkpoint could not be removed.
@@ -296,19 +297,19 @@ class CheckpointSaver:
         """
         if self.path is None and not self._run.ending.vote.save_ended:
             return
-        account, self._on_save_end = self._on_save_end, _remove_nothing
+        on_save_end, self._on_save_end = self._on_save_end, _remove_nothing
         try:
             with self._run.records.goodput.measure_bucket("checkpoint"):
                 self._processes.run_on_all(self.wait)
         except BaseException:
-            account(committed=False)
+            on_save_end(committed=False)
             raise
         finally:
             self.path = self.moment = None
             self._run.ending.vote.acknowledge_save()
-        doomed = account(committed=True)
+        paths = on_save_end(committed=True)
         if self._processes.rank == 0:
-            self._removals.append(self._submit(partial(remove_checkpoints, doomed)))
+            self._removals.append(self._submit(partial(remove_checkpoints, paths)))
 
     def close(self) -> None:
         """Wait for the save in progress, log its error if any, and free the memory of the copies."""
@@ -316,7 +317,7 @@ class CheckpointSaver:
             with self._processes.explain_lost_ranks():
                 self.wait()
         except Exception as error:  # the run has already ended with another error, which must stay visible
-            _log.error("the save under way failed: %s", error)
+            _log.error("the save in progress failed: %s", error)
         self._thread.shutdown()
         self._snapshot.close()
 

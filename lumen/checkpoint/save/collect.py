@@ -56,14 +56,14 @@ def _collect_hook_additions(run: Run) -> dict[str, Any]:
         CheckpointError: A key has a meaning in Lightning's checkpoints; the message names the key and its owner.
         ConfigError: Two callbacks with additions share a key.
     """
-    of_callbacks: dict[str, dict[str, Any]] = {}
+    additions: dict[str, dict[str, Any]] = {}
     for callback, hook in run.hooks.list_callback_hooks("on_save_checkpoint"):
         if added := _call_save_hook(key := callback.state_key, hook):
-            if key in of_callbacks:
+            if key in additions:
                 raise make_ambiguous_key_error(key)
-            of_callbacks[key] = added
+            additions[key] = added
     return {
-        "on_save_checkpoint": of_callbacks,
+        "on_save_checkpoint": additions,
         "task": _call_save_hook(type(run.task).__name__, run.task.on_save_checkpoint),
     }
 
@@ -133,8 +133,8 @@ def _capture_optimizer(run: Run) -> tuple[dict[str, JSON], Tensors]:
     captured = capture_optimizer(run.task, run.optim.optimizer, run.optim.built_groups, tensors)
     if run.optim.manual is not None and (kept := run.optim.manual.get_kept_gradients()):
         names = map_parameter_names(run.task)
-        given = {names[id(parameter)]: gradient for parameter, gradient in kept.items()}
-        captured["gradients"] = {name: encode({"grad": each}, tensors, name) for name, each in given.items()}
+        gradients = {names[id(parameter)]: gradient for parameter, gradient in kept.items()}
+        captured["gradients"] = {name: encode({"grad": each}, tensors, name) for name, each in gradients.items()}
     return captured, tensors
 
 
@@ -178,19 +178,19 @@ def check_additions(run: Run) -> None:
 
     def check() -> None:
         try:
-            said = _collect_user_states(run)
+            states = _collect_user_states(run)
         except LumenError:
             raise
         except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             _log.warning(
-                "what is to be saved cannot be tried before training: %s line %d, in %s: %r. If it comes with training "
-                "that is well; else every save will fail so",
-                at.filename, at.lineno, at.name, error,
+                "cannot check before training that all states can be saved: %s line %d, in %s: %r. Every save fails "
+                "like this, unless training creates the missing data",
+                frame.filename, frame.lineno, frame.name, error,
             )  # fmt: skip
             return
         extra = Tensors()
-        for name, entry in said.items():
+        for name, entry in states.items():
             encode(entry, extra, name)
         check_tensors({"extra": extra})
 
@@ -226,7 +226,7 @@ def collect_contents(run: Run, info: Mapping[str, Any]) -> CheckpointContents:
         TrainingError: Ranks hold different values.
     """
 
-    def own() -> tuple[Any, ...]:
+    def collect() -> tuple[Any, ...]:
         run.step.nonfinite.flush()
         for logger in run.records.loggers:
             logger.save()
@@ -235,9 +235,9 @@ def collect_contents(run: Run, info: Mapping[str, Any]) -> CheckpointContents:
     processes = run.processes
     run.records.guard.wait_for_comparison()
     sync_buffers(run.strategy, run.task)
-    sections, aliases, state, (values, tensors) = processes.run_on_all(own)
+    sections, aliases, state, (values, tensors) = processes.run_on_all(collect)
     state["ranks"] = select_by_data_rank(processes.gather_on_rank_zero((run.strategy.data_rank, values)))
-    # callbacks of other ranks may have different states or none
+    # Callbacks of other ranks may have different states, or no states.
     shared = {name: tensor for name, tensor in sections["extra"].items() if processes.rank == 0 or is_sharded(tensor)}
     sections["extra"] = shared | tensors
     shown = {name: vars(run.progress)[name] for name in INFO_COUNTERS}
@@ -272,12 +272,12 @@ def refuse_non_finite(collected: CheckpointContents, tensors: Mapping[str, torch
     """
 
     def refuse(found: Callable[[], list[list[str]]]) -> None:
-        of_any = set().union(*found())
-        if names := [name for name in collected.trained if name in of_any]:
+        non_finite = set().union(*found())
+        if names := [name for name in collected.trained if name in non_finite]:
             raise NonFiniteLoss(
-                f"after step {collected.info['step']} {len(names)} parameters are not finite, although its losses are: "
-                f"{', '.join(names[:8])}. No checkpoint is made of them. Look for the derivative of sqrt at 0 or 0/0 "
-                "behind torch.where with detect_anomaly: true, or for a learning rate that is too high."
+                f"after step {collected.info['step']} {len(names)} parameters are not finite, although the losses are: "
+                f"{', '.join(names[:8])}. Lumen does not save these parameters. Set detect_anomaly: true and look for "
+                "the derivative of sqrt at 0 or for 0/0 behind torch.where, or lower the learning rate."
             )
 
     trained = {name: tensors[name] for name in collected.trained if name in tensors}
@@ -286,11 +286,11 @@ def refuse_non_finite(collected: CheckpointContents, tensors: Mapping[str, torch
 
 def _find_non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return names of tensors with NaN or infinity, by minimum and maximum, because `isfinite` needs more memory."""
-    alike: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = defaultdict(dict)
+    extremes: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if tensor.numel():
             numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            alike[numbers.dtype, numbers.device][name] = numbers.aminmax()
-    found = [torch.stack([*chain(*ends.values())]).isfinite().view(-1, 2).all(1) for ends in alike.values()]
-    told = torch.cat([each.to(found[0].device) for each in found]).tolist() if found else []  # the host waits once
-    return [name for name, is_finite in zip(chain(*alike.values()), told, strict=True) if not is_finite]
+            extremes[numbers.dtype, numbers.device][name] = numbers.aminmax()
+    found = [torch.stack([*chain(*ends.values())]).isfinite().view(-1, 2).all(1) for ends in extremes.values()]
+    all_finite = torch.cat([each.to(found[0].device) for each in found]).tolist() if found else []  # one wait for all
+    return [name for name, is_finite in zip(chain(*extremes.values()), all_finite, strict=True) if not is_finite]

@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 import torch
 
-from lumen.checkpoint.format.safetensors_file import BATCHED_COPY_BYTES, as_bytes_view, is_contiguous_on_host
+from lumen.checkpoint.format.safetensors_file import BATCHED_COPY_DTYPES, as_bytes_view, is_contiguous_on_host
 from lumen.internals.memory import empty_host_cache
 from lumen.internals.tensors import copy_all
 
@@ -83,7 +83,7 @@ def _flatten_sections(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dic
 def _is_small(tensor: torch.Tensor) -> bool:
     """Return True if a tensor should be copied in one call with others: it is small, and its memory was not freed."""
     if tensor.numel() > _SMALL_TENSOR_BYTES or not (
-        tensor.is_cpu and tensor.dtype in BATCHED_COPY_BYTES and tensor.is_contiguous()
+        tensor.is_cpu and tensor.dtype in BATCHED_COPY_DTYPES and tensor.is_contiguous()
     ):
         return False
     return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize

@@ -117,7 +117,7 @@ def _merge_written(written: Iterable[Written], specs: Mapping[str, Mapping[str, 
     """Merge the files of all processes, and the descriptions of all tensors with all of their chunks."""
     files: dict[str, JSON] = {}
     sections = {
-        section: {name: _describe_tensor(each, []) for name, each in own.items()} for section, own in specs.items()
+        section: {name: _describe_tensor(each, []) for name, each in held.items()} for section, held in specs.items()
     }
     for records, described in written:
         files |= records
@@ -133,7 +133,9 @@ def _merge_written(written: Iterable[Written], specs: Mapping[str, Mapping[str, 
 def _encode_info(info: Mapping[str, Any]) -> JSON:
     encoded = encode(dict(info), found := Tensors(), "info")
     if found:
-        raise CheckpointError(f"{next(iter(found))}: `info` holds no tensors. Convert it with `item()` or `tolist()`.")
+        raise CheckpointError(
+            f"{next(iter(found))}: `info` cannot hold tensors. Convert it with `item()` or `tolist()`."
+        )
     return encoded
 
 
@@ -147,7 +149,8 @@ def _holds_damaged(directory: PurePath) -> bool:
     except CheckpointDamaged:
         return True
     raise CheckpointError(
-        f"{directory} holds a committed checkpoint, which is never overwritten. Remove it or choose another run name."
+        f"{directory} holds a complete checkpoint, which Lumen never overwrites. Remove the checkpoint or choose a "
+        "different run name."
     )
 
 
@@ -230,14 +233,14 @@ def plan_writes(sections: Sections, processes: Processes, trained: Container[str
     """
     processes.run_on_all(partial(check_tensors, sections))
     check_same_on_ranks(sections, processes)
-    return processes.run_on_all(partial(_plan_own_blocks, sections, processes, trained))
+    return processes.run_on_all(partial(_plan_local_blocks, sections, processes, trained))
 
 
-def _plan_own_blocks(sections: Sections, processes: Processes, trained: Container[str] | None) -> WritePlan:
+def _plan_local_blocks(sections: Sections, processes: Processes, trained: Container[str] | None) -> WritePlan:
     """Return the blocks of this process; all processes take the same decisions in the same order."""
     loads: dict[int, list[tuple[int, int]]] = {}  # bytes assigned to each replica, by the number of replicas
 
-    def has_turn(tensor: torch.Tensor) -> bool:
+    def is_assigned(tensor: torch.Tensor) -> bool:
         """Assign a tensor to the replica with the fewest bytes; return True if this process has that replica."""
         index, count = get_replica(tensor, processes)
         heap = loads.setdefault(count, [(0, each) for each in range(count)])
@@ -245,27 +248,27 @@ def _plan_own_blocks(sections: Sections, processes: Processes, trained: Containe
         heapreplace(heap, (load + tensor.nbytes, writer))
         return writer == index
 
-    def is_ours(section: str, name: str, tensor: torch.Tensor) -> bool:
+    def is_written_here(section: str, name: str, tensor: torch.Tensor) -> bool:
         """Return True if this process writes a tensor, or its shard of the tensor."""
         if is_sharded(tensor):  # one copy of each shard is written; an empty tensor by the first process
-            return has_turn(tensor) and (
+            return is_assigned(tensor) and (
                 get_local_tensor(tensor).numel() > 0 or (not tensor.numel() and holds_first_shard(tensor))
             )
-        if section not in _CHECKED_ON_ALL_RANKS:  # no other process has it
+        if section not in _CHECKED_ON_ALL_RANKS:  # no other process holds the tensor
             return True
         if section == "optimizer" or trained is None or name in trained:  # equal on all processes
-            return has_turn(tensor)
+            return is_assigned(tensor)
         return processes.rank == 0
 
     blocks: dict[str, Tensors] = {}
     offsets: dict[str, dict[str, tuple[int, ...]]] = {}
     specs: dict[str, dict[str, TensorSpec]] = {}
     for section, tensors in sections.items():
-        ours: Collection[str] = tensors.keys()
+        local_names: Collection[str] = tensors.keys()
         if processes.world_size > 1:
             largest_first = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))
-            ours = {name for name, tensor in largest_first if is_ours(section, name, tensor)}
-        blocks[section] = {name: get_local_tensor(tensor) for name, tensor in tensors.items() if name in ours}
+            local_names = {name for name, tensor in largest_first if is_written_here(section, name, tensor)}
+        blocks[section] = {name: get_local_tensor(tensor) for name, tensor in tensors.items() if name in local_names}
         offsets[section] = {name: get_local_block(tensors[name])[0] for name in blocks[section]}
         specs[section] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return WritePlan(blocks, offsets, specs)
@@ -281,7 +284,7 @@ def check_same_on_ranks(sections: Sections, processes: Processes) -> None:
         return
     specs = {
         f"{section}/{name}": f"{tensor.dtype} {list(tensor.shape)}"
-        + (f" cut up by {getattr(tensor, 'placements', ())}" if is_sharded(tensor) else "")
+        + (f" sharded by {getattr(tensor, 'placements', ())}" if is_sharded(tensor) else "")
         for section, tensors in sections.items()
         for name, tensor in tensors.items()
         if section in _CHECKED_ON_ALL_RANKS or is_sharded(tensor)
@@ -294,8 +297,8 @@ def check_same_on_ranks(sections: Sections, processes: Processes) -> None:
     rank, other = next((rank, other) for rank, other in enumerate(held) if other != held[0])
     name = next(name for name in sorted({*held[0], *other}) if held[0].get(name) != other.get(name))
     raise CheckpointError(
-        f"{name} is {held[0].get(name, 'not there')} on rank 0 and {other.get(name, 'not there')} on rank {rank}. "
-        "Every process must have the same model and optimizer, and average the same."
+        f"{name} is {held[0].get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}. Every "
+        "process must have the same model and optimizer, and average the same parameters."
     )
 
 
