@@ -172,9 +172,9 @@ class ShardedTask:
         on_gradient = OrderedDict() if on_gradient is None else on_gradient
         set_gradient_hooks(get_direct_parameters(module)[key], (on_gradient, None))  # also finds later hooks
         self._hooks[name] = on_gradient, on_accumulated
-        redirect_references(earlier, partial(self._get_current_parameter, module, key, name), name)
+        redirect_references(earlier, partial(self._get_current, module, key, name), name)
 
-    def _get_current_parameter(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
+    def _get_current(self, module: nn.Module, key: str, name: str) -> nn.Parameter | None:
         """Return the parameter that a module holds now, for references to the replaced parameter.
 
         Raises:

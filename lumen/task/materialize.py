@@ -254,7 +254,7 @@ def get_current(value: Any) -> Any:
     """Return the replacement of a replaced parameter; return any other object unchanged."""
     if type(value) is not ReplacedParameter:
         return value
-    return value.__dict__["_current"]()
+    return value.__dict__["_get_current"]()
 
 
 def replace_parameter(old: nn.Parameter, new: nn.Parameter, module: nn.Module, key: str) -> nn.Parameter:
@@ -299,7 +299,7 @@ def redirect_references(old: nn.Parameter, find: Callable[[], Any], name: str) -
         old.register_hook(refuse)  # type: ignore[no-untyped-call]
     if not old.is_meta:
         old.data = old.data.new_empty(0)
-    vars(old)["_current"] = find
+    vars(old)["_get_current"] = find
     old.__class__ = ReplacedParameter
 
 

@@ -59,7 +59,7 @@ def on_both(group, *args, **options):
 
 def test_unequal_parameters_are_named_at_next_logged_step(group, tmp_path):
     error, steps = on_both(group, tmp_path, "parameters", "DDP")
-    assert "after step 15: net.3.bias is not the same on rank 0 and on rank 1" in error
+    assert "after step 15: net.3.bias differs between rank 0 and rank 1" in error
     assert "on_before_zero_grad" in error  # what to do
     assert steps == 17  # it is told a step later, and read one more step later, so that nobody waits
 

@@ -453,7 +453,7 @@ MISMATCHES = [
     (lambda: Everything(width=6), {}, r"first\.bias: \(5,\) torch\.float32 saved, \(6,\) torch\.float32"),
     (Everything, {"precision": "fp64"}, r"Set the same precision"),
     (Renamed, {}, r"not in the checkpoint: other\.weight, other\.bias; only in .*: last\.bias, last\.weight"),
-    (Frozen, {}, r"over \[4, 5\]; only there: blocks\.1\.down\.bias, blocks\.1\.down\."),
+    (Frozen, {}, r"over \[4, 5\]; only in the checkpoint: blocks\.1\.down\.bias, blocks\.1\.down\."),
     (Everything, {"precision": "bf16-true", "resume_parts": ["optimizer"]}, r"first\.weight: .*32 saved, .*bfloat16"),
     (lambda: Everything(width=6), {"resume_parts": ["optimizer"]}, r"first\.weight: \(5, 6\) .*saved, \(6, 6\)"),
 ]

@@ -82,10 +82,10 @@ def removed(pattern):
 
 
 FAULTS = {
-    "small files": (small_files, "File too large. No file may grow that large there: raise the limit"),
+    "small files": (small_files, "File too large. The file exceeds a size limit: raise the limit"),
     "no permission": (no_permission, "Permission denied. Give this user the right"),
-    "save removed": (lambda: removed("checkpoints/*.tmp-*"), "leave the run's directory alone"),
-    "run removed": (lambda: removed(""), "leave the run's directory alone"),
+    "save removed": (lambda: removed("checkpoints/*.tmp-*"), "do not change the run's directory"),
+    "run removed": (lambda: removed(""), "do not change the run's directory"),
 }
 
 

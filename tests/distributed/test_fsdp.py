@@ -333,7 +333,7 @@ def train_tied(folder):
         ({"wrap": "Block", "wrap_min_parameters": 3}, "Set one"),
         ({"sharding_strategy": "zero3"}, "expected one of full_shard"),
         ({"shard_size": 2}, "hybrid_shard"),
-        ({"sharding_strategy": "no_shard", "reshard_after_forward": True}, "no_shard keeps parameters whole"),
+        ({"sharding_strategy": "no_shard", "reshard_after_forward": True}, "no_shard keeps parameters unsharded"),
         ({"reshard_after_forward": 1}, "at least 2"),
         ({"param_dtype": "float8"}, "param_dtype: expected bf16"),
     ],
@@ -371,7 +371,7 @@ REFUSED = [
     (Deep, {"wrap": "ModuleList"}, "ModuleList has no forward"),
     (Deep, {"activation_checkpointing": "Attention"}, "activation_checkpointing: no module"),
     (Deep, {"sharding_strategy": "hybrid_shard", "shard_size": 3}, "shard_size = 3"),
-    (Deep, {"reshard_after_forward": 3}, "reshard_after_forward = 3 is no divisor of the 2 processes"),
+    (Deep, {"reshard_after_forward": 3}, "reshard_after_forward = 3 does not divide the 2 processes"),
     (Scalar, {}, "scale has no dimension.*shape \\(1,\\)"),
     (Lazy, {}, "more.weight has no shape"),
     (Mixed, {}, "several dtypes: net.blocks.0.up.weight in float32, net.blocks.0.down.weight in float64"),
@@ -802,7 +802,7 @@ def test_sharded_task_is_refused_by_other_strategy_options(group, tmp_path):
 def train_twice(folder):
     task = Deep()
     fit(folder, task, strategy=lumen.FSDP())
-    with pytest.raises(ConfigError, match="cut up already"):
+    with pytest.raises(ConfigError, match="is already sharded"):
         fit(folder, task, strategy=lumen.FSDP(wrap="Linear"))
 
 
@@ -1096,7 +1096,7 @@ def test_trainable_empty_parameter_raises_one_error(group, tmp_path):
 
 
 def train_empty(folder):
-    with pytest.raises(ConfigError, match=r"net.first.more has no elements to train. Set requires_grad"):
+    with pytest.raises(ConfigError, match=r"net.first.more has no elements to train. Set its requires_grad"):
         fit(folder, Empty(), strategy="fsdp")
     return fit(folder, Empty(requires_grad=False), strategy="fsdp")
 

@@ -63,7 +63,7 @@ class Forgetting(Cramped):
 
 
 def forget(folder):
-    with pytest.raises(TrainingError, match="2 parameters took no part in the loss of rank") as caught:
+    with pytest.raises(TrainingError, match="2 parameters did not contribute to the loss of rank") as caught:
         bare_trainer(folder, strategy="auto", halve_on_oom=True, max_steps=2, precision="fp64").fit(
             Forgetting(), loader(50, 8, dtype=torch.float64)
         )

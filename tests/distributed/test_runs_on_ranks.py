@@ -558,8 +558,8 @@ def test_larger_step_from_more_ranks_is_reported(group, tmp_path):
         quiet_trainer(tmp_path / name, max_steps=2, **options).fit(Regression(), loader(batch_size=4))
         group(2).run(go_on, tmp_path / name, options)
     said = (tmp_path / "by processes" / "runs" / "run" / "run.log").read_text()
-    assert "processes 1 there, 2 here; global_batch_size 4 there, 8 here. Those here count" in said
-    assert "settings are not" not in (tmp_path / "set" / "runs" / "run" / "run.log").read_text()
+    assert "processes was 1, is 2; global_batch_size was 4, is 8. The new settings apply" in said
+    assert "settings differ" not in (tmp_path / "set" / "runs" / "run" / "run.log").read_text()
 
 
 def go_on(folder, options):

@@ -155,7 +155,7 @@ def test_state_of_all_parameters_together_is_refused(group):
 
 
 def refused(folder):
-    with pytest.raises(ConfigError, match=r"Write lumen.optim.WholeMatrices\(torch.optim.Muon\(...\)\)"):
+    with pytest.raises(ConfigError, match=r"Use lumen.optim.WholeMatrices\(torch.optim.Muon\(...\)\)"):
         bare_trainer(folder, strategy="fsdp", max_steps=1).fit(Matrices("Muon", False), loader(dtype=torch.float64))
     with pytest.raises(RuntimeError) as caught:
         bare_trainer(folder, strategy="fsdp", max_steps=1).fit(Averaging("Muon"), loader(dtype=torch.float64))

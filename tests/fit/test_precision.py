@@ -145,7 +145,7 @@ def test_resumed_run_keeps_scale_and_warns_of_settings(tmp_path, caplog):
         Regression(), loader()
     )
     assert resumed.scales[2:] == [whole.scales[5], whole.scales[5], 2 * whole.scales[5]]
-    assert "growth_interval 1 there, 3 here. Those here count from now on" in caplog.text
+    assert "growth_interval was 1, is 3. The new settings apply from now on" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,8 @@ def test_change_to_custom_precision_warns(tmp_path, caplog):
     quiet_trainer(tmp_path, max_steps=2).fit(Regression(), loader())
     options = {"resume": "auto", "log_level": "WARNING"}
     quiet_trainer(tmp_path, max_steps=4, precision=Bare(), **options).fit(Regression(), loader())
-    assert "precision 'fp32' there, 'Bare' here" in caplog.text
-    assert "rounding None there, 'up' here" in caplog.text
+    assert "precision was 'fp32', is 'Bare'" in caplog.text
+    assert "rounding was None, is 'up'" in caplog.text
 
 
 class Bare(lumen.Precision):
@@ -498,8 +498,8 @@ class OwnTensor(Regression):
         (Adaptive, "bf16", r"'loss' \(AdaptiveLogSoftmaxWithLoss\)"),
         (Adaptive, "fp16", r"'loss' \(AdaptiveLogSoftmaxWithLoss\)"),
         (Pooling, "bf16-true", "a step of Pooling"),
-        (OwnTensor, "bf16-true", r"'net\.0' \(Linear\).*has to be given the dtype"),
-        (OwnTensor, "fp64", r"'net\.0' \(Linear\).*has to be given the dtype"),
+        (OwnTensor, "bf16-true", r"'net\.0' \(Linear\).*Create tensors in a step with the dtype"),
+        (OwnTensor, "fp64", r"'net\.0' \(Linear\).*Create tensors in a step with the dtype"),
     ],
 )
 def test_other_operations_without_a_dtype_are_named_too(tmp_path, task, precision, named):
@@ -651,7 +651,7 @@ HAS_MPS = torch.backends.mps.is_available()
 
 @pytest.mark.skipif(HAS_MPS, reason="there is MPS")
 def test_unavailable_accelerator_lists_the_available_ones():
-    with pytest.raises(ConfigError, match=r"accelerator: 'mps' is not available here; there are: auto, .*cpu"):
+    with pytest.raises(ConfigError, match="'mps' is not available on this machine; available: auto, .*cpu"):
         lumen.Trainer(max_epochs=1, accelerator="mps")
 
 

@@ -114,7 +114,7 @@ def test_the_rank_is_found_and_not_chosen(monkeypatch):
 
     assert (act.__name__, act(5), lumen.rank_zero_only.rank) == ("act", 5, 0)
     lumen.rank_zero_only.rank = 0
-    with pytest.raises(ConfigError, match="rank cannot be set to 3: this is process 0"):
+    with pytest.raises(ConfigError, match="rank cannot be set to 3: this process has rank 0"):
         lumen.rank_zero_only.rank = 3
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

@@ -105,8 +105,8 @@ def test_failed_save_after_lost_rank_is_reported_once(tmp_path):
     job[1].kill()
     errors = job[0].communicate(timeout=60)[1]
     job[1].communicate()
-    (said,) = [line for line in errors.splitlines() if "the save under way failed" in line]
-    assert said.endswith(": rank 0 lost another process of the run: see why that one ended."), errors
+    (said,) = [line for line in errors.splitlines() if "the save in progress failed" in line]
+    assert said.endswith(": rank 0 lost another process of the run: look for the error of that process."), errors
 
 
 def start_ranks(tmp_path, strategy, held, step_s="0.02"):
@@ -154,11 +154,11 @@ def test_save_without_memory_for_copy_is_synchronous(tmp_path, asynchronous):
     """It raises if asynchronous=True was set."""
     _, said = run_python("-c", CRAMPED, tmp_path, asynchronous, code=1 if asynchronous else 0)
     if asynchronous:
-        assert "CheckpointError: step-00000004: there is no memory for the copy" in said
+        assert "CheckpointError: step-00000004: not enough memory for the copy" in said
         assert "can't allocate memory" in said
         assert "Set asynchronous=False in ModelCheckpoint." in said
         assert names(tmp_path) == []
     else:
-        assert "step-00000004: there is no memory for a copy, so training waits" in said
+        assert "step-00000004: not enough memory for a copy, so training waits" in said
         checkpoint = Checkpoint.open(folder(tmp_path) / "step-00000004")
         assert (checkpoint.read_tensor("extra", "task.grown") == 1).all()

@@ -17,7 +17,7 @@ MODULE = hanging_run.__name__
 PLACE = r"is in user code: \S+hanging_run\.py:\d+ in"
 IN_WORKER = rf"rank [01] waits for its data worker \d+, which {PLACE} this_sample_sleeps"
 NAMED = {
-    ("stopped", 2): r"rank 1 is stopped \(SIGSTOP; `kill -CONT \d+` lets it go on\)\. rank 0 waits",
+    ("stopped", 2): r"rank 1 is stopped \(SIGSTOP; `kill -CONT \d+` resumes the process\)\. rank 0 waits",
     ("loop", 2): rf"rank 1 {PLACE} this_loop_is_endless\. rank 0 waits",
     ("missing", 2): rf"rank 1 {PLACE} setup\. rank 0 waits",
     ("worker", 2): rf"{IN_WORKER}\. rank [01] waits",
@@ -74,7 +74,7 @@ def test_a_collective_that_ranks_skip_is_named(nursery, tmp_path, mode):
     end = nursery.start(str(tmp_path), MODULE, {"mode": mode, "devices": 2}).wait()
     said = (
         r"error: rank 0 waits in a collective that rank 1 does not reach: rank 0 is at \S+hanging_run\.py:\d+ in \S+; "
-        r"rank 1 has gone on without it\.\n"
+        r"rank 1 has continued without this collective\.\n"
     )
     assert len(re.findall(said, end.output)) == 2, end.output
     assert "A condition on batch_idx is true on one rank at a time" in end.output
@@ -120,7 +120,7 @@ def test_missing_rank_is_named_reliably(tmp_path, time):
 def is_missed(folder):
     end = script(folder, MODULE, {"mode": "absent", "devices": 2, "launched": True}).wait()
     assert end.code == HUNG, end.output
-    assert "the 2 processes did not come together" in end.output
+    assert "the 2 processes did not all connect" in end.output
     assert "timed out waiting for ranks 1" in end.output
 
 

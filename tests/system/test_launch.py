@@ -246,14 +246,14 @@ def test_program_that_cannot_restart_is_refused_with_advice(words):
     done = subprocess.run(
         [sys.executable, *words], input=code if words == ["-"] else "", text=True, capture_output=True
     )
-    assert "ConfigError: 2 devices need a process each" in done.stderr
-    assert "Write a script and run that" in done.stderr
+    assert "ConfigError: 2 devices need one process each" in done.stderr
+    assert "Run a script instead" in done.stderr
     assert not Path("after").exists()
 
 
 def test_several_devices_are_refused_under_pytest(tmp_path):
     trainer = lumen.Trainer(max_steps=1, accelerator="cpu", devices=2, default_root_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"pytest runs it.*lumen fit.*torchrun --nproc-per-node 2"):
+    with pytest.raises(ConfigError, match=r"pytest runs the program.*lumen fit.*torchrun --nproc-per-node 2"):
         trainer.fit(Regression(), loader())
     assert not list(tmp_path.glob("runs*"))
 
@@ -318,7 +318,7 @@ def test_hanging_rank_is_an_error_with_all_stacks():
     code, output = run("train.py", "hang", "9", "2")
     assert code == 70, output
     assert re.search(r"rank 1 is in user code: \S+train\.py:\d+ in this_is_where_it_hangs\. rank 0 waits\.\n$", output)
-    one, other = re.split(r"rank 1 \(pid \d+\) stands here:", output.rpartition("rank 0 (pid")[2])
+    one, other = re.split(r"rank 1 \(pid \d+\) is here:", output.rpartition("rank 0 (pid")[2])
     assert "in train_step" in one  # where rank 0 waits for gradients
     assert re.search(r"line \d+ in this_is_where_it_hangs", other)
     assert "set a longer timeout_s" in other
@@ -328,7 +328,7 @@ def test_hanging_rank_is_an_error_with_all_stacks():
 @pytest.mark.parametrize(
     ("mode", "code", "said"),
     [
-        ("killed", 137, "error: rank 1 was killed by SIGKILL. If nobody sent it, the system may have been short"),
+        ("killed", 137, "error: rank 1 was killed by SIGKILL. If nobody sent the signal, the system may have run out"),
         ("left", 5, "error: rank 1 ended with exit code 5."),
     ],
 )
@@ -646,7 +646,7 @@ def test_one_process_of_slurm_is_alone(change):
         ({"RANK": "first"}, {}, "RANK: expected a number, found 'first'"),
         (None, {"num_nodes": 2, "devices": 4}, "torchrun --nnodes 2 --nproc-per-node 4"),
         (None, {"devices": 0}, "devices: expected a number of devices or auto, found 0"),
-        (None, {"strategy": "single", "devices": 2}, "runs one process, but devices asks for 2"),
+        (None, {"strategy": "single", "devices": 2}, "runs one process, but devices requests 2"),
         (None, {"strategy": "dp"}, "one process for several devices.*Use ddp"),
         (None, {"strategy": "ddp_find_unused_parameters_true"}, "lumen.DDP.*find_unused_parameters: true"),
     ],

@@ -98,11 +98,12 @@ def test_killed_run_resumes_with_other_world_sizes():
     lives = [("ddp", 2, 5, 1), ("fsdp", 3, 13, 2), ("single", 1, -1, 0)]
     _, three, one = check_sizes(expected, lives)
     assert (
-        "the same steps as step-00000004 by other means: processes: 2 there, 3 here; strategy: DDP there, FSDP here\n"
+        "steps are the same as in step-00000004, with different settings: processes: was 2, is 3; strategy: was DDP, "
+        "is FSDP\n"
     ) in three
     assert (
-        "the same steps as step-00000012 by other means: processes: 3 there, 1 here; strategy: FSDP there, SingleDevice"
-        " here; micro-batches of a step on each process: 2 there, 4 here\n"
+        "steps are the same as in step-00000012, with different settings: processes: was 3, is 1; strategy: was FSDP, "
+        "is SingleDevice; micro-batches of a step on each process: was 2, is 4\n"
     ) in one
 
 

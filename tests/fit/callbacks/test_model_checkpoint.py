@@ -187,7 +187,7 @@ def test_without_monitor_best_checkpoint_is_the_newest(tmp_path):
     assert seen == ["", "", "04", "04"]
     assert plain.best_model_path == plain.last_model_path == str(tmp_path / "runs/run/checkpoints/step-00000008")
     assert (plain.best_model_score, plain.best_k_models, plain.kth_best_model_path) == (None, {}, "")
-    with pytest.raises(CheckpointError, match=r"no checkpoint is known as best.* use last or a path"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is recorded as best.* use last or a path"):
         trainer.validate(ckpt_path="best")
     assert Checkpoint.open(Path(plain.best_model_path)).info["step"] == 8
 

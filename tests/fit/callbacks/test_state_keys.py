@@ -61,7 +61,7 @@ def test_state_of_other_monitor_is_ignored_and_reported(tmp_path, caplog, change
     old, new = "{'monitor': 'loss', 'mode': 'min'}", repr(other)
     assert told(caplog) == [
         f"holds the state of EarlyStopping{old}, ModelCheckpoint{old}, which this run does not have; "
-        f"EarlyStopping{new}, ModelCheckpoint{new} begin anew"
+        f"EarlyStopping{new}, ModelCheckpoint{new} start with a new state"
     ]
 
 
@@ -70,7 +70,9 @@ def test_a_callback_that_finds_no_state_begins_anew(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lumen"):
         fit(tmp_path, [stopping := lumen.EarlyStopping("loss", patience=9)], epochs=6)
     assert (stopping.best_score, stopping.wait_count) == (7, 2)
-    assert told(caplog) == ["holds no state of all: EarlyStopping{'monitor': 'loss', 'mode': 'min'} begins anew"]
+    assert told(caplog) == [
+        "does not hold all states: EarlyStopping{'monitor': 'loss', 'mode': 'min'} starts with a new state"
+    ]
 
 
 class Counting(lumen.Callback):

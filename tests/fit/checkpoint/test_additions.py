@@ -149,7 +149,7 @@ def test_removed_callback_warns_and_new_gets_empty_dictionary(tmp_path, caplog):
         fit(tmp_path, new := New(), max_steps=4, resume="auto", log_level="WARNING")
     assert new.found == ({}, 7, False)
     fit(tmp_path, max_steps=4, resume="auto", log_level="WARNING")
-    assert "holds what Average added, which this run does not have" in caplog.text
+    assert "holds additions of Average, which this run does not have" in caplog.text
 
 
 # ---------------------------------------------------------------------- what cannot be
@@ -205,7 +205,7 @@ ASKING = {
 @pytest.mark.parametrize(("by", "owner"), [("callback", "Adding"), ("task", "AddingTask")])
 def test_keys_of_lightning_checkpoints_raise_with_their_replacement(tmp_path, ask, by, owner):
     message = refused(tmp_path, lambda checkpoint: ASKING[ask](checkpoint, "state_dict"), by=by)
-    assert message == f"{owner}: checkpoint['state_dict'] is not there. {INSTEAD['state_dict']}"
+    assert message == f"{owner}: checkpoint['state_dict'] does not exist. {INSTEAD['state_dict']}"
 
 
 def test_every_key_of_lightnings_checkpoints_has_its_answer(tmp_path):
@@ -274,7 +274,7 @@ def test_late_state_may_be_missing_on_resume(tmp_path, hook, caplog):
     fit(tmp_path)
     fit(tmp_path, late := Late(hook), max_steps=4, resume="auto", log_level="INFO")
     assert late.taken is None
-    assert "holds no state of all: Late begins anew" in caplog.text
+    assert "does not hold all states: Late starts with a new state" in caplog.text
 
 
 def test_a_data_modules_state_may_come_with_training(tmp_path):
@@ -307,7 +307,7 @@ def test_failing_state_dict_warns_then_raises_on_save(tmp_path, caplog):
     with pytest.raises(AttributeError, match="never_made"):
         fit(tmp_path, Broken(), task=task, log_level="WARNING")
     assert task.steps == 3
-    assert "what is to be saved cannot be tried before training" in caplog.text
+    assert "cannot check before training that all states can be saved" in caplog.text
     assert "test_additions.py line" in caplog.text
 
 

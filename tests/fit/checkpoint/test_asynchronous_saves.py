@@ -263,7 +263,7 @@ def limit_the_size_of_files(tmp_path, trainer):
     ("harm", "message"),
     [
         (put_a_file_in_the_way, r"checkpoints.*A file is in the way"),
-        (limit_the_size_of_files, r"step-00000008.*: File too large. No file may grow that large there"),
+        (limit_the_size_of_files, r"step-00000008.*: File too large. The file exceeds a size limit"),
     ],
 )
 def test_thread_error_ends_run_at_next_boundary(tmp_path, harm, message):
@@ -297,7 +297,7 @@ def test_save_error_in_failing_run_is_logged(tmp_path, monkeypatch, caplog):
 
     with caplog.at_level(logging.ERROR, "lumen"), pytest.raises(RuntimeError, match="on purpose"):
         fit(tmp_path, [At(step5=fail), saving()], log_level="ERROR")
-    assert "the save under way failed: cannot write" in caplog.text
+    assert "the save in progress failed: cannot write" in caplog.text
     assert "step-00000004" in caplog.text
 
 

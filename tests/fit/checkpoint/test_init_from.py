@@ -217,7 +217,7 @@ def test_an_index_that_leaves_its_directory_is_refused(tmp_path, file):
     directory = shards(tmp_path / "hub", other_weights())
     save_file(other_weights(), tmp_path / "outside.safetensors")
     edit_index(directory, "net.0.weight", file)
-    with pytest.raises(CheckpointDamaged, match="which is no file name of its directory"):
+    with pytest.raises(CheckpointDamaged, match="which is not a file name in its directory"):
         begin(tmp_path, directory)
 
 
@@ -240,7 +240,7 @@ def test_damaged_files_of_others_are_named(tmp_path):
             begin(tmp_path, path)
     directory = shards(tmp_path / "hub", other_weights())
     edit_index(directory, "net.9.weight", "model-00001-of-00003.safetensors")
-    with pytest.raises(CheckpointDamaged, match=r"index\.json names 'net\.9\.weight', which no file of it holds"):
+    with pytest.raises(CheckpointDamaged, match=r"index\.json lists 'net\.9\.weight', but no listed file"):
         begin(tmp_path, directory)
     (directory / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointDamaged, match=r"model-00002-of-00003\.safetensors is missing"):
@@ -269,7 +269,7 @@ def test_pickle_is_never_read_and_error_converts_it(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         lumen.Weights(tmp_path / "old.pt")
     monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(str(caught.value).partition("Convert it once: lumen ")[2])) == 0
+    assert main(shlex.split(str(caught.value).partition("Convert the file: lumen ")[2])) == 0
     assert equal(begin(tmp_path, tmp_path / "old.safetensors", Tied()), tensors)
 
 
@@ -340,7 +340,7 @@ def test_mismatched_names_are_listed_with_a_fitting_rename(tmp_path):
     message = str(caught.value)
     assert "not in the checkpoint: net.0.weight, net.0.bias, net.3.weight, net.3.bias" in message
     assert "only in the checkpoint: encoder.0.bias" in message
-    suggested = json.loads(re.search(r"rename=(\{.*?\}) would fit 4", message)[1])
+    suggested = json.loads(re.search(r"rename=(\{.*?\}) would match 4", message)[1])
     begun = begin(tmp_path, lumen.Weights(path, rename=suggested))
     assert torch.equal(begun["net.0.weight"], tensors["0.weight"])
 

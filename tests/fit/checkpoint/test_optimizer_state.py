@@ -130,7 +130,7 @@ def test_extra_state_of_user_optimizers_resumes_exactly(tmp_path, kind, wrap):
 
 def test_state_keyed_by_address_raises_after_one_step(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=8)
-    with pytest.raises(CheckpointError, match=r"has the key \d+, which looks like an address .*id\(parameter\)"):
+    with pytest.raises(CheckpointError, match=r"has the key \d+, which looks like a memory address .*id\(parameter\)"):
         trainer.fit(own(ByAddress), loader(dtype=torch.float64))
     assert trainer.global_step == 1
 
@@ -151,7 +151,10 @@ class ByParameter(Sgd):
     ("kind", "message"),
     [
         (Unsavable, r"own.*lock: an object of type object cannot be saved"),
-        (ByParameter, r"ByParameter keeps tensors in its attribute 'means' .* Keep them in self.state\[parameter\]"),
+        (
+            ByParameter,
+            r"ByParameter keeps tensors in its attribute 'means' .* Keep the tensors in self.state\[parameter\]",
+        ),
     ],
 )
 def test_unsavable_optimizer_state_raises_before_training(tmp_path, kind, message):
@@ -186,7 +189,7 @@ def test_changed_optimizer_argument_warns_on_resume(tmp_path, caplog):
         trainer = quiet_trainer(tmp_path, max_steps=max_steps, resume="auto", log_level="WARNING")
         caplog.clear()
         trainer.fit(task, loader())
-        assert ("optimizer.every 5 there, 6 here" in caplog.text) == (every == 6)
+        assert ("optimizer.every was 5, is 6" in caplog.text) == (every == 6)
         assert "optimizer.k" not in caplog.text
         assert (trainer.optimizers[0].every, trainer.optimizers[0].k) == (5, max_steps)
 

@@ -223,7 +223,7 @@ def test_schedule_too_short_for_progress_raises(tmp_path):
     def configure(task):
         return stepwise(SGD(task.parameters(), 0.1), lambda o: OneCycleLR(o, 0.1, total_steps=12))
 
-    with pytest.raises(ConfigError, match="does not reach to step 17"):
+    with pytest.raises(ConfigError, match="ends before step 17"):
         train(
             tmp_path, Remembering(0.1, configure), max_steps=25, resume=tmp_path / "runs/run",
             resume_parts=["model", "progress"],
@@ -268,7 +268,7 @@ def test_a_schedule_goes_on_with_another_optimizer(tmp_path, source):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"resume": "auto", "resume_parts": ["model"]}, "a run that stays in its directory goes on exactly"),
+        ({"resume": "auto", "resume_parts": ["model"]}, "but resume is auto"),
         ({"resume": "last", "resume_parts": ["model"]}, "but resume is last"),
         ({"resume_parts": ["model"]}, "but resume is None"),
         (
@@ -276,7 +276,7 @@ def test_a_schedule_goes_on_with_another_optimizer(tmp_path, source):
             "'model' or 'optimizer' or 'schedulers' or 'progress' or 'data' or None, found",
         ),
         ({"resume": "best", "resume_parts": []}, "expected some of model"),
-        ({"resume": "best", "resume_parts": ["model", "data"]}, "Add progress, or leave out data"),
+        ({"resume": "best", "resume_parts": ["model", "data"]}, "Add progress, or remove data"),
     ],
 )
 def test_invalid_resume_parts_raise_immediately(tmp_path, options, message):
@@ -304,7 +304,7 @@ def test_other_optimizer_or_schedule_names_part_to_omit(tmp_path, source):
             None,
             r"schedulers \['StepLR every step'\], the run has \['ExponentialLR every step'\].*\[model, optimizer",
         ),
-        (groups, ["schedulers"], r"learning rates of 1 parameter groups, the run has 2"),
+        (groups, ["schedulers"], r"learning rates of 1 parameter groups, but the run has 2"),
     ):
         with pytest.raises(CheckpointMismatch, match=message):
             train(tmp_path, Remembering(0.1, configure), seed=3, resume=checkpoint.path, resume_parts=parts)
@@ -357,8 +357,8 @@ def test_changed_learning_rate_warns_with_both_values(tmp_path, caplog):
     train(tmp_path, Remembering(0.1, configure(0.1)))
     task, said = resumed(12, 0.2)
     assert len(said) == 1
-    assert "groups[0].initial_lr 0.1 there, 0.2 here." in said[0]
-    assert "The checkpoint's values count" in said[0]
+    assert "groups[0].initial_lr was 0.1, is 0.2." in said[0]
+    assert "The checkpoint's values apply" in said[0]
     assert task.rates[0] == pytest.approx(0.1 * 0.9**STEPS)
     advised = said[0].partition("resume: ")[2]
     path, _, parts = advised.partition(" and resume_parts: ")
@@ -369,9 +369,9 @@ def test_changed_learning_rate_warns_with_both_values(tmp_path, caplog):
     assert resumed(14, 0.1)[1] == []  # what it was begun with is what still counts
     (said,) = resumed(16, 0.1, betas=(0.8, 0.999), weight_decay=0.02, gamma=0.5)[1]
     for change in (
-        "betas[0] 0.9 there, 0.8 here",
-        "weight_decay 0.01 there, 0.02",
-        "schedulers[0].gamma 0.9 there, 0.5",
+        "betas[0] was 0.9, is 0.8",
+        "weight_decay was 0.01, is 0.02",
+        "schedulers[0].gamma was 0.9, is 0.5",
     ):
         assert change in said
 
@@ -379,7 +379,7 @@ def test_changed_learning_rate_warns_with_both_values(tmp_path, caplog):
 def test_changed_rate_without_schedule_warns_too(tmp_path, caplog):
     train(tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.1)))
     (said,) = warnings_of(caplog, tmp_path, Remembering(0.1, lambda task: SGD(task.parameters(), 0.3)), max_steps=12)
-    assert "groups[0].lr 0.1 there, 0.3 here" in said
+    assert "groups[0].lr was 0.1, is 0.3" in said
 
 
 UNCHANGED = SCHEDULES | {
@@ -449,8 +449,8 @@ def test_changed_hyperparameters_are_one_line(tmp_path, caplog):
     assert said == []
     trainer, said = fit(Described(width=2, rates=(0.1, 0.3), bias=torch.zeros(2), new="x"), Shards(16), max_steps=4)
     assert len(said) == 1
-    assert "model.width 1 there, 2 here; model.rates (0.1, 0.2) there, (0.1, 0.3) here; model.bias" in said[0]
-    assert "model.old 1 there, None here; model.new None there, 'x' here; data.size 8 there, 16 here" in said[0]
+    assert "model.width was 1, is 2; model.rates was (0.1, 0.2), is (0.1, 0.3); model.bias" in said[0]
+    assert "model.old was 1, is None; model.new was None, is 'x'; data.size was 8, is 16" in said[0]
     changed = find_changed_hyperparameters(trainer.run, trainer.run.checkpoint)
     assert list(changed) == ["model.width", "model.rates", "model.bias", "model.old", "model.new", "data.size"]
     assert changed["data.size"] == (8, 16)
@@ -458,26 +458,25 @@ def test_changed_hyperparameters_are_one_line(tmp_path, caplog):
 
 BEFORE = {"precision": "fp32", "gradient_clip_val": 1.0}
 CHANGED = {
-    "precision": ({"precision": "bf16"}, "precision 'fp32' there, 'bf16' here"),
-    "clipping": ({"gradient_clip_val": 2.0}, "gradient_clip_val 1.0 there, 2.0 here"),
-    "no clipping": ({"gradient_clip_val": None}, "gradient_clip_val 1.0 there, None here"),
-    "clipping values": ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm 'norm' there, 'value' here"),
+    "precision": ({"precision": "bf16"}, "precision was 'fp32', is 'bf16'"),
+    "clipping": ({"gradient_clip_val": 2.0}, "gradient_clip_val was 1.0, is 2.0"),
+    "no clipping": ({"gradient_clip_val": None}, "gradient_clip_val was 1.0, is None"),
+    "clipping values": ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm was 'norm', is 'value'"),
     "accumulation": (
         {"accumulate_grad_batches": 2},
-        "accumulate_grad_batches 1 there, 2 here; global_batch_size 8 there, 16 here",
+        "accumulate_grad_batches was 1, is 2; global_batch_size was 8, is 16",
     ),
-    "global batch": ({"global_batch_size": 24}, "global_batch_size 8 there, 24 here"),
-    "fewer batches": ({"limit_train_batches": 0.75}, "limit_train_batches None there, 0.75 here"),
+    "global batch": ({"global_batch_size": 24}, "global_batch_size was 8, is 24"),
+    "fewer batches": ({"limit_train_batches": 0.75}, "limit_train_batches was None, is 0.75"),
     "overfitting": (
         {"overfit_batches": 5},
-        "limit_train_batches None there, 5 here; limit_val_batches None there, 5 here; overfit_batches False there, "
-        "True here",
+        "limit_train_batches was None, is 5; limit_val_batches was None, is 5; overfit_batches was False, is True",
     ),
-    "deterministic": ({"deterministic": True}, "deterministic False there, True here"),
-    "matmul": ({"matmul_precision": "medium"}, "matmul_precision None there, 'medium' here"),
+    "deterministic": ({"deterministic": True}, "deterministic was False, is True"),
+    "matmul": ({"matmul_precision": "medium"}, "matmul_precision was None, is 'medium'"),
     "validation": (
         {"val_check_interval": 3, "check_val_every_n_epoch": 2},
-        "val_check_interval 1.0 there, 3 here; check_val_every_n_epoch 1 there, 2 here",
+        "val_check_interval was 1.0, is 3; check_val_every_n_epoch was 1, is 2",
     ),
 }
 
@@ -486,8 +485,8 @@ CHANGED = {
 def test_changed_setting_warns_with_both_values(tmp_path, caplog, after, said):
     train(tmp_path, **BEFORE)
     (notice,) = warnings_of(caplog, tmp_path, Remembering(), max_steps=STEPS + 1, **BEFORE | after)
-    assert f"settings are not those of {tmp_path / 'runs'}" in notice
-    assert notice.endswith(f": {said}. Those here count from now on.")
+    assert f"settings differ from {tmp_path / 'runs'}" in notice
+    assert notice.endswith(f": {said}. The new settings apply from now on.")
 
 
 def test_changed_batch_size_warns(tmp_path, caplog):
@@ -501,11 +500,11 @@ def test_changed_batch_size_warns(tmp_path, caplog):
 
     assert fit(8, max_steps=3) == []
     (said,) = fit(4, max_steps=4)
-    assert "batch_size 8 there, 4 here; global_batch_size 8 there, 4 here" in said
+    assert "batch_size was 8, is 4; global_batch_size was 8, is 4" in said
     assert fit(4, max_steps=5) == []
     assert fit(4, max_steps=6, global_batch_size=4) == []  # the same step, said otherwise
     (said,) = fit(2, max_steps=7, global_batch_size=4)
-    assert ": batch_size 4 there, 2 here. Those" in said
+    assert ": batch_size was 4, is 2. The new" in said
 
 
 def test_length_and_display_changes_do_not_warn(tmp_path, caplog):
@@ -535,9 +534,9 @@ class Freezing(Regression):
     [
         ({}, None),
         ({"frozen": []}, None),  # as it has become
-        ({"frozen": ["net.0.weight", "net.3.bias"]}, "net.3.bias 'trainable' there, 'frozen' here."),
-        ({"frozen": ["net.3.bias"]}, "net.3.bias 'trainable' there, 'frozen' here."),
-        ({"evaluating": ["net.2"]}, "net.2 'in train mode' there, 'in eval mode' here."),
+        ({"frozen": ["net.0.weight", "net.3.bias"]}, "net.3.bias was 'trainable', is 'frozen'."),
+        ({"frozen": ["net.3.bias"]}, "net.3.bias was 'trainable', is 'frozen'."),
+        ({"evaluating": ["net.2"]}, "net.2 was 'in train mode', is 'in eval mode'."),
     ],
 )
 def test_frozen_state_of_checkpoint_wins_with_a_warning(tmp_path, caplog, built, said):
@@ -548,7 +547,7 @@ def test_frozen_state_of_checkpoint_wins_with_a_warning(tmp_path, caplog, built,
         assert all(parameter.requires_grad for parameter in task.parameters())
         assert all(module.training for module in task.modules())
         assert len(notices) == bool(said)
-        assert all(f": {said} The checkpoint's counts" in notice for notice in notices)
+        assert all(f": {said} The checkpoint's values apply" in notice for notice in notices)
     task = Freezing(**built)
     train(
         tmp_path, task, max_steps=1, resume=tmp_path / "runs" / "run", resume_parts=["model", "optimizer", "schedulers"]

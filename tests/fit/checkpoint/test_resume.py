@@ -120,5 +120,5 @@ def test_expanded_buffer_rejects_distinct_values(tmp_path):
             self.rows = torch.arange(15.0).reshape(3, 5)
 
     quiet_trainer(tmp_path, max_steps=2).fit(Whole(), loader(dtype=torch.float64))
-    with pytest.raises(CheckpointMismatch, match=r"model/rows has different values .* Register it with clone\(\)"):
+    with pytest.raises(CheckpointMismatch, match=r"model/rows has different values .* Register the tensor with clone"):
         quiet_trainer(tmp_path, max_steps=4, resume="auto").fit(Expanded(), loader(dtype=torch.float64))

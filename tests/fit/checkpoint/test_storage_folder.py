@@ -295,7 +295,7 @@ def test_link_is_removed_but_its_target_stays(tmp_path, caplog, asynchronous):
     trainer.fit(Regression(), loader(50, 8))
     assert names(folder) == ["step-00000005", "step-00000006"]
     assert Checkpoint.open(elsewhere / "moved").info["finished"] is None
-    said = f"{folder / 'step-00000002'} is a link: it is removed, what it leads to stays: {elsewhere / 'moved'}"
+    said = f"removing the link {folder / 'step-00000002'}; its target is kept: {elsewhere / 'moved'}"
     assert caplog.messages.count(said) == 1
     clean_leftovers(folder)
     assert names(folder) == ["step-00000005", "step-00000006"]
@@ -334,7 +334,7 @@ def test_clean_leftovers_removes_only_unfinished_saves(tmp_path):
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
 def test_what_was_never_a_checkpoint_keeps_its_name(tmp_path, make):
     make(tmp_path / "outputs")
-    with pytest.raises(CheckpointError, match="outputs is there already and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="outputs exists and is not a checkpoint"):
         write_checkpoint(tmp_path / "outputs", {}, {}, info={})
     assert os.listdir(tmp_path) == ["outputs"]
 

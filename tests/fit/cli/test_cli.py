@@ -625,7 +625,7 @@ def test_strategy_is_built_once_and_checked_first(monkeypatch, capsys):
     capsys.readouterr()
     alone = ["--trainer.strategy=single", "--trainer.devices=2", "--trainer.accelerator=cpu"]
     assert main(["fit", "--config", "line.yaml", *alone, "--model=tests.helpers.cli_tasks.Interrupted"]) == 2
-    assert "strategy: SingleDevice runs one process, but devices asks for 2." in capsys.readouterr().err
+    assert "strategy: SingleDevice runs one process, but devices requests 2 processes." in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- validate, test, predict

@@ -416,7 +416,7 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--trainer.devices=9999", "--trainer.accelerator=cpu"], "trainer.devices (the command line): 9999 asked for on the CPU, where each is a process; "),
+        (["--trainer.devices=9999", "--trainer.accelerator=cpu"], "trainer.devices (the command line): 9999 requested on the CPU, where each device is a process. "),
         (["--trainer.max_steps=-5"], "trainer.max_steps (the command line): must be at least 0 (or -1 for no limit), found -5."),
         (["--trainer.max_steps=1e3"], "trainer.max_steps (the command line): expected int, found 1e3."),
         (["--trainer.max_steps"], "trainer.max_steps (the command line): no value is given, expected int. Write --trainer.max_steps VALUE."),
@@ -433,12 +433,12 @@ def test_lumen_errors_are_one_paragraph_with_exit_code(refused, capsys):
         (["--max_nb_epochs=3"], "max_nb_epochs (the command line): lumen has no option max_nb_epochs. Use --trainer.max_epochs."),
         (["--seed=3"], "seed (the command line): lumen has no option seed. Use seed_everything."),
         (["--trainer.precision=fp17"], "trainer.precision (the command line): no precision is named 'fp17'; use one of fp32, 32, "),
-        (["--trainer.accelerator=cup"], "trainer.accelerator (the command line): 'cup' is not available here; there are: auto, "),
+        (["--trainer.accelerator=cup"], "trainer.accelerator (the command line): 'cup' is not available on this machine; available: auto, "),
         (["--config=lines.yaml"], "cannot read the config file lines.yaml: No such file or directory. Did you mean line.yaml?"),
         (["--trainer.devices=0"], "trainer.devices (the command line): expected a number of devices or auto, found 0."),
         (["--trainer.devices=two"], "trainer.devices (the command line): expected a number of devices or auto, found 'two'."),
         (["--trainer.strategy=dpp"], "trainer.strategy (the command line): 'dpp' is unknown; use auto, single, ddp or fsdp"),
-        (["--trainer.strategy=deepspeed"], "trainer.strategy (the command line): 'deepspeed' is unknown; write fsdp, which"),
+        (["--trainer.strategy=deepspeed"], "trainer.strategy (the command line): 'deepspeed' is unknown; use fsdp, which"),
         (["--trainer.num_nodes=0"], "trainer.num_nodes (the command line): must be at least 1, found 0."),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val (the command line): must be more than 0 (None: none), found -1.0."),
         (["--trainer.global_batch_size=8", "--trainer.accumulate_grad_batches=2"], "global_batch_size and accumulate_grad_batches both set the size of a step. Set only one of them."),

@@ -114,7 +114,7 @@ IN_BRACES = "(line 1, column 17). Between braces and brackets write '${...}' and
         (["--model.lr=${data.batch_size}"], "data.batch_size is not set. Set it: what a class has by default"),
         (["--model.lr=${model.width}", "--model.width=${model.lr}"], CIRCLE),
         (["--model.lr=${model.width"], NOT_READ),
-        (["--model.lr=${oc.env:NOWHERE}"], "the environment has no NOWHERE. Set it: export NOWHERE=VALUE."),
+        (["--model.lr=${oc.env:NOWHERE}"], "the environment variable NOWHERE is not set. Run: export NOWHERE=VALUE."),
         (["--model.lr=${data.label}", "--data.label=many"], WRONG_TYPE),
         (["--config=flow.yaml"], IN_BRACES),
     ],

@@ -106,7 +106,7 @@ def test_a_repeated_run_needs_the_variable(monkeypatch, capsys):
     first = fit("--model.label=${oc.env:SECRET}")[1].hparams
     monkeypatch.delenv("SECRET")
     assert main(["fit", "--config", "runs/line/config.yaml", "--trainer.name=again"]) == 2
-    said = "${oc.env:SECRET}: the environment has no SECRET. Set it: export SECRET=VALUE."
+    said = "${oc.env:SECRET}: the environment variable SECRET is not set. Run: export SECRET=VALUE."
     assert f"model.label (runs/line/config.yaml): {said}" in capsys.readouterr().err
     monkeypatch.setenv("SECRET", VALUE)
     assert fit("--trainer.name=again", config="runs/line/config.yaml")[1].hparams == first
@@ -114,7 +114,7 @@ def test_a_repeated_run_needs_the_variable(monkeypatch, capsys):
     assert holding() == set()
     assert main(["fit", "--config", "runs/again/config.yaml", "--trainer.resume=auto"]) == 0
     assert not Path("runs/again/config-1.yaml").exists()
-    assert "hyperparameters are not those" not in Path("runs/again/run.log").read_text()
+    assert "hyperparameters differ from" not in Path("runs/again/run.log").read_text()
 
 
 def test_checkpoints_read_nothing_of_the_environment(monkeypatch):
@@ -122,7 +122,7 @@ def test_checkpoints_read_nothing_of_the_environment(monkeypatch):
     monkeypatch.setenv("SECRET", VALUE)
     fit("--model.label=${oc.env:SECRET}", "--data.password=${oc.env:SECRET}")
     with pytest.raises(
-        CheckpointMismatch, match=r"has \$\{oc.env:SECRET\} in its place. Give the value: .* label=\.\.\."
+        CheckpointMismatch, match=r"holds \$\{oc.env:SECRET\} in place of .* Pass the value: .* label=\.\.\."
     ):
         Secretive.load_from_checkpoint(last_checkpoint())
     assert Secretive.load_from_checkpoint(last_checkpoint(), label="other").hparams.label == "other"

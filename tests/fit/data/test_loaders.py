@@ -391,7 +391,7 @@ def resume_with(tmp_path, before, after, step=2):
 
 @pytest.mark.parametrize(
     ("before", "after", "said"),
-    [({}, {"samples": 21}, r"TensorDataset\(20\) there, TensorDataset\(21\) here"),
+    [({}, {"samples": 21}, r"was TensorDataset\(20\), is TensorDataset\(21\)"),
      ({"shuffle": True}, {}, r"'shuffled': 'at once'.* 'in order'"),
      ({"sampler": WeightedRandomSampler(torch.ones(20), 18)},
       {"sampler": WeightedRandomSampler(torch.arange(1.0, 21), 18)}, "the sampler now gives another order")],
@@ -440,7 +440,7 @@ def test_changed_random_split_in_mid_epoch_raises(tmp_path, wrap):
     def make(seed):
         return DataLoader(wrap(split(seed)[0]), 8, shuffle=True)
 
-    with pytest.raises(DataError, match=r"other training data .* indices .* there, .* indices .* here"):
+    with pytest.raises(DataError, match=r"its training data differ .* was .* indices .*, is .* indices"):
         resume_with(tmp_path, make(0), make(1))
     assert resume_with(tmp_path / "same", make(0), make(0)).epochs
 

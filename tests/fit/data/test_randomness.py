@@ -239,7 +239,7 @@ def test_distinct_seeds_have_distinct_keys():
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 2**64 + 7])
 def test_seeds_outside_64_bits_are_rejected(seed):
-    with pytest.raises(ConfigError, match=r"a key is made of a seed from 0 to 2\*\*64 - 1, found"):
+    with pytest.raises(ConfigError, match=r"seed: expected an integer from 0 to 2\*\*64 - 1, found"):
         make_key(seed, Domain.ORDER)
 
 

@@ -174,8 +174,8 @@ ERRORS = {
             default_root_dir=path, max_steps=1, accelerator="cpu", callbacks=[Counting(), Counting()]
         ).fit(Regression(), Data()),
         "several callbacks or loggers of this run have a state, and the same state_key: Counting. A checkpoint could "
-        "not tell whose is whose. Leave one out, let them differ in what the key names, or define the property "
-        "state_key in their class so that it does.",
+        "not distinguish their states. Remove one of the objects, give them arguments that make the keys differ, or "
+        "define the property state_key in the class.",
     ),
     "one callback twice": (
         lambda path: bare_trainer(path, callbacks=[lumen.Callback()] * 2),

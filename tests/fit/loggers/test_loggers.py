@@ -351,7 +351,7 @@ def test_changed_hyperparameters_are_recorded_on_resume(tmp_path):
     assert event.step == 4
     assert event.tensor_proto.string_val[0].decode() == "changed:\n\n* `model.lr`: 0.01 → 0.02"
     assert hyperparameters(directory)["model.lr"] == 0.01
-    assert (directory / "run.log").read_text().count("model.lr 0.01 there, 0.02 here") == 1
+    assert (directory / "run.log").read_text().count("model.lr was 0.01, is 0.02") == 1
 
 
 def test_nested_event_files_are_truncated_too(tmp_path):

@@ -157,16 +157,16 @@ def test_stop_at_epoch_end_reports_no_changed_settings(tmp_path, caplog):
     [
         (
             {"accumulate_grad_batches": {1: 2}},
-            "accumulate_grad_batches '{0: 1, 1: 3, 3: 8, 4: 2}' there, '{0: 1, 1: 2}' here; global_batch_size "
-            "'{0: 4, 1: 12, 3: 32, 4: 8}' there, '{0: 4, 1: 8}' here",
+            "accumulate_grad_batches was '{0: 1, 1: 3, 3: 8, 4: 2}', is '{0: 1, 1: 2}'; global_batch_size "
+            "was '{0: 4, 1: 12, 3: 32, 4: 8}', is '{0: 4, 1: 8}'",
         ),
-        ({"accumulate_grad_batches": SCHEDULE | {9: 1}}, "; global_batch_size '{0: 4, 1: 12, 3: 32, 4: 8}' there, "),
+        ({"accumulate_grad_batches": SCHEDULE | {9: 1}}, "; global_batch_size was '{0: 4, 1: 12, 3: 32, 4: 8}', "),
         (
             {"accumulate_grad_batches": 1},
-            "accumulate_grad_batches '{0: 1, 1: 3, 3: 8, 4: 2}' there, 1 here; global_batch_size "
-            "'{0: 4, 1: 12, 3: 32, 4: 8}' there, 4 here",
+            "accumulate_grad_batches was '{0: 1, 1: 3, 3: 8, 4: 2}', is 1; global_batch_size "
+            "was '{0: 4, 1: 12, 3: 32, 4: 8}', is 4",
         ),
-        ({"accumulate_grad_batches": 1, "global_batch_size": 8}, "'{0: 4, 1: 12, 3: 32, 4: 8}' there, 8 here"),
+        ({"accumulate_grad_batches": 1, "global_batch_size": 8}, "was '{0: 4, 1: 12, 3: 32, 4: 8}', is 8"),
     ],
 )
 @pytest.mark.parametrize("step", [4, 8, 10])

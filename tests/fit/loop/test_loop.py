@@ -128,7 +128,7 @@ def test_durations_can_be_written_in_three_ways(tmp_path, duration, seconds):
         ({"precision": "fp8"}, "no precision is named 'fp8'; use one of fp32"),
         ({"strategy": "magic"}, "strategy: 'magic' is unknown"),
         ({"devices": "many"}, "devices: .* found 'many'"),
-        ({"accelerator": "abacus"}, "accelerator: 'abacus' is not available here; there are: auto"),
+        ({"accelerator": "abacus"}, "accelerator: 'abacus' is not available on this machine; available: auto"),
     ],
 )
 def test_invalid_trainer_setting_is_named_at_construction(tmp_path, options, message):

@@ -216,8 +216,8 @@ def test_skipped_fp16_updates_are_logged_without_flooding(tmp_path, caplog):
 
     skipped = run(max_steps=4)
     assert skipped >= 5
-    assert caplog.text.count("an update was skipped, because its gradients overflow at a loss scale of 65536") == 1
-    assert "5 updates in a row were skipped, and the loss scale has fallen to 2048" in caplog.text
+    assert caplog.text.count("skipped an update, because its gradients overflow at a loss scale of 65536") == 1
+    assert "skipped 5 updates in a row, and the loss scale has fallen to 2048" in caplog.text
     assert f"fp16: {skipped} updates were skipped" in caplog.text
     assert run(max_steps=6) >= skipped  # all of the run's are counted
     assert "an update was skipped" not in caplog.text

@@ -188,13 +188,13 @@ def test_process_with_one_visible_device_uses_it(monkeypatch, visible, local_ran
 def test_more_processes_than_devices_are_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="process 3 of 4 on this node has no device: 2 are visible"):
+    with pytest.raises(ConfigError, match="process 3 of 4 on this node has no device: only 2 devices are visible"):
         choose_device("cuda", Processes(3, 4, 3, 4))
 
 
 @pytest.mark.parametrize("devices", [[0, 2], "0,2"])
 def test_device_indices_suggest_cuda_visible_devices(devices):
-    with pytest.raises(ConfigError, match="Set CUDA_VISIBLE_DEVICES to say which ones"):
+    with pytest.raises(ConfigError, match="Choose devices with CUDA_VISIBLE_DEVICES"):
         make_strategy("auto", "cpu", devices)
 
 
@@ -231,7 +231,7 @@ def test_precision_check_does_not_touch_the_device(monkeypatch):
 def test_fp16_with_gradients_on_the_host_is_refused():
     make_precision("bf16").check(CUDA, torch.device("cpu"))
     make_precision("fp16").check(torch.device("cpu"), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"fp16 with FSDP\(cpu_offload=True\): .* Use bf16"):
+    with pytest.raises(ConfigError, match=r"fp16 does not support FSDP\(cpu_offload=True\)\. .* Use precision: bf16"):
         make_precision("fp16").check(CUDA, torch.device("cpu"))
 
 

@@ -404,7 +404,7 @@ def test_where_nothing_is_whole_that_is_said(refused):
     [
         (["nowhere"], "nowhere does not exist. Give a checkpoint, a run, or safetensors files.", 1),
         (["empty"], "no valid checkpoint found in empty.", 1),
-        (["notes.txt"], "notes.txt is no safetensors file", 1),
+        (["notes.txt"], "notes.txt is not a safetensors file", 1),
         (["model.ckpt"], "model.ckpt is a pickle", 2),
         (["step-1", "--which", "best"], "--which best: step-1 is not a run. Give the directory of a run.", 2),
         (["step-1", "--module", "c"], "--module c: step-1 has no such module.", 2),
@@ -447,7 +447,7 @@ def test_what_exists_is_never_overwritten(refused):
 def test_best_without_monitor_explains_itself(refused):
     quiet_trainer(Path(), max_steps=2).fit(Regression(), loader())
     said = refused("runs/run", "--output", "x", "--which", "best", code=1)
-    assert "no checkpoint is known as best, because no ModelCheckpoint that saves there has a monitor" in said
+    assert "no checkpoint is recorded as best, because no ModelCheckpoint that saves there has a monitor" in said
 
 
 def test_only_what_is_exported_needs_to_be_whole(refused):

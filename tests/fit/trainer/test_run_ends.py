@@ -305,7 +305,9 @@ def test_full_disks_name_the_path(tmp_path, name, monkeypatch, capsys):
             said = str(caught.value)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"/{name} cannot be written: File too large. See that it can be written, and resume the run." in said
+    assert (
+        f"/{name} cannot be written: File too large. Check the permissions and the disk, then resume the run." in said
+    )
 
 
 def test_unwritable_record_is_one_named_error(tmp_path):

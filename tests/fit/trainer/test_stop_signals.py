@@ -166,5 +166,5 @@ def test_unlaunched_slurm_tasks_suggest_srun(tmp_path, monkeypatch, others, said
         fit(tmp_path)
     finally:
         logging.getLogger("lumen").removeHandler(handler)
-    notice = "SLURM has 4 tasks for this job, and this process runs alone; write srun before the command"
+    notice = "SLURM has 4 tasks for this job, but this process runs alone; put srun before the command"
     assert (notice in lines) == said

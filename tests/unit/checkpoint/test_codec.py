@@ -137,7 +137,7 @@ def test_a_cycle_and_endless_nesting_are_errors():
     deep = []
     for _ in range(101):
         deep = [deep]
-    with pytest.raises(CheckpointError, match="nested more than 100 deep"):
+    with pytest.raises(CheckpointError, match="nested more than 100 levels deep"):
         encode(deep, {}, "x")
     assert same(round_trip(deep[0]), deep[0])
     shared = [1]

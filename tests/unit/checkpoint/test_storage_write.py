@@ -133,7 +133,7 @@ def test_the_manifest_tells_what_is_inside(tmp_path):
 
 def test_a_committed_checkpoint_is_never_overwritten(tmp_path):
     path = small(tmp_path / "step-1")
-    with pytest.raises(CheckpointError, match="never overwritten"):
+    with pytest.raises(CheckpointError, match="never overwrites"):
         save(path, model={"w": torch.ones(1)})
     assert_small(path)
     assert os.listdir(tmp_path) == ["step-1"]
@@ -155,7 +155,7 @@ BAD_SAVES = {
     "meta": ({"model": {"w": torch.empty(2, device="meta")}}, {}, "model/w: .* meta cannot be saved"),
     "reserved name": ({"model": {"__metadata__": torch.ones(1)}}, {}, "reserves this name"),
     "object in info": ({}, {"x": object()}, r"info\.x: an object of type object cannot be saved"),
-    "tensor in info": ({}, {"x": torch.ones(1)}, r"info\.x: `info` holds no tensors"),
+    "tensor in info": ({}, {"x": torch.ones(1)}, r"info\.x: `info` cannot hold tensors"),
 }
 
 
