@@ -21,6 +21,7 @@ from lumen.checkpoint.settings import get_data_fingerprints, get_modes, get_trai
 from lumen.checkpoint.user_state import HookAdditions, collect_states, make_ambiguous_key_error
 from lumen.console import logger as _log
 from lumen.distributed.dtensor import is_sharded
+from lumen.distributed.process_location import Frame
 from lumen.distributed.processes import Processes
 from lumen.errors import LumenError, NonFiniteLoss
 from lumen.run.run import Run
@@ -182,7 +183,9 @@ def check_additions(run: Run) -> None:
         except LumenError:
             raise
         except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+            frames = traceback.extract_tb(error.__traceback__)
+            users = [each for each in frames if Frame(each.filename, each.lineno or 0, each.name).is_in_user_code]
+            frame = (users or frames)[-1]
             _log.warning(
                 "cannot check before training that all states can be saved: %s line %d, in %s: %r. Every save fails "
                 "like this, unless training creates the missing data",
