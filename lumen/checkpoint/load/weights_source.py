@@ -561,7 +561,7 @@ def _select_average(checkpoint: Checkpoint, average: str) -> Checkpoint:
     if len(chosen) == 1:
         averages = found[chosen[0]].items()
         return checkpoint.with_averages({name: [(checkpoint, *place)] for name, place in averages})
-    available = f"Available: {', '.join(found)}." if found else "The checkpoint has no averages."
+    available = f"Available: {', '.join(found)}." if found else "The checkpoint has none at all."
     count = "several averages" if chosen else "no average"
     raise ConfigError(f"average {average}: {checkpoint.path} has {count} of that name. {available}")
 

@@ -171,7 +171,7 @@ def test_a_damaged_one_is_passed_over_or_named(capsys):
     content[-1] ^= 1
     file.write_bytes(content)
     assert main(["export", RUN, "--average", "last:3", "--output", "mean.safetensors"]) == 0
-    assert "step-00000006 is damaged and is not in the mean" in capsys.readouterr().err
+    assert "step-00000006 is damaged and is not part of the mean" in capsys.readouterr().err
     assert same(load_file("mean.safetensors"), mean([states[2], states[4], states[8]]))
     with pytest.raises(CheckpointDamaged, match="step-00000006"):
         Turning.load_from_checkpoint(RUN, average=[f"{RUN}/checkpoints/step-{step:08d}" for step in (4, 6)])
@@ -348,7 +348,9 @@ def test_an_average_of_nothing_is_refused():
     trainer, data = bare_trainer(Path()), loader(**DATA)
     with pytest.raises(ConfigError, match="validate: average='EMA' needs a checkpoint"):
         trainer.validate(Normed(), data, average="EMA")
-    with pytest.raises(ConfigError, match=r"average EMA: .* has no average of that name. It has none at all."):
+    with pytest.raises(
+        ConfigError, match=r"average EMA: .* has no average of that name. The checkpoint has none at all."
+    ):
         trainer.validate(Normed(), data, RUN, average="EMA")
     with pytest.raises(ConfigError, match="average='EMA' and average='last:2' of ckpt_path were set"):
         trainer.validate(Normed(), data, lumen.Weights(RUN, average="last:2"), average="EMA")

@@ -25,7 +25,7 @@ def fit(tmp_path, callbacks, epochs=3, **options):
 
 def told(caplog):
     return [
-        record.getMessage().partition("step-00000006 ")[2] for record in caplog.records if "begin" in record.message
+        record.getMessage().partition("step-00000006 ")[2] for record in caplog.records if " start" in record.message
     ]
 
 

@@ -302,7 +302,7 @@ def test_other_optimizer_or_schedule_names_part_to_omit(tmp_path, source):
         (
             other,
             None,
-            r"schedulers \['StepLR every step'\], the run has \['ExponentialLR every step'\].*\[model, optimizer",
+            r"schedulers \['StepLR every step'\], but the run has \['ExponentialLR every step'\].*\[model, optimizer",
         ),
         (groups, ["schedulers"], r"learning rates of 1 parameter groups, but the run has 2"),
     ):
