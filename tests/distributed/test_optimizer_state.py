@@ -69,7 +69,7 @@ def test_fsdp_refuses_modules_added_in_training(group, tmp_path):
 
 def refuse_growth(folder):
     trainer = bare_trainer(folder, max_epochs=3, strategy="fsdp")
-    with pytest.raises(TrainingError, match="branch.weight, branch.bias were added after the parameters were sharded"):
+    with pytest.raises(TrainingError, match=r"branch.weight, branch.bias were added after the parameters were sharded"):
         trainer.fit(Growing(), loader(dtype=torch.float64))
     return trainer.global_step
 

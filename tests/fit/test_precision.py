@@ -651,7 +651,7 @@ HAS_MPS = torch.backends.mps.is_available()
 
 @pytest.mark.skipif(HAS_MPS, reason="there is MPS")
 def test_unavailable_accelerator_lists_the_available_ones():
-    with pytest.raises(ConfigError, match="'mps' is not available on this machine; available: auto, .*cpu"):
+    with pytest.raises(ConfigError, match=r"'mps' is not available on this machine; available: auto, .*cpu"):
         lumen.Trainer(max_epochs=1, accelerator="mps")
 
 

@@ -348,9 +348,7 @@ def test_an_average_of_nothing_is_refused():
     trainer, data = bare_trainer(Path()), loader(**DATA)
     with pytest.raises(ConfigError, match="validate: average='EMA' needs a checkpoint"):
         trainer.validate(Normed(), data, average="EMA")
-    with pytest.raises(
-        ConfigError, match=r"average EMA: .* has no average of that name. The checkpoint has none at all."
-    ):
+    with pytest.raises(ConfigError, match=r"average EMA: .* has no average of that name. .* none at all."):
         trainer.validate(Normed(), data, RUN, average="EMA")
     with pytest.raises(ConfigError, match="average='EMA' and average='last:2' of ckpt_path were set"):
         trainer.validate(Normed(), data, lumen.Weights(RUN, average="last:2"), average="EMA")
