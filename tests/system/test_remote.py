@@ -620,7 +620,7 @@ def refused(tmp_path, dirpath, error=CheckpointError):
 
 
 def test_unusable_place_raises_before_the_run(tmp_path, bucket, monkeypatch):
-    assert "bucket does not exist. Create it" in refused(tmp_path, "s3://no-such-bucket/run")
+    assert "bucket does not exist. Create the bucket" in refused(tmp_path, "s3://no-such-bucket/run")
     assert "unsupported URL scheme: Protocol not known: s33" in refused(tmp_path, "s33://bucket", ConfigError)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "s3fs", None)
