@@ -330,7 +330,7 @@ def train_tied(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"wrap": "Block", "wrap_min_parameters": 3}, "Set one"),
+        ({"wrap": "Block", "wrap_min_parameters": 3}, "Set only one"),
         ({"sharding_strategy": "zero3"}, "expected one of full_shard"),
         ({"shard_size": 2}, "hybrid_shard"),
         ({"sharding_strategy": "no_shard", "reshard_after_forward": True}, "no_shard keeps parameters unsharded"),
