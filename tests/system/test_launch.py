@@ -638,11 +638,11 @@ def test_one_process_of_slurm_is_alone(change):
 @pytest.mark.parametrize(
     ("environment", "options", "message"),
     [
-        ({}, {"devices": 4}, "devices: 4 asked for, but torchrun started 2 processes of this run on this node"),
-        ({}, {"devices": 1}, "devices: 1 asked for, but torchrun started 2"),
-        ({}, {"num_nodes": 2}, "num_nodes: 2 asked for, but torchrun started 1 nodes"),
-        ({}, {"strategy": "single"}, "SingleDevice runs one process, but torchrun started 2. Use strategy: ddp"),
-        ({"RANK": "2"}, {}, "says process 2 of 2"),
+        ({}, {"devices": 4}, "devices: 4 requested, but torchrun started 2 processes of this run on this node"),
+        ({}, {"devices": 1}, "devices: 1 requested, but torchrun started 2"),
+        ({}, {"num_nodes": 2}, "num_nodes: 2 requested, but torchrun started 1 nodes"),
+        ({}, {"strategy": "single"}, "SingleDevice runs one process, but torchrun started 2 processes. Use"),
+        ({"RANK": "2"}, {}, "process 2 of 2"),
         ({"RANK": "first"}, {}, "RANK: expected a number, found 'first'"),
         (None, {"num_nodes": 2, "devices": 4}, "torchrun --nnodes 2 --nproc-per-node 4"),
         (None, {"devices": 0}, "devices: expected a number of devices or auto, found 0"),

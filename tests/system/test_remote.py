@@ -628,7 +628,7 @@ def test_unusable_place_raises_before_the_run(tmp_path, bucket, monkeypatch):
         assert "pip install 'lumen[remote]'" in refused(tmp_path, str(bucket), ConfigError)
     for name, value, message in (
         ("AWS_ACCESS_KEY_ID", None, "Unable to locate credentials.* Check the network"),
-        ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "kept in s3://bucket-.*Could not connect.*127.0.0.1:9.* Check the"),
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "in s3://bucket-.*Could not connect.*127.0.0.1:9.* Check the"),
     ):
         forget_clients()
         with monkeypatch.context() as patch:
