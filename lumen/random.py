@@ -159,7 +159,7 @@ def watch_generators(memories: tuple[Any, Any, Any]) -> None:
 
 
 def seed_unless_unused(seed: int, domain: Domain, *words: int) -> SeededState:
-    """Seed the global generators, unless they are unused since Lumen seeded them.
+    """Seed the global generators, if anything has drawn from them since Lumen last seeded them.
 
     Args:
         seed: The seed of the key, as in `make_key`.

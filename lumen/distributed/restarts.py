@@ -158,7 +158,10 @@ def describe_exit(code: int) -> str:
 
 
 def _is_same_failure(before: Failure, now: Failure) -> bool:
-    """Return True if the cause is not a machine: the same error at the same step; another rank may report it first."""
+    """Return True if two failures are the same error at the same step, of any rank.
+
+    The cause is then the task, not a machine, so a restart would not help.
+    """
     if (before.kind, before.step) != (now.kind, now.step) or now.kind in (ProcessLost.__name__, ProcessStuck.__name__):
         return False
     if now.kind is None:

@@ -110,7 +110,8 @@ def call_before_poll(agent: Any, check: Callable[[Any], Any]) -> None:
 
     Args:
         agent: An elastic agent that has not run yet.
-        check: A function of the worker group, which returns the result for the agent, or None to let the agent check.
+        check: A function that takes the worker group. It returns the result that the agent uses, or None to let the
+            agent check.
 
     Raises:
         ConfigError: The installed torch lacks the method.

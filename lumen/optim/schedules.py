@@ -167,7 +167,7 @@ def linear(optimizer: Optimizer, steps: int, *, floor: float = 0.0, warmup: int 
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.
-        steps: Length of the schedule with its warm-up: that of the run.
+        steps: Length of the schedule in steps, warm-up included; normally the length of the run.
         floor: The fraction of the peak at which the schedule ends and stays, in [0, 1].
         warmup: Steps of linear warm-up; 0 for none.
         start: The fraction of the peak at which the warm-up begins, in [0, 1].
@@ -230,8 +230,8 @@ def wsd(
 
     Args:
         optimizer: The optimizer; the learning rates of its groups are the peaks.
-        steps: Length of the schedule with its warm-up: that of the run.
-        decay: Number of steps that decay, at least 1; in a shorter run all steps after the warm-up.
+        steps: Length of the schedule in steps, warm-up included; normally the length of the run.
+        decay: Number of steps of the decay, at least 1. If fewer steps follow the warm-up, the decay has all of them.
         shape: The shape of the decay: "sqrt" for `1 - sqrt(x)`, "linear" for `1 - x`.
         floor: The fraction of the peak at which the schedule ends and stays, in [0, 1].
         warmup: Steps of linear warm-up; 0 for none.

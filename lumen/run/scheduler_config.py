@@ -332,7 +332,7 @@ def _describe_misfit(scheduler: Any, begin: int, moves: int, config: SchedulerCo
 
 
 def _describe_too_early(scheduler: Any, begin: int, moves: int, horizon: Horizon) -> str | None:
-    """Return the effect that comes too early if a schedule usually given in epochs steps every optimizer step."""
+    """Return the effect that comes too early if a schedule that counts epochs moves at every optimizer step."""
     epochs, per_epoch = horizon.epochs or 0, math.inf if horizon.lengths is None else horizon.lengths.get_length(0)
     if isinstance(scheduler, (lr_scheduler.StepLR, lr_scheduler.ExponentialLR)) and 0 < scheduler.gamma < 1:
         size = getattr(scheduler, "step_size", 1)

@@ -365,7 +365,7 @@ def _check_parameters(keys: list[tuple[nn.Module, str]], names: dict[int, str]) 
 
 
 def _move_to_device(keys: list[tuple[nn.Module, str]], unit: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers to the device, with rank 0's values, except on the meta device. Collective."""
+    """Move parameters and buffers that are not on the meta device, with rank 0's values. Collective."""
     is_distributed = dist.get_world_size() > 1
     parameters = [get_direct_parameters(module)[key] for module, key in keys]
     for tensor in (*parameters, *unit.buffers()):

@@ -22,7 +22,7 @@ class SingleDevice(Strategy):
         device: The device to which the task is moved, such as "cuda:1".
         timeout_s: The longest time of a step without progress before Lumen ends the process; in seconds, > 0. Infinity
             disables the limit.
-        startup_timeout_s: The limit until the first step ends, in evaluations and between steps.
+        startup_timeout_s: The limit until the first step ends, and also within evaluations and between steps.
     """
 
     def __init__(

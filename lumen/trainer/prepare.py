@@ -226,8 +226,8 @@ def prepare_run(
         run: A run of any stage that has just been opened.
         ckpt_path: Parameters to evaluate; None: the task's current parameters, or the initial parameters of the run.
         average: Averages to evaluate in place of the checkpoint's parameters, or None.
-        configure_optimizers: The function that `fit` was given to replace the task's `configure_optimizers`, for
-            searches in `setup`.
+        configure_optimizers: The argument `configure_optimizers` of `fit`, which replaces the task's method. A search
+            for a learning rate in `setup` needs the function.
 
     Returns:
         The checkpoint from which the run resumes, or None.

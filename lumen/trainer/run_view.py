@@ -67,9 +67,9 @@ class TrainerState:
 class RunView:
     """View of a trainer for callbacks and tasks. Only `should_stop` and a few methods change the run.
 
-    `Trainer` is the only subclass: this class has the members for callbacks, and `Trainer` opens runs. The names are
-    Lightning's, except for the names that docs/site/trainer.md lists as Lumen's own. Arguments of the trainer have
-    their values after `fast_dev_run` and `overfit_batches`, and are read only.
+    `RunView` has the members that callbacks use. Its only subclass, `Trainer`, adds the methods that open runs. The
+    names are Lightning's, except for the names that docs/site/trainer.md lists as Lumen's own. Attributes named like
+    arguments of the trainer are read only. `fast_dev_run` and `overfit_batches` may have changed their values.
 
     Attributes:
         plan: Length of the run, and times of validations and logs.
@@ -210,8 +210,8 @@ class RunView:
     def should_stop(self) -> bool:
         """Request to end training. Set True, on one rank or on all, to end training after the step in progress.
 
-        This applies in all hooks and steps of the task and of callbacks. If a thread sets it, or a callback with
-        `may_stop_at_steps = False`, several processes stop one step later.
+        This applies in all hooks and steps of the task and of callbacks. A run on several
+        processes stops one step later if a thread, or a callback with `may_stop_at_steps = False`, sets `should_stop`.
         """
         return self._run is not None and self._run.progress.should_stop
 
@@ -238,15 +238,15 @@ class RunView:
         """Undo the step in progress: resume from a checkpoint, and leave out this step and some steps around it.
 
         Lumen closes the run and reopens it, as after a kill, from the newest checkpoint that is older than all left-out
-        steps. Lumen removes newer checkpoints. Left-out batches count as used, but not as steps. Without such a
-        checkpoint the run ends with a `TrainingError`.
+        steps. Lumen removes newer checkpoints. Left-out batches count as used, but not as steps. If no
+        checkpoint is older than all left-out steps, the run ends with a `TrainingError`.
 
         Every rank must call this within a training step. Elsewhere it raises a `TrainingError`.
 
         Args:
-            before: Number of steps before this step to leave out too, >= 0, each of as many micro-batches as this
-                step.
-            after: Number of steps after this step to leave out too, >= 0.
+            before: Number of earlier steps to leave out as well, >= 0. Each earlier step counts as having as many
+                micro-batches as this step.
+            after: Number of later steps to leave out as well, >= 0.
         """
         check_at_least(0, before=before, after=after)
         if not self.run.log.in_train_step or self.run.step.is_updating:
@@ -383,7 +383,7 @@ class RunView:
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """Entries of `callback_metrics` that loggers receive, under the loggers' names."""
+        """Entries of `callback_metrics` that loggers receive, under the names that loggers receive."""
         if self._run is None:
             return {}
         train = self._run.log.train
@@ -608,7 +608,7 @@ class RunView:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of a training epoch, as a single process counts; infinite if the loader has no length."""
+        """Micro-batches of a training epoch, summed over all processes; infinite if the loader has no length."""
         if (adapter := self.run.loaders.train) is None:
             raise ConfigError("the training loader is not open: read this attribute during fit.")
         return self._count_batches("train", adapter)
@@ -647,22 +647,22 @@ class RunView:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in the sanity check, as a single process counts."""
+        """Batches of each validation loader in the sanity check, summed over all processes."""
         return self._list_evaluation_batches("sanity", "fit")
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader, as a single process counts; infinite for a loader without a length."""
+        """Batches of each validation loader, summed over all processes; infinite for a loader without a length."""
         return self._list_evaluation_batches("validate", "fit", "validate")
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Batches of each test loader, as a single process counts; infinite for a loader without a length."""
+        """Batches of each test loader, summed over all processes; infinite for a loader without a length."""
         return self._list_evaluation_batches("test", "test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches of each prediction loader, as a single process counts; infinite for a loader without a length."""
+        """Batches of each prediction loader, summed over all processes; infinite for a loader without a length."""
         return self._list_evaluation_batches("predict", "predict")
 
     @property

@@ -62,13 +62,13 @@ class Trainer(RunView):
         max_epochs: Epochs to train. `fit` requires `max_epochs`, `max_steps` or `max_time`, and ends at the first
             limit.
         max_steps: Optimizer updates to make.
-        max_time: Training time over all resumed parts: "DD:HH:MM:SS", a timedelta, or a dictionary of timedelta's
-            keywords.
+        max_time: Training time of the run, summed over its first start and all resumes: "DD:HH:MM:SS", a timedelta,
+            or a dictionary of timedelta's keywords.
         min_epochs: Epochs before a callback may stop the run.
         min_steps: Optimizer updates before a callback may stop the run.
         accelerator: `auto` (CUDA, else MPS, else CPU), `cpu`, `cuda` or `mps`.
         devices: Number of devices per node, with one process each. Default: the number of processes that torchrun or
-            SLURM started, else 1. `auto`: all accelerators. Lumen starts the processes that no launcher has started.
+            SLURM started, else 1. `auto`: all accelerators. Lumen starts the processes unless torchrun or SLURM did.
         num_nodes: Number of nodes. Default: the number of nodes on which torchrun or SLURM started processes, else 1.
         strategy: `auto` (DDP if there are several processes), `single`, `ddp`, `fsdp`, or a `Strategy`.
         precision: `fp32`; `bf16` or `fp16` (autocast); `bf16-true` or `fp64` (parameters and batches); or a
@@ -105,15 +105,16 @@ class Trainer(RunView):
         default_root_dir: Directory in which Lumen creates run directories.
         name: Name of the run. Default: the config file's stem, else the task's class name.
         resume: None: start a new run directory `name`, `name-2`, ... "auto": resume from the newest valid checkpoint of
-            `name`, or start `name`. "last": the same, but a checkpoint must exist. "best", or a path of a checkpoint or
-            run: start a new run directory from this checkpoint.
+            `name`, or start `name`. "last": the same, but a checkpoint must exist. "best": start a new run
+            directory from the best checkpoint of `name`. A path: the same, from that checkpoint or run.
         resume_parts: Parts of the checkpoint that a new run takes over from "best" or a path. Default: all parts.
-            `model`: parameters, buffers and additions of `on_save_checkpoint`; without it the task initializes them.
-            `optimizer`: its state and the scale of fp16; without it the optimizer begins empty. `schedulers`: their
-            state and the learning rates; without it new schedulers start at the step and epoch where the run begins (a
-            scheduler with a monitor restarts). `progress`: step, epoch, time, states of callbacks, and seed;
-            without it the run begins at step 0 of epoch 0. `data`, which needs `progress`: the position in the epoch,
-            the values logged in the epoch, and the data module's state; without it the epoch restarts.
+            `model`: parameters, buffers and additions of `on_save_checkpoint`; if left out, the task keeps the
+            parameters that it was built with. `optimizer`: optimizer state and loss scale of fp16; if left out, the
+            optimizer has no state. `schedulers`: scheduler state and learning rates; if left out, new schedulers are
+            moved to the first step of the new run (a scheduler with a monitor restarts). `progress`: step, epoch, time,
+            states of callbacks, and seed; if left out, the run begins at step 0 of epoch 0. `data`, which needs
+            `progress`: the position in the epoch, the values logged in the epoch, and the data module's state; if left
+            out, the epoch restarts.
         init_from: Initial parameters and buffers of a new run: the path or URL of a checkpoint, a run or safetensors
             files, or a `Weights`, which renames and omits names. A resumed run ignores this argument.
         max_restarts: If a process of `fit` fails, the launcher restarts all processes from the newest checkpoint, at
@@ -128,7 +129,8 @@ class Trainer(RunView):
         detect_anomaly: Find the operation that made a loss NaN or infinite, or whose backward made a NaN; slow.
         sync_batchnorm: Convert each BatchNorm to `torch.nn.SyncBatchNorm`, which sees the batches of all processes and
             needs CUDA.
-        profiler: `simple`: a table of the time per part; `advanced`: by function; `torch`: traces; or a `Profiler`.
+        profiler: `simple`: a table of the time in each hook, step and loader; `advanced`: in each function; `torch`:
+            traces; or a `Profiler`.
         inference_mode: Evaluate under `torch.inference_mode`; False: under `torch.no_grad`. Hooks that start or end an
             evaluation, such as `on_validation_start`, always run under `torch.no_grad`.
         halve_on_oom: If a micro-batch does not fit into memory, run it again as two halves, with the same gradient; not
@@ -355,7 +357,8 @@ class Trainer(RunView):
 
         Args:
             model: The task to evaluate. Default: the task of the previous run, with its data unless data is given. If
-                that run had a `ModelCheckpoint` with a monitor, Lumen loads the best checkpoint of the run.
+                that run had a `ModelCheckpoint` with a monitor and `ckpt_path` is None, Lumen then loads the best
+                checkpoint of the run.
             dataloaders: A loader, several, or a data module; None if the task provides its loaders.
             ckpt_path: Parameters to load first: "best" or "last" of the run, or any value of `init_from`. Default: the
                 task's current parameters, with a warning if they were never trained or loaded.

@@ -181,7 +181,8 @@ class Checkpoint:
         first source, or float32 if that dtype is narrower. This method reads no data.
 
         Args:
-            averages: Sources by name of a tensor of this checkpoint: tuples of checkpoint, section and name.
+            averages: For the name of each averaged tensor, its sources: tuples of checkpoint, section and name of a
+                tensor.
         """
         averaged = copy(self)
         averaged.averages = averages

@@ -116,8 +116,8 @@ class Storage(ABC):
     file, and `commit` makes the draft a complete checkpoint:
 
     * Local directory: the draft is a temporary directory next to the final path, and the commit is one rename.
-    * Object store, which cannot rename: the draft is written to the final path, under unique names. The draft is
-      `find_uncommitted` until its manifest exists. The upload of the manifest completes the checkpoint.
+    * Object store, which cannot rename: the draft is written to the final path, under unique names. Until
+      its manifest exists, `find_uncommitted` finds the draft. The upload of the manifest completes the checkpoint.
 
     `remove` works in reverse order: it first removes the name or the manifest, then the rest.
 
@@ -367,7 +367,7 @@ class _Descriptor:
 
 
 def make_directory(path: Path) -> None:
-    """Create a new directory and its missing parents; the names of the parents survive a power loss.
+    """Create a new directory and its missing parents; new parents survive a power loss.
 
     Raises:
         OSError: The directory exists, or cannot be created.

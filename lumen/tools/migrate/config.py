@@ -163,7 +163,7 @@ class ConfigEditor:
 
 
 def _find_last_scalar(node: yaml.Node) -> yaml.Node:
-    """Return the last node in a value: YAML puts the end of a block at the beginning of the next block."""
+    """Return the last scalar in a value. The scalar ends where the value ends; YAML reports a later end for a block."""
     while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         node = last[1] if isinstance(last, tuple) else last

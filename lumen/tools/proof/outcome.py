@@ -262,7 +262,7 @@ def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def compare_values(reference: Outcome, other: Outcome, tolerance: float) -> tuple[float, list[str], set[str]]:
-    """Compare the logged values that both outcomes have, and all values of an evaluation.
+    """Compare the logged values of two outcomes. Rows of `fit` that only one outcome has are ignored.
 
     Returns:
         The largest difference, without float32 rounding. Names of values that differ by more than the tolerance, in

@@ -33,7 +33,7 @@ class VariantSize:
 
     Attributes:
         steps: Number of optimizer steps.
-        accumulate: Number of micro-batches of a step on one process, even.
+        accumulate: Number of micro-batches of a step on one process; an even number.
         epoch_steps: Number of optimizer steps in an epoch.
         val_batches: Number of batches of a validation, odd, so that two processes have unequal shares.
         save_every: Steps between two checkpoints, and between two validations.

@@ -199,7 +199,7 @@ def run_variant(
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """Return an error as plain data: class, message, line of user code, traceback, and if it is a LumenError."""
+    """Return an error as plain data: class, message, line of user code, traceback, and whether it is a LumenError."""
     frames = [Frame(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(error.__traceback__)]
     place = next(
         (f"{each.file}:{each.line}, in {each.function}" for each in reversed(frames) if each.is_in_user_code), ""

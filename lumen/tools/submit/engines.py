@@ -11,7 +11,7 @@ from lumen.errors import ConfigError
 
 
 def quote_words(*words: str) -> str:
-    """Return words quoted for bash, printable and on one line for any bytes."""
+    """Return words quoted for bash. The result is printable and has one line, regardless of the words' bytes."""
     return " ".join(shlex.quote(word) if word.isprintable() else f"$'{_escape_word(word)}'" for word in words)
 
 
