@@ -80,20 +80,20 @@ def _dispatch(args: list[str], *, is_own_command_line: bool) -> int:
 
 def _show_help() -> None:
     registered = commands.list_registered()
-    ours, others = [*commands.LOOPS, *registered[True]], registered[False]
+    ours, rest = [*commands.LOOPS, *registered[True]], registered[False]
     width = max(map(len, commands.LOOPS))
-    lines = {name: f"  {name:{width}}  {commands.get_summary(name)}" for name in (*ours, *others)}
+    lines = {name: f"  {name:{width}}  {commands.get_summary(name)}" for name in (*ours, *rest)}
     head = "lumen COMMAND --config FILE [--KEY VALUE ...]"
-    more = "lumen COMMAND --help says more; with --verbose errors show every frame."
-    print(head, *map(lines.get, ours), "without a config:", *map(lines.get, others), more, sep="\n", file=stdout)
+    end = "lumen COMMAND --help shows the options; with --verbose errors show every frame."
+    print(head, *map(lines.get, ours), "without a config:", *map(lines.get, rest), end, sep="\n", file=stdout)
 
 
 def _handle_verbose(words: list[str]) -> list[str]:
     """Return a command line without `--verbose`, after setting the variable for this process and its children."""
-    own = words.index("--") if "--" in words else len(words)  # another command line follows
-    if "--verbose" in words[:own]:
+    end = words.index("--") if "--" in words else len(words)  # another command line follows
+    if "--verbose" in words[:end]:
         os.environ[VERBOSE] = "1"
-    return [word for word in words[:own] if word != "--verbose"] + words[own:]
+    return [word for word in words[:end] if word != "--verbose"] + words[end:]
 
 
 def strip_launcher_words(words: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ from lumen.task.hyperparameters import HasHyperparameters
 from lumen.task.task_module import TaskModule
 
 
-def seed_of(config: Namespace, checkpoint: Any, name: str) -> int:
+def choose_seed(config: Namespace, checkpoint: Any, name: str) -> int:
     """Return the seed in the settings, else the seed of the checkpoint to resume from, else a new one.
 
     Args:
@@ -40,21 +40,25 @@ def seed_of(config: Namespace, checkpoint: Any, name: str) -> int:
         raise ConfigError("seed_everything: false: a run always has a seed. Leave it out: one is drawn and recorded.")
     if config.seed_everything is not None and config.seed_everything is not True:
         return check_seed("seed_everything", config.seed_everything)
-    own = expand_path(config.trainer.default_root_dir) / name / "checkpoints"
-    folder, *beside = _dirpaths(config.trainer.callbacks, own) or [own]
-    goes_on = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
-    if not goes_on or is_weights(checkpoint):
+    default_folder = expand_path(config.trainer.default_root_dir) / name / "checkpoints"
+    folder, *other_folders = _list_dirpaths(config.trainer.callbacks, default_folder) or [default_folder]
+    resumes_progress = isinstance(checkpoint, (str, Path)) and "progress" in (config.trainer.resume_parts or PARTS)
+    if not resumes_progress or is_weights(checkpoint):
         return draw_seed()
     # The run verifies the other sections.
-    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), other_folders=beside)
+    found = find_checkpoint(str(checkpoint), folder, sections=(STATE,), other_folders=other_folders)
     return int(found.state["seed"]) if found else draw_seed()
 
 
-def _dirpaths(callbacks: Any, own: Path) -> list[PurePath]:
+def _list_dirpaths(callbacks: Any, default: Path) -> list[PurePath]:
     """Return the directory of each `ModelCheckpoint`; the callback that selects the best checkpoint comes first."""
     savers = [node for node in as_list(callbacks) if node.class_path.endswith(".ModelCheckpoint")]
-    arguments = sorted((node.init_args.as_dict() for node in savers), key=lambda given: not can_rank_checkpoints(given))
-    return [own if given.get("dirpath") is None else as_path_or_url(given["dirpath"]) for given in arguments]
+    arguments = sorted(
+        (node.init_args.as_dict() for node in savers), key=lambda settings: not can_rank_checkpoints(settings)
+    )
+    return [
+        default if settings.get("dirpath") is None else as_path_or_url(settings["dirpath"]) for settings in arguments
+    ]
 
 
 def build_objects(parser: ArgumentParser, config: Namespace) -> Namespace:
@@ -78,14 +82,14 @@ def explain_missing_paths(files: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        here, name = Path.cwd(), error.filename
-        name = name if not isinstance(name, str | os.PathLike) else Path(here, os.fsdecode(name))
-        around = [place for file in files for place in Path(os.path.abspath(expand_path(file))).parents]
-        if isinstance(name, Path) and name.is_relative_to(here):
-            name = name.relative_to(here)
-            if place := next((each for each in around if (each / name).exists()), None):
+        working_directory, name = Path.cwd(), error.filename
+        name = name if not isinstance(name, str | os.PathLike) else Path(working_directory, os.fsdecode(name))
+        folders = [folder for file in files for folder in Path(os.path.abspath(expand_path(file))).parents]
+        if isinstance(name, Path) and name.is_relative_to(working_directory):
+            name = name.relative_to(working_directory)
+            if folder := next((each for each in folders if (each / name).exists()), None):
                 error.add_note(
-                    f"{name} was looked for in {here}, where lumen was started. It is in {place}: start there."
+                    f"lumen was started in {working_directory}, but {name} is in {folder}. Start lumen there."
                 )
         raise
 

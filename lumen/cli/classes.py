@@ -26,18 +26,18 @@ from lumen.errors.lightning_names import INSTEAD_OF_CLASSES, LIGHTNING_PACKAGES,
 _NO_BASES = {"builtins", "types", "typing", "collections.abc", "inspect", "torch"}
 
 
-def hints_in(hint: Any) -> Iterator[Any]:
+def iterate_hints(hint: Any) -> Iterator[Any]:
     """Yield a type, and all types inside it."""
     yield hint
     for each in get_args(hint):
-        yield from hints_in(each)
+        yield from iterate_hints(each)
 
 
-def members_of(hint: Any) -> Iterator[Any]:
+def iterate_alternatives(hint: Any) -> Iterator[Any]:
     """Yield the alternatives of a type: the members of a union, or the type alone."""
     if get_origin(hint) in (Union, UnionType, Annotated):
         for each in get_args(hint)[: 1 if get_origin(hint) is Annotated else None]:
-            yield from members_of(each)
+            yield from iterate_alternatives(each)
     else:
         yield hint
 
@@ -48,52 +48,52 @@ def is_mapping(hint: Any) -> bool:
     return inspect.isclass(kind) and issubclass(kind, Mapping)
 
 
-def item_of(hint: Any, value: Any) -> Any:
+def get_item_type(hint: Any, value: Any) -> Any:
     """Return the type of the items of a dictionary or list; the type of the whole if the item type is unknown.
 
     Args:
         hint: The type of the whole.
         value: A dictionary or a list.
     """
-    typed = [each for each in members_of(hint) if inspect.isclass(get_origin(each))]
+    typed = [each for each in iterate_alternatives(hint) if inspect.isclass(get_origin(each))]
     containers = [each for each in typed if issubclass(get_origin(each), Iterable)]
     fitting = [each for each in containers if is_mapping(each) is isinstance(value, dict)]
     inner = [part for each in fitting for part in get_args(each)[1 if is_mapping(each) else 0 :] if part is not ...]
     return Union[tuple(inner)] if inner else hint  # noqa: UP007
 
 
-def bases_in(hint: Any) -> list[type]:
+def list_bases(hint: Any) -> list[type]:
     """Return the classes in a type that an object may have: the base classes of what a class_path may name."""
-    return [kind for kind in classes_in(hint) if kind.__module__ not in _NO_BASES and Protocol not in kind.__bases__]
+    return [kind for kind in list_classes(hint) if kind.__module__ not in _NO_BASES and Protocol not in kind.__bases__]
 
 
-def classes_in(hint: Any) -> dict[type, None]:
+def list_classes(hint: Any) -> dict[type, None]:
     """Return the classes in a type."""
-    inner = chain.from_iterable((part, get_origin(part)) for part in hints_in(hint))
+    inner = chain.from_iterable((part, get_origin(part)) for part in iterate_hints(hint))
     return dict.fromkeys(filter(inspect.isclass, inner))
 
 
-def names_a_class(text: str, hint: Any) -> bool:
+def is_class_name(text: str, hint: Any) -> bool:
     """Return True if a text is the name of a class, and the type hint allows objects but not text."""
-    bases, parts = bases_in(hint), list(hints_in(hint))
+    bases, parts = list_bases(hint), list(iterate_hints(hint))
     if not bases or str in parts or text in parts or not text.replace(".", "").isidentifier():
         return False
-    return "." in text or text in classes_by_name(bases)
+    return "." in text or text in group_by_name(bases)
 
 
-def counts(hint: Any) -> bool:
+def is_mapping_by_int(hint: Any) -> bool:
     """Return True if a type holds dictionaries with integer keys, and no other dictionaries."""
-    return {get_args(each)[0] for each in hints_in(hint) if get_origin(each) is dict} == {int}
+    return {get_args(each)[0] for each in iterate_hints(hint) if get_origin(each) is dict} == {int}
 
 
-def may_be_true(hint: Any) -> bool:
+def accepts_true(hint: Any) -> bool:
     """Return True if a value of a type may be `true`, or if the type is unknown."""
-    parts = list(hints_in(hint))
+    parts = list(iterate_hints(hint))
     unknown = isinstance(hint, str) or any(isinstance(each, TypeVar) for each in parts)
     return unknown or any(each in (bool, object, Any, inspect.Parameter.empty) for each in parts)
 
 
-def in_words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Return a description of a type, for a user who sets the value."""
     origin, inner = get_origin(hint), [each for each in get_args(hint) if each not in (NoneType, ..., Tensor)]
     if hint in (Any, inspect.Parameter.empty):
@@ -101,11 +101,11 @@ def in_words(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(in_words, inner)))
+        return " or ".join(dict.fromkeys(map(describe_type, inner)))
     if inspect.isclass(origin) and issubclass(origin, Mapping) and len(inner) == 2:
-        return f"a dictionary of {in_words(inner[1])}"
+        return f"a dictionary of {describe_type(inner[1])}"
     if inspect.isclass(origin) and issubclass(origin, Iterable) and inner:
-        return f"a list of {' and '.join(map(in_words, inner))}"
+        return f"a list of {' and '.join(map(describe_type, inner))}"
     return str(getattr(hint, "__name__", hint))
 
 
@@ -122,10 +122,10 @@ class Counterpart(NamedTuple):
     """
 
     name: str | None
-    instead: str
+    advice: str
 
 
-def of_lightning(name: str) -> Counterpart | None:
+def find_counterpart(name: str) -> Counterpart | None:
     """Return the replacement of a class of Lightning, given the full name; None for a class of another package."""
     package, _, rest = name.partition(".")
     short = rest.rpartition(".")[2]
@@ -160,14 +160,14 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the user's module imports a missing module
-        text = f"{where}: cannot import {name}: there is no module {error.name}.{_where_it_may_be(error.name, files)}"
+        text = f"{where}: cannot import {name}: there is no module {error.name}.{_describe_search(error.name, files)}"
         raise ConfigError(text) from error
-    known = {key: [getattr(owner, key, None)] for key in dir(owner)} if owner else classes_by_name(bases)
+    known = {key: [getattr(owner, key, None)] for key in dir(owner)} if owner else group_by_name(bases)
     if short not in known:
-        what = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
-        if not module and {short} & {*RENAMED, *INSTEAD_OF_CLASSES} and (there := of_lightning(f"lightning.{short}")):
-            raise ConfigError(f"{where}: {what} {there.instead}")
-        raise ConfigError(f"{where}: {what}{suggest_names(short, known)} Write class_path: module.Class.")
+        problem = f"{module or 'lumen'} has no class {short}." if short else "no class is named."
+        if not module and short in RENAMED | INSTEAD_OF_CLASSES and (ours := find_counterpart(f"lightning.{short}")):
+            raise ConfigError(f"{where}: {problem} {ours.advice}")
+        raise ConfigError(f"{where}: {problem}{suggest_names(short, known)} Write class_path: module.Class.")
     found, *others = known[short]
     if others:
         names = ", ".join(f"{each.__module__}.{short}" for each in known[short])
@@ -178,23 +178,23 @@ def find_class(name: str, bases: Sequence[type] = (), where: str = "", files: Se
     return found
 
 
-def classes_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
+def group_by_name(bases: Iterable[type]) -> dict[str, list[type]]:
     """Return the imported subclasses of some classes, by short name; Lightning's classes have full names only."""
     for name, home in lumen._HOME.items():  # A class that Lumen imports lazily is found by its short name too.
         if home.startswith(("lumen.integrations", "lumen.tools")):
             getattr(lumen, name)
     found: dict[str, list[type]] = {}
-    for kind in dict.fromkeys(chain.from_iterable(map(_derived, bases))):
+    for kind in dict.fromkeys(chain.from_iterable(map(_iterate_subclasses, bases))):
         if "<locals>" not in kind.__qualname__ and kind.__module__.partition(".")[0] not in LIGHTNING_PACKAGES:
             found.setdefault(kind.__name__, []).append(kind)
     for name, kinds in found.items():
         usable = [each for each in kinds if not inspect.isabstract(each) and "._" not in each.__module__]
-        usable = [each for each in usable if _is_there(each)] or usable
+        usable = [each for each in usable if _is_importable(each)] or usable
         found[name] = usable if usable and len(kinds) > 1 else kinds
     return found
 
 
-def _is_there(kind: type) -> bool:
+def _is_importable(kind: type) -> bool:
     """Return False if the full name of a class means a newer class, as after a notebook has defined the class again."""
     owner: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
@@ -202,51 +202,51 @@ def _is_there(kind: type) -> bool:
     return owner is kind
 
 
-def _derived(base: type) -> Iterator[type]:
+def _iterate_subclasses(base: type) -> Iterator[type]:
     kinds: list[type] = type.__subclasses__(base)
-    yield from chain([base], *map(_derived, kinds))
+    yield from chain([base], *map(_iterate_subclasses, kinds))
 
 
-def _where_it_may_be(missing: str, files: Sequence[str]) -> str:
+def _describe_search(missing: str, files: Sequence[str]) -> str:
     """Return where Python looked for a module, similar names, and the config's directory that contains the module."""
     parent, _, short = missing.rpartition(".")
     looked_in = [*sys.modules[parent].__path__] if parent else [os.getcwd()]
     hint = suggest_names(short, (module.name for module in pkgutil.iter_modules(looked_in)))
     if parent:
         return f"{hint} It was looked for in {', '.join(looked_in)}."
-    around = [place for file in files for place in Path(os.path.abspath(expand_path(file))).parents]
-    found = next((place for place in around if (place / f"{short}.py").is_file() or (place / short).is_dir()), None)
-    it_is = "Start lumen in the directory that it is in" if found is None else f"It is in {found}: start lumen there"
-    others = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    everywhere = ", ".join([f"{os.getcwd()} (where lumen was started)", *others])
-    return f"{hint} It was looked for in {everywhere} and among what is installed. {it_is}, or add that to PYTHONPATH."
+    folders = [place for file in files for place in Path(os.path.abspath(expand_path(file))).parents]
+    found = next((place for place in folders if (place / f"{short}.py").is_file() or (place / short).is_dir()), None)
+    advice = "Start lumen in the directory that it is in" if found is None else f"It is in {found}: start lumen there"
+    python_path = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    everywhere = ", ".join([f"{os.getcwd()} (where lumen was started)", *python_path])
+    return f"{hint} It was looked for in {everywhere} and among what is installed. {advice}, or add that to PYTHONPATH."
 
 
 # ---------------------------------------------------------------------- arguments
 
 
-def class_parser(kind: type, skip: Collection[str] = ()) -> ArgumentParser:
+def make_class_parser(kind: type, skip: Collection[str] = ()) -> ArgumentParser:
     """Return a parser of the arguments of a class, without the arguments to skip."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, skip=set(skip), fail_untyped=False)
     return parser
 
 
-def defaults_of(kind: Any) -> dict[str, Any]:
+def get_defaults(kind: Any) -> dict[str, Any]:
     """Return the defaults of the arguments of a class; empty for a function."""
-    return dict(class_parser(kind).get_defaults().as_dict()) if inspect.isclass(kind) else {}
+    return dict(make_class_parser(kind).get_defaults().as_dict()) if inspect.isclass(kind) else {}
 
 
-def settable_defaults(kind: type, names: Collection[str]) -> dict[str, Any]:
+def get_settable_defaults(kind: type, names: Collection[str]) -> dict[str, Any]:
     """Return the defaults of some arguments of a class, limited to values that a config can set."""
-    found, known = dict[str, Any](), defaults_of(kind)
+    found, known = dict[str, Any](), get_defaults(kind)
     for name in names & known.keys():
-        if takes(class_parser(kind, known.keys() - {name}), {name: known[name]}):
+        if accepts(make_class_parser(kind, known.keys() - {name}), {name: known[name]}):
             found[name] = known[name]
     return found
 
 
-def takes(parser: ArgumentParser, values: Any) -> bool:
+def accepts(parser: ArgumentParser, values: Any) -> bool:
     """Return True if the values fit the options of a parser."""
     try:
         parser.parse_object(values)

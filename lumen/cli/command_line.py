@@ -17,10 +17,10 @@ from lumen.callbacks import Callback
 from lumen.cli import print_error, strip_launcher_words
 from lumen.cli.building import (
     build_objects,
+    choose_seed,
     explain_missing_paths,
     is_plain_data,
     record_hyperparameters,
-    seed_of,
     take_from_data,
 )
 from lumen.cli.command_words import (
@@ -124,7 +124,7 @@ class CLI:
         if seed_everything_default is False:
             raise ConfigError("seed_everything_default=False: a run always has a seed. Leave it out: one is drawn.")
         self._save_config = save_config_callback
-        self._offer = CommandOptions(
+        self._command_options = CommandOptions(
             model_class or TaskModule,
             datamodule_class or DataModule,
             fixed_model=model_class is not None and not subclass_mode_model,
@@ -165,14 +165,14 @@ class CLI:
         self.model, self.datamodule = self.config_init.model, self.config_init.get("data")
         self.trainer = self.instantiate_trainer()
 
-    def instantiate_trainer(self, **given: Any) -> Trainer:
+    def instantiate_trainer(self, **overrides: Any) -> Trainer:
         """Build the trainer.
 
         Args:
-            given: Arguments that override the settings.
+            overrides: Arguments that override the settings.
         """
         added = [self.config_init[key] for key in self.parser.callbacks]
-        arguments = {**self.config_init.trainer.as_dict(), **given}
+        arguments = {**self.config_init.trainer.as_dict(), **overrides}
         defaults = self.parser.get_defaults().trainer
         for name, value in self._kept_settings.items():
             if name == "callbacks":
@@ -181,7 +181,7 @@ class CLI:
                 arguments[name] = value
         if added:
             arguments["callbacks"] = [*as_list(arguments.get("callbacks")), *added]
-        return self._offer.trainer(**arguments)  # type: ignore[no-any-return]
+        return self._command_options.trainer(**arguments)  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ reading
 
@@ -189,23 +189,23 @@ class CLI:
         """Parse the command and the settings, and check all settings."""
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        self._command_words = asked = read_words(args, self._program_word, run=run)
-        self.subcommand = asked.command
+        self._command_words = parsed = read_words(args, self._program_word, run=run)
+        self.subcommand = parsed.command
         self.parser = self._make_parser()
         settings = Settings(
             self.subcommand,
             self.parser.list_sections(),
             self.parser.classes,
-            files=[*find_default_files(self._parser_kwargs, asked.command), *asked.files],
-            words=asked.settings,
+            files=[*find_default_files(self._parser_kwargs, parsed.command), *parsed.files],
+            words=parsed.settings,
             script=self.parser.script,
-            given=asked.given,
+            arguments=parsed.arguments,
         )
-        if asked.help:
-            show_help(self.parser, settings, asked.help)
+        if parsed.help:
+            show_help(self.parser, settings, parsed.help)
             raise HelpShown
-        if asked.files and not settings.tree["trainer"].get("name"):
-            settings.tree["trainer"]["name"] = Path(asked.files[0]).stem
+        if parsed.files and not settings.tree["trainer"].get("name"):
+            settings.tree["trainer"]["name"] = Path(parsed.files[0]).stem
         self._references = resolve_references(settings)
         if isinstance(several := settings.tree.get("lr_scheduler"), list):
             self.parser = self._make_parser(len(several))
@@ -213,10 +213,10 @@ class CLI:
         self.config = config if self.subcommand is None else Namespace(**{self.subcommand: config})  # type: ignore[no-untyped-call]
         if self.subcommand is not None:
             self.config.subcommand = self.subcommand
-        if asked.left_out is not None:
-            record = self._make_config_record(skip_unset="unset" in asked.left_out, of_call=True)
-            if "default" in asked.left_out:
-                record = self.parser.without_defaults(record)
+        if parsed.omitted_values is not None:
+            record = self._make_config_record(skip_unset="unset" in parsed.omitted_values, of_call=True)
+            if "default" in parsed.omitted_values:
+                record = self.parser.drop_defaults(record)
             print(dump_yaml(record), end="", file=stdout)
             raise HelpShown
 
@@ -228,7 +228,7 @@ class CLI:
                 "data", f"model.{inside}{name}", partial(take_from_data, name), apply_on="instantiate"
             )
         config = check.parse()
-        if not config.get("optimizer") and self._offer.optimizers and any(
+        if not config.get("optimizer") and self._command_options.optimizers and any(
             value is not None for value in (config.lookahead.k, *vars(config.parameter_groups).values())
         ):  # fmt: skip
             raise ConfigError(
@@ -253,7 +253,7 @@ class CLI:
             description=f"{LOOPS[command]} {order}" if command else order,
             exit_on_error=False,
         )
-        self._offer.add_to(parser, command, schedulers)
+        self._command_options.add_to(parser, command, schedulers)
         self.add_arguments_to_parser(parser)
         parser.set_defaults(self._script)
         return parser
@@ -295,11 +295,11 @@ class CLI:
             check_output(str(command), expand_path(output))
         self.before_instantiate_classes()
         processes = self._find_processes(config.trainer)
-        tries = config.trainer.max_restarts if command == "fit" and not config.trainer.fast_dev_run else 0
-        if command is not None and needs_launcher(processes, tries):
-            self._start_workers(processes.world_size, tries)
-        said = LogSettings(config.trainer.log_level, config.trainer.log_format)
-        with log_to_console(said, shown=processes.rank == 0), processes.explain_lost_ranks():
+        max_restarts = config.trainer.max_restarts if command == "fit" and not config.trainer.fast_dev_run else 0
+        if command is not None and needs_launcher(processes, max_restarts):
+            self._start_workers(processes.world_size, max_restarts)
+        log_settings = LogSettings(config.trainer.log_level, config.trainer.log_format)
+        with log_to_console(log_settings, shown=processes.rank == 0), processes.explain_lost_ranks():
             record = self._build(processes)
             if self._save_config is not None:
                 self.trainer.callbacks.insert(0, self._save_config(record))  # type: ignore[call-arg]
@@ -312,8 +312,8 @@ class CLI:
             if command == "fit":
                 self.trainer.fit(self.model, self.datamodule, configure_optimizers=self._configure)
             else:
-                evaluate, asked = getattr(self.trainer, command), self.config_init
-                results = evaluate(self.model, self.datamodule, ckpt_path=asked.ckpt_path, average=asked.average)
+                evaluate, built = getattr(self.trainer, command), self.config_init
+                results = evaluate(self.model, self.datamodule, ckpt_path=built.ckpt_path, average=built.average)
         if results is not None and processes.rank == 0:
             self._show_results(results, config)
         self._call_script_hook("after")
@@ -323,10 +323,10 @@ class CLI:
         config, record = self._get_command_settings(self.config), self._make_config_record()
         if processes.world_size > 1 and not processes.must_be_started:
             processes.connect(choose_device(config.trainer.accelerator, processes))
-        goes_on_from = config.get("ckpt_path") if self.subcommand not in ("fit", None) else config.trainer.resume
+        checkpoint = config.get("ckpt_path") if self.subcommand not in ("fit", None) else config.trainer.resume
         name = config.trainer.name or self._get_model_class(config).rpartition(".")[2].lower()
-        draw = partial(seed_of, config, goes_on_from, name)
-        seed = record["seed_everything"] = draw() if processes.must_be_started else processes.run_on_rank_zero(draw)
+        choose = partial(choose_seed, config, checkpoint, name)
+        seed = record["seed_everything"] = choose() if processes.must_be_started else processes.run_on_rank_zero(choose)
         seed_for_building(seed)
         self.instantiate_classes()
         self._configure = partial(configure_optimizers, config, self.model) if config.get("optimizer") else None
@@ -335,7 +335,7 @@ class CLI:
         return record
 
     def _get_model_class(self, config: Namespace) -> str:
-        return self._offer.model.__name__ if "model" in self.parser.fixed else str(config.model.class_path)
+        return self._command_options.model.__name__ if "model" in self.parser.fixed else str(config.model.class_path)
 
     def _find_processes(self, trainer: Namespace) -> Processes:
         """Return the processes of the run, before anything is built."""

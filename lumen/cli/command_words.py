@@ -17,7 +17,7 @@ from lumen.errors import ConfigError
 from lumen.errors.arguments import expand_path, suggest_names
 from lumen.errors.lightning_names import NOT_IN_CLI
 
-_LEFT_OUT = {"skip_default": "default", "skip_unset": "unset", "skip_null": "unset"}
+_PRINT_CONFIG_FLAGS = {"skip_default": "default", "skip_unset": "unset", "skip_null": "unset"}
 _FIXED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "parser_mode": ("yaml", "omegaconf", "omegaconf+"),
     "default_env": (True,),
@@ -37,18 +37,18 @@ class CommandWords(NamedTuple):
         words: The words after the command.
         files: The config files in the arguments, else the saved config of the run that `ckpt_path` names.
         settings: Each key with its text.
-        given: The settings that the script passes instead of command-line arguments.
+        arguments: The settings that the script passes instead of command-line arguments.
         help: The keys of `--help` and `--model.help`, with the class that each names.
-        left_out: The values that `--print_config` omits, "default" and "unset"; None without `--print_config`.
+        omitted_values: The values that `--print_config` omits, "default" and "unset"; None without `--print_config`.
     """
 
     command: str | None
     words: list[str]
     files: list[str]
     settings: list[tuple[str, str]]
-    given: Tree
+    arguments: Tree
     help: list[tuple[str, str]]
-    left_out: set[str] | None
+    omitted_values: set[str] | None
 
 
 def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) -> CommandWords:
@@ -61,12 +61,12 @@ def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) 
 
     Raises:
         ConfigError: The command does not exist, or the arguments cannot be read.
-        Shown: The list of commands was printed.
+        HelpShown: The list of commands was printed.
     """
-    given: Tree = {}
+    arguments: Tree = {}
     if isinstance(args, Mapping):
         command, words = args.get("subcommand"), list[str]()
-        given = {key: value for key, value in args.get(str(command), args).items() if key != "subcommand"}
+        arguments = {key: value for key, value in args.get(str(command), args).items() if key != "subcommand"}
     else:
         command, words = (args[0] if args else "--help", args[1:]) if run else (None, args)
     if run:
@@ -74,13 +74,13 @@ def read_words(args: list[str] | Mapping[str, Any], program: str, *, run: bool) 
     words = ["--help" if word == "-h" else word for word in words]
     pairs = parse_words(words)
     helped = [(key, text) for key, text in pairs if key == "help" or key.endswith(".help")]
-    aside = {"config", "print_config", *(key for key, _ in helped)}
+    other_keys = {"config", "print_config", *(key for key, _ in helped)}
     return CommandWords(
         command,
         words,
         [text for key, text in pairs if key == "config"] or find_run_config(dict(pairs).get("ckpt_path")),
-        [(key, text) for key, text in pairs if key not in aside],
-        given,
+        [(key, text) for key, text in pairs if key not in other_keys],
+        arguments,
         helped,
         _parse_print_config_flags([text for key, text in pairs if key == "print_config"]),
     )
@@ -90,21 +90,21 @@ def _check_command(command: Any, program: str) -> None:
     if command in ("-h", "--help"):
         width = max(map(len, LOOPS))
         lines = [f"  {name:{width}}  {summary}" for name, summary in LOOPS.items()]
-        head, more = f"{program} COMMAND --config FILE [--KEY VALUE ...]", f"{program} COMMAND --help says more."
-        print(head, *lines, more, sep="\n", file=stdout)
+        head, closing = f"{program} COMMAND --config FILE [--KEY VALUE ...]", f"{program} COMMAND --help says more."
+        print(head, *lines, closing, sep="\n", file=stdout)
         raise HelpShown
     if command not in LOOPS:
         hint = suggest_names(str(command), LOOPS) or f" Did you mean {' or '.join(LOOPS)}?"
         raise ConfigError(f"{program} has no command {command}.{hint}")
 
 
-def _parse_print_config_flags(given: list[str]) -> set[str] | None:
+def _parse_print_config_flags(texts: list[str]) -> set[str] | None:
     """Return the values that `--print_config` omits; None without `--print_config`."""
-    words = [word for text in given for word in text.split(",") if word not in ("", "true")]
+    words = [word for text in texts for word in text.split(",") if word not in ("", "true")]
     for word in words:
-        if word not in _LEFT_OUT:
-            raise ConfigError(f"--print_config={word}: expected one of {', '.join(_LEFT_OUT)}.")
-    return {_LEFT_OUT[word] for word in words} if given else None
+        if word not in _PRINT_CONFIG_FLAGS:
+            raise ConfigError(f"--print_config={word}: expected one of {', '.join(_PRINT_CONFIG_FLAGS)}.")
+    return {_PRINT_CONFIG_FLAGS[word] for word in words} if texts else None
 
 
 def find_run_config(checkpoint: str | None) -> list[str]:
@@ -114,25 +114,25 @@ def find_run_config(checkpoint: str | None) -> list[str]:
     return [str(place / "config.yaml") for place in places if (place / "config.yaml").is_file()][:1]
 
 
-def find_default_files(given: Mapping[str, Any], command: str | None) -> list[str]:
+def find_default_files(parser_kwargs: Mapping[str, Any], command: str | None) -> list[str]:
     """Return the config files that a script names in `parser_kwargs`, if they exist.
 
     Args:
-        given: The `parser_kwargs` of the script.
+        parser_kwargs: The `parser_kwargs` of the script.
         command: The name of the command, or None.
 
     Raises:
         ConfigError: The script passes another argument to its parser.
     """
-    own = given.get(command, {}) if command else {}
-    given = {name: value for name, value in given.items() if name not in LOOPS} | own
-    for name, value in given.items():
+    of_command = parser_kwargs.get(command, {}) if command else {}
+    parser_kwargs = {name: value for name, value in parser_kwargs.items() if name not in LOOPS} | of_command
+    for name, value in parser_kwargs.items():
         if name != "default_config_files" and value not in _FIXED_SETTINGS.get(name, ()):
             raise ConfigError(
                 f"parser_kwargs: expected default_config_files, found {name}={value!r}. Interpolation and environment "
                 "variables are always there; leave it out."
             )
-    return [file for pattern in given.get("default_config_files", ()) for file in sorted(glob(str(pattern)))]
+    return [file for pattern in parser_kwargs.get("default_config_files", ()) for file in sorted(glob(str(pattern)))]
 
 
 def get_script_command(*, has_commands: bool) -> str:
@@ -160,13 +160,13 @@ def refuse_lightning_cli_methods(kind: type) -> None:
     Raises:
         ConfigError: The class has such methods; the message names the replacements.
     """
-    own = [name for base in kind.__mro__ if not base.__module__.startswith("lumen.") for name in vars(base)]
+    defined = [name for base in kind.__mro__ if not base.__module__.startswith("lumen.") for name in vars(base)]
     known = {f"{when}_{command}" for when in ("before", "after") for command in LOOPS}
-    wrong = {name: NOT_IN_CLI[name] for name in own if name in NOT_IN_CLI}
-    for name in own:
+    advice_by_name = {name: NOT_IN_CLI[name] for name in defined if name in NOT_IN_CLI}
+    for name in defined:
         if name.startswith(("before_", "after_")) and name not in {*known, "before_instantiate_classes"}:
             close = difflib.get_close_matches(name, known, n=1)
-            wrong[name] = f"Did you mean {close[0]}?" if close else f"There are {', '.join(sorted(known))}."
-    if wrong:
-        lines = [f"{kind.__name__}.{name}: nothing calls it. {instead}" for name, instead in wrong.items()]
+            advice_by_name[name] = f"Did you mean {close[0]}?" if close else f"There are {', '.join(sorted(known))}."
+    if advice_by_name:
+        lines = [f"{kind.__name__}.{name}: nothing calls it. {instead}" for name, instead in advice_by_name.items()]
         raise ConfigError("\n".join(lines))

@@ -44,20 +44,20 @@ class Command:
 
 
 @final
-class Words(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Parser of a command line, whose errors are ConfigErrors.
 
     Args:
         name: The command's name.
         command: The command, whose summary begins the help.
         usage: The command's arguments, in one line.
-        more: The text of the help in addition to the options.
+        details: The text of the help in addition to the options.
     """
 
-    def __init__(self, name: str, command: Command, usage: str, more: str) -> None:
+    def __init__(self, name: str, command: Command, usage: str, details: str) -> None:
         super().__init__(
             usage=f"lumen {name} {usage}",
-            description=f"{command.summary} {more}",
+            description=f"{command.summary} {details}",
             allow_abbrev=False,
         )
         self._name = name
@@ -104,10 +104,10 @@ def load_command(name: str) -> Command:
         ConfigError: No distribution or two distributions register the command, the import fails, or the object is not a
             `Command`.
     """
-    what = f"the command {name}"
-    command = entry_points.load_entry_point(entry_points.COMMANDS, name, what)
+    description = f"the command {name}"
+    command = entry_points.load_entry_point(entry_points.COMMANDS, name, description)
     if not isinstance(command, Command):
-        raise ConfigError(f"{what}: expected a lumen.cli.commands.Command, found {command!r}. Register one.")
+        raise ConfigError(f"{description}: expected a lumen.cli.commands.Command, found {command!r}. Register one.")
     return command
 
 

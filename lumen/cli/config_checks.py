@@ -32,8 +32,8 @@ from lumen.strategies.factory import choose_processes
 from lumen.trainer.trainer import Trainer
 
 _TRAINER_KEYS = inspect.signature(Trainer).parameters.keys()
-_A_TRAINERS = re.compile(rf"\b({'|'.join(_TRAINER_KEYS)})\b")
-_ALSO_CALLED = {"lr": "learning_rate", "learning_rate": "lr", "epochs": "max_epochs", "steps": "max_steps"}
+_TRAINER_OPTION = re.compile(rf"\b({'|'.join(_TRAINER_KEYS)})\b")
+_SYNONYMS = {"lr": "learning_rate", "learning_rate": "lr", "epochs": "max_epochs", "steps": "max_steps"}
 _REPLACEMENTS = {
     ("trainer", "seed"): "Use seed_everything.",
     ("seed",): "Use seed_everything.",
@@ -44,7 +44,7 @@ _REPLACEMENTS = {
 }
 _LIGHTNING_KEYS = {"ckpt_path", "weights_only"}  # present in every config that LightningCLI saves
 _MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1, and for jsonargparse
-_ONE_OF_SEVERAL = re.compile(r"^lr_scheduler\.\d+\.scheduler$")
+_NUMBERED_SCHEDULER = re.compile(r"^lr_scheduler\.\d+\.scheduler$")
 _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
@@ -55,39 +55,39 @@ class NamedClass(NamedTuple):
     Attributes:
         path: The place of the class's arguments in the settings.
         kind: The class itself.
-        given: The arguments in the settings.
+        arguments: The arguments in the settings.
         parameters: All parameters of the class.
     """
 
     path: Keys
     kind: type
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     parameters: Mapping[str, inspect.Parameter]
 
-    def fits(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         """Return True if a parameter accepts its value in the settings."""
-        value, parameter = self.given[name], self.parameters[name]
+        value, parameter = self.arguments[name], self.parameters[name]
         if value is None:
-            return parameter.default is None or self._takes_null(name)
+            return parameter.default is None or self._accepts_null(name)
         is_read = isinstance(value, dict | str) or not is_dataclass(parameter.annotation)
-        return is_read and classes.takes(self._parser_of(name), as_jsonargparse_tree({name: value}, self.path))
+        return is_read and classes.accepts(self._make_parser(name), as_jsonargparse_tree({name: value}, self.path))
 
-    def unchecked(self) -> list[str]:
+    def list_unchecked(self) -> list[str]:
         """Return the names of parameters for which jsonargparse accepts null, or any value, whatever their type is."""
-        given = self.given.items()
-        return [name for name, value in given if value is None or is_dataclass(self.parameters[name].annotation)]
+        items = self.arguments.items()
+        return [name for name, value in items if value is None or is_dataclass(self.parameters[name].annotation)]
 
-    def value(self, name: str) -> Any:
+    def get_value(self, name: str) -> Any:
         """Return the value of a parameter, converted to its type; the value must fit."""
-        return self._parser_of(name).parse_object(as_jsonargparse_tree({name: self.given[name]}, self.path))[name]
+        return self._make_parser(name).parse_object(as_jsonargparse_tree({name: self.arguments[name]}, self.path))[name]
 
-    def _takes_null(self, name: str) -> bool:
+    def _accepts_null(self, name: str) -> bool:
         """Return True if the word null on the command line means None."""
-        word, parser = {name: "null"}, self._parser_of(name)
-        return classes.takes(parser, word) and parser.parse_object(word)[name] is None
+        word, parser = {name: "null"}, self._make_parser(name)
+        return classes.accepts(parser, word) and parser.parse_object(word)[name] is None
 
-    def _parser_of(self, name: str) -> ArgumentParser:
-        return classes.class_parser(self.kind, {*self.parameters, *_get_supplied_arguments(self.path)} - {name})
+    def _make_parser(self, name: str) -> ArgumentParser:
+        return classes.make_class_parser(self.kind, {*self.parameters, *_get_supplied_arguments(self.path)} - {name})
 
 
 @final
@@ -106,7 +106,7 @@ class SettingsChecker:
     def __init__(self, settings: Settings, top: OptionParser, *, elsewhere: bool = False) -> None:
         self._runs_elsewhere = elsewhere
         self.links: list[str] = []
-        self._settings, self._asked, self._problems = settings, list[NamedClass](), dict[Keys, str]()
+        self._settings, self._named, self._problems = settings, list[NamedClass](), dict[Keys, str]()
         self._top, tree = top, settings.tree
         known = top.list_sections()
         for ours, name in settings.unread.items():
@@ -124,7 +124,7 @@ class SettingsChecker:
                 for number, entry in enumerate(tree[key]):
                     self._check_schedule((key, str(number)), entry)
             elif tree.get(key):
-                self._note((key,), f"expected a class, found {tree[key]!r}.")
+                self._add_problem((key,), f"expected a class, found {tree[key]!r}.")
         for key, kind in top.fixed.items():
             self._check_fixed_class(key, tree.get(key) or {}, kind)
         if tree.get("lr_scheduler") and not tree.get("optimizer"):
@@ -142,7 +142,7 @@ class SettingsChecker:
             ConfigError: A setting is wrong; the message lists all errors.
         """
         refused: ArgumentError | None = None
-        if not self._problems and all(asked.fits(name) for asked in self._asked for name in asked.unchecked()):
+        if not self._problems and all(named.accepts(name) for named in self._named for name in named.list_unchecked()):
             tree = as_jsonargparse_tree(self._settings.tree)
             tree |= {key: (tree.get(key) or {}).get("init_args", {}) for key in self._top.fixed}
             try:
@@ -156,18 +156,18 @@ class SettingsChecker:
         self._try_values()
         raise ConfigError("\n".join(self._problems.values()) or str(refused)) from refused
 
-    def _note(self, path: Keys, text: str) -> None:
+    def _add_problem(self, path: Keys, text: str) -> None:
         """Record an error of a key."""
         self._problems[path] = f"{self._settings.describe_source(path)}: {text}"
 
     def _check_class(
-        self, path: Keys, kind: type, given: dict[str, Any], *, requires_all: bool = True, default: Any = None
+        self, path: Keys, kind: type, arguments: dict[str, Any], *, requires_all: bool = True, default: Any = None
     ) -> None:
-        """Check the names of a class's arguments and the values inside; if `needy`, record missing arguments too."""
+        """Check the names of a class's arguments and the values inside; with `requires_all`, missing arguments too."""
         parser = ArgumentParser(exit_on_error=False)
         options = parser.add_class_arguments(kind, skip=_get_supplied_arguments(path), fail_untyped=False)
         parameters, defaults = _get_parameters(kind, options), parser.get_defaults().as_dict() | (default or {})
-        self._asked.append(NamedClass(path, kind, given, parameters))
+        self._named.append(NamedClass(path, kind, arguments, parameters))
         linked = {
             name: source
             for name in parameters
@@ -175,29 +175,29 @@ class SettingsChecker:
         }
         if getattr(kind, "NONE_IS_DEFAULT", False):
             # Configs of LightningCLI have every argument, and null for many arguments that are not set.
-            for name in [name for name, value in given.items() if value in (None, "null") and name in parameters]:
-                if NoneType not in classes.hints_in(parameters[name].annotation):
-                    del given[name]
-        for name in [name for name, value in given.items() if is_neutral_argument(kind, str(name), value)]:
-            del given[name]
-        for name, value in given.items():
+            for name in [name for name, value in arguments.items() if value in (None, "null") and name in parameters]:
+                if NoneType not in classes.iterate_hints(parameters[name].annotation):
+                    del arguments[name]
+        for name in [name for name, value in arguments.items() if is_neutral_argument(kind, str(name), value)]:
+            del arguments[name]
+        for name, value in arguments.items():
             if name not in parameters:
                 self._report_unknown_option((*path, name), kind.__name__, options, getattr(kind, "INSTEAD", {}))
                 continue
             if name in linked:
-                self._note((*path, name), f"it is taken from {linked[name]}. Leave it out.")
+                self._add_problem((*path, name), f"it is taken from {linked[name]}. Leave it out.")
                 continue
-            if self._settings.is_bare((*path, name)) and not classes.may_be_true(parameters[name].annotation):
-                self._report_missing_value((*path, name), classes.in_words(parameters[name].annotation))
+            if self._settings.is_bare((*path, name)) and not classes.accepts_true(parameters[name].annotation):
+                self._report_missing_value((*path, name), classes.describe_type(parameters[name].annotation))
                 continue
-            usual, hint = defaults.get(name), parameters[name].annotation
-            if is_class(usual) and isinstance(value, str) and classes.names_a_class(value, hint):
-                value = given[name] = {"class_path": value}
-            if isinstance(value, ListAddition) and isinstance(usual, list | tuple):
-                value[:0] = usual
-            self._check_value(value, (*path, name), hint, usual)
+            default_value, hint = defaults.get(name), parameters[name].annotation
+            if is_class(default_value) and isinstance(value, str) and classes.is_class_name(value, hint):
+                value = arguments[name] = {"class_path": value}
+            if isinstance(value, ListAddition) and isinstance(default_value, list | tuple):
+                value[:0] = default_value
+            self._check_value(value, (*path, name), hint, default_value)
         empty = inspect.Parameter.empty
-        filled = {*given, *linked, *(default or {})}
+        filled = {*arguments, *linked, *(default or {})}
         missing = [name for name, each in parameters.items() if each.default is empty and name not in filled]
         has_data = self._settings.tree.get("data") or "data" in self._top.fixed
         if path == ("model", "init_args") and has_data:
@@ -210,20 +210,22 @@ class SettingsChecker:
     def _check_value(self, value: Any, path: Keys, hint: Any, default: Any = None) -> None:
         """Find and check the classes in a value."""
         records: list[Any] = [
-            each for each in classes.members_of(hint) if is_dataclass(each) or classes.is_mapping(each)
+            each for each in classes.iterate_alternatives(hint) if is_dataclass(each) or classes.is_mapping(each)
         ]
-        if is_class(value) or (isinstance(value, str) and classes.names_a_class(value, hint)):
+        if is_class(value) or (isinstance(value, str) and classes.is_class_name(value, hint)):
             self._check_node(path, value, hint, default)
         elif isinstance(value, dict) and len(records) == 1 and not classes.is_mapping(records[0]):
             self._check_class(path, records[0], value)
-        elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes.classes_in(hint)}:
-            self._note(path, f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}.")
+        elif isinstance(value, str) and _MINUTES.fullmatch(value) and {int, float} & {*classes.list_classes(hint)}:
+            self._add_problem(path, f"{value} would mean {yaml.safe_load(value)}. For a duration write 0{value}.")
         elif (
-            isinstance(value, dict) and (found := [key for key in value if type(key) is float]) and classes.counts(hint)
+            isinstance(value, dict)
+            and (found := [key for key in value if type(key) is float])
+            and classes.is_mapping_by_int(hint)
         ):  # the fraction would be cut off
-            self._note(path, f"a key is a whole number, found {found[0]}. Write it as one.")
+            self._add_problem(path, f"a key is a whole number, found {found[0]}. Write it as one.")
         elif isinstance(value, dict | list):
-            inner = classes.item_of(hint, value)
+            inner = classes.get_item_type(hint, value)
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 self._check_value(item, (*path, str(key)), inner)
 
@@ -235,53 +237,56 @@ class SettingsChecker:
         place = path if isinstance(node, str) else (*path, "class_path")
         node = {"class_path": node} if isinstance(node, str) else node
         settings, name = self._settings, str(node.get("class_path") or "")
-        if (found := classes.of_lightning(name)) is not None:
+        if (found := classes.find_counterpart(name)) is not None:
             self._problems[*path, "class_path"] = (
-                f"{settings.describe_source(place)}: {name} is Lightning's. {found.instead}"
+                f"{settings.describe_source(place)}: {name} is Lightning's. {found.advice}"
             )
             if found.name is None:
                 return
             name = found.name  # check its arguments too
         try:
-            kind = classes.find_class(name, classes.bases_in(hint), settings.describe_source(place), settings.files)
+            kind = classes.find_class(name, classes.list_bases(hint), settings.describe_source(place), settings.files)
         except ConfigError as error:
-            self._problems[path] = f"{error}{_callback_hint(path, name)}"
+            self._problems[path] = f"{error}{_suggest_callback_option(path, name)}"
             return
         if inspect.isclass(kind) and name == kind.__name__ and isinstance(node, dict):
             # Given a short name, jsonargparse would also find Lightning's class.
             node["class_path"] = get_import_path(kind)
         if inspect.isclass(kind) and "dict_kwargs" not in node:
             # The class that receives this class builds it, and supplies the missing arguments.
-            built_later = any(get_origin(part) is Callable for part in classes.hints_in(hint))
-            given, usual = node.get("init_args") or {}, None
+            built_later = any(get_origin(part) is Callable for part in classes.iterate_hints(hint))
+            arguments, defaults = node.get("init_args") or {}, None
             if is_class(default) and default["class_path"] == get_import_path(kind):
-                usual = default.get("init_args")
+                defaults = default.get("init_args")
             elif is_class(default) and isinstance(node, dict):  # jsonargparse would keep arguments of the other class
-                node["init_args"] = given = {**classes.settable_defaults(kind, default.get("init_args") or {}), **given}
-            self._check_class((*path, "init_args"), kind, given, requires_all=not built_later, default=usual)
+                node["init_args"] = arguments = {
+                    **classes.get_settable_defaults(kind, default.get("init_args") or {}),
+                    **arguments,
+                }
+            self._check_class((*path, "init_args"), kind, arguments, requires_all=not built_later, default=defaults)
 
     def _check_fixed_class(self, key: str, node: Any, kind: type) -> None:
         """Check the arguments of the model or the data, if the script determines the class."""
         if not is_class(node) and node:
-            self._note((key,), f"expected `name: value` lines, found {node!r}.")
+            self._add_problem((key,), f"expected `name: value` lines, found {node!r}.")
             return
         named = node.get("class_path")
         if named not in (None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
             text = f"the class is {kind.__name__}, which the script says, found {named}. Leave class_path out."
-            self._note((key, "class_path"), text)
+            self._add_problem((key, "class_path"), text)
         self._check_class((key, "init_args"), kind, node.get("init_args") or {})
 
     def _check_schedule(self, path: Keys, entry: Any) -> None:
         """Check one of several schedulers, and its interval."""
         if not (isinstance(entry, dict) and is_class(entry.get("scheduler"))):
-            self._note(path, f"expected a class, or {{scheduler: CLASS, interval: step}}, found {entry!r}.")
+            self._add_problem(path, f"expected a class, or {{scheduler: CLASS, interval: step}}, found {entry!r}.")
             return
         self._check_node((*path, "scheduler"), entry["scheduler"], self._top.bases["lr_scheduler"])
         self._check_class(path, Schedule, {name: value for name, value in entry.items() if name != "scheduler"})
 
-    def _try_trainer(self, given: Mapping[str, Any]) -> None:
+    def _try_trainer(self, arguments: Mapping[str, Any]) -> None:
         """Build a trainer with each value alone, to find all wrong values: a trainer reports only the first one."""
-        for name, value in given.items():
+        for name, value in arguments.items():
             path = ("trainer", name)
             if path in self._problems or name not in _TRAINER_KEYS or not isinstance(value, str | int | float):
                 continue
@@ -292,58 +297,60 @@ class SettingsChecker:
                 # Only a strategy's name is tried, because a strategy is built once.
                 choose_processes(None, None, **alone) if name == "strategy" else Trainer(**alone)
             except ConfigError as error:
-                self._note(path, str(error).removeprefix(f"{name}: "))
+                self._add_problem(path, str(error).removeprefix(f"{name}: "))
 
     def _try_values(self) -> None:
         """Find the values that do not fit, innermost first; a value that contains a wrong value is not tried."""
-        for asked in reversed(self._asked):
-            for name in filter(asked.parameters.__contains__, asked.given):
-                path = (*asked.path, name)
-                if any(wrong[: len(path)] == path for wrong in self._problems):
+        for named in reversed(self._named):
+            for name in filter(named.parameters.__contains__, named.arguments):
+                path = (*named.path, name)
+                if any(problem[: len(path)] == path for problem in self._problems):
                     continue
-                if asked.fits(name):
-                    self._try_trainer({name: asked.value(name)} if asked.path == ("trainer",) else {})
+                if named.accepts(name):
+                    self._try_trainer({name: named.get_value(name)} if named.path == ("trainer",) else {})
                 else:
-                    value, hint = asked.given[name], asked.parameters[name].annotation
-                    kinds = classes.classes_by_name(classes.bases_in(hint))
-                    near = suggest_names(value, kinds) if isinstance(value, str) else ""
-                    self._note(path, f"expected {classes.in_words(hint)}, found {format_inline(value)}.{near}")
+                    value, hint = named.arguments[name], named.parameters[name].annotation
+                    kinds = classes.group_by_name(classes.list_bases(hint))
+                    closest = suggest_names(value, kinds) if isinstance(value, str) else ""
+                    self._add_problem(
+                        path, f"expected {classes.describe_type(hint)}, found {format_inline(value)}.{closest}"
+                    )
         for name, hint in self._top.get_plain_option_types().items():
             parser = ArgumentParser(exit_on_error=False)
             parser.add_argument("--value", type=hint)
-            keys, place = tuple(name.split(".")), self._settings.tree
+            keys, node = tuple(name.split(".")), self._settings.tree
             for key in keys[:-1]:
-                place = place[key] if isinstance(place.get(key), dict) else {}
-            if (given := place.get(keys[-1])) is not None and not classes.takes(parser, {"value": given}):
-                self._note(keys, f"expected {classes.in_words(hint)}, found {format_inline(given)}.")
+                node = node[key] if isinstance(node.get(key), dict) else {}
+            if (given := node.get(keys[-1])) is not None and not classes.accepts(parser, {"value": given}):
+                self._add_problem(keys, f"expected {classes.describe_type(hint)}, found {format_inline(given)}.")
 
     def _report_missing_value(self, path: Keys, expected: str) -> None:
         """Record that an option on the command line has no value, but needs one."""
         option = f"--{shorten_key('.'.join(path))}"
-        self._note(path, f"no value is given, expected {expected}. Write {option} VALUE.")
+        self._add_problem(path, f"no value is given, expected {expected}. Write {option} VALUE.")
 
     def _report_unknown_option(self, path: Keys, owner: str, known: Iterable[str], instead: Mapping[str, str]) -> None:
         """Record that a class has no such option."""
         name = str(path[-1])  # a key in YAML may be no text
         hint = _REPLACEMENTS.get(path) or instead.get(name)  # `instead`: arguments of Lightning's class
-        self._note(path, f"{owner} has no option {name}.{f' {hint}' if hint else suggest_names(name, known)}")
+        self._add_problem(path, f"{owner} has no option {name}.{f' {hint}' if hint else suggest_names(name, known)}")
 
     def _report_unknown_section(self, key: str, known: list[str]) -> None:
         """Record that no section and no option has this name."""
         hint = _REPLACEMENTS.get((key,))
-        paths = ((*each.path, name) for each in self._asked if each.path for name in each.parameters)
+        paths = ((*each.path, name) for each in self._named if each.path for name in each.parameters)
         options = [shorten_key(".".join(path)) for path in paths if not any(map(str.isdigit, path))]
-        near = (
+        closest = (
             f" {hint}"
             if hint
-            else _option_hint(str(key), known, options, typed=self._settings.is_on_command_line((key,)))
+            else _suggest_options(str(key), known, options, typed=self._settings.is_on_command_line((key,)))
         )
-        self._note((key,), f"{self._top.prog} has no option {key}.{near}")
+        self._add_problem((key,), f"{self._top.prog} has no option {key}.{closest}")
 
 
 def _get_supplied_arguments(path: Keys) -> set[str]:
     """Return the arguments of a class that Lumen supplies."""
-    key = _ONE_OF_SEVERAL.sub("lr_scheduler", ".".join(path).removesuffix(".init_args"))
+    key = _NUMBERED_SCHEDULER.sub("lr_scheduler", ".".join(path).removesuffix(".init_args"))
     return set(SUPPLIED.get(key, ()))
 
 
@@ -360,7 +367,7 @@ def _get_parameters(kind: type, names: Iterable[str]) -> Mapping[str, inspect.Pa
     return {name: found.get(name, _UNKNOWN) for name in names}
 
 
-def _option_hint(key: str, heads: Collection[str], options: Iterable[str], *, typed: bool) -> str:
+def _suggest_options(key: str, heads: Collection[str], options: Iterable[str], *, typed: bool) -> str:
     """Return a sentence, after a space, that suggests other options for a wrong one; "" if no option is similar.
 
     Args:
@@ -373,24 +380,24 @@ def _option_hint(key: str, heads: Collection[str], options: Iterable[str], *, ty
     by_name: dict[str, list[str]] = {}
     for option in options:
         by_name.setdefault(option.rpartition(".")[2], []).append(f"{dashes}{option}")
-    found = by_name.get(key) or by_name.get(_ALSO_CALLED.get(key, ""))
+    found = by_name.get(key) or by_name.get(_SYNONYMS.get(key, ""))
     if found:
         return f" Did you mean {' or '.join(found)}?"
     if key in INSTEAD:
-        return " " + _A_TRAINERS.sub(rf"{dashes}trainer.\1", INSTEAD[key])
-    if near := suggest_names(key, heads, form=f"{dashes}{{}}".format):
-        return near
+        return " " + _TRAINER_OPTION.sub(rf"{dashes}trainer.\1", INSTEAD[key])
+    if closest := suggest_names(key, heads, form=f"{dashes}{{}}".format):
+        return closest
     return suggest_names(key, by_name, cutoff=0.7, form=lambda name: " or ".join(by_name[name]))
 
 
-def _callback_hint(path: Keys, value: str) -> str:
+def _suggest_callback_option(path: Keys, value: str) -> str:
     """Return a sentence that suggests other options for `--trainer.callbacks.patience 3`; "" if none applies."""
     name = path[-1]
     if (
         path[:-1] != ("trainer", "callbacks")
         or name.isdigit()
         or "." in value
-        or suggest_names(value, {*classes.classes_by_name([Callback]), *RENAMED, *INSTEAD_OF_CLASSES}, cutoff=0.75)
+        or suggest_names(value, {*classes.group_by_name([Callback]), *RENAMED, *INSTEAD_OF_CLASSES}, cutoff=0.75)
     ):
         return ""
     option = f"{name}={value}"

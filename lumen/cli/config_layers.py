@@ -58,7 +58,7 @@ class Settings:
         script: The settings of the script, which all other layers override.
         files: The paths of the config files.
         words: The command line, as `parse_words` returns it.
-        given: The settings that the script passes instead of a command line.
+        arguments: The settings that the script passes instead of a command line.
 
     Attributes:
         files: Paths of the config files.
@@ -74,23 +74,23 @@ class Settings:
         files: list[str],
         words: list[tuple[str, str]],
         script: Tree | None = None,
-        given: Tree | None = None,
+        arguments: Tree | None = None,
     ) -> None:
         self.files = files
-        own = "" if command is None else f"{command.upper()}__"  # LUMEN_FIT__TRAINER__MAX_STEPS
-        variables = _read_variables(f"LUMEN_{own}", known if command is None else None)
-        unread = _read_variables(f"{_LIGHTNING_CLI_KEYS}{own}", known)
+        command_prefix = "" if command is None else f"{command.upper()}__"  # LUMEN_FIT__TRAINER__MAX_STEPS
+        variables = _read_variables(f"LUMEN_{command_prefix}", known if command is None else None)
+        unread = _read_variables(f"{_LIGHTNING_CLI_KEYS}{command_prefix}", known)
         self.unread = {f"LUMEN_{name.removeprefix(_LIGHTNING_CLI_KEYS)}": name for name in unread}
-        if own:  # The variables of a command are separate from the variables of a script's `Trainer`.
+        if command_prefix:  # The variables of a command are separate from the variables of a script's `Trainer`.
             of_scripts = [name for name in sorted(os.environ) if name.startswith("LUMEN_TRAINER__")]
-            self.unread |= {f"LUMEN_{own}{name.removeprefix('LUMEN_')}": name for name in of_scripts}
+            self.unread |= {f"LUMEN_{command_prefix}{name.removeprefix('LUMEN_')}": name for name in of_scripts}
         self._layers = [("the script", merge({}, script or {}))]
         self._layers += [
             (f"the environment variable {name}", merge({}, nest_value(keys, os.environ[name])))
             for name, keys in variables.items()
         ]
         self._layers += [(file, merge({}, read_config(file))) for file in files]
-        self._layers.append(("the arguments", merge({}, given or {})))
+        self._layers.append(("the arguments", merge({}, arguments or {})))
         # All command-line arguments form one layer, so `--optimizer SGD` may come before or after `--optimizer.lr 1`.
         typed: Tree = reduce(merge, _make_word_trees((key, str(text)) for key, text in words), {})
         self._bare = {tuple(key.split(".")) for key, text in dict(words).items() if isinstance(text, BareKey)}
@@ -253,8 +253,8 @@ def _as_class(value: Any) -> Any:
     node = {key: value[key] for key in NODE if key in value}
     if not isinstance(node.get("init_args") or {}, dict):
         raise ConfigError(f"init_args of {node.get('class_path')}: expected `name: value` lines, found {value}.")
-    beside = {key: item for key, item in value.items() if key not in NODE}
-    return {**node, "init_args": {**beside, **(node.get("init_args") or {})}}
+    arguments = {key: item for key, item in value.items() if key not in NODE}
+    return {**node, "init_args": {**arguments, **(node.get("init_args") or {})}}
 
 
 def _is_same_class(old: str | None, new: str | None) -> bool:
@@ -279,7 +279,7 @@ def _make_word_trees(words: Iterable[tuple[str, str]]) -> list[Tree]:
     trees: list[Tree] = []
     for key, text in words:
         keys = tuple(key.removesuffix("+").split("."))
-        owner = next((above for above in added if keys[: len(above)] == above != keys), None)
+        owner = next((list_key for list_key in added if keys[: len(list_key)] == list_key != keys), None)
         if owner is not None:
             inner = nest_value(keys[len(owner) :], text)
             added[owner][-1] = merge(added[owner][-1], inner, (*owner, "0"))
@@ -337,5 +337,5 @@ def read_config(file: str) -> Tree:
 def _suggest_file(file: str) -> str:
     """Return a hint that names existing config files with names similar to a missing one."""
     path = expand_path(file)
-    others = [each.name for each in path.parent.glob("*.y*ml")] if not path.exists() else []
-    return suggest_names(path.name, others, form=lambda name: str(path.with_name(name)))
+    files = [each.name for each in path.parent.glob("*.y*ml")] if not path.exists() else []
+    return suggest_names(path.name, files, form=lambda name: str(path.with_name(name)))

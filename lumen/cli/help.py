@@ -51,26 +51,26 @@ _CALLBACK_OPTIONS = ("lumen.callbacks", "lumen.integrations.ray", "lumen.tools.r
 _INDENT = 34
 
 
-def show_help(parser: OptionParser, settings: Settings, asked: list[tuple[str, str]]) -> None:
+def show_help(parser: OptionParser, settings: Settings, topics: list[tuple[str, str]]) -> None:
     """Print the requested help; `--model.help` prints the arguments of the class that it, or the settings, name.
 
     Args:
         parser: The parser of all options of the command.
         settings: The settings of the command line and its other layers.
-        asked: The keys that end in help, each with its value; "true" if it has no value.
+        topics: The keys that end in help, each with its value; "true" if it has no value.
 
     Raises:
         ConfigError: The requested help does not exist.
         SystemExit: The help was printed.
     """
-    if asked == [("help", "true")]:
+    if topics == [("help", "true")]:
         print(*_format_short_help(parser, min(shutil.get_terminal_size().columns, 100)), sep="\n", file=stdout)
         raise SystemExit(0)
-    if asked == [("trainer.help", "true")]:
+    if topics == [("trainer.help", "true")]:
         print(_format_trainer_help(parser), file=stdout)
         raise SystemExit(0)
     words = []
-    for key, text in asked:
+    for key, text in topics:
         if key == "help" and text not in ("true", "all"):
             raise ConfigError(f"--help {text}: expected nothing or all. For the options of a class write --model.help.")
         if key.removesuffix(".help") in parser.fixed:
@@ -94,9 +94,9 @@ def _format_short_help(parser: OptionParser, width: int) -> Iterator[str]:
         name = option.split(" ")[0].split("+")[0].split("[")[0]
         if name in known and name not in parser.fixed:
             yield from _format_option(option, text, width)
-    if own := [*_iterate_script_options(parser)]:
+    if added := [*_iterate_script_options(parser)]:
         yield from ("", "of this script:")
-        for action in own:
+        for action in added:
             yield from _format_option(action.dest, _describe_option(action), width)
     yield from ("", "by name:")
     callbacks = [name for name, home in lumen._HOME.items() if home.startswith(_CALLBACK_OPTIONS) and name[0].isupper()]

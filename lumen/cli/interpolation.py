@@ -54,18 +54,20 @@ def resolve_references(settings: Settings) -> dict[tuple[Any, ...], Reference]:
         (place, _format_how_to_set(settings.describe_source(place.path))) for place in texts if is_masked(place.text)
     ]
     references = [place for place in texts if "${" in place.text]
-    unreadable = [(place, wrong) for place in references if (wrong := _find_syntax_error(place.text))]
+    unreadable = [(place, problem) for place in references if (problem := _find_syntax_error(place.text))]
     problems, kept = [*missing, *unreadable], dict[tuple[Any, ...], Reference]()
     if references and not problems:
-        held: list[str] = []
+        env_references: list[str] = []
         before = (
-            _by_command_line_key(settings.tree, held) if any(_ENVIRONMENT in place.text for place in references) else {}
+            _shorten_paths(settings.tree, env_references)
+            if any(_ENVIRONMENT in place.text for place in references)
+            else {}
         )
         problems = list(_put_values(settings.tree, references))
-        if held and not problems:
-            kept = _list_recorded_references(settings.tree, before, references, held)
+        if env_references and not problems:
+            kept = _list_recorded_references(settings.tree, before, references, env_references)
     if problems:
-        lines = [f"{settings.describe_source(place.path)}: {place.text}: {wrong}" for place, wrong in problems]
+        lines = [f"{settings.describe_source(place.path)}: {place.text}: {problem}" for place, problem in problems]
         raise ConfigError("\n".join(lines))
     return kept
 
@@ -79,8 +81,8 @@ def put_references(record: dict[str, Any], references: Mapping[tuple[Any, ...], 
             owner = _follow_name(owner, name)
         if isinstance(owner, list) and isinstance(key, str):
             owner = owner[0]
-        is_there = isinstance(owner, list) or (isinstance(owner, dict) and key in owner)
-        if is_there and not (path in inner and isinstance(owner[key], dict | list)):
+        exists = isinstance(owner, list) or (isinstance(owner, dict) and key in owner)
+        if exists and not (path in inner and isinstance(owner[key], dict | list)):
             owner[key] = str(reference)
 
 
@@ -129,7 +131,7 @@ def _put_values(tree: dict[str, Any], places: list[_Text]) -> Iterator[tuple[_Te
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-    written = OmegaConf.create(_by_command_line_key(tree))
+    written = OmegaConf.create(_shorten_paths(tree))
     for place in places:
         try:
             found = _get_plain_value(written, place.path)
@@ -140,8 +142,8 @@ def _put_values(tree: dict[str, Any], places: list[_Text]) -> Iterator[tuple[_Te
         except InterpolationKeyError as error:
             yield place, _describe_missing_key(str(error).partition("'")[2].partition("'")[0], tree)
         except OmegaConfBaseException as error:
-            said = describe_missing_reference(error)
-            yield place, f"{_ERROR_PATTERNS.get(said, said)}."
+            reason = describe_missing_reference(error)
+            yield place, f"{_ERROR_PATTERNS.get(reason, reason)}."
 
 
 def _get_plain_value(written: Any, path: tuple[Any, ...]) -> Any:
@@ -156,15 +158,15 @@ def _get_plain_value(written: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _list_recorded_references(
-    tree: dict[str, Any], before: dict[str, Any], places: list[_Text], held: list[str]
+    tree: dict[str, Any], before: dict[str, Any], places: list[_Text], env_references: list[str]
 ) -> dict[tuple[Any, ...], Reference]:
     """Return the texts to record instead of values from the environment.
 
     Args:
         tree: The settings with their values.
-        before: The settings as written, with the references in `held` replaced by placeholders.
+        before: The settings as written, with the references in `env_references` replaced by placeholders.
         places: The texts that have references.
-        held: The references to the environment.
+        env_references: The references to the environment.
     """
     from omegaconf import OmegaConf
 
@@ -175,7 +177,7 @@ def _list_recorded_references(
             path = path[:-1]
         for inner in _iterate_texts({path[-1]: found}, path[:-1]):
             if _HELD_PATTERN.search(inner.text):
-                text = _HELD_PATTERN.sub(lambda each: held[int(each[1])], escape_references(inner.text))
+                text = _HELD_PATTERN.sub(lambda each: env_references[int(each[1])], escape_references(inner.text))
                 value = reduce(lambda node, key: node[key], inner.path, tree)
                 kept |= _find_references(text, value, inner.path)
     return kept
@@ -195,7 +197,7 @@ def _find_references(text: Any, value: Any, path: tuple[Any, ...]) -> dict[tuple
     return found
 
 
-def _mask_environment(text: str, held: list[str]) -> str:
+def _mask_environment(text: str, env_references: list[str]) -> str:
     """Replace references to the environment in a text by numbered placeholders, which OmegaConf ignores."""
     begin = 0
     while (begin := text.find("${", begin)) >= 0:
@@ -209,42 +211,41 @@ def _mask_environment(text: str, held: list[str]) -> str:
         if is_text or _ENVIRONMENT not in text[begin:end]:
             begin += 2
             continue
-        held.append(text[begin:end])
-        text = f"{text[:begin]}{_HELD_FORMAT.format(len(held) - 1)}{text[end:]}"
+        env_references.append(text[begin:end])
+        text = f"{text[:begin]}{_HELD_FORMAT.format(len(env_references) - 1)}{text[end:]}"
     return text
 
 
-def _by_command_line_key(node: Any, held: list[str] | None = None) -> Any:
+def _shorten_paths(node: Any, env_references: list[str] | None = None) -> Any:
     """Return settings by the keys of the command line: the arguments of a class are at the level of its name.
 
     Args:
         node: The settings, or a part of them.
-        held: The list that receives references to the environment, which placeholders replace; None keeps the
+        env_references: The list that receives references to the environment, which placeholders replace; None keeps the
             references.
     """
     if isinstance(node, list):
-        return [_by_command_line_key(item, held) for item in node]
+        return [_shorten_paths(item, env_references) for item in node]
     if isinstance(node, str):
-        node = node if held is None else _mask_environment(node, held)
+        node = node if env_references is None else _mask_environment(node, env_references)
         return _REFERENCE.sub(lambda found: found[0].replace(".init_args.", "."), node)
     if not isinstance(node, dict):
         return node
     if is_class(node):
         node = {**(node.get("init_args") or {}), **{key: node[key] for key in node if key != "init_args"}}
-    return {str(key): _by_command_line_key(value, held) for key, value in node.items()}
+    return {str(key): _shorten_paths(value, env_references) for key, value in node.items()}
 
 
 def _describe_missing_key(key: str, tree: dict[str, Any]) -> str:
     """Return an error text for a reference to a missing key, with similar keys."""
     hint = (
-        suggest_names(key, _list_keys(_by_command_line_key(tree)))
-        or " Set it: what a class has by default is not seen here."
+        suggest_names(key, _list_keys(_shorten_paths(tree))) or " Set it: what a class has by default is not seen here."
     )
     return f"{key} is not set.{hint}"
 
 
-def _list_keys(node: Any, above: str = "") -> list[str]:
+def _list_keys(node: Any, prefix: str = "") -> list[str]:
     """Return the full keys of all values in a tree."""
     if not isinstance(node, dict):
-        return [above]
-    return [each for key, value in node.items() for each in _list_keys(value, f"{above}.{key}" if above else key)]
+        return [prefix]
+    return [each for key, value in node.items() for each in _list_keys(value, f"{prefix}.{key}" if prefix else key)]

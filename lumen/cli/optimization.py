@@ -99,35 +99,35 @@ def configure_optimizers(config: Namespace, task: TaskModule) -> Any:
 
 def _list_schedules(config: Namespace) -> list[dict[str, Any]]:
     """Return each scheduler's class, with its interval."""
-    given, when = config.get("lr_scheduler"), config.lr_schedule.as_dict()
-    if given and "class_path" in given:
-        return [{"scheduler": given, **when}]
-    if given and when != vars(Schedule()):
+    scheduler, schedule = config.get("lr_scheduler"), config.lr_schedule.as_dict()
+    if scheduler and "class_path" in scheduler:
+        return [{"scheduler": scheduler, **schedule}]
+    if scheduler and schedule != vars(Schedule()):
         raise ConfigError(
             "lr_schedule says how one lr_scheduler moves, but there are several. Write it beside each of them: "
             "lr_scheduler: [{scheduler: CLASS, interval: step}, ...]."
         )
-    if when != vars(Schedule()):
+    if schedule != vars(Schedule()):
         _log.warning("lr_schedule says how lr_scheduler moves, but there is none: it is not used")
-    return [vars(entry) for entry in vars(given).values()] if given else []
+    return [vars(entry) for entry in vars(scheduler).values()] if scheduler else []
 
 
 def _make_parameter_groups(config: Namespace, task: TaskModule) -> list[Any]:
     """Return the first argument of the optimizer: trainable parameters, in groups if the settings ask for groups."""
-    wanted, given = config.parameter_groups, config.optimizer.get("init_args", {})
-    lr, weight_decay = given.get("lr"), given.get("weight_decay")
-    if (wanted.layer_decay is None) != (wanted.blocks is None):
+    options, arguments = config.parameter_groups, config.optimizer.get("init_args", {})
+    lr, weight_decay = arguments.get("lr"), arguments.get("weight_decay")
+    if (options.layer_decay is None) != (options.blocks is None):
         raise ConfigError("parameter_groups: layer_decay and blocks need each other. Set both or neither.")
-    by = _choose_undecayed(wanted.no_decay, wanted.decay)
+    by = _choose_undecayed(options.no_decay, options.decay)
     for name, needed, value in ("no_decay", "weight_decay", weight_decay), ("layer_decay", "lr", lr):
-        if wanted[name] is not None and value is None:
+        if options[name] is not None and value is None:
             raise ConfigError(f"parameter_groups.{name}: {config.optimizer.class_path} has no {needed}. Set it there.")
-    if wanted.layer_decay is not None:
+    if options.layer_decay is not None:
         return layer_decay_groups(
-            task, lr, wanted.layer_decay, wanted.blocks, weight_decay=weight_decay or 0.0, by=by,
-            embeddings=wanted.embeddings,
+            task, lr, options.layer_decay, options.blocks, weight_decay=weight_decay or 0.0, by=by,
+            embeddings=options.embeddings,
         )  # fmt: skip
-    if wanted.no_decay is not None:
+    if options.no_decay is not None:
         return [group for group in decay_groups(task, weight_decay, by=by) if group["params"]]
     return [parameter for parameter in task.parameters() if parameter.requires_grad]
 

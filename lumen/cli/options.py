@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lumen.callbacks import Callback
 from lumen.checkpoint import Weights
-from lumen.cli.classes import defaults_of, find_class
+from lumen.cli.classes import find_class, get_defaults
 from lumen.cli.config_layers import NODE, Tree, is_class, merge, nest_value
 from lumen.cli.optimization import LookaheadOptions, ParameterGroups, Schedule
 from lumen.errors import ConfigError
@@ -156,9 +156,9 @@ class OptionParser(ArgumentParser):
 
     def set_defaults(self, *trees: Mapping[str, Any], **settings: Any) -> None:
         """Set options by their full names, as `{"trainer.max_epochs": 5}`; files and the command line override them."""
-        given = {key: value for each in (*trees, settings) for key, value in each.items()}
-        self.script = reduce(merge, (nest_value(key.split("."), value) for key, value in given.items()), self.script)
-        for key, value in self._iterate_help_defaults(given):
+        defaults = {key: value for each in (*trees, settings) for key, value in each.items()}
+        self.script = reduce(merge, (nest_value(key.split("."), value) for key, value in defaults.items()), self.script)
+        for key, value in self._iterate_help_defaults(defaults):
             # The check of all settings reports wrong values.
             with suppress(KeyError, ValueError, TypeError, ArgumentError):
                 super().set_defaults({key: value})
@@ -198,23 +198,23 @@ class OptionParser(ArgumentParser):
             raise ConfigError(f"link_arguments({source!r}, {target!r}): {error}") from error
         self.linked[shorten_key(target)] = " and ".join(sources)
 
-    def without_defaults(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def drop_defaults(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings as plain data, without values that equal the defaults of options and classes.
 
         If the script sets part of an object, the object stays unchanged: the defaults of its class do not apply.
         """
         defaults, left = self.get_defaults().as_dict(), deepcopy(dict(record))
         groups, chosen = {*self.classes, *self.fixed}, self.script.keys() & self.bases.keys()
-        for node in _nodes({key: value for key, value in left.items() if key not in chosen}):
-            kind, given = find_class(node["class_path"]), node.pop("init_args", None) or {}
-            if given := _differing(given, defaults_of(kind)):
-                node["init_args"] = given
+        for node in _iterate_class_nodes({key: value for key, value in left.items() if key not in chosen}):
+            kind, arguments = find_class(node["class_path"]), node.pop("init_args", None) or {}
+            if arguments := _find_non_defaults(arguments, get_defaults(kind)):
+                node["init_args"] = arguments
         for key in groups & left.keys():
-            left[key] = _differing(left[key], defaults[key])
+            left[key] = _find_non_defaults(left[key], defaults[key])
         if isinstance(several := left.get("lr_scheduler"), list):
-            usual = defaults["lr_scheduler"].values()
-            left["lr_scheduler"] = [_differing(*each) for each in zip(several, usual, strict=True)]
-        return {key: value for key, value in _differing(left, defaults).items() if value != {}}
+            default_entries = defaults["lr_scheduler"].values()
+            left["lr_scheduler"] = [_find_non_defaults(*each) for each in zip(several, default_entries, strict=True)]
+        return {key: value for key, value in _find_non_defaults(left, defaults).items() if value != {}}
 
     def _get_full_key(self, key: str) -> str:
         """Return an argument's name in jsonargparse's form: with init_args, if the settings name the class."""
@@ -223,17 +223,19 @@ class OptionParser(ArgumentParser):
         return f"{head}.init_args.{name}" if inside else key
 
 
-def _differing(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-    return {name: value for name, value in given.items() if name not in known or value != known[name]}
+def _find_non_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    plain_defaults = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return {
+        name: value for name, value in values.items() if name not in plain_defaults or value != plain_defaults[name]
+    }
 
 
-def _nodes(value: Any) -> Iterator[dict[str, Any]]:
+def _iterate_class_nodes(value: Any) -> Iterator[dict[str, Any]]:
     """Yield every class in plain data, outermost first."""
     if is_class(value):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _nodes(item)
+        yield from _iterate_class_nodes(item)
 
 
 def shorten_key(key: str) -> str:
@@ -287,14 +289,14 @@ class CommandOptions:
 
 
 def _add_optimization(parser: OptionParser, schedulers: int | None) -> None:
-    later: dict[str, Any] = {"instantiate": False, "fail_untyped": False}
-    parser.add_subclass_arguments(Optimizer, "optimizer", skip=SUPPLIED["optimizer"], **later)
+    settings: dict[str, Any] = {"instantiate": False, "fail_untyped": False}
+    parser.add_subclass_arguments(Optimizer, "optimizer", skip=SUPPLIED["optimizer"], **settings)
     if schedulers is None:
-        parser.add_subclass_arguments(LRScheduler, "lr_scheduler", skip=SUPPLIED["lr_scheduler"], **later)
+        parser.add_subclass_arguments(LRScheduler, "lr_scheduler", skip=SUPPLIED["lr_scheduler"], **settings)
     for key in (f"lr_scheduler.{number}" for number in range(schedulers or 0)):
         # Each of several schedulers is checked separately, so these bypass the methods of this class.
         ArgumentParser.add_subclass_arguments(
-            parser, LRScheduler, f"{key}.scheduler", skip=SUPPLIED["lr_scheduler"], **later
+            parser, LRScheduler, f"{key}.scheduler", skip=SUPPLIED["lr_scheduler"], **settings
         )
         ArgumentParser.add_class_arguments(parser, Schedule, key, instantiate=False)
     parser.bases["lr_scheduler"] = LRScheduler

@@ -99,9 +99,9 @@ def show_predictions(batches: list[Any], output: str | None) -> None:
     samples = chain.from_iterable(map(_split_samples, batches))
     for sample in islice(samples, _MAX_LINES):
         print(_format_brief(sample), file=stdout)
-    which = f"the first {_MAX_LINES} predictions" if next(samples, None) is not None else "all predictions"
-    how_to_keep = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensors"
-    print(f"these are {which}. {how_to_keep if output is None else f'All are in {output}'}", file=stderr)
+    description = f"the first {_MAX_LINES} predictions" if next(samples, None) is not None else "all predictions"
+    advice = "To keep them: --output FILE.jsonl, or FILE.safetensors for tensors"
+    print(f"these are {description}. {advice if output is None else f'All are in {output}'}", file=stderr)
 
 
 def _iterate_texts(predictions: Any) -> Iterator[str]:
@@ -126,9 +126,11 @@ def _split_samples(batch: Any) -> Iterable[Any]:
 def _format_brief(value: Any) -> str:
     """Return the values of a sample as one line, or the shape or number of many values."""
     if isinstance(value, torch.Tensor):
-        few = value.numel() <= _MAX_VALUES
+        small = value.numel() <= _MAX_VALUES
         return (
-            _format_brief(value.tolist()) if few else f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            _format_brief(value.tolist())
+            if small
+            else f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         )
     if isinstance(value, float):
         return format(value, ".4g")
@@ -141,12 +143,12 @@ def _format_brief(value: Any) -> str:
 
 def write_results(results: list[Any], path: Path) -> None:
     """Write a JSON list, one JSON line per sample, or the joined tensors of all batches."""
-    with replace_file(path) as beside:
+    with replace_file(path) as draft:
         if path.suffix == ".safetensors":
-            write_safetensors(beside, _join_batches(results))
+            write_safetensors(draft, _join_batches(results))
         else:
             lines = chain.from_iterable(map(_split_samples, results)) if path.suffix == ".jsonl" else [results]
-            beside.write_text("".join(json.dumps(line, default=_as_plain) + "\n" for line in lines), encoding="utf-8")
+            draft.write_text("".join(json.dumps(line, default=_as_plain) + "\n" for line in lines), encoding="utf-8")
 
 
 def _as_plain(value: Any) -> Any:

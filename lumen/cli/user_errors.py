@@ -58,20 +58,20 @@ def fold_traceback(text: str) -> list[str]:
         text: The traceback as Python writes it; torch includes the traceback of a data worker in its message.
     """
     sections = _split_sections(text)
-    own = [frame for section in sections for frame, _ in section.frames if frame.is_in_user_code]
-    if not own and "\nSyntaxError: " not in text:
+    user_frames = [frame for section in sections for frame, _ in section.frames if frame.is_in_user_code]
+    if not user_frames and "\nSyntaxError: " not in text:
         return text.rstrip("\n").split("\n")
-    worker_of = _IN_WORKER.search(text)
-    lines = [f"Traceback (most recent call last){f', in {worker_of[1]}' if worker_of else ''}:"]
-    others = list[str]()
+    in_worker = _IN_WORKER.search(text)
+    lines = [f"Traceback (most recent call last){f', in {in_worker[1]}' if in_worker else ''}:"]
+    libraries = list[str]()
     for number, section in enumerate(sections):
-        users = [shown for frame, shown in section.frames if frame.is_in_user_code]
-        others += [_name_library(frame) for frame, _ in section.frames if not frame.is_in_user_code]
-        lines += [line for shown in users for line in shown]
-        if others and (users or number == len(sections) - 1):
-            lines.append(f"  ... {_count_libraries(others)}; --verbose shows all")
-            others = []
-        lines += [line for line in section.after if not (worker_of and (not line or _IN_WORKER.fullmatch(line)))]
+        shown_frames = [shown for frame, shown in section.frames if frame.is_in_user_code]
+        libraries += [_name_library(frame) for frame, _ in section.frames if not frame.is_in_user_code]
+        lines += [line for shown in shown_frames for line in shown]
+        if libraries and (shown_frames or number == len(sections) - 1):
+            lines.append(f"  ... {_count_libraries(libraries)}; --verbose shows all")
+            libraries = []
+        lines += [line for line in section.after if not (in_worker and (not line or _IN_WORKER.fullmatch(line)))]
     return lines
 
 

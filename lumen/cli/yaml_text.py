@@ -65,12 +65,12 @@ class _Loader(yaml.SafeLoader):
 
     def _check_duplicate(self, mapping: Any, key: Any) -> None:
         """Refuse a key that its mapping already has."""
-        at, line = (mapping, self.construct_object(key)), key.start_mark.line + 1
-        if at in self._lines:
-            both = f"lines {self._lines[at]} and {line}" if self._lines[at] != line else f"line {line}"
+        place, line = (mapping, self.construct_object(key)), key.start_mark.line + 1
+        if place in self._lines:
+            lines = f"lines {self._lines[place]} and {line}" if self._lines[place] != line else f"line {line}"
             path = ".".join(filter(None, self._path))
-            raise YamlRefused(None, None, f"{path} is set twice, in {both}. Leave one of them out")
-        self._lines[at] = line
+            raise YamlRefused(None, None, f"{path} is set twice, in {lines}. Leave one of them out")
+        self._lines[place] = line
 
     def _count_alias(self, node: Any, alias: Any) -> None:
         """Count the values of an alias, and refuse too many."""
@@ -83,8 +83,8 @@ class _Loader(yaml.SafeLoader):
                 None, None, f"its aliases stand for more than {MAX_REPEATED_VALUES:,} values", alias.start_mark
             )
         if len(self._path) + levels > MAX_LEVELS:
-            what = f"its aliases are nested more than {MAX_LEVELS} levels deep"
-            raise YamlRefused(None, None, what, alias.start_mark)
+            problem = f"its aliases are nested more than {MAX_LEVELS} levels deep"
+            raise YamlRefused(None, None, problem, alias.start_mark)
 
     def _measure_node(self, node: Any) -> _NodeSize:
         inner = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -127,10 +127,10 @@ def dump_yaml(value: Any) -> str:
 def format_inline(value: Any) -> str:
     """Return a value in the form of a config file or the command line, as one line for an error."""
     try:
-        given = load_yaml(value) if isinstance(value, str) else value
-        if isinstance(given, str) or value == "":
+        parsed = load_yaml(value) if isinstance(value, str) else value
+        if isinstance(parsed, str) or value == "":
             return repr(value)
-        return value if isinstance(value, str) else json.dumps(given)
+        return value if isinstance(value, str) else json.dumps(parsed)
     except (yaml.YAMLError, TypeError):
         return repr(value)
 
@@ -140,7 +140,7 @@ def load_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: The text is not valid YAML.
-        Refused: The text repeats a key, is nested too deep, or expands to too many values.
+        YamlRefused: The text repeats a key, is nested too deep, or expands to too many values.
     """
     loader = _Loader(text)
     try:
@@ -171,10 +171,10 @@ def describe_yaml_error(error: yaml.YAMLError) -> str:
     """Return the error of a YAML text as one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
-    what = ": ".join(filter(None, (error.context, error.problem)))
+    problem = ": ".join(filter(None, (error.context, error.problem)))
     mark = error.problem_mark or error.context_mark
-    hint = ". YAML is indented by spaces, not by tabs" if "'\\t'" in what else ""
+    hint = ". YAML is indented by spaces, not by tabs" if "'\\t'" in problem else ""
     line = "".join((mark.buffer or "").splitlines()[mark.line : mark.line + 1]) if mark else ""
     if "${" in line or "???" in line:
         hint = ". Between braces and brackets write '${...}' and '???' in quotes"
-    return what + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark else "") + hint
+    return problem + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark else "") + hint

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from textwrap import shorten
 from typing import Any, Literal, get_args, get_origin
 
-from lumen.cli.commands import LOOPS, Command, Words, get_parser, get_summary, list_commands, load_command
+from lumen.cli.commands import LOOPS, Command, CommandParser, get_parser, get_summary, list_commands, load_command
 from lumen.console import stdout
 from lumen.errors.arguments import import_optional
 
@@ -35,9 +35,9 @@ _FILE_OPTIONS = {"config", "ckpt_path", "average", "output", "file", "trainer.in
 _FILE_OPTIONS |= {"RUN", "CHECKPOINT_OR_RUN", "DIR", "A", "B", "FILE", "OUTPUT", "FILE_OR_DIR", "PATH"}
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("completion", COMMAND, "bash|zsh|fish", _DESCRIPTION)
+    parser = CommandParser("completion", COMMAND, "bash|zsh|fish", _DESCRIPTION)
     parser.add_argument("shell", choices=(*_INSTALL,), help="The shell.")
     return parser
 
@@ -101,19 +101,19 @@ def _add_choices(action: Action, file_marker: Any) -> None:
 
 def _iterate_values(key: str, hint: Any) -> Iterator[str]:
     """Yield the values that an option accepts: fixed words, and built-in classes of its type."""
-    from lumen.cli.classes import bases_in, hints_in
+    from lumen.cli.classes import list_bases, iterate_hints
     from lumen.precision import PRECISIONS
     from lumen.strategies.factory import ACCELERATORS, STRATEGIES
 
     names = {"trainer.accelerator": ACCELERATORS, "trainer.precision": PRECISIONS, "trainer.strategy": STRATEGIES}
     yield from (*_EXTRA_VALUES.get(key, ()), *names.get(key, ()))
-    for each in hints_in(hint):
+    for each in iterate_hints(hint):
         if get_origin(each) is Literal:
             yield from map(str, get_args(each))
         elif each is bool:
             yield from ("true", "false")
     if hint is not None and not key.endswith("help"):
-        yield from _iterate_class_names(tuple(base for base in bases_in(hint) if type.__subclasses__(base)))
+        yield from _iterate_class_names(tuple(base for base in list_bases(hint) if type.__subclasses__(base)))
 
 
 def _iterate_class_names(bases: tuple[type, ...]) -> Iterator[str]:

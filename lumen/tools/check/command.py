@@ -9,7 +9,7 @@ from typing import Any, final
 from lumen.cli import print_error
 from lumen.cli.command_line import CLI
 from lumen.cli.command_words import HelpShown
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.cli.user_errors import print_user_error as show_error
 from lumen.errors import ConfigError, LumenError
 from lumen.tools.check import COMMAND
@@ -26,9 +26,9 @@ _DESCRIPTION = (
 )
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the options that `lumen fit` lacks."""
-    parser = Words("check", COMMAND, "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _DESCRIPTION)
+    parser = CommandParser("check", COMMAND, "--config FILE [--KEY VALUE ...] [--json] [--strict] [--samples N]", _DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--strict", action="store_true", help="Exit with 1 if something is suspicious.")
     parser.add_argument("--samples", type=int, default=1000, metavar="N", help="Largest number of training "

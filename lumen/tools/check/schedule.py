@@ -26,7 +26,7 @@ from lumen.errors import ConfigError
 from lumen.run.plan import EpochLengths, Plan
 from lumen.run.run import Run
 from lumen.run.scheduler_config import iterate_unfinished, make_horizon
-from lumen.task.hooks import texts_of
+from lumen.task.hooks import collect_texts
 from lumen.tools.check.data import is_map_style
 from lumen.tools.check.report import CheckReport, format_every, format_rough_duration, shorten_rows
 from lumen.tools.check.trial import CheckTrial
@@ -326,7 +326,7 @@ def check_monitors(report: CheckReport, trial: CheckTrial, run: Run) -> None:
         if name in known:
             report.add("schedule", "ok", "monitor", f"{owner} monitors {name}, which is logged")
             continue
-        mentioned = texts_of([trial.task, *trial.trainer.callbacks]) if mentioned is None else mentioned
+        mentioned = collect_texts([trial.task, *trial.trainer.callbacks]) if mentioned is None else mentioned
         if name in mentioned:
             report.add("schedule", "note", "monitor", f"{owner} monitors {name}, which the first batches did not log")
             continue

@@ -433,7 +433,7 @@ class CheckTrial:
     @contextmanager
     def open_run(self) -> Iterator[Run]:
         """Open the run as a context manager. `begin` makes the first steps."""
-        check_training(self.task, self.data, optimizer_given=self._configure is not None)
+        check_training(self.task, self.data, has_optimizer=self._configure is not None)
         self._disable_side_effects()
         with self._capture_warnings(), open_run(self.trainer, "fit", self.task, self.data, None) as run:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.cli.yaml_text import dump_yaml
 from lumen.console import format_bytes, stderr, stdout
 from lumen.errors import ConfigError
@@ -19,9 +19,9 @@ _DESCRIPTION = (
 )
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("convert", COMMAND, "FILE OUTPUT [--KEY VALUE ...]", _DESCRIPTION)
+    parser = CommandParser("convert", COMMAND, "FILE OUTPUT [--KEY VALUE ...]", _DESCRIPTION)
     parser.add_argument("source", metavar="FILE", help="A .ckpt file of Lightning, or a .pt, .pth or .bin file.")
     parser.add_argument("output", metavar="OUTPUT", help="A .safetensors file that does not exist.")
     parser.add_argument(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.console import format_bytes, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import expand_path
@@ -27,9 +27,9 @@ FORMATS = ("torch-export", "onnx", "huggingface")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("export", COMMAND, "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _DESCRIPTION)
+    parser = CommandParser("export", COMMAND, "CHECKPOINT_OR_RUN --output FILE_OR_DIR [--KEY VALUE ...]", _DESCRIPTION)
     parser.add_argument("source", metavar="CHECKPOINT_OR_RUN", nargs="+", help="A checkpoint, a run (for its newest "
                         "valid checkpoint), weights as for trainer.init_from, or a URL. Several sources give the mean "
                         "of their floating-point tensors.")  # fmt: skip

@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.console import stdout
 from lumen.errors import ConfigError
 from lumen.tools.init import COMMAND
@@ -23,10 +23,10 @@ _TEMPLATE_NAME = "starter"  # name of the package, config and test in each templ
 _CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", "runs"}  # written when the template itself was run
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
     templates = sorted(path.name for path in _TEMPLATES.iterdir())
-    parser = Words("init", COMMAND, f"NAME [--template {'|'.join(templates)}]", _DESCRIPTION)
+    parser = CommandParser("init", COMMAND, f"NAME [--template {'|'.join(templates)}]", _DESCRIPTION)
     parser.add_argument("directory", metavar="NAME", help="Directory to create; its last part names the package.")
     parser.add_argument("--template", choices=templates, default="gpt", help="Template to copy. Default: gpt.")
     return parser

@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 
 import yaml
 
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.console import console, stderr, stdout
 from lumen.errors import ConfigError
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
@@ -58,9 +58,9 @@ class MigratedFile(NamedTuple):
     problem: str | None = None
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("migrate", COMMAND, "PATH [--write]", _DESCRIPTION)
+    parser = CommandParser("migrate", COMMAND, "PATH [--write]", _DESCRIPTION)
     parser.add_argument("path", metavar="PATH", help="A project's directory, or one file.")
     parser.add_argument("--write", action="store_true", help="Write the edits. Git must be able to undo the edits.")
     parser.add_argument("--force", action="store_true", help="Write the edits even if git could not undo the edits.")

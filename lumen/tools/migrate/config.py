@@ -8,7 +8,7 @@ from typing import Any, final
 
 import yaml
 
-from lumen.cli.classes import of_lightning
+from lumen.cli.classes import find_counterpart
 from lumen.errors.lightning_names import LIGHTNING_PACKAGES
 from lumen.tools.migrate.arguments import UNCHANGED, UNKNOWN, format_value, get_change
 from lumen.tools.migrate.names import get_short_name
@@ -99,9 +99,9 @@ class ConfigEditor:
         """Replace the name of a Lightning class by the name of Lumen's class, and return that name, or None."""
         if not isinstance(node, yaml.ScalarNode) or not _LIGHTNING_NAME.fullmatch(node.value):
             return None
-        found = of_lightning(node.value)
+        found = find_counterpart(node.value)
         if found is None or found.name is None:
-            self._add_note(node, f"{node.value}: {found.instead if found else 'Lumen has no such module.'}")
+            self._add_note(node, f"{node.value}: {found.advice if found else 'Lumen has no such module.'}")
             return None
         self._replace_text(node, found.name)
         return found.name

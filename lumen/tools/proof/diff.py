@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.console import stderr, stdout
 from lumen.data.nested import flatten_leaves
 from lumen.errors import ConfigError
@@ -75,9 +75,9 @@ class Findings:
         return all(each in (None, {}) for each in found)
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("diff", DIFF, "A B [--steps N] [--records] [--json]", _DESCRIPTION)
+    parser = CommandParser("diff", DIFF, "A B [--steps N] [--records] [--json]", _DESCRIPTION)
     parser.add_argument("a", metavar="A", help="The directory of a run, or a config file.")
     parser.add_argument("b", metavar="B", help="The run or the config to compare with A.")
     parser.add_argument("--steps", type=int, metavar="N", help="Largest number of steps to train again. "

@@ -14,7 +14,7 @@ import torch
 
 from lumen.callbacks import Callback
 from lumen.checkpoint.format.reader import Checkpoint
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
 from lumen.tools.check.report import describe_leaves
@@ -43,9 +43,9 @@ _ROUNDING = {"fp64": 1e-10, "fp32": 1e-5}  # relative tolerance; 1e-2 for other 
 _MAX_SHOWN = 8
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("replay", REPLAY, "RUN --step N [--python]", _DESCRIPTION)
+    parser = CommandParser("replay", REPLAY, "RUN --step N [--python]", _DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="The directory of a run.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="Number of the step, from 1.")
     parser.add_argument("--python", action="store_true", help="Open Python inside the step, with task, batch, loss and "

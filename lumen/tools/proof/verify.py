@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lumen.cli.command_line import CLI, CheckedCommand
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.console import stderr, stdout
 from lumen.distributed.processes import Processes
 from lumen.errors import ConfigError
@@ -79,9 +79,9 @@ def build_from_words(words: list[str], change: Callable[[dict[str, Any]], dict[s
     return _BuiltCLI(words, change, seed).made
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("verify", VERIFY, _USAGE, _DESCRIPTION)
+    parser = CommandParser("verify", VERIFY, _USAGE, _DESCRIPTION)
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="Optimizer steps of a variant. Default: 5.")
     parser.add_argument("--only", metavar="NAMES", help=f"Make only these comparisons: {', '.join(COMPARISONS)}.")
     parser.add_argument("--compile", action="store_true", help="Also compare eager with compiled.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.console import format_bytes, stdout
 from lumen.errors import ConfigError
 from lumen.errors.arguments import expand_path, import_optional
@@ -19,9 +19,9 @@ _DESCRIPTION = (
 )
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("report", COMMAND, "RUN [RUN ...] [--output FILE]", _DESCRIPTION)
+    parser = CommandParser("report", COMMAND, "RUN [RUN ...] [--output FILE]", _DESCRIPTION)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Directory of a run, or of several runs.")
     parser.add_argument(
         "--output", default="report.html", metavar="FILE", help="HTML file to write. Default: report.html."

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lumen.cli.commands import Words
+from lumen.cli.commands import CommandParser
 from lumen.console import format_bytes, stdout
 from lumen.tools.runs import COMMAND, records as data
 from lumen.tools.runs.find import ShownRun, find_shown_runs
@@ -185,9 +185,9 @@ def run(words: list[str]) -> int:
     return int(args.verify and damaged)
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--json]", _DESCRIPTION)
+    parser = CommandParser("runs", COMMAND, "[DIR] [--where CONDITION] [--sort NAME] [--json]", _DESCRIPTION)
     parser.add_argument("directory", nargs="?", default="runs", metavar="DIR", help="Directory or URL of the runs, or "
                         "of one run. Default: runs.")  # fmt: skip
     parser.add_argument("--table", action="store_true", help="Print a row for each run, with the settings that differ.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from lumen.cli.command_line import CheckedCommand
-from lumen.cli.commands import LOOPS, Words
+from lumen.cli.commands import LOOPS, CommandParser
 from lumen.console import stderr, stdout
 from lumen.errors import ConfigError
 from lumen.internals.atomic_files import replace_file
@@ -69,9 +69,9 @@ ENGINES = {
 }  # fmt: skip
 
 
-def options() -> Words:
+def options() -> CommandParser:
     """Return the parser of the command's options."""
-    parser = Words("submit", COMMAND, "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE ...", _DESCRIPTION)
+    parser = CommandParser("submit", COMMAND, "--on slurm|ray|k8s|sky [--nodes N] ... -- fit --config FILE ...", _DESCRIPTION)
     parser.add_argument("--on", required=True, choices=ENGINES, help="The engine of the cluster.")
     parser.add_argument("--nodes", type=int, default=1, help="Number of nodes. Default: 1.")
     parser.add_argument("--gpus-per-node", type=int, default=1, help="GPUs on each node; 0 for the CPU. Default: 1.")
