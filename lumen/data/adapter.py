@@ -15,7 +15,7 @@ from lumen.data.nested import iterate_tensors
 from lumen.data.windows import AccumulationWindow, Assigned, LoadedBatch, RankSlice
 from lumen.errors import DataError
 
-_FETCH_NOTHING = attrgetter("batch", "loader")
+_BATCH_AND_LOADER = attrgetter("batch", "loader")
 
 
 class Position(NamedTuple):
@@ -52,7 +52,7 @@ class Position(NamedTuple):
             )
         return {}
 
-    def key(self, epoch: int) -> int:
+    def get_order_key(self, epoch: int) -> int:
         """Return the key of the random order: the epoch in the low 32 bits, `cycle` above, so each cycle differs."""
         return epoch + (self.cycle << 32)
 
@@ -68,7 +68,7 @@ class LoaderAdapter(ABC):
         length: Micro-batches of an epoch, counted as in a run with one process; None if the loader has no length.
         per_step: Micro-batches of an optimizer step, of all processes together.
         name: Name that the user gave an evaluation loader; "" without a name.
-        in_turn: True if the adapter reads several loaders, one after the other.
+        is_sequential: True if the adapter reads several loaders, one after the other.
     """
 
     length: int | None
@@ -145,7 +145,7 @@ class LoadedStep(NamedTuple):
     ) -> AccumulationWindow:
         """Return the step as a window for the loop; dummy batches come last."""
         return AccumulationWindow(
-            map(_FETCH_NOTHING, self.items).__next__, self.sizes, index, state, waited_s, rank_slice, self.assigned,
+            map(_BATCH_AND_LOADER, self.items).__next__, self.sizes, index, state, waited_s, rank_slice, self.assigned,
             last=last,
         )  # fmt: skip
 
@@ -205,9 +205,9 @@ def read_one_by_one(
             return
         start = perf_counter()
     if index or length is not None:
-        said = "it has no length" if length is None else f"its length, or a limit, says {length}"
+        reason = "it has no length" if length is None else f"its length, or a limit, says {length}"
         raise DataError(
-            f"a loader with follows_training = True ended after {index} batches of the epoch, but {said}. It is not "
+            f"a loader with follows_training = True ended after {index} batches of the epoch, but {reason}. It is not "
             "read ahead, so its end has to be known: give it the __len__ that it keeps to, set limit_train_batches, or "
             "let it go on for ever."
         )
@@ -234,7 +234,7 @@ class SampleCounter:
             samples = next((tensor.shape[0] for tensor in iterate_tensors(batch) if tensor.dim() > 0), None)
         if type(batch) not in self._warned_classes:
             self._warned_classes.add(type(batch))
-            counted = (
+            rule = (
                 f"1 sample, because Lumen finds no tensor with a dimension in a {type(batch).__name__}"
                 if samples is None
                 else "as many samples as dimension 0 of its first tensor"
@@ -242,6 +242,6 @@ class SampleCounter:
             _log.warning(
                 "%s: Lumen did not draw these batches, so a batch counts %s. Return (loss, weight) from training_step "
                 "to say it yourself.",
-                type(self._loader).__name__, counted,
+                type(self._loader).__name__, rule,
             )  # fmt: skip
         return 1 if samples is None else samples

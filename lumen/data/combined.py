@@ -69,10 +69,10 @@ class CombinedLoader:
     @limits.setter
     def limits(self, limits: Any) -> None:
         count = len(self.flattened)
-        given = list(limits) if isinstance(limits, Sequence) else [limits] * count
-        if len(given) != count:
-            raise ConfigError(f"CombinedLoader: {len(given)} limits are given for {count} loaders. Give one for each.")
-        self._limits = None if limits is None else [None if each in (None, math.inf) else int(each) for each in given]
+        values = list(limits) if isinstance(limits, Sequence) else [limits] * count
+        if len(values) != count:
+            raise ConfigError(f"CombinedLoader: {len(values)} limits are given for {count} loaders. Give one for each.")
+        self._limits = None if limits is None else [None if each in (None, math.inf) else int(each) for each in values]
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         parts = list(zip(self.flattened, self._limits or repeat(None), strict=False))
@@ -130,34 +130,34 @@ def holds_loaders(loaders: Any) -> bool:
     return isinstance(loaders, Mapping) or (isinstance(loaders, (list, tuple)) and _has_loader(loaders))
 
 
-def _has_loader(given: Any) -> bool:
-    if isinstance(given, (list, tuple, Mapping)):
-        return any(map(_has_loader, given.values() if isinstance(given, Mapping) else given))
-    return isinstance(given, (DataLoader, CombinedLoader, Iterator))
+def _has_loader(value: Any) -> bool:
+    if isinstance(value, (list, tuple, Mapping)):
+        return any(map(_has_loader, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, (DataLoader, CombinedLoader, Iterator))
 
 
-def list_loaders(given: Any, name: str = "") -> list[tuple[str, Any]]:
+def list_loaders(tree: Any, name: str = "") -> list[tuple[str, Any]]:
     """Return the loaders in nested lists, dictionaries and combinations, with their names; "" for a single loader."""
-    given = given.iterables if isinstance(given, CombinedLoader) else given
-    if holds_loaders(given):
-        parts = given.items() if isinstance(given, Mapping) else enumerate(given)
+    tree = tree.iterables if isinstance(tree, CombinedLoader) else tree
+    if holds_loaders(tree):
+        parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         return [each for key, part in parts for each in list_loaders(part, f"{name}/{key}".lstrip("/"))]
-    return [] if given is None else [(name, given)]
+    return [] if tree is None else [(name, tree)]
 
 
-def _iterate_leaves(given: Mapping[Any, Any] | Sequence[Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    for key, part in given.items() if isinstance(given, Mapping) else enumerate(given):
-        place = (*above, key)
+def _iterate_leaves(tree: Mapping[Any, Any] | Sequence[Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        place = (*path, key)
         yield from _iterate_leaves(part, place) if holds_loaders(part) else [(place, part)]
 
 
-def _number_leaves(given: Any, numbers: Iterator[int]) -> Any:
+def _number_leaves(tree: Any, numbers: Iterator[int]) -> Any:
     """Return the same lists and dictionaries, with each loader replaced by its index."""
-    if isinstance(given, Mapping):
+    if isinstance(tree, Mapping):
         return {
-            key: _number_leaves(part, numbers) if holds_loaders(part) else next(numbers) for key, part in given.items()
+            key: _number_leaves(part, numbers) if holds_loaders(part) else next(numbers) for key, part in tree.items()
         }
-    return [_number_leaves(part, numbers) if holds_loaders(part) else next(numbers) for part in given]
+    return [_number_leaves(part, numbers) if holds_loaders(part) else next(numbers) for part in tree]
 
 
 @final
@@ -222,12 +222,13 @@ class CombinedAdapter(LoaderAdapter):
 
     def iterate_windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """Yield the optimizer steps of an epoch, from a position on."""
-        saved, like_this = position.get_state("combination"), {"mode": self._mode, "loaders": self._describe_lengths()}
-        if saved and like_this != {key: saved[key] for key in like_this}:
+        layout = {"mode": self._mode, "loaders": self._describe_lengths()}
+        saved = position.get_state("combination")
+        if saved and layout != {key: saved[key] for key in layout}:
             if position.batches:
                 raise DataError(
                     f"this run goes on in the middle of an epoch of {saved['loaders']} loaders combined by "
-                    f"{saved['mode']}; now there are {like_this['loaders']} by {self._mode}. Give it those it had."
+                    f"{saved['mode']}; now there are {layout['loaders']} by {self._mode}. Give it those it had."
                 )
             saved = {}
         if position.batches and saved.get("ended"):
@@ -241,7 +242,7 @@ class CombinedAdapter(LoaderAdapter):
         items = self._read_in_turn(parts, first) if self._mode == "sequential" else self._read_together(parts, first)
         if limit is not None:
             items = islice(items, max(0, limit - position.batches))
-        steps = self._iterate_steps(items, parts, like_this, position.first_step)
+        steps = self._iterate_steps(items, parts, layout, position.first_step)
         yield from read_ahead(steps, position.batches, self._rank_slice, lambda state: state | {"ended": True})
 
     def _describe_lengths(self) -> str:
@@ -253,22 +254,22 @@ class CombinedAdapter(LoaderAdapter):
         self,
         items: Iterator[LoadedBatch],
         parts: list[_LoaderInEpoch],
-        like_this: dict[str, Any],
+        layout: dict[str, Any],
         first_step: int | None,
     ) -> Iterator[LoadedStep]:
         rank_slice, assign, read = self._rank_slice, self._rank_slice.make_assigner(first_step), 0
         newest: LoadedBatch | None = None
         while step := list(islice(items, self.per_step)):
             assigned = assign(len(step))
-            own = [step[number] for number in assigned if number is not None]
-            newest = own[-1] if own else newest
+            taken = [step[number] for number in assigned if number is not None]
+            newest = taken[-1] if taken else newest
             read += len(step)
             if rank_slice.needs_dummies and len(step) % rank_slice.world_size:  # True only in the epoch's last step.
                 newest = share_batch(rank_slice, 0, newest) if read < rank_slice.world_size else newest
                 assert newest is not None
-                own += [newest] * assigned.count(None)
-            state = {"kind": "combination", **like_this, "parts": [part.get_state() for part in parts]}
-            yield LoadedStep(own, [item.samples for item in step], assigned, state)
+                taken += [newest] * assigned.count(None)
+            state = {"kind": "combination", **layout, "parts": [part.get_state() for part in parts]}
+            yield LoadedStep(taken, [item.samples for item in step], assigned, state)
 
     def _read_in_turn(self, parts: list[_LoaderInEpoch], step: int) -> Iterator[LoadedBatch]:
         for number, part in enumerate(parts):
@@ -323,8 +324,10 @@ class _LoaderInEpoch:
         if window is None:
             self.ended = True
             return None
-        at = self._position
-        self._position = at._replace(samples=at.samples + window.samples, batches=at.batches + 1, state=window.state)
+        read = self._position
+        self._position = read._replace(
+            samples=read.samples + window.samples, batches=read.batches + 1, state=window.state
+        )
         return next((LoadedBatch(micro.batch, micro.samples) for micro in window), LoadedBatch(None, window.samples))
 
     def step_back(self) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from lumen.console import logger as _log
 from lumen.data.combined import list_loaders
 from lumen.data.generators import walk_objects
-from lumen.data.iterable_style import is_sharded_by_itself
+from lumen.data.iterable_style import shards_itself
 from lumen.data.rank_checks import iterate_bytes
 from lumen.data.windows import RankSlice
 from lumen.errors import DataError
@@ -76,29 +76,29 @@ def check_same_data(rank_slice: RankSlice, sources: Mapping[str, Any]) -> None:
     Raises:
         DataError: A rank has different samples than rank 0, or a different order. The error is raised on every rank.
     """
-    here, lengths = dict[str, Collection](), set[int]()
+    digests, lengths = dict[str, Collection](), set[int]()
     for purpose, source in sources.items():
         for number, (_, loader) in enumerate(list_loaders(source)):
-            if not is_sharded_by_itself(loader, rank_slice.world_size):
-                found, met = digest_collections(loader)
-                lengths |= met
+            if not shards_itself(loader, rank_slice.world_size):
+                found, found_lengths = digest_collections(loader)
+                lengths |= found_lengths
                 loader_name = f"{purpose} {number}" if number else purpose
-                here |= {f"{name} of the {loader_name}": each for name, each in found.items()}
-    told = rank_slice.gather_all((here, lengths))
-    first, lengths = told[0][0], set().union(*(met for _, met in told))
-    for rank, (other, _) in enumerate(told):
+                digests |= {f"{name} of the {loader_name}": each for name, each in found.items()}
+    reports = rank_slice.gather_all((digests, lengths))
+    first, lengths = reports[0][0], set().union(*(found_lengths for _, found_lengths in reports))
+    for rank, (other, _) in enumerate(reports):
         for place in [name for name in other if first.get(name, other[name]) != other[name]]:
             one, two = first[place], other[place]
             is_reordered = one.unordered is not None and (one.items, one.unordered) == (two.items, two.unordered)
-            what = f"rank {rank} and rank 0 hold different data: {place} has "
-            what += f"the same {one.items} items in a different order" if is_reordered else (
+            difference = f"rank {rank} and rank 0 hold different data: {place} has "
+            difference += f"the same {one.items} items in a different order" if is_reordered else (
                 f"{two.items} items on rank {rank}, {one.items} on rank 0, with different values"
             )  # fmt: skip
             is_enumerated = {one.items, two.items} & lengths and not (one.is_table and one.items != two.items)
             if is_reordered or is_enumerated:
-                raise DataError(f"{what}. {_ADVICE}")
+                raise DataError(f"{difference}. {_ADVICE}")
             if not one.is_table:
-                _log.warning("%s. Samples that depend on it differ from those of a run on one process.", what)
+                _log.warning("%s. Samples that depend on it differ from those of a run on one process.", difference)
 
 
 def digest_collections(loader: Any) -> tuple[dict[str, Collection], set[int]]:

@@ -43,20 +43,20 @@ def make_fingerprint(dataset: Any) -> str:
     return _describe_part(dataset, set())
 
 
-def _describe_part(dataset: Any, met: set[int]) -> str:
-    if id(dataset) in met:
+def _describe_part(dataset: Any, visited: set[int]) -> str:
+    if id(dataset) in visited:
         return "itself"
-    met.add(id(dataset))
+    visited.add(id(dataset))
     length = get_length(dataset)
-    said = "" if length is None else str(length)
+    summary = "" if length is None else str(length)
     if (indices := getattr(dataset, "indices", None)) is not None and hasattr(indices, "__len__"):
-        said += f"{_WITH_INDICES}{_digest_indices(indices):08x}"
-    parts = [_describe_part(part, met) for part in _iterate_datasets(dataset)]
+        summary += f"{_WITH_INDICES}{_digest_indices(indices):08x}"
+    parts = [_describe_part(part, visited) for part in _iterate_datasets(dataset)]
     if not isinstance(dataset, (Subset, ConcatDataset, StackDataset)):  # Other attributes may be created by reading.
         parts = [part for part in parts if _WITH_INDICES in part]
     if len(parts) > _MAX_SHOWN:
         parts = [*parts[:_MAX_SHOWN], f"and {len(parts) - _MAX_SHOWN} more {digest_batch(parts):08x}"]
-    return f"{type(dataset).__name__}({', '.join([said, *parts])})"
+    return f"{type(dataset).__name__}({', '.join([summary, *parts])})"
 
 
 def _iterate_datasets(dataset: Any) -> Iterator[Any]:

@@ -69,15 +69,15 @@ class KeptGenerators:
 
     def __init__(self, roots: dict[str, Any], *, by_seed: bool = False) -> None:
         self._roots, self._by_seed = roots, by_seed
-        self._words: dict[str, int] = {}  # by place: the key of the first generator found there
+        self._keys: dict[str, int] = {}  # by place: the key of the first generator found there
         self._found: list[tuple[int, Any]] = []
-        self._before: list[tuple[Any, Any]] = []  # generators with their states when they were found
+        self._saved_states: list[tuple[Any, Any]] = []  # generators with their states when they were found
         self._seeded = self.may_restore = False
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without generators and states: a worker repeats the search."""
-        return self.__dict__ | {"_found": [], "_before": [], "_seeded": False}
+        return self.__dict__ | {"_found": [], "_saved_states": [], "_seeded": False}
 
     @property
     def generators(self) -> list[Any]:
@@ -86,23 +86,23 @@ class KeptGenerators:
 
     def refresh(self) -> bool:
         """Search again. Return True if there are new generators, or if `may_restore` has changed."""
-        known = {id(generator) for generator, _ in self._before}
-        could_restore, met = self.may_restore, dict[int, Any]()
+        known = {id(generator) for generator, _ in self._saved_states}
+        could_restore, visited = self.may_restore, dict[int, Any]()
         self._found = []
         for place, generator in walk_objects(self._roots, lambda part: isinstance(part, GENERATORS), _LEAVES):
             if not isinstance(generator, GENERATORS):
                 if isinstance(generator, FunctionType) and place.startswith("dataset"):
-                    self.may_restore = self.may_restore or _may_restore(generator, met)
+                    self.may_restore = self.may_restore or _may_restore(generator, visited)
                 continue
-            new = place not in self._words
-            if new:
+            is_new = place not in self._keys
+            if is_new:
                 seed = _get_initial_seed(generator) if self._by_seed else 0
-                self._words[place] = make_key(seed, Domain.KEPT, hash_name(place))
-            if id(generator) in known or self._can_be_keyed(place, generator, warn=new):
-                self._found.append((self._words[place], generator))
-        others = [generator for _, generator in self._found if id(generator) not in known]
-        self._before += [(generator, get_generator_state(generator)) for generator in others]
-        return bool(others) or self.may_restore != could_restore
+                self._keys[place] = make_key(seed, Domain.KEPT, hash_name(place))
+            if id(generator) in known or self._can_be_keyed(place, generator, warn=is_new):
+                self._found.append((self._keys[place], generator))
+        new_generators = [generator for _, generator in self._found if id(generator) not in known]
+        self._saved_states += [(generator, get_generator_state(generator)) for generator in new_generators]
+        return bool(new_generators) or self.may_restore != could_restore
 
     def _can_be_keyed(self, place: str, generator: Any, *, warn: bool) -> bool:
         try:
@@ -122,8 +122,8 @@ class KeptGenerators:
     def seed_from_key(self, key: int) -> None:
         """Seed each generator with its own key, derived from this key."""
         self._seeded = True
-        for word, generator in self._found:
-            seed_generator(generator, derive_key(key, word))
+        for generator_key, generator in self._found:
+            seed_generator(generator, derive_key(key, generator_key))
 
     @property
     def seed_function(self) -> Callable[[int], None]:
@@ -136,7 +136,7 @@ class KeptGenerators:
 
     def restore_states(self) -> None:
         """Restore the original states of generators that were seeded here."""
-        for generator, state in self._before if self._seeded else ():
+        for generator, state in self._saved_states if self._seeded else ():
             set_generator_state(generator, state)
         self._seeded = False
 
@@ -166,21 +166,21 @@ def walk_objects(
     """
     order = count()
     waiting: list[Any] = [(1, next(order), "", roots.items())]
-    met: dict[int, Any] = {id(each): each for each in _GLOBAL}  # A reference keeps each id from being used again.
+    visited: dict[int, Any] = {id(each): each for each in _GLOBAL}  # A reference keeps each id from being used again.
     functions = 0
     while waiting:
-        width, _, above, held = heappop(waiting)
-        for name, part in held:
-            if (above and issubclass(type(part), leaves)) or id(part) in met:
+        width, _, prefix, contents = heappop(waiting)
+        for name, part in contents:
+            if (prefix and issubclass(type(part), leaves)) or id(part) in visited:
                 continue
-            if len(met) >= _OBJECTS:
+            if len(visited) >= _OBJECTS:
                 if width <= _FEW:  # Otherwise the remaining objects are in long collections, which hold data.
                     _warn_of_end(", ".join(f"{root} ({type(each).__name__})" for root, each in roots.items()))
                 return
-            met[id(part)] = part
+            visited[id(part)] = part
             if _is_defined_in(type(part), _MACHINERY) or _is_worker_iterator(part):
                 continue
-            yield f"{above}{name}", part
+            yield f"{prefix}{name}", part
             if is_end(part):
                 continue
             if isinstance(part, FunctionType):
@@ -192,10 +192,10 @@ def walk_objects(
                 )
             else:
                 inner = _iterate_held(part)
-                if id(kind := type(part)) not in met:
-                    met[id(kind)] = kind
+                if id(kind := type(part)) not in visited:
+                    visited[id(kind)] = kind
                     inner = chain(inner, _iterate_class_attributes(kind))
-            heappush(waiting, (width * _count_items(part), next(order), f"{above}{name}.", inner))
+            heappush(waiting, (width * _count_items(part), next(order), f"{prefix}{name}.", inner))
 
 
 @cache
@@ -280,20 +280,20 @@ def _find_global_names(code: CodeType, values: dict[str, Any]) -> set[str]:
     return names.union(*(_find_global_names(each, values) for each in inner))
 
 
-def _may_restore(function: FunctionType, met: dict[int, Any]) -> bool:
+def _may_restore(function: FunctionType, visited: dict[int, Any]) -> bool:
     """Return True if a function uses one of `_READERS`, also indirectly through functions or classes of the user.
 
     Args:
         function: The function to inspect.
-        met: Objects inspected before, by id.
+        visited: Objects inspected before, by id.
     """
     waiting: list[Any] = [function]
     while waiting:
         part = waiting.pop()
         part = part.fget if isinstance(part, property) else part.__func__ if isinstance(part, _WRAPPERS) else part
-        if id(part) in met or not isinstance(part, _CODE):
+        if id(part) in visited or not isinstance(part, _CODE):
             continue
-        met[id(part)] = part
+        visited[id(part)] = part
         is_users = not _is_installed(part.__module__ or "")
         if part.__name__ in _READERS:  # The code may use an alias of the function.
             return True

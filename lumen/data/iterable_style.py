@@ -35,8 +35,8 @@ class _IterableAdapterBase(LoaderAdapter, ABC):
     def __init__(self, loader: Any, seed: int, accumulate: int, rank_slice: RankSlice, *, rewinds: bool) -> None:
         self._name = type(getattr(loader, "dataset", loader)).__name__
         self._loader, self.per_step, self._rank_slice, self._rewinds = loader, accumulate, rank_slice, rewinds
-        own = rank_slice if self._reads_part else SINGLE_RANK
-        self._iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=own)
+        iterator_slice = rank_slice if self._reads_part else SINGLE_RANK
+        self._iterator = ResumableIterator(loader, seed, rewinds=rewinds, rank_slice=iterator_slice)
         self.measure()
 
     def get_fingerprints(self) -> list[str | None]:
@@ -70,8 +70,8 @@ class IterableAdapter(_IterableAdapterBase):
 
     def iterate_windows(self, epoch: int, position: Position, limit: int | None) -> Iterator[AccumulationWindow]:
         """Yield the optimizer steps of an epoch, from a position on."""
-        begins = self._rewinds and not position.batches
-        state = self._iterator.beginning if begins else position.get_state("stream")
+        is_beginning = self._rewinds and not position.batches
+        state = self._iterator.beginning if is_beginning else position.get_state("stream")
         if position.batches and state.get("ended"):
             self._iterator.restore_state(state)
             return
@@ -101,18 +101,18 @@ class IterableAdapter(_IterableAdapterBase):
     def _iterate_steps(self, items: Iterator[LoadedBatch], first_step: int | None) -> Iterator[LoadedStep]:
         assign = self._rank_slice.make_assigner(first_step)
         while True:
-            assigned, own, sizes = assign(self.per_step), [], []
+            assigned, kept, sizes = assign(self.per_step), [], []
             for number, item in enumerate(islice(items, self.per_step)):
                 sizes.append(item.samples)
                 if number in assigned:  # Batches of other processes are dropped at once.
-                    own.append(item)
+                    kept.append(item)
             if not sizes:
                 return
             if len(sizes) < self.per_step:
                 assigned = assign(len(sizes))
             if self._rank_slice.needs_dummies:
-                own += [item] * assigned.count(None)
-            yield LoadedStep(own, sizes, assigned, self._iterator.get_state())
+                kept += [item] * assigned.count(None)
+            yield LoadedStep(kept, sizes, assigned, self._iterator.get_state())
 
 
 def has_capability(loader: Any, capability: Literal["shards_itself", "follows_training"]) -> bool:
@@ -122,15 +122,15 @@ def has_capability(loader: Any, capability: Literal["shards_itself", "follows_tr
 
     Args:
         loader: The user's loader.
-        capability: The name of the attribute. `is_sharded_by_itself`: each process gets a different part.
-            `depends_on_training`:
+        capability: The name of the attribute. `shards_itself`: each process gets a different part.
+            `follows_training`:
             batches depend on the parameters, so each step is read after the previous step is done.
     """
     parts = (loader, loader.dataset) if isinstance(loader, DataLoader) else (loader,)
     return any(getattr(part, capability, False) for part in parts)
 
 
-def is_sharded_by_itself(loader: Any, world: int) -> bool:
+def shards_itself(loader: Any, world: int) -> bool:
     """Return True if a loader or its data set says that it gives each of `world` processes a different part."""
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     split = getattr(getattr(dataset, "_distributed", None), "world_size", None)  # set by Hugging Face's datasets
@@ -145,13 +145,13 @@ def depends_on_training(loader: Any) -> bool:
     Raises:
         DataError: Workers read the loader, and each worker has a copy of the model from its start.
     """
-    said = has_capability(loader, "follows_training")
-    if said and isinstance(loader, DataLoader) and loader.num_workers:
+    depends = has_capability(loader, "follows_training")
+    if depends and isinstance(loader, DataLoader) and loader.num_workers:
         raise DataError(
             f"{type(loader.dataset).__name__} says follows_training, but its DataLoader has num_workers="
             f"{loader.num_workers}: a worker has a copy of the model that is never trained. Set num_workers=0."
         )
-    return said
+    return depends
 
 
 def _choose_reader(loader: Any, length: int | None, limit: int | None, *, rewinds: bool) -> Callable[..., Any]:
@@ -228,7 +228,7 @@ class ShardedIterableAdapter(_IterableAdapterBase):
         rank = self._rank_slice.rank
         while True:
             missing = self.per_step if left is None else min(self.per_step, left)
-            own, sizes, numbers = (
+            kept, sizes, numbers = (
                 list[LoadedBatch](),
                 list[int](),
                 [list[int]() for _ in range(self._rank_slice.world_size)],
@@ -236,13 +236,13 @@ class ShardedIterableAdapter(_IterableAdapterBase):
             while missing and alive:
                 turns = list(islice(cycle(alive), missing))
                 read = list(islice(items, turns.count(rank)))
-                own += read
+                kept += read
                 first = digest_batch(read[0].batch) if read and not self._compared else None
-                told = self._rank_slice.gather(([item.samples for item in read], first, self._iterator.get_state()))
-                self._warn_of_equal_parts([code for _, code, _ in told])
-                self._states = [state for _, _, state in told]  # one per process
-                alive = [each for each in alive if len(told[each][0]) == turns.count(each)]
-                waiting = [iter(counts) for counts, _, _ in told]
+                reports = self._rank_slice.gather(([item.samples for item in read], first, self._iterator.get_state()))
+                self._warn_of_equal_parts([code for _, code, _ in reports])
+                self._states = [state for _, _, state in reports]  # one per process
+                alive = [each for each in alive if len(reports[each][0]) == turns.count(each)]
+                waiting = [iter(counts) for counts, _, _ in reports]
                 for each in turns:
                     if (size := next(waiting[each], None)) is not None:
                         numbers[each].append(len(sizes))
@@ -252,11 +252,11 @@ class ShardedIterableAdapter(_IterableAdapterBase):
                 return
             left = None if left is None else left - len(sizes)
             rounds = max(map(len, numbers))
-            without = rounds - len(own)
+            dummies = rounds - len(kept)
             if self._rank_slice.needs_dummies:
-                own += [self._get_dummy(own, numbers, rounds)] * without
+                kept += [self._get_dummy(kept, numbers, rounds)] * dummies
             state = {"kind": "stream in parts", "ranks": self._states}
-            yield LoadedStep(own, sizes, [*numbers[rank], *[None] * without], state)
+            yield LoadedStep(kept, sizes, [*numbers[rank], *[None] * dummies], state)
 
     def _warn_of_equal_parts(self, first: list[int | None]) -> None:
         """Warn once if several processes have read the same first batch, a sign that they read the same data."""
@@ -269,15 +269,15 @@ class ShardedIterableAdapter(_IterableAdapterBase):
                 self._name, len(first),
             )  # fmt: skip
 
-    def _get_dummy(self, own: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
+    def _get_dummy(self, kept: list[LoadedBatch], numbers: list[list[int]], rounds: int) -> LoadedBatch:
         """Return a real batch to run as a dummy batch, in rounds without a batch for this process.
 
         Collective in the rounds in which a process without any batch needs one from a different process.
         """
-        if own:
-            self._read = own[-1]
-        self._have_read |= {rank for rank, its in enumerate(numbers) if its}
-        lacking = {rank for rank, its in enumerate(numbers) if len(its) < rounds}
+        if kept:
+            self._read = kept[-1]
+        self._have_read |= {rank for rank, numbers_of_rank in enumerate(numbers) if numbers_of_rank}
+        lacking = {rank for rank, numbers_of_rank in enumerate(numbers) if len(numbers_of_rank) < rounds}
         if not lacking <= self._have_read:
             self._read = share_batch(self._rank_slice, min(self._have_read), self._read)
             self._have_read = set(range(self._rank_slice.world_size))

@@ -12,7 +12,7 @@ from lumen.console import logger as _log
 from lumen.data.adapter import LoaderAdapter
 from lumen.data.combined import CombinedAdapter, CombinedLoader, holds_loaders
 from lumen.data.fingerprint import get_length
-from lumen.data.iterable_style import IterableAdapter, ShardedIterableAdapter, depends_on_training, is_sharded_by_itself
+from lumen.data.iterable_style import IterableAdapter, ShardedIterableAdapter, depends_on_training, shards_itself
 from lumen.data.map_style import MapStyleAdapter
 from lumen.data.orders import Order, PlainOrder, SampledOrder
 from lumen.data.windows import SINGLE_RANK, RankSlice
@@ -58,9 +58,9 @@ def adapt_loader(
 
         def adapt(part: Any, number: int) -> LoaderAdapter:
             _refuse_parts(part, rank_slice)
-            alone = rank_slice._replace(needs_dummies=False, splits=False)  # Dummy batches combine all loaders.
-            own = make_key(seed, Domain.LOADER, number)  # Two loaders over the same data get different orders.
-            return adapt_loader(part, own, rewinds=rewinds, rank_slice=alone)
+            part_slice = rank_slice._replace(needs_dummies=False, splits=False)  # Dummy batches combine all loaders.
+            loader_seed = make_key(seed, Domain.LOADER, number)  # Two loaders over the same data get different orders.
+            return adapt_loader(part, loader_seed, rewinds=rewinds, rank_slice=part_slice)
 
         return CombinedAdapter(loader, adapt, accumulate, rank_slice)
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, torch.Tensor)):
@@ -75,7 +75,7 @@ def adapt_loader(
     if isinstance(loader, DataLoader) and loader.num_workers and not loader.in_order:
         _log.warning("setting in_order=True on the DataLoader: ranks and resumed runs need batches in one order.")
         loader.in_order = True
-    kind = ShardedIterableAdapter if is_sharded_by_itself(loader, rank_slice.world_size) else IterableAdapter
+    kind = ShardedIterableAdapter if shards_itself(loader, rank_slice.world_size) else IterableAdapter
     accumulate = _count_batches_per_step(loader, accumulate, global_batch_size, rank_slice.world_size)
     return kind(loader, seed, accumulate, rank_slice, rewinds=rewinds)
 
@@ -86,7 +86,7 @@ def _refuse_parts(loader: Any, rank_slice: RankSlice) -> None:
             f"{type(getattr(loader, 'dataset', loader)).__name__} says follows_training, but is one of several "
             "training loaders, which are read a step ahead. Let one loader give what the others do too."
         )
-    if rank_slice.world_size > 1 and is_sharded_by_itself(loader, rank_slice.world_size):
+    if rank_slice.world_size > 1 and shards_itself(loader, rank_slice.world_size):
         raise DataError(
             f"{type(getattr(loader, 'dataset', loader)).__name__}, one of several training loaders, gives every "
             "process a part of its own, so their ends cannot be compared. Let it give all batches to every process "
@@ -130,21 +130,21 @@ def _make_order(
         batch_size = step_size
     else:
         _warn_of_idle_ranks(global_batch_size, -(-step_size // batch_size), world)
-    cut = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
+    batching = {"batch_size": batch_size, "step_size": step_size, "drop_last": drop_last}
     samples = get_length(loader.dataset)
     if _is_plain_distributed_sampler(sampler):  # Lumen distributes the samples itself.
-        return PlainOrder(sampler.dataset, seed, shuffle=sampler.shuffle, **cut)  # type: ignore[arg-type]
+        return PlainOrder(sampler.dataset, seed, shuffle=sampler.shuffle, **batching)  # type: ignore[arg-type]
     if samples is None and type(sampler) is SequentialSampler:
         raise DataError(
             f"{type(loader.dataset).__name__} has no length, and no sampler says which samples it has. "
             "Define a __len__ that returns an int, give a sampler, or derive it from IterableDataset."
         )
     if not _is_plain_sampler(sampler, samples):
-        return SampledOrder(sampler, seed, **cut)  # type: ignore[arg-type]
+        return SampledOrder(sampler, seed, **batching)  # type: ignore[arg-type]
     generator = loader.generator or (sampler.generator if type(sampler) is RandomSampler else None)
-    own = seed if generator is None else generator.initial_seed()
+    order_seed = seed if generator is None else generator.initial_seed()
     shuffle = type(sampler) is not SequentialSampler
-    return PlainOrder(sampler.data_source, own, shuffle=shuffle, **cut)  # type: ignore[arg-type]
+    return PlainOrder(sampler.data_source, order_seed, shuffle=shuffle, **batching)  # type: ignore[arg-type]
 
 
 def _is_plain_distributed_sampler(sampler: Any) -> bool:

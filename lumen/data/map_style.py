@@ -64,7 +64,7 @@ class MapStyleAdapter(LoaderAdapter):
         self._sampler = _RequestSampler(rank_slice)
         self._generator = torch.Generator()  # A DataLoader draws its workers' seed from it even without shuffling.
         self._iterator: Iterator[Any] | None = None
-        self._agreed_samples: int | None = None
+        self._checked_samples: int | None = None
         self._worker_fingerprint = ""
         self._loader = self._make_worker_loader(loader) if loader.num_workers else None
         self.measure()
@@ -110,16 +110,16 @@ class MapStyleAdapter(LoaderAdapter):
         """Yield the optimizer steps of an epoch, from a position on, without loading any consumed sample."""
         requests = self._order.iterate_steps(epoch, position, limit)
         samples = get_length(self._batches.dataset)
-        if self._rank_slice.processes > 1 and not (self._order.has_known_samples and self._agreed_samples == samples):
-            requests, self._agreed_samples = self._check_first_on_ranks(requests), samples
+        if self._rank_slice.processes > 1 and not (self._order.has_known_samples and self._checked_samples == samples):
+            requests, self._checked_samples = self._check_first_on_ranks(requests), samples
         plan = _assign_steps(requests, self._rank_slice.make_assigner(position.first_step), self._parts)
         self._batches.should_watch = self._batches.keys_collate
         self._batches.is_seeded |= self._batches.has_drawn.value  # must be set before workers start
         if self._loader is not None:
             # The DataLoader consumes one copy ahead of the steps. The other copy gives the sizes and the last step.
             self._sampler.plan, plan = tee(plan)
-            own = 1 + (self._rank_slice.rank << 32)  # seeds workers' generators that Lumen does not find
-            self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.key(epoch), own))
+            worker_key = 1 + (self._rank_slice.rank << 32)  # seeds workers' generators that Lumen does not find
+            self._generator.manual_seed(make_key(self._seed, Domain.ORDER, position.get_order_key(epoch), worker_key))
             self._renew_workers(self._loader)
             with fork_workers(self._loader.num_workers):
                 self._iterator = iter(self._loader)
@@ -168,12 +168,14 @@ class MapStyleAdapter(LoaderAdapter):
         while ahead:
             (requests, assigned, state), ahead = ahead, next(plan, None)
             sizes = [len(request.indices) for request in requests]
-            own = rank_slice.take_assigned(requests, assigned)
-            fetch = map(partial(_load_batch, load), own).__next__  # `zip` would keep a reference to the batch.
+            assigned_requests = rank_slice.take_assigned(requests, assigned)
+            fetch = map(
+                partial(_load_batch, load), assigned_requests
+            ).__next__  # `zip` would keep a reference to the batch.
             window = AccumulationWindow(
-                fetch, sizes, index, state, 0.0, rank_slice, assigned, last=ahead is None, whole=self._parts > 1
+                fetch, sizes, index, state, 0.0, rank_slice, assigned, last=ahead is None, is_one_batch=self._parts > 1
             )
-            window.requests = own
+            window.requests = assigned_requests
             yield window
             index += window.batches
 
@@ -183,8 +185,8 @@ class MapStyleAdapter(LoaderAdapter):
         for requests, assigned, state in plan:
             batches = [load(request) for request in rank_slice.take_assigned(requests, assigned)]
             items = [LoadedBatch(batch, self._count(batch)) for batch in batches]
-            own = {number: item.samples for number, item in zip(assigned, items, strict=False)}
-            sizes = {number: size for told in rank_slice.gather(own) for number, size in told.items()}
+            own_sizes = {number: item.samples for number, item in zip(assigned, items, strict=False)}
+            sizes = {number: size for rank_sizes in rank_slice.gather(own_sizes) for number, size in rank_sizes.items()}
             yield LoadedStep(items, [sizes[number] for number in range(len(requests))], assigned, state)
 
     def explain_empty(self) -> str:
@@ -211,5 +213,5 @@ def _return_batch(batch: Any) -> Any:
 
 def _assign_steps(steps: Iterator[StepRequests], assign: Callable[[int], Assigned], parts: int) -> AssignedSteps:
     for requests, state in steps:
-        given = [part for request in requests for part in request.split(parts)] if parts > 1 else requests
-        yield given, assign(len(given)), state
+        divided = [part for request in requests for part in request.split(parts)] if parts > 1 else requests
+        yield divided, assign(len(divided)), state

@@ -33,13 +33,13 @@ def move_batch(batch: Any, device: torch.device, dtype: torch.dtype | None = Non
         device: The device to copy to.
         dtype: The dtype of all floating-point tensors; None: keep the dtypes.
     """
-    beside = device.type == "cuda"
+    non_blocking = device.type == "cuda"
 
     def moved(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
-            return part.to(device, dtype if part.is_floating_point() else None, non_blocking=beside)
+            return part.to(device, dtype if part.is_floating_point() else None, non_blocking=non_blocking)
         if isinstance(part, PackedSequence):
-            return part.to(device, non_blocking=beside)  # type: ignore[arg-type]
+            return part.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]
         return part.to(device) if callable(getattr(part, "to", None)) else part
 
     return map_leaves(batch, moved)
@@ -67,8 +67,10 @@ def as_device(who: str, device: Any) -> torch.device | None:
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        what = "map_location: " if who == "load_from_checkpoint" else ""
-        raise ConfigError(f'{who}: {what}expected a device, such as "cpu" or "cuda:0", found {device!r}.') from error
+        argument = "map_location: " if who == "load_from_checkpoint" else ""
+        raise ConfigError(
+            f'{who}: {argument}expected a device, such as "cpu" or "cuda:0", found {device!r}.'
+        ) from error
 
 
 def fill_tensor(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -36,8 +36,8 @@ class Order(ABC):
     Attributes:
         length: Micro-batches of an epoch, of all processes; None if it is known only at the epoch's end.
         per_step: Micro-batches of an optimizer step, of all processes.
-        is_known: True if the steps depend only on (seed, epoch), so they may be computed long before they run.
-        is_cut_here: True if Lumen forms the batches; False if a user's batch sampler does.
+        has_known_samples: True if the steps depend only on (seed, epoch), so they may be computed long before they run.
+        is_cut_by_lumen: True if Lumen forms the batches; False if a user's batch sampler does.
     """
 
     length: int | None
@@ -121,12 +121,12 @@ class PlainOrder(Order):
 
     def measure(self, position: Position = START) -> None:
         """Update `length` from the data set, or from the saved number of samples in the middle of an epoch."""
-        here = len(self._dataset)
-        self._samples = position.get_state("data set").get("samples", here) if position.samples else here
-        if here < self._samples:
+        length = len(self._dataset)
+        self._samples = position.get_state("data set").get("samples", length) if position.samples else length
+        if length < self._samples:
             raise DataError(
                 f"this run goes on in the middle of an epoch of {self._samples} samples, but the "
-                f"{type(self._dataset).__name__} now has {here}. Give it the data it had."
+                f"{type(self._dataset).__name__} now has {length}. Give it the data it had."
             )
         self.length = self._count_batches(self._samples)
 
@@ -144,7 +144,7 @@ class PlainOrder(Order):
                 "this run goes on in the middle of an epoch, whose order belongs to other data: "
                 f"then {position.state}, now {state}. Give it the data and the shuffling it had."
             )
-        key, end = position.key(epoch), self._samples
+        key, end = position.get_order_key(epoch), self._samples
         order = make_epoch_order(self._samples, self._seed, key, shuffle=self._shuffle)
         rows = order.numpy() if isinstance(order, torch.Tensor) else order  # Slicing numpy arrays is faster.
         if limit is not None:
@@ -197,34 +197,36 @@ class SampledOrder(Order):
 
     def iterate_steps(self, epoch: int, position: Position, limit: int | None) -> Iterator[StepRequests]:
         """Yield the requests of each optimizer step, and the order's state."""
-        again, self._has_begun = self._has_begun or epoch > 0, True
+        is_repeated, self._has_begun = self._has_begun or epoch > 0, True
         # Draw many items at once, because changing generators costs more than drawing.
         taken, ahead = (position.samples, 1024) if self.is_cut_by_lumen else (position.batches, 64)
         begin = self._seed, epoch, position
-        stream = _SeededIterator(self._sampler, self._kept_generators, begin, ahead, self._convert_indices, again=again)
-        stream.skip(taken)
+        stream = _SeededIterator(
+            self._sampler, self._kept_generators, begin, ahead, self._convert_indices, is_repeated=is_repeated
+        )
+        stream.skip_items(taken)
         start = taken if self._single else position.samples
         left = None if limit is None else max(0, self._count_items(limit) - taken)
-        cut = cut_steps(stream.take, self._batch_size, self._step_size, drop_last=self._drop_last, limit=left)
+        cut = cut_steps(stream.take_items, self._batch_size, self._step_size, drop_last=self._drop_last, limit=left)
         for step in cut:
             requests = []
             for items in step:
                 indices = items if self.is_cut_by_lumen else items[0]
-                requests.append(BatchRequest(position.key(epoch), start, indices, by_place=True))
+                requests.append(BatchRequest(position.get_order_key(epoch), start, indices, by_place=True))
                 start += len(indices)
-            yield requests, stream.state()
+            yield requests, stream.get_state()
 
     def get_batching(self) -> dict[str, int | None]:
         """Return the sizes of batches and steps, or only the batches of a step for a batch sampler."""
         return super().get_batching() if self.is_cut_by_lumen else {"batches of a step": self.per_step}
 
-    def _convert_indices(self, given: Any) -> Any:
+    def _convert_indices(self, item: Any) -> Any:
         if self.is_cut_by_lumen:
-            return given
+            return item
         if self._single:
-            return [given]
-        if not hasattr(given, "__iter__") or not (batch := list(given)):
-            raise DataError(f"a batch sampler gave {given!r}. It must give lists of at least one index.")
+            return [item]
+        if not hasattr(item, "__iter__") or not (batch := list(item)):
+            raise DataError(f"a batch sampler gave {item!r}. It must give lists of at least one index.")
         return batch
 
 
@@ -249,10 +251,10 @@ def _iterate_held(part: Any) -> Iterator[Any]:
             yield from value.values() if isinstance(value, dict) else value
 
 
-def begin_epoch(loader: Any, own: KeptGenerators, seed: int, epoch: int, position: Position) -> None:
+def begin_epoch(loader: Any, generators: KeptGenerators, seed: int, epoch: int, position: Position) -> None:
     """Call `set_epoch` of the loader and its samplers, and seed every generator that they hold."""
-    own.refresh()
-    own.seed_from_key(make_key(seed, Domain.ORDER, position.key(epoch)))
+    generators.refresh()
+    generators.seed_from_key(make_key(seed, Domain.ORDER, position.get_order_key(epoch)))
     for part in iterate_loader_objects(loader):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -268,23 +270,23 @@ class _SeededIterator:
     def __init__(
         self,
         sampler: Any,
-        own: KeptGenerators,
+        generators: KeptGenerators,
         begin: tuple[int, int, Position],
         ahead: int,
         convert: Any,
         *,
-        again: bool,
+        is_repeated: bool,
     ) -> None:
         seed, epoch, position = begin
-        self._position, self._kept_generators, self._ahead, self._convert = position, own, ahead, convert
+        self._position, self._kept_generators, self._ahead, self._convert = position, generators, ahead, convert
         self._generators: GeneratorStates | None = None
         self._drawn: list[Any] = []
         self._digest = 0
         with self._swap_generators():
-            begin_epoch(sampler, own, seed, epoch, position)
-            seed_generators(make_key(seed, Domain.ORDER, position.key(epoch)))
+            begin_epoch(sampler, generators, seed, epoch, position)
+            seed_generators(make_key(seed, Domain.ORDER, position.get_order_key(epoch)))
             self._iterator = iter(sampler)
-        if again and is_single_pass(sampler, self._iterator):
+        if is_repeated and is_single_pass(sampler, self._iterator):
             raise DataError(
                 f"the sampler is a {type(sampler).__name__}, which can be read only once. "
                 "Give an object whose __iter__ begins anew: a list, or a Sampler."
@@ -304,40 +306,40 @@ class _SeededIterator:
             self._generators = GeneratorStates(self._kept_generators.generators)
             outside.restore()
 
-    def take(self, number: int) -> list[Any]:
+    def take_items(self, number: int) -> list[Any]:
         if len(self._drawn) < number:
             with self._swap_generators():
-                more = islice(self._iterator, max(number - len(self._drawn), self._ahead))
-                self._drawn += map(self._convert, more)
+                new_items = islice(self._iterator, max(number - len(self._drawn), self._ahead))
+                self._drawn += map(self._convert, new_items)
         taken, self._drawn = self._drawn[:number], self._drawn[number:]
         self._digest = crc32(_make_digest_text(taken).encode(), self._digest)
         return taken
 
-    def skip(self, number: int) -> None:
+    def skip_items(self, number: int) -> None:
         for first in range(0, number, 1 << 14):
-            self.take(min(1 << 14, number - first))
-        if number and self._position.get_state("sampler") not in ({}, self.state()):
+            self.take_items(min(1 << 14, number - first))
+        if number and self._position.get_state("sampler") not in ({}, self.get_state()):
             raise DataError(
                 "this run goes on in the middle of an epoch, and the sampler now gives another order than it gave "
                 "before. Give it the data and the arguments it had. A sampler that changes itself from epoch to epoch "
                 "must do so in set_epoch(epoch)."
             )
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         return {"kind": "sampler", "order": self._digest}
 
 
 def _iterate_rest(iterator: Iterator[Any]) -> Iterator[Any]:
     """Yield the remaining items of an iterator whose own `__iter__` may restart it."""
-    while (given := next(iterator, _END)) is not _END:
-        yield given
+    while (item := next(iterator, _END)) is not _END:
+        yield item
 
 
-def _make_digest_text(given: Any) -> str:
+def _make_digest_text(indices: Any) -> str:
     """Return a text that is equal for equal indices, whether ints, tensors, arrays, or lists of them."""
-    if isinstance(given, (list, tuple)):
-        words = map(str if set(map(type, given)) == {int} else _make_digest_text, given)
+    if isinstance(indices, (list, tuple)):
+        words = map(str if set(map(type, indices)) == {int} else _make_digest_text, indices)
         return ",".join([*words, ""])
-    if isinstance(given, (int, str)):
-        return str(given)
-    return str(given.item()) if hasattr(given, "item") else type(given).__name__
+    if isinstance(indices, (int, str)):
+        return str(indices)
+    return str(indices.item()) if hasattr(indices, "item") else type(indices).__name__

@@ -16,29 +16,29 @@ from lumen.errors import DataError
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_same_data_on_ranks(rank_slice: RankSlice, what: str, found: Any, advice: str) -> None:
+def check_same_data_on_ranks(rank_slice: RankSlice, description: str, found: Any, advice: str) -> None:
     """Raise if data differs between processes. Collective: every rank must call this.
 
     Args:
         rank_slice: Rank of this process, number of processes, and their communication.
-        what: Description of the compared data for the message: "data set or order".
+        description: Description of the compared data for the message: "data set or order".
         found: The data of this process: plain data, compared by `==`.
         advice: A sentence for the message: the user's remedy.
 
     Raises:
         DataError: The data of a rank differs from that of rank 0; raised on every rank.
     """
-    told = rank_slice.gather_all(found)
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            raise DataError(f"rank {rank} has another {what} than rank 0: {other}, not {told[0]}. {advice}")
+    reports = rank_slice.gather_all(found)
+    for rank, other in enumerate(reports):
+        if other != reports[0]:
+            raise DataError(f"rank {rank} has another {description} than rank 0: {other}, not {reports[0]}. {advice}")
 
 
 def share_batch(rank_slice: RankSlice, source: int, item: LoadedBatch | None) -> LoadedBatch:
     """Return this process's own batch, or that of rank `source` without one. Collective: every rank must call this."""
-    given = rank_slice.gather(item if rank_slice.rank == source else None)[source]
-    assert given is not None
-    return given if item is None else item
+    shared = rank_slice.gather(item if rank_slice.rank == source else None)[source]
+    assert shared is not None
+    return shared if item is None else item
 
 
 def digest_batch(batch: Any, code: int = 0, most: int | None = None) -> int:

@@ -41,7 +41,7 @@ class ResumableIterator:
 
     Attributes:
         beginning: The state at the beginning of every pass, with `rewinds`.
-        cut: The loader's `batch_size`, `num_workers` and `drop_last`; empty for other classes than `DataLoader`.
+        batching: The loader's `batch_size`, `num_workers` and `drop_last`; empty for other classes than `DataLoader`.
     """
 
     def __init__(self, loader: Any, seed: int, *, rewinds: bool, rank_slice: RankSlice = SINGLE_RANK) -> None:
@@ -84,7 +84,7 @@ class ResumableIterator:
         self._begin_pass(epoch, position)
         self._read, self._samples, self._digest = number, state["samples"] if number else 0, 0
         if not found:
-            self._skip_read_batches(position.key(epoch), number, state)
+            self._skip_read_batches(position.get_order_key(epoch), number, state)
         return self._iterate_rest(epoch, position, may_end_at_once=bool(may_end_at_once))
 
     def _skip_read_batches(self, key: int, number: int, state: dict[str, Any]) -> None:
@@ -94,8 +94,8 @@ class ResumableIterator:
             DataError: The batches have a different size now, or a different number of samples.
         """
         name, remedy = self._describe_missing_state()
-        changed = [f"{what} was {old}, is {self.batching.get(what)}" for what, old in state["cut"].items()
-                   if old != self.batching.get(what)]  # fmt: skip
+        changed = [f"{option} was {old}, is {self.batching.get(option)}" for option, old in state["cut"].items()
+                   if old != self.batching.get(option)]  # fmt: skip
         if changed:
             raise DataError(self._describe_misread(number, f"but it is cut otherwise now: {', '.join(changed)}"))
         _log.warning(
@@ -103,12 +103,12 @@ class ResumableIterator:
             name, number, remedy,
         )  # fmt: skip
         samples = 0
-        for again in range(number):
-            batch = self._read_next(key, again)
+        for index in range(number):
+            batch = self._read_next(key, index)
             if batch is _END:
-                raise DataError(self._describe_misread(number, f"but now it has only {again}"))
+                raise DataError(self._describe_misread(number, f"but now it has only {index}"))
             samples += self._count(batch)
-            self._add_to_digest(batch, again)
+            self._add_to_digest(batch, index)
         if samples != state["samples"]:
             held = f"which held {state['samples']} samples, but they now hold {samples}"
             raise DataError(self._describe_misread(number, held))
@@ -127,12 +127,12 @@ class ResumableIterator:
         if self._stateful is None and not self._rewinds and (number < 16 or number % 16 == 0):
             self._digest = digest_batch(batch, self._digest, most=64)
 
-    def _describe_misread(self, number: int, what: str) -> str:
+    def _describe_misread(self, number: int, problem: str) -> str:
         name, remedy = self._describe_missing_state()
         return (
             f"this run goes on in the middle of an epoch of {name}, which has no state_dict to go on from: its first "
-            f"{number} batches are to be read once more, {what}. Samples would be left out or come twice. Give it the "
-            "batch_size, the num_workers and the data that it had, resume from a checkpoint of an epoch's end, or "
+            f"{number} batches are to be read once more, {problem}. Samples would be left out or come twice. Give it "
+            "the batch_size, the num_workers and the data that it had, resume from a checkpoint of an epoch's end, or "
             "start a new run from this one with resume_parts without data, whose epoch begins anew. "
             f"To resume anywhere, {remedy}."
         )
@@ -152,7 +152,7 @@ class ResumableIterator:
         return name, " and ".join(steps)
 
     def _iterate_rest(self, epoch: int, position: Position, *, may_end_at_once: bool) -> Iterator[LoadedBatch]:
-        key = position.key(epoch)
+        key = position.get_order_key(epoch)
         batch = self._read_next(key, self._read)
         if batch is _END and not may_end_at_once:
             self._begin_pass(epoch, position)  # The saved position was at the end of the data, so restart.
@@ -180,12 +180,12 @@ class ResumableIterator:
             )  # fmt: skip
 
     def _begin_pass(self, epoch: int, position: Position) -> None:
-        own: list[int] = []
+        rank_words: list[int] = []
         if self.batching and self._loader.persistent_workers:
             end_persistent_workers(self._loader)  # Workers are seeded once, so the epoch would depend on earlier ones.
         if self.batching and self._loader.num_workers and self._rank_slice.rank:
-            own = [self._rank_slice.rank, 3]  # Workers of different ranks get different seeds.
-        seed_generators(make_key(self._seed, Domain.ORDER, position.key(epoch), *own))
+            rank_words = [self._rank_slice.rank, 3]  # Workers of different ranks get different seeds.
+        seed_generators(make_key(self._seed, Domain.ORDER, position.get_order_key(epoch), *rank_words))
         with prepare_pass(self._loader):
             self._iterator = iter(self._loader)
         self._was_read = bool(self._exhausted or (self._opened and self._rewinds) or (epoch and not self._opened))

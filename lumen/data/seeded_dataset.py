@@ -25,7 +25,7 @@ class BatchRequest(NamedTuple):
     """Request for one micro-batch, with everything that its samples and their random numbers depend on.
 
     Attributes:
-        epoch: Key of the epoch, see `Position.key`.
+        epoch: Key of the epoch, see `Position.get_order_key`.
         start: Position of the first sample in the epoch's order, from 0.
         indices: Indices into the data set: an int64 array of shape (samples,), or a list of any keys that it accepts.
         by_place: True if an index may occur twice in an epoch, so position instead of index keys the random numbers.
@@ -87,26 +87,26 @@ class SeededDataset(Dataset[Any]):
         single: True if the loader has `batch_size=None`, so every item is one sample.
 
     Attributes:
-        looks: True if the next batch is the first of a pass, before which the search for generators is repeated.
-        own: The random generators inside the data set and the collate function.
+        should_watch: True if the next batch is the first of a pass, before which the search for generators is repeated.
+        kept_generators: The random generators inside the data set and the collate function.
         is_seeded: True if samples are seeded, or a whole batch is.
-        have_drawn: Shared flag, True once samples have drawn in this process or a worker.
+        has_drawn: Shared flag, True once samples have drawn in this process or a worker.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, single: bool) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.draws = can_use_random_numbers(dataset)
+        self.may_draw = can_use_random_numbers(dataset)
         self.collate, self.single = collate, single
-        self.stacks = collate is default_collate and not single
-        self.keys_collate = self.draws or not self.stacks
-        roots = {"dataset": dataset} if self.draws else {}
+        self.uses_default_collate = collate is default_collate and not single
+        self.keys_collate = self.may_draw or not self.uses_default_collate
+        roots = {"dataset": dataset} if self.may_draw else {}
         self.kept_generators = KeptGenerators(roots | ({} if collate is default_collate else {"collate_fn": collate}))
         # Torch reads single items one by one. `__getitems__` of a `Subset` counts if its data set has this method.
-        takes_one = single or (self.draws and not hasattr(_unwrap_subsets(dataset), "__getitems__"))
-        self.fetch_many = None if takes_one else getattr(dataset, "__getitems__", None)
-        self.has_rows = self.stacks and type(_unwrap_subsets(dataset)) is TensorDataset
-        self.is_seeded = not self.draws or self.fetch_many is not None  # One seed per batch costs little.
+        takes_one = single or (self.may_draw and not hasattr(_unwrap_subsets(dataset), "__getitems__"))
+        self.fetch_samples = None if takes_one else getattr(dataset, "__getitems__", None)
+        self.has_rows = self.uses_default_collate and type(_unwrap_subsets(dataset)) is TensorDataset
+        self.is_seeded = not self.may_draw or self.fetch_samples is not None  # One seed per batch costs little.
         self.has_drawn = c_bool(False)
         self.should_watch, self._is_first = self.keys_collate, False
 
@@ -141,9 +141,9 @@ class SeededDataset(Dataset[Any]):
 
     def _find_generators(self) -> bool:
         """Search for generators, and for code that may draw unseen. Return True if there is more than before."""
-        has_more = self.kept_generators.refresh()
+        has_new = self.kept_generators.refresh()
         self.is_seeded |= bool(self.kept_generators.generators) or self.kept_generators.may_restore
-        return has_more
+        return has_new
 
     def _explain_error(self, request: BatchRequest, error: IndexError | StopIteration) -> None:
         if isinstance(error, StopIteration):
@@ -166,25 +166,25 @@ class SeededDataset(Dataset[Any]):
             unused = seed_unless_unused(*collate_words)
             try:
                 samples = self._take_samples(request, indices, seeded=False)
-                batch = self._collate_samples(samples) if self.stacks else None
+                batch = self._collate_samples(samples) if self.uses_default_collate else None
             except Exception:
                 if unused.is_unchanged():
                     raise
             else:
                 if unused.is_unchanged():
-                    if self.stacks:
+                    if self.uses_default_collate:
                         return batch
                     self.kept_generators.seed_function(make_key(*collate_words))
                     return self._collate_samples(samples)
             self.is_seeded = self.has_drawn.value = True
             if self._is_first:
                 self.kept_generators.refresh()
-        if self.fetch_many is not None:
-            if self.draws:
+        if self.fetch_samples is not None:
+            if self.may_draw:
                 self.kept_generators.seed_function(make_key(self.seed, Domain.SAMPLE, request.epoch, request.start))
-            samples = self.fetch_many(indices)
+            samples = self.fetch_samples(indices)
         else:
-            samples = self._take_samples(request, indices, seeded=self.draws)
+            samples = self._take_samples(request, indices, seeded=self.may_draw)
         if self.keys_collate:
             self.kept_generators.seed_function(make_key(*collate_words))
         return self._collate_samples(samples)
@@ -192,7 +192,7 @@ class SeededDataset(Dataset[Any]):
     def _collate_samples(self, samples: list[Any]) -> Any:
         if self.single:
             return self.collate(samples[0])
-        return (self.stacks and stack_samples(samples)) or self.collate(samples)
+        return (self.uses_default_collate and stack_samples(samples)) or self.collate(samples)
 
     def _take_samples(self, request: BatchRequest, indices: Sequence[Any], *, seeded: bool) -> list[Any]:
         dataset, samples, rest = self.dataset, [], iter(indices)

@@ -32,7 +32,7 @@ class RankSlice(NamedTuple):
 
     Attributes:
         rank: Data rank of this process, from 0.
-        world: Number of data ranks.
+        world_size: Number of data ranks.
         needs_dummies: True: in a round without a micro-batch, this process runs a dummy batch: a batch of a different
             process, with weight 0. FSDP needs dummy batches, because all ranks communicate in every forward.
         gather: Function that returns the plain data of each data rank, in order. Collective: every rank must call this.
@@ -143,19 +143,19 @@ class AccumulationWindow:
         fetch: Function that returns the batch of this process's next micro-batch (including dummy batches) and its
             loader's index.
         sizes: Number of samples of each micro-batch, of all processes.
-        requests: Requests of this process to a map-style data set, one for each fetch; None for other data.
         first_index: Number of the step's first micro-batch in the epoch, from 0.
         state: State of the adapter after this step: plain data and tensors, for a checkpoint.
         waited_s: Seconds already spent waiting for the loader.
         rank_slice: The part of each step that this process takes.
-        assigned: Numbers of this process's micro-batches; None: the result of `rank_slice.assign`.
+        assigned: Numbers of this process's micro-batches; None: the result of `rank_slice.assign_step`.
         last: True for the last step of the epoch.
-        whole: True if a single process would take all micro-batches as one batch.
+        is_one_batch: True if a single process would take all micro-batches as one batch.
 
     Attributes:
         fetch: Function that returns the batch of this process's next micro-batch and its loader's index.
         first_index: Number of the step's first micro-batch in the epoch, from 0.
-        whole: True if a single process would take all micro-batches as one batch.
+        is_one_batch: True if a single process would take all micro-batches as one batch.
+        requests: Requests of this process to a map-style data set, one for each fetch; None for other data.
         batches: Micro-batches of the step, counted as in a run with one process.
         sizes: Number of samples of each micro-batch, of all processes.
         samples: Number of samples of the whole step, of all processes.
@@ -165,8 +165,8 @@ class AccumulationWindow:
     """
 
     __slots__ = (
-        "_micro_batches", "_needs_dummies", "batches", "fetch", "first_index", "last", "requests", "samples", "sizes",
-        "state", "waited_s", "whole",
+        "_micro_batches", "_needs_dummies", "batches", "fetch", "first_index", "is_one_batch", "last", "requests",
+        "samples", "sizes", "state", "waited_s",
     )  # fmt: skip
 
     def __init__(
@@ -180,21 +180,21 @@ class AccumulationWindow:
         assigned: Assigned | None = None,
         *,
         last: bool,
-        whole: bool = False,
+        is_one_batch: bool = False,
     ) -> None:
         self.fetch, self.first_index = fetch, first_index
         self.requests: Sequence[Any] | None = None
-        self.whole, self.batches = whole, 1 if whole else len(sizes)
+        self.is_one_batch, self.batches = is_one_batch, 1 if is_one_batch else len(sizes)
         self.sizes, self.samples, self.last = sizes, sum(sizes), last
         self.state, self.waited_s = state, waited_s
         self._needs_dummies = rank_slice.needs_dummies
         numbers = rank_slice.assign_step(len(sizes)) if assigned is None else assigned
         final = len(sizes) - 1
-        lent = sizes[final] if self._needs_dummies else 0
+        dummy_samples = sizes[final] if self._needs_dummies else 0
         self._micro_batches = [
             MicroBatch(first_index + number, number, sizes[number])
             if number is not None
-            else _make_dummy(first_index + final, final, lent)
+            else _make_dummy(first_index + final, final, dummy_samples)
             for number in numbers
         ]
         if self._micro_batches:

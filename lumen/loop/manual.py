@@ -22,7 +22,7 @@ def run_manual_step(run: Run, window: AccumulationWindow) -> bool:
     assert manual is not None
     run.step.begin_step(window)
     (micro,) = begin_weighting(run, window)
-    index = window.first_index // (1 if window.whole else run.strategy.data_world_size)  # equal on all processes
+    index = window.first_index // (1 if window.is_one_batch else run.strategy.data_world_size)  # equal on all processes
     run.step.seed_micro_batch(micro, index)
     batch = run.calls.move_to_device(micro.batch, micro.loader)
     if hooks.on_train_batch_start:
