@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lumen.errors import ConfigError
-from lumen.metrics.log_call import Given, HookValue, LogOptions, as_metric, as_number, check_name, resolve_options
+from lumen.metrics.log_call import HookValue, LogCall, LogOptions, as_metric, as_number, check_name, resolve_options
 from lumen.metrics.step_values import (
     Accumulator,
     Latest,
@@ -34,19 +34,19 @@ if TYPE_CHECKING:  # The import takes longer than that of Lumen. A user who logs
 
 
 #: State of a collector, as `StageMetrics.make_restore_point` returns it.
-Mark = tuple[dict[str, "_LoggedEntry"], dict[str, str], dict[tuple[int, str], str], bool]
+RestorePoint = tuple[dict[str, "_LoggedEntry"], dict[str, str], dict[tuple[int, str], str], bool]
 
 
 @final
 class _LoggedEntry:
     """All values logged under one name."""
 
-    __slots__ = ("epoch", "how", "is_tensor", "latest", "loaders", "metric", "options", "window")
+    __slots__ = ("call", "epoch", "is_tensor", "latest", "loaders", "metric", "options", "window")
 
     def __init__(self, options: LogOptions, metric: Metric | None, *, is_tensor: bool = False) -> None:
         self.options = options
         self.is_tensor = is_tensor  # True if the first value is a tensor
-        self.how: Given | None = None  # arguments of the newest call, which most calls repeat
+        self.call: LogCall | None = None  # arguments of the newest call, which most calls repeat
         self.loaders: tuple[str, ...] = ()  # suffixes of the evaluation loaders it was logged for; "" for none
         self.metric = metric
         self.epoch = Accumulator(options.reduce_fx)
@@ -85,7 +85,7 @@ class StageMetrics:
         window: Number of the optimizer step (or evaluation batch) in progress. Values logged in the same window are
             averaged into one step value.
         closed: True once the values of the epoch are published, so that a value logged now would be lost.
-        of_hooks: Values that each process has logged outside of steps, by name; set by `compute_epoch_values` with a
+        hook_values: Values that each process has logged outside of steps, by name; set by `compute_epoch_values` with a
             `gather`.
     """
 
@@ -98,7 +98,7 @@ class StageMetrics:
         self._updated_metrics: dict[
             tuple[int, str], str
         ] = {}  # logged name by metric object and name without loader suffix
-        self._how: Given | None = None  # arguments of the call parsed last
+        self._call: LogCall | None = None  # arguments of the call parsed last
         self._options: LogOptions
         self._has_steps = False  # True if values of single steps are logged
         self._computed: tuple[Any, list[Any]] | None = None  # update counts of all ranks, and the metrics' values
@@ -119,11 +119,11 @@ class StageMetrics:
         """Note that the values are published."""
         self.closed = True
 
-    def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, how: Given) -> None:
+    def log(self, name: str, value: float | torch.Tensor | Metric, weight: float, call: LogCall) -> None:
         """Collect a value, without waiting for a CUDA device."""
         entry = self._entries.get(name)
-        if entry is None or entry.how != how:
-            entry = self._entry_for(name, value, how)
+        if entry is None or entry.call != call:
+            entry = self._get_entry(name, value, call)
         options = entry.options
         if entry.metric is not None:
             if not options.on_step:
@@ -144,11 +144,11 @@ class StageMetrics:
         if options.on_epoch and entry.metric is None:
             entry.epoch.add(number, weight)
 
-    def _entry_for(self, name: str, value: Any, how: Given) -> _LoggedEntry:
+    def _get_entry(self, name: str, value: Any, call: LogCall) -> _LoggedEntry:
         entry = self._entries.get(name)
-        if how != self._how:
-            self._options = resolve_options(name, how)
-            self._how = how
+        if call != self._call:
+            self._options = resolve_options(name, call)
+            self._call = call
         options = self._options
         if entry is None:
             entry = self._make_entry(name, value, options)
@@ -157,8 +157,8 @@ class StageMetrics:
                 f"self.log({name!r}) was called with {options} after {entry.options}. "
                 "Log one name always with the same options, or use two names."
             )
-        entry.how = how
-        if (loader := how[-1]) not in entry.loaders:
+        entry.call = call
+        if (loader := call[-1]) not in entry.loaders:
             entry.loaders += (loader,)
         return entry
 
@@ -229,7 +229,7 @@ class StageMetrics:
             if entry.options.on_epoch and keep(entry.options)
         ]
 
-    def loaders(self) -> dict[str, tuple[str, ...]]:
+    def map_loader_suffixes(self) -> dict[str, tuple[str, ...]]:
         """Return the loader suffixes for which each name of `compute_epoch_values` was logged; "" for no loader."""
         entries = [entry for entry in self._entries.values() if entry.options.on_epoch]
         return {name: entry.loaders for name, entry in zip(self.list_epoch_names(), entries, strict=True)}
@@ -324,12 +324,12 @@ class StageMetrics:
             if entry.metric is not None:
                 entry.metric.reset()
 
-    def make_restore_point(self) -> Mark:
+    def make_restore_point(self) -> RestorePoint:
         """Return a copy of the collected values for `restore`, without the states of metric objects."""
         entries = {name: entry.copy() for name, entry in self._entries.items()}
         return entries, dict(self._owners), dict(self._updated_metrics), self._has_steps
 
-    def restore(self, mark: Mark) -> None:
+    def restore(self, mark: RestorePoint) -> None:
         """Restore the collected values that `make_restore_point` returned. Each mark can be restored once."""
         self._entries, self._owners, self._updated_metrics, self._has_steps = mark
 

@@ -63,10 +63,10 @@ class PartialValueWarnings:
 
 
 def _is_doubtful(value: HookValue, known: Container[float]) -> bool:
-    first, *others = value.ranks
-    if not others:  # Only one process logs this name.
+    first, *other_values = value.ranks
+    if not other_values:  # Only one process logs this name.
         return False
-    if not all(_are_equal(first, other) for other in others):
+    if not all(_are_equal(first, other) for other in other_values):
         return True
     return not value.is_tensor and first != 0 and first.is_integer() and first not in known
 
@@ -107,22 +107,22 @@ class LogOptions(NamedTuple):
 
 #: Arguments of a call of `self.log`, with the place of the call; see `resolve_options`. A plain tuple is fast to build
 #: and to compare with that of the last call, which every call does.
-Given = tuple[bool, bool | None, bool | None, bool, bool | None, Any, bool, str, str]
+LogCall = tuple[bool, bool | None, bool | None, bool, bool | None, Any, bool, str, str]
 
 
-def resolve_options(name: str, how: Given) -> LogOptions:
+def resolve_options(name: str, call: LogCall) -> LogOptions:
     """Return the options of a call of `self.log`. If `on_step` or `on_epoch` is None, the place of the call decides.
 
     Args:
         name: The name of the value, for errors.
-        how: A tuple of True for a number in a training step; `on_step`, `on_epoch`, `prog_bar`, `logger`, `reduce_fx`
+        call: A tuple of True for a number in a training step; `on_step`, `on_epoch`, `prog_bar`, `logger`, `reduce_fx`
             (a `Reduction` or an equivalent) and `add_dataloader_idx`; the hook, as in `LogOptions`; and the suffix of
             the loader in progress.
 
     Raises:
         ConfigError: An option has a wrong type, or `reduce_fx` is unknown.
     """
-    in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, add_dataloader_idx, hook, loader = how
+    in_step, on_step, on_epoch, prog_bar, logger, reduce_fx, add_dataloader_idx, hook, loader = call
     logger = True if logger is None else logger
     switches = {"prog_bar": prog_bar, "logger": logger, "add_dataloader_idx": add_dataloader_idx}
     for option, given in {"on_step": on_step, "on_epoch": on_epoch, **switches}.items():
@@ -260,12 +260,13 @@ def as_number(name: str, value: Any) -> float | torch.Tensor:
 
 def _make_value_error(name: str, value: Any) -> ConfigError:
     if isinstance(value, str):
-        more = " A text goes to the loggers: logger.log_text."
+        advice = " A text goes to the loggers: logger.log_text."
     elif hasattr(value, "items"):
-        more = " What has several values goes to self.log_dict."
+        advice = " What has several values goes to self.log_dict."
     else:
-        more = ""
+        advice = ""
     return ConfigError(
         f"self.log({name!r}): cannot log an object of type {type(value).__name__} here. "
-        "Log a number, a tensor of one element or a torchmetrics.Metric, always the same of them under one name." + more
+        "Log a number, a tensor of one element or a torchmetrics.Metric, always the same of them under one name."
+        + advice
     )

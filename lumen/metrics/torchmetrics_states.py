@@ -78,14 +78,14 @@ def compute_over_ranks(metrics: Sequence[Metric], gather: Gather) -> list[Any]:
 def _compute_from_states(metric: Metric, states: Sequence[Sequence[MetricState]]) -> Any:
     """Compute a metric from the states of all ranks. A wrapper or collection has several parts with states."""
     parts = list(find_metrics(metric).values())
-    own = [(part, copy_metric_state(part)) for part in parts]
+    local_states = [(part, copy_metric_state(part)) for part in parts]
     try:
         for part, of_ranks in zip(parts, states, strict=True):
             load_metric_state(part, merge_states(part, of_ranks))
             part._to_sync = False
         return metric.compute()
     finally:
-        restore_metrics(own)
+        restore_metrics(local_states)
         for part in parts:
             part._to_sync = part.sync_on_compute
 
@@ -184,12 +184,12 @@ class SavedMetricStates:
         Args:
             gather: Function that returns every rank's value of plain data; None for one process or without metrics.
         """
-        fed = {name for name, metric in self._metrics.items() if metric._update_count != self._counts[name]}
-        mine = self._is_reset, {family for family, names in self._families.items() if fed & set(names)}
-        ranks = [mine] if gather is None else gather(mine)
-        fed_by_any = set().union(*(families for _, families in ranks))
-        self._restore_families(self._is_reset - fed_by_any)
-        self._is_reset = fed_by_any & set().union(*(families for families, _ in ranks))
+        updated = {name for name, metric in self._metrics.items() if metric._update_count != self._counts[name]}
+        local_report = self._is_reset, {family for family, names in self._families.items() if updated & set(names)}
+        ranks = [local_report] if gather is None else gather(local_report)
+        updated_anywhere = set().union(*(families for _, families in ranks))
+        self._restore_families(self._is_reset - updated_anywhere)
+        self._is_reset = updated_anywhere & set().union(*(families for families, _ in ranks))
 
     def restore_all(self, *, everything: bool) -> None:
         """Restore the states of the training at the end of the evaluation.

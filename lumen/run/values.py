@@ -11,7 +11,7 @@ from lumen.metrics.collector import StageMetrics
 from lumen.metrics.torchmetrics_states import Gather
 from lumen.run.loaders import Loaders
 from lumen.run.scheduler_config import SchedulerConfig
-from lumen.task.hooks import mentioned_in
+from lumen.task.hooks import find_methods_mentioning
 from lumen.task.task_module import TaskModule
 
 
@@ -78,7 +78,7 @@ class LoggedValues:
 
     def list_by_loader(self) -> list[dict[str, float]]:
         """Return the newest values, in one dictionary for each loader of the last published evaluation."""
-        loaders = self._published.loaders()
+        loaders = self._published.map_loader_suffixes()
         return [
             {name: value for name, value in self.newest.items() if {"", suffix} & {*loaders[name]}}
             for suffix in self._loaders.list_suffixes()
@@ -156,7 +156,7 @@ class LoggedValues:
 
     def _describe_other_places(self, monitor: str) -> str:
         """Return a sentence on other stages of the task that may log a name; "" if there are none."""
-        found = [name for stage in ("test", "predict") for name in mentioned_in(self._task, stage, monitor)]
+        found = [name for stage in ("test", "predict") for name in find_methods_mentioning(self._task, stage, monitor)]
         places = " and ".join(found)
         return f" {places} of {type(self._task).__name__} may log it, but fit does not call {places}." if places else ""
 
